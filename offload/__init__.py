@@ -1,0 +1,18 @@
+"""Where bytes rest: the ledger of bytes by tier and purpose, and what the process and the system have.
+
+Useful by itself; knows no rank and no model.
+"""
+
+from zeromesh.offload.ledger import Entry, Ledger, Purpose, Tier
+from zeromesh.offload.process import available_bytes, proportional_bytes, resident_bytes, return_freed_memory
+
+__all__ = [
+    "Entry",
+    "Ledger",
+    "Purpose",
+    "Tier",
+    "available_bytes",
+    "proportional_bytes",
+    "resident_bytes",
+    "return_freed_memory",
+]

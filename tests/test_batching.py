@@ -1,0 +1,164 @@
+"""Samples of a step and their order: the same for every number of ranks, every sample once per epoch."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.batching import BatchPlan, Microbatch, SampleOrder
+
+ORDER_OF_TEN = [3, 5, 9, 4, 2, 8, 6, 0, 7, 1, 8, 2, 1, 9, 7, 0, 5, 3, 4, 6]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> BatchPlan:
+    micro = draw(st.integers(1, 9))
+    return BatchPlan(
+        global_size=draw(st.integers(micro, 70)), micro_size=micro, data_ranks=draw(st.integers(1, 8))
+    )
+
+
+def all_microbatches(plan: BatchPlan, step: int) -> list[Microbatch]:
+    return [each for rank in range(plan.data_ranks) for each in plan.microbatches(step, rank)]
+
+
+@given(plan=plans(), step=st.integers(0, 10_000))
+def test_weighted_microbatches_are_the_global_batch(plan: BatchPlan, step: int) -> None:
+    real = sorted(
+        (each for each in all_microbatches(plan, step) if each.weight), key=lambda each: each.first_sample
+    )
+    samples = [sample for each in real for sample in each.samples]
+    assert samples == list(range(step * plan.global_size, (step + 1) * plan.global_size))
+    assert len(real) == plan.blocks
+    assert all(len(each.samples) == plan.micro_size for each in real[:-1])
+    assert all(each.first_sample == each.samples[0] for each in real)
+
+
+@given(plan=plans(), other_ranks=st.integers(1, 8), step=st.integers(0, 1000))
+def test_blocks_do_not_depend_on_the_number_of_ranks(plan: BatchPlan, other_ranks: int, step: int) -> None:
+    other = BatchPlan(global_size=plan.global_size, micro_size=plan.micro_size, data_ranks=other_ranks)
+    assert {each for each in all_microbatches(plan, step) if each.weight} == {
+        each for each in all_microbatches(other, step) if each.weight
+    }
+
+
+@given(plan=plans(), step=st.integers(0, 1000))
+def test_all_ranks_run_accumulation_many_and_padding_is_the_first_block(plan: BatchPlan, step: int) -> None:
+    first = plan.microbatches(step, 0)[0]
+    for rank in range(plan.data_ranks):
+        mine = plan.microbatches(step, rank)
+        assert len(mine) == plan.accumulation
+        for turn, each in enumerate(mine):
+            block = turn * plan.data_ranks + rank
+            assert each.weight == (1 if block < plan.blocks else 0)
+            if not each.weight:
+                assert (each.first_sample, each.samples) == (first.first_sample, first.samples)
+    assert (plan.accumulation - 1) * plan.data_ranks < plan.blocks <= plan.accumulation * plan.data_ranks
+
+
+@pytest.mark.parametrize(
+    ("sizes", "line"),
+    [
+        ((16, 2, 2), "global 16 = micro 2 x accumulation 4 x data-parallel 2"),
+        ((10, 2, 3), "global 10 = micro 2 x accumulation 2 x data-parallel 3 - 2 zero-weight samples"),
+        ((11, 2, 3), "global 11 = micro 2 x accumulation 2 x data-parallel 3 - 1 zero-weight sample"),
+        ((1, 1, 4), "global 1 = micro 1 x accumulation 1 x data-parallel 4 - 3 zero-weight samples"),
+    ],
+)
+def test_the_equation_holds_in_one_line(sizes: tuple[int, int, int], line: str) -> None:
+    plan = BatchPlan(global_size=sizes[0], micro_size=sizes[1], data_ranks=sizes[2])
+    assert plan.equation() == line
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((0, 1, 1), "batch.global_size is 0"),
+        ((4, 0, 1), "batch.micro_size is 0"),
+        ((4, 2, 0), "data-parallel size is 0"),
+        ((4, 8, 1), "batch.micro_size 8 is larger than batch.global_size 4"),
+    ],
+)
+def test_impossible_plans_are_refused(sizes: tuple[int, int, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        BatchPlan(global_size=sizes[0], micro_size=sizes[1], data_ranks=sizes[2])
+
+
+def test_steps_and_ranks_that_do_not_exist_are_refused() -> None:
+    plan = BatchPlan(global_size=4, micro_size=2, data_ranks=2)
+    with pytest.raises(ConfigError, match="data ranks are 0 to 1"):
+        plan.microbatches(0, 2)
+    with pytest.raises(ConfigError, match="steps start at 0"):
+        plan.microbatches(-1, 0)
+
+
+@given(length=st.integers(1, 300), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 2**40))
+def test_every_epoch_holds_every_sample_once(length: int, seed: int, epoch: int) -> None:
+    order = SampleOrder(length=length, seed=seed)
+    samples = range(epoch * length, (epoch + 1) * length)
+    assert sorted(map(order.dataset_index, samples)) == list(range(length))
+    assert {order.epoch(sample) for sample in samples} == {epoch}
+
+
+def test_a_length_beyond_memory_costs_nothing() -> None:
+    order = SampleOrder(length=10**15, seed=0)
+    seen = {order.dataset_index(sample) for sample in range(1000)}
+    assert len(seen) == 1000
+    assert max(seen) > 9 * 10**14
+    assert min(seen) < 10**14
+
+
+def test_epochs_and_seeds_differ_and_repeat() -> None:
+    def epoch(number: int, seed: int) -> list[int]:
+        order = SampleOrder(length=100, seed=seed)
+        return [order.dataset_index(number * 100 + i) for i in range(100)]
+
+    assert epoch(0, 0) == epoch(0, 0)
+    assert epoch(0, 0) != epoch(1, 0)
+    assert epoch(0, 0) != epoch(0, 1)
+    assert epoch(0, 0) != list(range(100))
+
+
+def test_without_shuffle_the_order_is_the_dataset_s() -> None:
+    order = SampleOrder(length=5, seed=3, shuffle=False)
+    assert [order.dataset_index(sample) for sample in range(12)] == [0, 1, 2, 3, 4] * 2 + [0, 1]
+
+
+def test_the_order_is_the_same_for_ever() -> None:
+    """A run that is resumed with another version of this project must see the data it would have seen."""
+    order = SampleOrder(length=10, seed=0)
+    assert [order.dataset_index(sample) for sample in range(20)] == ORDER_OF_TEN
+
+
+def test_all_orders_of_a_small_dataset_are_about_equally_likely() -> None:
+    """120 orders, 100 expected of each: chi-square has mean 119 and standard deviation 15.4."""
+    seen = Counter(
+        tuple(map(SampleOrder(length=5, seed=seed).dataset_index, range(5))) for seed in range(12_000)
+    )
+    assert len(seen) == 120
+    assert sum((count - 100) ** 2 / 100 for count in seen.values()) < 119 + 5 * 15.4
+
+
+def test_neighbours_in_the_dataset_are_not_neighbours_in_the_order() -> None:
+    order = SampleOrder(length=10_000, seed=0)
+    indices = [order.dataset_index(sample) for sample in range(10_000)]
+    adjacent = sum(abs(a - b) == 1 for a, b in itertools.pairwise(indices))
+    assert adjacent < 12  # 2 expected
+
+
+def test_an_empty_dataset_and_a_negative_sample_are_refused() -> None:
+    with pytest.raises(ConfigError, match="0 samples"):
+        SampleOrder(length=0, seed=0)
+    with pytest.raises(ConfigError, match="start at 0"):
+        SampleOrder(length=3, seed=0).dataset_index(-1)
+
+
+def test_a_microbatch_is_mapped_in_order() -> None:
+    order = SampleOrder(length=4, seed=1)
+    microbatch = Microbatch(first_sample=3, samples=(3, 4), weight=1)
+    assert list(order.dataset_indices(microbatch)) == [order.dataset_index(3), order.dataset_index(4)]

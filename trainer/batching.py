@@ -1,0 +1,188 @@
+"""Which samples a step trains on, and in what order: integer arithmetic, with no process and no tensor in it.
+
+A global sample index counts samples from the start of training. A step takes `global_size` of them, cut into
+blocks of `micro_size`; blocks are dealt to data ranks in turn. The blocks of a step, and so what is computed,
+do not depend on the number of ranks:
+
+    global 10, micro 2, data-parallel 3     block      0    1    2    3    4    -
+                                            samples    01   23   45   67   89   (01, weight 0)
+                                            rank       0    1    2    0    1    2
+                                            microbatch 0    0    0    1    1    1
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zeromesh.errors import ConfigError
+
+_MASK_64 = (1 << 64) - 1
+# Of 6 samples all 720 orders are equally likely from 12 rounds on; long orders look random from 4.
+_ROUNDS = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Microbatch:
+    """One forward and backward of one rank.
+
+    `samples` are global sample indices: `micro_size` of them, or fewer in the last block of a global batch
+    that `micro_size` does not divide. `weight` is 1, or 0 for a microbatch past the end of the global batch:
+    it repeats the step's first block, so that it can be run, and its loss is multiplied by 0.
+    """
+
+    first_sample: int
+    samples: tuple[int, ...]
+    weight: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPlan:
+    """How a global batch is cut into microbatches of data-parallel ranks. Sizes are in samples.
+
+    Raises `ConfigError` for a size below 1 and for a microbatch that is larger than the global batch.
+    """
+
+    global_size: int
+    micro_size: int
+    data_ranks: int
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {value}; give 1 or more"
+            for name, value in (
+                ("batch.global_size", self.global_size),
+                ("batch.micro_size", self.micro_size),
+                ("data-parallel size", self.data_ranks),
+            )
+            if value < 1
+        ]
+        if self.micro_size > self.global_size >= 1:
+            problems.append(
+                f"batch.micro_size {self.micro_size} is larger than batch.global_size {self.global_size}; "
+                "lower the first or raise the second"
+            )
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def accumulation(self) -> int:
+        """Microbatches that every rank runs in a step."""
+        return math.ceil(self.global_size / (self.micro_size * self.data_ranks))
+
+    @property
+    def blocks(self) -> int:
+        """Microbatches of weight 1 in a step, over all ranks."""
+        return math.ceil(self.global_size / self.micro_size)
+
+    @property
+    def remainder(self) -> int:
+        """Samples that the rounded-up product has more than the global batch; they have weight 0."""
+        return self.micro_size * self.accumulation * self.data_ranks - self.global_size
+
+    def equation(self) -> str:
+        """One line, such as `global 16 = micro 2 x accumulation 4 x data-parallel 2`."""
+        line = (
+            f"global {self.global_size} = micro {self.micro_size} x accumulation {self.accumulation} "
+            f"x data-parallel {self.data_ranks}"
+        )
+        if self.remainder:
+            line += f" - {self.remainder} zero-weight sample{'s' if self.remainder > 1 else ''}"
+        return line
+
+    def microbatches(self, step: int, data_rank: int) -> tuple[Microbatch, ...]:
+        """The `accumulation` microbatches of one rank in step `step` (from 0).
+
+        Raises `ConfigError` for a step or rank that does not exist.
+        """
+        if step < 0 or not 0 <= data_rank < self.data_ranks:
+            raise ConfigError(
+                f"step {step} of data rank {data_rank}: steps start at 0 and data ranks are 0 to "
+                f"{self.data_ranks - 1}"
+            )
+        return tuple(
+            self._block(step, turn * self.data_ranks + data_rank) for turn in range(self.accumulation)
+        )
+
+    def _block(self, step: int, block: int) -> Microbatch:
+        """Block `block` of step `step`, or the first one again with weight 0 where there is no such block."""
+        weight = 1 if block < self.blocks else 0
+        start = block * self.micro_size if weight else 0
+        end = min(start + self.micro_size, self.global_size)
+        offset = step * self.global_size
+        return Microbatch(
+            first_sample=offset + start, samples=tuple(range(offset + start, offset + end)), weight=weight
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleOrder:
+    """Where in the dataset a global sample lies: each sample once per epoch, each epoch in its own order.
+
+    The order is a function of (`length`, `seed`, epoch) alone, computed index by index by a Feistel network
+    over [0, length) (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). So it takes no
+    memory, whatever the length, starts anywhere at once, and stays the same across versions of NumPy and
+    PyTorch, whose generators may change; a run that resumes years later sees the same data. Raises
+    `ConfigError` for a length below 1.
+    """
+
+    length: int
+    seed: int
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ConfigError(f"a dataset of {self.length} samples has no order; give 1 sample or more")
+
+    def epoch(self, sample: int) -> int:
+        """The epoch (from 0) that global sample `sample` belongs to."""
+        return sample // self.length
+
+    def dataset_index(self, sample: int) -> int:
+        """The dataset index, in [0, length), of global sample `sample`. Raises `ConfigError` below 0."""
+        if sample < 0:
+            raise ConfigError(f"global sample index {sample}: indices start at 0")
+        epoch, position = divmod(sample, self.length)
+        if not self.shuffle or self.length == 1:
+            return position
+        return _permute(position, self.length, _round_keys(self.seed, epoch))
+
+    def dataset_indices(self, microbatch: Microbatch) -> Iterator[int]:
+        """The dataset index of each sample of `microbatch`, in order."""
+        return map(self.dataset_index, microbatch.samples)
+
+
+@functools.lru_cache(maxsize=4)
+def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
+    """One 64-bit key per Feistel round. The last few epochs are kept: a step may span two."""
+    digest = hashlib.shake_256(f"{seed}/{epoch}".encode()).digest(8 * _ROUNDS)
+    return tuple(int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS))
+
+
+def _permute(index: int, length: int, keys: tuple[int, ...]) -> int:
+    """The image of `index` under a permutation of [0, length) chosen by `keys`.
+
+    An index is a pair of digits in [0, rows) x [0, columns). Each round adds a hash of one digit to the
+    other, modulo its base, which can be undone, so rounds are a permutation of all pairs. A pair past
+    `length` is sent on until it lands inside (cycle walking): there are fewer than 2 sqrt(length) of them.
+    """
+    rows = math.isqrt(length - 1) + 1
+    columns = -(-length // rows)
+    while True:
+        row, column = divmod(index, columns)
+        for turn in range(0, len(keys), 2):
+            row = (row + _mix(column ^ keys[turn])) % rows
+            column = (column + _mix(row ^ keys[turn + 1])) % columns
+        index = row * columns + column
+        if index < length:
+            return index
+
+
+def _mix(value: int) -> int:
+    """The 64-bit finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable PRNGs", 2014)."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return value ^ (value >> 31)

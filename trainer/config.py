@@ -1,0 +1,363 @@
+"""The configuration of a run: every key, its default, what is allowed and what it does.
+
+`docs/configuration.md` is generated from these models by `scripts/config_reference.py`. They are frozen and
+strict: an integer is not a float's text, a bool is not an integer, and an unknown key is an error. Rules
+that join several keys are in `config_rules.py`; `config_file.py` reads files and reports all problems at
+once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from zeromesh.trainer import config_rules
+from zeromesh.trainer.config_types import (
+    Allowed,
+    Bytes,
+    Count,
+    CountOrOff,
+    Fraction,
+    Number,
+    Text,
+    Texts,
+    tuple_from_list,
+)
+from zeromesh.trainer.config_yaml import plain_scalar
+
+DEFAULT_MODEL: dict[str, JsonValue] = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+}
+DEFAULT_WARMUP_STEPS = 20
+
+
+class Section(BaseModel):
+    """A section of the configuration. Construction raises pydantic's `ValidationError`."""
+
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        validate_default=True,
+    )
+
+
+class ModelSection(Section):
+    """What is trained. A model that is given to `Trainer` itself stands in for `source` and `config`."""
+
+    source: Text | None = Field(
+        default=None,
+        description="Local Hugging Face model directory to start from; its safetensors are streamed "
+        "into shards.",
+    )
+    config: Annotated[dict[str, JsonValue] | None, Allowed("a mapping with model_type, or null")] = Field(
+        default_factory=lambda: dict(DEFAULT_MODEL),
+        description="Hugging Face configuration of a model with random weights; null when `source` is given.",
+    )
+    head: Literal["causal_lm", "masked_lm", "sequence_classification"] = Field(
+        default="causal_lm", description="The task, and so the class of the model."
+    )
+    activation_checkpointing: Literal["none", "block", "selective"] = Field(
+        default="none",
+        description="Activations recomputed in backward: none, whole blocks, or all of a block but its "
+        "matrix products.",
+    )
+    compile: bool = Field(default=False, description="Compile each block's forward with torch.compile.")
+    loss: Literal["auto", "native"] = Field(
+        default="auto",
+        description="auto: cross entropy in chunks of tokens where a start-up check finds it equal to the "
+        "model's own; native: always the model's own.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _source_replaces_the_default(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("source") is not None and "config" not in data:
+            return {**data, "config": None}
+        return data
+
+
+class DataSection(Section):
+    """What it is trained on. Datasets that are given to `Trainer` itself stand in for `train` and `eval`."""
+
+    train: Text | Texts = Field(
+        default="stdlib",
+        description="stdlib (the source of Python's standard library), or paths of text, .jsonl, "
+        ".parquet or directories.",
+    )
+    eval: Text | Texts | None = Field(
+        default=None,
+        description="Paths of the evaluation text; null holds `eval_fraction` of the training documents out.",
+    )
+    eval_fraction: Fraction = Field(
+        default=0.05,
+        description="Part of the training documents that is held out when `eval` is null. 0 holds none out.",
+    )
+    text_field: Text = Field(
+        default="text", description="The column of .jsonl and .parquet files that holds the text."
+    )
+    tokenizer: Text = Field(
+        default="bytes", description="bytes, or a local directory that save_pretrained wrote."
+    )
+    sequence_length: Annotated[int, Field(ge=2)] = Field(
+        default=256, description="Tokens in a packed sequence."
+    )
+    shuffle: bool = Field(
+        default=True, description="Shuffle the sequences of each epoch, by the seed and the epoch's number."
+    )
+
+
+class ParallelSection(Section):
+    """The mesh. The product of the axes is the number of ranks."""
+
+    replicate: Count = Field(default=1, description="Replicas of each group of shards (hybrid sharding).")
+    shard: Literal["auto"] | Count = Field(
+        default="auto", description="Ranks that share one copy of the states; auto: all left."
+    )
+    tensor: Count = Field(default=1, description="Ranks that split each layer. This version has 1 only.")
+    pipeline: Count = Field(default=1, description="Stages that split the blocks. This version has 1 only.")
+    transport: Literal["auto", "shared", "gloo", "nccl"] = Field(
+        default="auto",
+        description="How ranks exchange tensors: host-shared memory, gloo or NCCL; auto: the fastest "
+        "that works.",
+    )
+    timeout_seconds: Annotated[Number, Field(gt=0.0, le=86400.0)] = Field(
+        default=60.0,
+        description="Seconds without progress after which a wait ends with an error that names the late "
+        "rank.",
+    )
+
+
+class ZeroSection(Section):
+    """What is partitioned, and how it moves."""
+
+    stage: Annotated[int, Field(ge=0, le=3)] = Field(
+        default=3, description="Sharded are: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."
+    )
+    prefetch: CountOrOff = Field(
+        default=1, description="Units gathered ahead of the one that computes. 0 = off."
+    )
+    gathered_budget: Literal["auto"] | Bytes = Field(
+        default="auto",
+        description="Bytes of gathered parameters that are kept between uses; auto: what costs no extra "
+        "peak.",
+    )
+    overlap: bool = Field(default=True, description="Gather and reduce while forward and backward compute.")
+
+
+class LossScaleSection(Section):
+    """The dynamic loss scale of float16, as in torch.amp.GradScaler. Other compute dtypes do not read it."""
+
+    initial_scale: Annotated[Number, Field(gt=0.0)] = Field(
+        default=65536.0, description="The scale of the first step."
+    )
+    growth_factor: Annotated[Number, Field(gt=1.0)] = Field(
+        default=2.0, description="Factor after `growth_interval` good steps."
+    )
+    backoff_factor: Annotated[Number, Field(gt=0.0, lt=1.0)] = Field(
+        default=0.5, description="Factor after a step with non-finite gradients."
+    )
+    growth_interval: Count = Field(
+        default=2000, description="Consecutive steps with finite gradients before the scale grows."
+    )
+
+
+class PrecisionSection(Section):
+    """The dtypes of each role. They are printed once at the start of a run."""
+
+    compute: Literal["bfloat16", "float16", "float32", "float64"] = Field(
+        default="bfloat16", description="Forward and backward, and the parameters that they read."
+    )
+    master: Literal["float32", "float64"] = Field(
+        default="float32", description="Master weights and optimizer state."
+    )
+    reduce: Literal["float32", "float64"] = Field(
+        default="float32", description="Sums of gradients over microbatches and ranks."
+    )
+    loss_scale: LossScaleSection = Field(
+        default_factory=LossScaleSection, description="The dynamic loss scale of float16."
+    )
+
+
+class OptimizerSection(Section):
+    """The update, by torch's fused optimizers on flat shards."""
+
+    name: Literal["adamw", "adam", "sgd", "adagrad"] = Field(default="adamw", description="The optimizer.")
+    lr: Annotated[Number, Field(ge=0.0)] = Field(
+        default=3.0e-4, description="Learning rate after the warm-up."
+    )
+    betas: Annotated[
+        tuple[Fraction, Fraction],
+        BeforeValidator(tuple_from_list),
+        Allowed("a list of two numbers, each >= 0 and < 1"),
+    ] = Field(default=(0.9, 0.95), description="Decay rates of the two moments of adamw and adam.")
+    eps: Annotated[Number, Field(ge=0.0)] = Field(
+        default=1.0e-8, description="Added to the denominator of adamw, adam and adagrad."
+    )
+    weight_decay: Annotated[Number, Field(ge=0.0)] = Field(
+        default=0.1,
+        description="Decay of every parameter that `no_decay` does not match; adamw decouples it from "
+        "the gradient.",
+    )
+    momentum: Fraction = Field(default=0.0, description="Momentum of sgd.")
+    no_decay: Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)] = Field(
+        default=(), description="Patterns such as '*.bias' of the names of parameters without weight decay."
+    )
+    in_backward: bool = Field(
+        default=False,
+        description="Update each bucket inside backward, so that its gradient is freed at once. Needs "
+        "clip_norm 0, "
+        "on_nonfinite stop and no float16.",
+    )
+    granularity: Literal["element"] = Field(
+        default="element", description="Shards are cut at any element of a parameter."
+    )
+
+
+class ScheduleSection(Section):
+    """The learning rate over the steps. Names and curves are those of transformers' get_scheduler."""
+
+    name: Literal[
+        "constant",
+        "constant_with_warmup",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "polynomial",
+        "warmup_stable_decay",
+        "wsd",
+        "inverse_sqrt",
+    ] = Field(
+        default="cosine", description="The curve after the warm-up. wsd is short for warmup_stable_decay."
+    )
+    warmup_steps: CountOrOff = Field(
+        default=DEFAULT_WARMUP_STEPS,
+        description="Steps over which the rate rises from 0. The default shrinks to a tenth of a run "
+        "that is shorter.",
+    )
+    min_ratio: Annotated[Number, Field(ge=0.0, le=1.0)] | None = Field(
+        default=None,
+        description="The lowest rate, as a part of lr, of cosine_with_min_lr, polynomial and wsd.",
+    )
+    num_cycles: Annotated[Number, Field(gt=0.0)] | None = Field(
+        default=None, description="Waves of the cosine curves; null: one fall to the lowest rate."
+    )
+    power: Annotated[Number, Field(gt=0.0)] | None = Field(
+        default=None, description="Exponent of polynomial; null: 1."
+    )
+    decay_steps: CountOrOff | None = Field(
+        default=None, description="Steps of wsd's final decay; null: a tenth of the run."
+    )
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] | None = Field(
+        default=None, description="Curve of wsd's final decay; null: cosine."
+    )
+
+
+class BatchSection(Section):
+    """Sequences in a step. Gradient accumulation follows from these and the number of data-parallel ranks."""
+
+    global_size: Count = Field(
+        default=16, description="Sequences that make one optimizer step, over all ranks."
+    )
+    micro_size: Count = Field(default=2, description="Sequences in one forward and backward of one rank.")
+
+
+class RunSection(Section):
+    """How long, how often and where to."""
+
+    name: Annotated[
+        str,
+        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"),
+        Allowed("a name of letters, digits, '.', '_' and '-' that starts with a letter or digit"),
+    ] = Field(default="quickstart", description="The run's directory inside `output_dir`.")
+    output_dir: Text = Field(default="runs", description="Where runs are written.")
+    max_steps: Count = Field(default=200, description="Optimizer steps.")
+    clip_norm: Annotated[Number, Field(ge=0.0)] = Field(
+        default=1.0,
+        description="Largest global norm of the gradients, as in torch's clip_grad_norm_. 0 = off.",
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63), Allowed("an integer >= 0 and < 2**63")] = Field(
+        default=0, description="Seed of initial weights, data order and dropout."
+    )
+    log_every: CountOrOff = Field(default=1, description="Steps between lines of metrics.jsonl. 0 = off.")
+    eval_every: CountOrOff = Field(default=0, description="Steps between evaluations. 0 = off.")
+    on_nonfinite: Literal["skip", "stop"] = Field(
+        default="skip",
+        description="What a NaN or infinite gradient does: all ranks skip the step, or the run ends.",
+    )
+    max_nonfinite: CountOrOff = Field(
+        default=20, description="Skipped steps in a row after which the run ends. 0 = never."
+    )
+
+
+class TrainerConfig(Section):
+    """The whole configuration. Every key has a default, so `TrainerConfig()` is the quick-start run."""
+
+    model: ModelSection = Field(default_factory=ModelSection)
+    data: DataSection = Field(default_factory=DataSection)
+    parallel: ParallelSection = Field(default_factory=ParallelSection)
+    zero: ZeroSection = Field(default_factory=ZeroSection)
+    precision: PrecisionSection = Field(default_factory=PrecisionSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
+    batch: BatchSection = Field(default_factory=BatchSection)
+    run: RunSection = Field(default_factory=RunSection)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_warmup_fits_the_run(cls, data: Any) -> Any:
+        """A warm-up that nobody asked for must not outlast a short run."""
+        if not isinstance(data, dict):
+            return data
+        schedule, run = data.get("schedule", {}), data.get("run", {})
+        steps = run.get("max_steps") if isinstance(run, dict) else getattr(run, "max_steps", None)
+        if type(steps) is not int or not 1 <= steps < DEFAULT_WARMUP_STEPS:
+            return data
+        if not isinstance(schedule, dict) or "warmup_steps" in schedule:
+            return data
+        return {**data, "schedule": {**schedule, "warmup_steps": steps // 10}}
+
+    @model_validator(mode="after")
+    def _keys_agree(self, info: ValidationInfo) -> TrainerConfig:
+        if (info.context or {}).get("rules", True):
+            problems = config_rules.problems(self)
+            if problems:
+                raise PydanticCustomError("keys_disagree", "{problems}", {"problems": "\n".join(problems)})
+        return self
+
+    def to_yaml(self) -> str:
+        """Every key with its value, as YAML that `load_config` reads back to an equal configuration."""
+        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that would be read as something else."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        # PyYAML folds some line breaks (U+0085) unless they are escaped, which it does in double quotes only.
+        style = None if text.isprintable() and plain_scalar(text) == text else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)

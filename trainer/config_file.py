@@ -1,0 +1,218 @@
+"""From a file, a mapping or nothing, with overrides, to a `TrainerConfig` or one error with every problem."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from zeromesh.errors import ConfigError
+from zeromesh.trainer import config_rules
+from zeromesh.trainer.config import DEFAULT_MODEL, TrainerConfig
+from zeromesh.trainer.config_words import (
+    allowed,
+    known_paths,
+    nearest_choice,
+    section_of,
+    shown,
+    suggestion,
+)
+from zeromesh.trainer.config_yaml import MAX_BYTES, parse_json, parse_yaml, plain_value
+
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | None
+"""A path of YAML or JSON, a mapping of sections, a `TrainerConfig`, or None for the defaults."""
+
+# What people try that has a reason why it is not there.
+_WHOLE_MATRICES = "it needs whole matrices (granularity: matrix), which this version does not have"
+_REASONS = {
+    ("optimizer.name", "muon"): _WHOLE_MATRICES,
+    ("optimizer.name", "adafactor"): _WHOLE_MATRICES,
+    ("optimizer.granularity", "matrix"): "this version cuts shards at elements",
+}
+
+
+def load_config(source: ConfigSource = None, overrides: Sequence[str] = ()) -> TrainerConfig:
+    """The configuration of `source`, with `overrides` (`section.key=value`, the value in YAML) on top.
+
+    Touches no process group, no device and no model; checks that the paths it names exist.
+
+    Raises:
+        ConfigError: with every problem at once, each with its dotted path, the value, what is allowed and
+        the nearest name.
+    """
+    where, data = _read(source)
+    problems = _apply(data, overrides)
+    config, found = _validate(data)
+    if config is None or problems or found:
+        raise ConfigError([*problems, *found], where=where)
+    return config
+
+
+def _read(source: ConfigSource) -> tuple[str, dict[str, Any]]:
+    """A name for messages, and the plain values of `source`."""
+    if source is None:
+        return "configuration", {}
+    if isinstance(source, TrainerConfig):
+        return "configuration", source.model_dump(mode="json")
+    if isinstance(source, Mapping):
+        return "configuration", plain_value(source, where="configuration")
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"got {type(source).__name__}; allowed is a path, a mapping or a TrainerConfig", where="config"
+        )
+    path = Path(source).expanduser()
+    text = _read_text(path)
+    value = (parse_json if path.suffix == ".json" else parse_yaml)(text, where=str(source))
+    if value is None:
+        return str(source), {}
+    if not isinstance(value, dict):
+        sections = ", ".join(TrainerConfig.model_fields)
+        message = f"holds {shown('', value)}; allowed is a mapping of sections ({sections})"
+        raise ConfigError(message, where=str(source))
+    return str(source), value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            # One byte more than allowed tells a file that is too large, however large it is.
+            content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError("no such file; give the path of a YAML or JSON file", where=str(path)) from None
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    except ValueError as error:
+        raise ConfigError(f"is no path: {error}", where=repr(str(path))) from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"larger than {MAX_BYTES} bytes, which no configuration is", where=str(path))
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not UTF-8 text (byte {error.start})", where=str(path)) from None
+
+
+def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Set each override in `data`; returns the problems of those that are none."""
+    problems = []
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        keys = path.strip().split(".")
+        if not equals or len(keys) < 2 or not all(keys):
+            problems.append(f"{shown(override, path)}: not an override; write section.key=value")
+            continue
+        try:
+            value = parse_yaml(text, where=path)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        problem = _set(data, keys, value)
+        if problem:
+            problems.append(problem)
+    return problems
+
+
+def _set(data: dict[str, Any], keys: list[str], value: Any) -> str | None:
+    """Set the value at the dotted path `keys`; returns a problem when something on the way is no mapping."""
+    at: Any = data
+    for depth, key in enumerate(keys[:-1], start=1):
+        if at.get(key) is None:
+            at[key] = {}
+            # One key of the default model changes that key, and does not replace the model.
+            if keys[:depth] == ["model", "config"] and data["model"].get("source") is None:
+                at[key] = dict(DEFAULT_MODEL)
+        at = at[key]
+        if not isinstance(at, dict):
+            parent = ".".join(keys[:depth])
+            return f"{'.'.join(keys)}: {parent} is {shown(parent, at)}, which has no keys"
+    at[keys[-1]] = value
+    return None
+
+
+def _validate(data: dict[str, Any]) -> tuple[TrainerConfig | None, list[str]]:
+    """The configuration, or None and the problems of single keys; with it the problems of keys together."""
+    # A section whose keys are all commented out is null in YAML.
+    data = {key: {} if value is None and key in known_paths() else value for key, value in data.items()}
+    wrong: dict[tuple[str, ...], str] = {}
+    config = _without_wrong_keys(data, wrong)
+    # Where a key inside is wrong, so is what holds it.
+    paths = frozenset(".".join(keys[:depth]) for keys in wrong for depth in range(1, len(keys) + 1))
+    more = [*config_rules.problems(config, wrong=paths), *config_rules.missing_paths(config, wrong=paths)]
+    problems = [*wrong.values(), *more]
+    return (None if problems else config), problems
+
+
+def _without_wrong_keys(data: dict[str, Any], wrong: dict[tuple[str, ...], str]) -> TrainerConfig:
+    """The configuration of what is valid in `data`, so that rules between keys can be asked about it.
+
+    What is not valid is dropped from `data`, and its problem put into `wrong`.
+    """
+    # At first the very key. Should that leave something wrong, its section: the defaults of that are valid.
+    for depth in (None, 1):
+        try:
+            return TrainerConfig.model_validate(data, context={"rules": False})
+        except ValidationError as error:
+            for detail in error.errors(include_url=False):
+                keys, value = _locate(data, detail["loc"][:depth])
+                wrong.setdefault(keys, _problem(keys, value, detail["type"]))
+        for keys in wrong:
+            _drop(data, keys)
+    return TrainerConfig.model_validate(data, context={"rules": False})
+
+
+def _locate(data: dict[str, Any], location: Sequence[int | str]) -> tuple[tuple[str, ...], Any]:
+    """The keys that lead to what pydantic complains about, and its value.
+
+    A location also names branches of unions and positions in lists; the keys are what of it can be followed.
+    """
+    keys: list[str] = []
+    at: Any = data
+    for step in location:
+        if not isinstance(at, dict):
+            break
+        if step in at:
+            keys.append(str(step))
+            at = at[step]
+    return tuple(keys), at
+
+
+def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
+    path = ".".join(keys)
+    if kind == "extra_forbidden":
+        near = suggestion(path)
+        hint = f"did you mean {near}?" if near else f"allowed are {', '.join(_siblings(path))}"
+        if "." in keys[-1]:
+            hint = "a file nests keys: write the section, and the key inside it"
+        given = "" if isinstance(value, dict) else f" (got {shown(path, value)})"
+        return f"{path}: unknown key{given}; {hint}"
+    field = known_paths().get(path)
+    if field is None:
+        return (
+            f"{path}: got {shown(path, value)}; allowed are text, finite numbers, true, false, null and lists"
+        )
+    reason = _REASONS.get((path, value.lower())) if isinstance(value, str) else None
+    if reason:
+        return f"{path}: {value} is not available: {reason}; allowed is {allowed(field)}"
+    near = nearest_choice(value, field) if isinstance(value, str) else None
+    hint = f"; did you mean {near}?" if near else ""
+    if kind == "string_type" and isinstance(value, bool | int | float):
+        hint = "; write it in quotes"
+    return f"{path}: got {shown(path, value)}; allowed is {allowed(field)}{hint}"
+
+
+def _siblings(path: str) -> Iterator[str]:
+    parent = path.rpartition(".")[0]
+    for known, field in known_paths().items():
+        if known.rpartition(".")[0] == parent and (parent or section_of(field)):
+            yield known.rpartition(".")[2]
+
+
+def _drop(data: dict[str, Any], keys: tuple[str, ...]) -> None:
+    """Remove the key that `keys` lead to, where it is still there."""
+    at: Any = data
+    for key in keys[:-1]:
+        at = at.get(key) if isinstance(at, dict) else None
+    if isinstance(at, dict):
+        at.pop(keys[-1], None)

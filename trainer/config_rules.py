@@ -1,0 +1,182 @@
+"""Rules that join several keys of the configuration: what is each allowed, but not together.
+
+A rule is a row of data: the keys it joins, and a function from a configuration to the problem it finds. So
+a rule can be left out when one of its keys is wrong by itself, and all others still be reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.schedules import Schedule
+
+if TYPE_CHECKING:
+    from zeromesh.trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """`find` yields the problems of a configuration whose `keys` are each valid."""
+
+    keys: tuple[str, ...]
+    find: Callable[[TrainerConfig], Iterator[str]]
+
+
+def problems(config: TrainerConfig, *, wrong: frozenset[str] = frozenset()) -> list[str]:
+    """What does not agree in `config`, leaving out rules about keys that are `wrong` by themselves."""
+    return [problem for rule in _RULES if not wrong.intersection(rule.keys) for problem in rule.find(config)]
+
+
+def missing_paths(config: TrainerConfig, *, wrong: frozenset[str] = frozenset()) -> list[str]:
+    """The paths that `config` names and this machine does not have."""
+    named = {
+        "model.source": (config.model.source,),
+        "data.train": _paths(config.data.train, builtin="stdlib"),
+        "data.eval": _paths(config.data.eval, builtin="stdlib"),
+        "data.tokenizer": _paths(config.data.tokenizer, builtin="bytes"),
+    }
+    return [
+        f"{key}: {path!r} does not exist; {_CURES[key]}"
+        for key, paths in named.items()
+        if key not in wrong
+        for path in paths
+        if path is not None and not Path(path).expanduser().exists()
+    ]
+
+
+_CURES = {
+    "model.source": "give a local directory with config.json and *.safetensors (hub names are not looked up)",
+    "data.train": "give stdlib, or files and directories of this machine (hub names are not looked up)",
+    "data.eval": "give null, or files and directories of this machine (hub names are not looked up)",
+    "data.tokenizer": "give bytes, or a local directory that save_pretrained wrote",
+}
+
+
+def _paths(value: str | tuple[str, ...] | None, *, builtin: str) -> tuple[str, ...]:
+    if value is None or value == builtin:
+        return ()
+    return (value,) if isinstance(value, str) else value
+
+
+def _model(config: TrainerConfig) -> Iterator[str]:
+    model = config.model
+    if model.source is not None and model.config is not None:
+        yield (
+            f"model.config: given beside model.source {model.source!r}, which brings its own; remove it or "
+            "set it to null"
+        )
+    if model.config is not None and not isinstance(model.config.get("model_type"), str):
+        yield "model.config.model_type: missing; give the name of a Hugging Face architecture, such as llama"
+
+
+def _positions(config: TrainerConfig) -> Iterator[str]:
+    for key in ("max_position_embeddings", "n_positions"):
+        limit = (config.model.config or {}).get(key)
+        if type(limit) is int and config.data.sequence_length > limit:
+            yield (
+                f"data.sequence_length: {config.data.sequence_length} is more than model.config.{key} "
+                f"{limit}; lower the one or raise the other"
+            )
+
+
+def _mesh(config: TrainerConfig) -> Iterator[str]:
+    for axis in ("tensor", "pipeline"):
+        size = getattr(config.parallel, axis)
+        if size > 1:
+            yield f"parallel.{axis}: got {size}; this version has 1 only, split with parallel.shard instead"
+
+
+def _float64(config: TrainerConfig) -> Iterator[str]:
+    precision = config.precision
+    for role in ("master", "reduce"):
+        if precision.compute == "float64" and getattr(precision, role) != "float64":
+            yield (
+                f"precision.{role}: {getattr(precision, role)} is less than precision.compute float64; "
+                f"set precision.{role} to float64"
+            )
+
+
+def _float16(config: TrainerConfig) -> Iterator[str]:
+    if config.precision.compute == "float16" and config.run.on_nonfinite == "stop":
+        yield (
+            "run.on_nonfinite: stop does not go with precision.compute float16, whose loss scale is found by "
+            "skipping steps that overflow; set it to skip, or precision.compute to bfloat16"
+        )
+
+
+def _in_backward(config: TrainerConfig) -> Iterator[str]:
+    """Inside backward neither the norm nor the finiteness of all gradients is known yet."""
+    if not config.optimizer.in_backward:
+        return
+    if config.run.clip_norm > 0:
+        yield f"run.clip_norm: {config.run.clip_norm} does not go with optimizer.in_backward; set it to 0"
+    if config.run.on_nonfinite != "stop":
+        yield "run.on_nonfinite: skip does not go with optimizer.in_backward; set it to stop"
+    if config.precision.compute == "float16":
+        yield (
+            "optimizer.in_backward: does not go with the loss scale of precision.compute float16; set it to "
+            "false, or precision.compute to bfloat16"
+        )
+
+
+def _batch(config: TrainerConfig) -> Iterator[str]:
+    batch = config.batch
+    if batch.micro_size > batch.global_size:
+        yield (
+            f"batch.micro_size: {batch.micro_size} is more than batch.global_size {batch.global_size}; "
+            "lower the one or raise the other"
+        )
+
+
+def _warmup(config: TrainerConfig) -> Iterator[str]:
+    warmup, steps = config.schedule.warmup_steps, config.run.max_steps
+    if warmup > steps:
+        yield (
+            f"schedule.warmup_steps: {warmup} is more than run.max_steps {steps}, so optimizer.lr would "
+            "never be reached; lower the one or raise the other"
+        )
+
+
+def _curve(config: TrainerConfig) -> Iterator[str]:
+    """The schedule knows its own options, and says what is wrong with them."""
+    try:
+        schedule_of(config)
+    except ConfigError as error:
+        yield from error.problems
+
+
+def schedule_of(config: TrainerConfig) -> Schedule:
+    """The learning-rate schedule that `config` names. Raises `ConfigError`."""
+    schedule = config.schedule
+    return Schedule(
+        name=schedule.name,
+        warmup_steps=min(schedule.warmup_steps, config.run.max_steps),
+        total_steps=config.run.max_steps,
+        min_ratio=schedule.min_ratio,
+        num_cycles=schedule.num_cycles,
+        power=schedule.power,
+        decay_steps=schedule.decay_steps,
+        decay_shape=schedule.decay_shape,
+    )
+
+
+_CURVE_KEYS = ("name", "warmup_steps", "min_ratio", "num_cycles", "power", "decay_steps", "decay_shape")
+
+_RULES = (
+    Rule(keys=("model.source", "model.config"), find=_model),
+    Rule(keys=("model.config", "data.sequence_length"), find=_positions),
+    Rule(keys=("parallel.tensor", "parallel.pipeline"), find=_mesh),
+    Rule(keys=("precision.compute", "precision.master", "precision.reduce"), find=_float64),
+    Rule(keys=("precision.compute", "run.on_nonfinite"), find=_float16),
+    Rule(
+        keys=("optimizer.in_backward", "run.clip_norm", "run.on_nonfinite", "precision.compute"),
+        find=_in_backward,
+    ),
+    Rule(keys=("batch.micro_size", "batch.global_size"), find=_batch),
+    Rule(keys=("schedule.warmup_steps", "run.max_steps"), find=_warmup),
+    Rule(keys=(*(f"schedule.{key}" for key in _CURVE_KEYS), "run.max_steps"), find=_curve),
+)

@@ -1,0 +1,63 @@
+"""The kinds of values that the configuration's keys take, and how text becomes them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+_UNITS = (
+    {"B": 1}
+    | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
+    | {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Metadata of a field: what is allowed, in words, where its type does not say it."""
+
+    text: str
+
+
+def _number_from_text(value: object) -> object:
+    """YAML 1.1 and JSON writers leave `1e-3` as text; where a number is meant, take it as one."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value.strip()):
+        return float(value)
+    return value
+
+
+def _bytes_from_text(value: object) -> object:
+    """`256MiB` as a number of bytes."""
+    match = (
+        re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?i?B)", value.strip())
+        if isinstance(value, str)
+        else None
+    )
+    return int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else value
+
+
+def tuple_from_list(value: object) -> object:
+    """Files hold lists; frozen values hold tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Number = Annotated[float, BeforeValidator(_number_from_text)]
+Fraction = Annotated[Number, Field(ge=0.0, lt=1.0)]
+Count = Annotated[int, Field(ge=1)]
+CountOrOff = Annotated[int, Field(ge=0)]
+Bytes = Annotated[
+    int,
+    BeforeValidator(_bytes_from_text),
+    Field(ge=0),
+    Allowed("a number of bytes, such as 268435456 or 256MiB"),
+]
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+Texts = Annotated[
+    tuple[Text, ...],
+    BeforeValidator(tuple_from_list),
+    Field(min_length=1),
+    Allowed("a list of at least one text"),
+]

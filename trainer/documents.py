@@ -1,0 +1,222 @@
+"""Where text comes from: Python's own standard library, text files, directories, JSON lines and Parquet.
+
+A source is found first (`find_text`), in an order that depends on names alone, and read after
+(`Source.documents`), one document at a time.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from zeromesh.errors import DataError
+
+STDLIB = "stdlib"
+STDLIB_BYTES = 16 << 20  # more than every CPython so far; a bound, should one grow
+_PROBE_BYTES = 8192
+
+_STDLIB_SKIPPED = frozenset(
+    {
+        *("site-packages", "dist-packages", "__pycache__"),  # not the standard library
+        *("test", "tests", "idle_test"),  # twice the rest, often repeated
+        *("encodings", "pydoc_data"),  # generated tables, alike enough to tell held-out ones from the others
+    }
+)
+_ROW_FORMATS: dict[str, Literal["json", "parquet"]] = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """A text and a name for it that is the same on every machine, such as a relative path."""
+
+    key: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceFile:
+    """A file of one document (`text`) or of one per row (`json`, `parquet`)."""
+
+    path: Path
+    key: str
+    form: Literal["text", "json", "parquet"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Files to read, in order. `skipped` names those of a directory that are not text."""
+
+    name: str
+    files: tuple[SourceFile, ...]
+    text_field: str
+    skipped: tuple[str, ...] = ()
+
+    def documents(self) -> Iterator[Document]:
+        """Every document, file by file.
+
+        Raises `DataError` where a file cannot be read as what its name says.
+        """
+        for file in self.files:
+            if file.form == "text":
+                yield Document(key=file.key, text=read_text(file.path))
+            else:
+                yield from _rows(file, self.text_field)
+
+
+def find_text(spec: str | Path | Sequence[str | Path], *, text_field: str, where: str) -> Source:
+    """The source that a config key (`where`: `data.train`) names: `stdlib`, a path, or a list of paths.
+
+    A directory is searched for all files that are text, hidden ones left out. Raises `DataError` for a path
+    that does not exist, a file that is not text, and a source without files.
+    """
+    if spec == STDLIB:
+        return stdlib_source()
+    paths = [spec] if isinstance(spec, str | Path) else list(spec)
+    if not paths:
+        raise DataError(f"{where} is an empty list; give 'stdlib', a file, a directory or a list of those")
+    files: list[SourceFile] = []
+    skipped: list[str] = []
+    for given in paths:
+        path = Path(given).expanduser()
+        if path.is_dir():
+            for key in _files_below(path):
+                if _is_text(path / key):
+                    files.append(_source_file(path / key, key))
+                else:
+                    skipped.append(key)
+        elif path.is_file():
+            if not _is_text(path):
+                raise DataError(f"{where}: {str(given)!r} is not text (its start holds NUL bytes)")
+            files.append(_source_file(path, path.name))
+        else:
+            raise DataError(
+                f"{where}: no file or directory {str(given)!r}; give 'stdlib' or a path on this machine "
+                "(dataset names of a hub are not looked up)"
+            )
+    name = ", ".join(str(path) for path in paths)
+    if not files:
+        raise DataError(f"{where}: no text file in {name!r}")
+    return Source(name=name, files=tuple(files), text_field=text_field, skipped=tuple(skipped))
+
+
+def stdlib_source(root: Path | None = None) -> Source:
+    """The Python source of the standard library: real text that every machine with Python has.
+
+    Tests and generated tables are left out, and so are files that differ between machines of one Python
+    version. Files are taken in order of their names up to `STDLIB_BYTES`. Raises `DataError` where Python was
+    installed without its source.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
+    files = []
+    size = 0
+    for key in _files_below(root, _STDLIB_SKIPPED):
+        if _is_portable_source(key):
+            size += (root / key).stat().st_size
+            if size > STDLIB_BYTES:
+                break
+            files.append(SourceFile(path=root / key, key=key, form="text"))
+    if not files:
+        raise DataError(f"data.train 'stdlib': no Python source in {str(root)!r}; give a text file instead")
+    return Source(name=STDLIB, files=tuple(files), text_field="")
+
+
+def read_text(path: Path) -> str:
+    """The text of a file: UTF-8, or Latin-1, which any bytes are, where it is not. Raises `DataError`."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        return content.decode("latin-1")
+
+
+def _files_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
+    """Relative POSIX paths of all files below `root`, sorted, but for hidden and `skipped` folders."""
+    keys: list[str] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped]
+        inside = Path(folder).relative_to(root).as_posix()
+        prefix = "" if inside == "." else f"{inside}/"
+        keys += [
+            prefix + name
+            for name in names
+            if not name.startswith(".") and os.path.isfile(os.path.join(folder, name))
+        ]
+    return sorted(keys)
+
+
+def _is_portable_source(key: str) -> bool:
+    """Whether a file is source, and the same wherever this version of Python is installed."""
+    *folders, name = key.split("/")
+    if any(folder.startswith("config-") for folder in folders):
+        return False
+    return name.endswith(".py") and not name.startswith(("_sysconfigdata", "sitecustomize", "usercustomize"))
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file holds text, or rows with text in them.
+
+    NUL bytes at the start are what tells other files apart.
+    """
+    if path.suffix.lower() in _ROW_FORMATS:
+        return True
+    try:
+        with path.open("rb") as file:
+            return b"\0" not in file.read(_PROBE_BYTES)
+    except OSError as error:
+        raise DataError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+
+
+def _source_file(path: Path, key: str) -> SourceFile:
+    return SourceFile(path=path, key=key, form=_ROW_FORMATS.get(path.suffix.lower(), "text"))
+
+
+def _rows(file: SourceFile, text_field: str) -> Iterator[Document]:
+    """The rows of a JSON or Parquet file.
+
+    They are streamed: no copy in a cache folder, and memory for a few rows.
+    """
+    if file.path.stat().st_size == 0:  # the library gives up on a file without a first row
+        return
+    import datasets
+
+    path = glob.escape(str(file.path))  # which the library takes for a pattern
+    try:
+        # Not load_dataset: it reports each use of a format to a server, with no argument that stops it.
+        read = datasets.IterableDataset
+        rows = read.from_json(path) if file.form == "json" else read.from_parquet(path)
+        for number, row in enumerate(rows):
+            yield Document(key=f"{file.key}:{number}", text=_field(row, number, file, text_field))
+    except DataError:
+        raise
+    except (ValueError, TypeError, KeyError, OSError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise DataError(f"{str(file.path)!r} cannot be read as {file.form}: {reason[0]}") from error
+
+
+def _field(row: dict[str, Any], number: int, file: SourceFile, text_field: str) -> str:
+    """The text of one row. Raises `DataError` where the field is missing or is not text."""
+    if text_field not in row:
+        raise DataError(
+            f"{str(file.path)!r} row {number} has no field {text_field!r}, only {', '.join(map(repr, row))}; "
+            "set data.text_field"
+        )
+    text = row[text_field]
+    if not isinstance(text, str):
+        raise DataError(
+            f"{str(file.path)!r} row {number}: field {text_field!r} is {type(text).__name__}, not text; set "
+            "data.text_field or remove the row"
+        )
+    return text

@@ -1,0 +1,169 @@
+"""`metrics.jsonl`: one line of strict JSON per logged step, on disk as soon as the step is over."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from zeromesh.errors import StorageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """What is known about one optimizer step.
+
+    `step` counts finished steps from 1. `loss` is the mean over the targets of the global batch, `grad_norm`
+    the norm before clipping (None where it was not computed). `tokens` counts all tokens since the start of
+    training. `peak_memory_bytes` is the largest of any rank. `extras` are further values, such as `skipped`
+    or `loss_scale`.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    tokens: int
+    tokens_per_second: float
+    step_seconds: float
+    peak_memory_bytes: int
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """The line of `metrics.jsonl`: the fields in their order, then the extras."""
+        own = {
+            "step": self.step,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens_per_second,
+            "step_seconds": self.step_seconds,
+            "peak_memory_bytes": self.peak_memory_bytes,
+        }
+        return own | {name: value for name, value in self.extras.items() if name not in own}
+
+
+class MetricsWriter:
+    """Appends lines to a file of JSON lines, each handed to the operating system at once.
+
+    A line that a kill cut short is removed when the file is opened again. `keep_through`: lines of later
+    steps are removed as well, because a run that resumes from that step will write them anew; None keeps all.
+    Raises `StorageError`, which names the file, where it cannot be opened or written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, keep_through: int | None = None) -> None:
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _repair(self.path, keep_through)
+            self._file = self.path.open("ab", buffering=0)  # nothing waits in a buffer for a kill
+        except OSError as error:
+            raise StorageError(_reason("opened", self.path, error)) from error
+
+    def write(self, record: StepMetrics | Mapping[str, Any]) -> None:
+        """Append one line. NaN and infinities become the strings "nan", "inf" and "-inf".
+
+        After a line that could not be written whole the file is closed: the next one would continue it.
+        """
+        values = record.record() if isinstance(record, StepMetrics) else record
+        line = json.dumps(_strict(values), allow_nan=False).encode("ascii") + b"\n"
+        try:
+            written = self._file.write(line)
+            if written != len(line):
+                raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were taken")
+        except (OSError, ValueError) as error:  # ValueError: the file was closed
+            self.close()
+            raise StorageError(_reason("written", self.path, error)) from error
+
+    def close(self) -> None:
+        """Close the file; closing twice is allowed."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The whole lines of a metrics file; one that a kill cut short, at its end, is left out.
+
+    Raises `StorageError` for a file that cannot be read or holds a line that is no JSON object.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise StorageError(_reason("read", Path(path), error)) from error
+    lines = content[: content.rfind(b"\n") + 1].splitlines()
+    return [_parse(line, number, Path(path)) for number, line in enumerate(lines, start=1)]
+
+
+def _repair(path: Path, keep_through: int | None) -> None:
+    """Cut off an unfinished last line; with `keep_through`, replace the file by one without later steps."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        file.truncate(whole)
+    if keep_through is None:
+        return
+    lines = content[:whole].splitlines(keepends=True)
+    kept = [line for number, line in enumerate(lines, start=1) if _step(line, number, path) <= keep_through]
+    if len(kept) < len(lines):
+        replacement = path.with_name(path.name + ".tmp")
+        with replacement.open("wb") as file:
+            file.write(b"".join(kept))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(replacement, path)
+
+
+def _step(line: bytes, number: int, path: Path) -> float:
+    """The step that a line is about; one that names none is about all of them, and stays."""
+    step = _parse(line, number, path).get("step")
+    return step if isinstance(step, int) else -math.inf
+
+
+def _parse(line: bytes, number: int, path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise StorageError(
+            f"{str(path)!r} line {number} is not JSON ({error}); move the file away"
+        ) from error
+    if not isinstance(record, dict):
+        raise StorageError(f"{str(path)!r} line {number} is not a JSON object; move the file away")
+    return record
+
+
+def _strict(value: Any) -> Any:
+    """`value` in types of strict JSON: NumPy's and PyTorch's numbers as numbers, non-finite ones as text."""
+    if isinstance(value, bool | int | str | None):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _strict(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    if callable(getattr(value, "tolist", None)):  # a tensor or an array of any shape
+        return _strict(value.tolist())
+    return str(value)
+
+
+def _reason(verb: str, path: Path, error: Exception) -> str:
+    return f"metrics file {str(path)!r} cannot be {verb}: {getattr(error, 'strerror', None) or error}"

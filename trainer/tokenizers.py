@@ -1,0 +1,131 @@
+"""Tokenizers: text to token ids, from bytes or from a Hugging Face tokenizer in a local directory.
+
+No hub, ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeromesh.errors import DataError
+
+BYTES = "bytes"
+
+TokenArray = NDArray[Any]
+"""A one-dimensional array of token ids, of any integer dtype."""
+
+
+class Tokenizer(Protocol):
+    """What packing needs of a tokenizer. Ids are in [0, `vocab_size`); `end_of_text` is one of them."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def end_of_text(self) -> int: ...
+
+    def encode(self, texts: Sequence[str]) -> list[TokenArray]:
+        """The ids of each text, with no special tokens added."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`; what is not text becomes U+FFFD."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByteTokenizer:
+    """The bytes of UTF-8 text are the tokens, and byte 255 ends a text.
+
+    UTF-8 never contains the bytes 192, 193 and 245 to 255 (RFC 3629), so the end-of-text token needs no id of
+    its own: the vocabulary is 256, a power of two, and a token takes one byte of memory.
+    """
+
+    vocab_size: int = 256
+    end_of_text: int = 255
+
+    def encode(self, texts: Sequence[str]) -> list[TokenArray]:
+        """The UTF-8 bytes of each text, uint8. Lone surrogates, which have no bytes, become '?'."""
+        return [np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens` up to the first end-of-text token; broken UTF-8 becomes U+FFFD."""
+        until_end = bytes(tokens).split(bytes([self.end_of_text]), 1)[0]
+        return until_end.decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainedTokenizer:
+    """A transformers tokenizer object, `tokenizer`, behind the protocol of this file.
+
+    Raises `DataError` where it has no token that can end a text.
+    """
+
+    tokenizer: Any
+
+    def __post_init__(self) -> None:
+        if self._separator() is None:
+            raise DataError(
+                f"tokenizer {type(self.tokenizer).__name__} has neither eos_token nor sep_token; documents "
+                "are joined with an end-of-text token: set tokenizer.eos_token and save it again"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the tokenizer can give, added tokens included."""
+        return len(self.tokenizer)
+
+    @property
+    def end_of_text(self) -> int:
+        """The id of `eos_token`, or of `sep_token` where there is none."""
+        return int(self._separator())
+
+    def encode(self, texts: Sequence[str]) -> list[TokenArray]:
+        """The ids of each text, int64."""
+        encoded = self.tokenizer(
+            list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
+        return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`, special tokens left out."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def _separator(self) -> Any:
+        """The id that ends a text, or None."""
+        end = self.tokenizer.eos_token_id
+        return self.tokenizer.sep_token_id if end is None else end
+
+
+def load_tokenizer(spec: str | Path) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names: `bytes`, or a directory that `save_pretrained` wrote.
+
+    A hub name is refused like any missing path: nothing is downloaded and no code of the directory is run.
+    Raises `DataError`.
+    """
+    if spec == BYTES:
+        return ByteTokenizer()
+    path = Path(spec).expanduser()
+    if not path.is_dir():
+        raise DataError(
+            f"data.tokenizer {str(spec)!r} is neither 'bytes' nor a directory on this machine; hub names are "
+            "not looked up: save the tokenizer with save_pretrained and give that directory"
+        )
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise DataError(
+            f"data.tokenizer {str(spec)!r} holds neither tokenizer.json nor tokenizer_config.json; give a "
+            "directory that save_pretrained wrote"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise DataError(f"data.tokenizer {str(spec)!r} cannot be loaded: {error}") from error
+    return PretrainedTokenizer(tokenizer=tokenizer)

@@ -1,0 +1,55 @@
+"""One taxonomy of errors.
+
+What a user gave and can change is a `ValueError`; an invariant that broke while running is a `RuntimeError`. Every message
+says what was given, what is allowed, where, and what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ZeromeshError(Exception):
+    """Base of every error that zeromesh raises on purpose."""
+
+
+class ConfigError(ZeromeshError, ValueError):
+    """The configuration is wrong. `problems` holds one line per mistake; all of them are reported at once."""
+
+    def __init__(self, problems: str | Sequence[str], *, where: str = "") -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        self.where = where
+        head = f"{where}: " if where else ""
+        if len(self.problems) == 1:
+            super().__init__(head + self.problems[0])
+        else:
+            lines = "\n".join(f"  - {problem}" for problem in self.problems)
+            super().__init__(f"{head}{len(self.problems)} problems\n{lines}")
+
+
+class DataError(ZeromeshError, ValueError):
+    """A dataset, tokenizer or batch cannot be trained on."""
+
+
+class LayoutError(ZeromeshError, ValueError):
+    """A mesh, a bucket or a model does not fit the layout that was asked for."""
+
+
+class PhaseError(ZeromeshError, RuntimeError):
+    """A unit was asked for something that its phase does not allow."""
+
+
+class CheckpointError(ZeromeshError, RuntimeError):
+    """A checkpoint cannot be written or read."""
+
+
+class StorageError(ZeromeshError, RuntimeError):
+    """Memory or a file could not be allocated, read or written."""
+
+
+class CollectiveError(ZeromeshError, RuntimeError):
+    """Ranks that should act together do not: one is gone, late, or doing something else."""
+
+
+class NonFiniteError(ZeromeshError, RuntimeError):
+    """A gradient or a loss is NaN or infinite and the run was told to stop then."""

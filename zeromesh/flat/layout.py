@@ -1,0 +1,182 @@
+"""`BucketLayout`: which parameter lies where in one flat buffer, and which rank owns which elements of it.
+
+    bucket  |  weight  |gap|   bias  |  ...  | weight2      | padding |
+            0          a   b                                numel     padded
+    shards  |        rank 0         |        rank 1         |  rank 2 ... |
+
+Parameters begin at multiples of `alignment`; what lies between them, and the padding at the end, belongs to no parameter and
+holds zeros. Parameters of one optimizer group lie together, so that a shard has a few long segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+import torch
+
+from zeromesh.errors import LayoutError
+from zeromesh.flat.split import ALIGNMENT, Interval, padded_length, round_up, shard_interval
+
+Granularity = Literal["element", "matrix"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterSpec:
+    """One physical parameter. Tied parameters are one spec with several names."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    group: int = 0
+    """Index of the optimizer group whose settings apply."""
+    aliases: tuple[str, ...] = ()
+    """Further fully qualified names of the same parameter."""
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """The place of one parameter in a bucket."""
+
+    spec: ParameterSpec
+    where: Interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """A run of elements of a shard that share an optimizer group; `where` counts from the start of the shard."""
+
+    group: int
+    where: Interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """The part of one parameter inside one shard."""
+
+    spec: ParameterSpec
+    in_parameter: Interval
+    in_shard: Interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketLayout:
+    """Frozen and self-checking: slots are in order, aligned, disjoint and inside the buffer.
+
+    Raises:
+        LayoutError: at construction, when any of this does not hold.
+    """
+
+    name: str
+    slots: tuple[Slot, ...]
+    parts: int
+    """Shards that the buffer is split into: the size of the shard axis."""
+    alignment: int = ALIGNMENT
+    granularity: Granularity = "element"
+    padded: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.granularity != "element":
+            raise LayoutError(
+                f"bucket {self.name}: granularity {self.granularity!r} is not available; shards are split by element"
+            )
+        end = 0
+        for slot in self.slots:
+            spec, where = slot.spec, slot.where
+            if where.start < end or where.start % self.alignment or where.length != spec.numel:
+                raise LayoutError(
+                    f"bucket {self.name}: {spec.fqn} with {spec.numel} elements lies at [{where.start}, {where.end}), "
+                    f"which overlaps, is not aligned to {self.alignment} or has another length"
+                )
+            end = where.end
+        object.__setattr__(self, "padded", padded_length(end, self.parts, self.alignment))
+
+    @property
+    def numel(self) -> int:
+        """Elements that belong to parameters; gaps and padding are not counted."""
+        return sum(slot.where.length for slot in self.slots)
+
+    @property
+    def shard_length(self) -> int:
+        return self.padded // self.parts
+
+    def shard(self, index: int) -> Interval:
+        """Elements of the buffer that shard `index` owns."""
+        return shard_interval(self.padded, self.parts, index)
+
+    def gaps(self) -> tuple[Interval, ...]:
+        """Intervals that belong to no parameter, padding included."""
+        gaps, end = [], 0
+        for slot in (*self.slots, None):
+            start = slot.where.start if slot is not None else self.padded
+            if start > end:
+                gaps.append(Interval(start=end, end=start))
+            end = slot.where.end if slot is not None else self.padded
+        return tuple(gaps)
+
+    def pieces(self, interval: Interval) -> tuple[Piece, ...]:
+        """What parts of which parameters lie in `interval`; `in_shard` counts from its start. Empty parts are left out."""
+        found = []
+        for slot in self.slots:
+            common = slot.where.intersect(interval)
+            if common.length:
+                found.append(
+                    Piece(
+                        spec=slot.spec,
+                        in_parameter=Interval(
+                            start=common.start - slot.where.start, end=common.end - slot.where.start
+                        ),
+                        in_shard=Interval(start=common.start - interval.start, end=common.end - interval.start),
+                    )
+                )
+        return tuple(found)
+
+    def segments(self, interval: Interval) -> tuple[Segment, ...]:
+        """`interval` cut where the optimizer group changes. Gaps go with the parameter before them."""
+        if not self.slots or not interval.length:
+            return ()
+        starts: list[tuple[int, int]] = []
+        for slot in self.slots:
+            if not starts or starts[-1][1] != slot.spec.group:
+                starts.append((slot.where.start if starts else 0, slot.spec.group))
+        segments = []
+        for (start, group), (end, _) in zip(starts, [*starts[1:], (self.padded, -1)], strict=True):
+            common = Interval(start=start, end=end).intersect(interval)
+            if common.length:
+                where = Interval(start=common.start - interval.start, end=common.end - interval.start)
+                segments.append(Segment(group=group, where=where))
+        return tuple(segments)
+
+
+def build_layout(
+    name: str, specs: Iterable[ParameterSpec], parts: int, alignment: int = ALIGNMENT
+) -> BucketLayout:
+    """Lay parameters out one after the other, those of one optimizer group together, order kept otherwise.
+
+    Raises:
+        LayoutError: when two specs carry the same name.
+    """
+    ordered = sorted(specs, key=lambda spec: spec.group)
+    require_unique_names(name, ordered)
+    slots, end = [], 0
+    for spec in ordered:
+        start = round_up(end, alignment)
+        end = start + spec.numel
+        slots.append(Slot(spec=spec, where=Interval(start=start, end=end)))
+    return BucketLayout(name=name, slots=tuple(slots), parts=parts, alignment=alignment)
+
+
+def require_unique_names(name: str, specs: Sequence[ParameterSpec]) -> None:
+    """Raises LayoutError when two parameters of a bucket have one name."""
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.fqn in seen:
+            raise LayoutError(f"bucket {name}: parameter {spec.fqn} appears twice")
+        seen.add(spec.fqn)

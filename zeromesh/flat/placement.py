@@ -1,0 +1,89 @@
+"""A ZeRO stage is a row of data: where parameters, gradients and optimizer state lie over the shard axis.
+
+    stage   parameters                    gradients                            optimizer state
+    0       replicated                    replicated                           replicated
+    1       replicated                    partial, at the end sharded          sharded
+    2       replicated                    sharded as a bucket completes        sharded
+    3       sharded, gathered around use  sharded as a bucket completes        sharded
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. That stages are placements
+rather than code paths follows Megatron-FSDP's experimental rewrite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from zeromesh.errors import LayoutError
+
+
+class Placement(Enum):
+    """How a tensor lies over the ranks of an axis."""
+
+    REPLICATED = "replicated"
+    """Every rank holds all of it."""
+    PARTIAL = "partial"
+    """Every rank holds a summand of it."""
+    SHARDED = "sharded"
+    """Every rank holds its interval of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placements:
+    """One stage. `accumulating` is where gradients lie between two microbatches of a step, `gradients` where at its end."""
+
+    parameters: Placement
+    accumulating: Placement
+    gradients: Placement
+    optimizer: Placement
+
+    def __post_init__(self) -> None:
+        if self.gradients is not self.optimizer:
+            raise LayoutError(
+                f"gradients end {self.gradients.value} but the optimizer state is {self.optimizer.value}: "
+                "an update needs both over the same elements"
+            )
+        if Placement.PARTIAL in (self.parameters, self.gradients, self.optimizer):
+            raise LayoutError("only gradients between microbatches can be partial")
+        if self.parameters is Placement.SHARDED and self.optimizer is Placement.REPLICATED:
+            raise LayoutError("sharded parameters need a sharded optimizer state")
+
+
+STAGES: dict[int, Placements] = {
+    0: Placements(
+        parameters=Placement.REPLICATED,
+        accumulating=Placement.PARTIAL,
+        gradients=Placement.REPLICATED,
+        optimizer=Placement.REPLICATED,
+    ),
+    1: Placements(
+        parameters=Placement.REPLICATED,
+        accumulating=Placement.PARTIAL,
+        gradients=Placement.SHARDED,
+        optimizer=Placement.SHARDED,
+    ),
+    2: Placements(
+        parameters=Placement.REPLICATED,
+        accumulating=Placement.SHARDED,
+        gradients=Placement.SHARDED,
+        optimizer=Placement.SHARDED,
+    ),
+    3: Placements(
+        parameters=Placement.SHARDED,
+        accumulating=Placement.SHARDED,
+        gradients=Placement.SHARDED,
+        optimizer=Placement.SHARDED,
+    ),
+}
+
+
+def placements_of(stage: int) -> Placements:
+    """The row of `stage`.
+
+    Raises:
+        LayoutError: when there is no such stage.
+    """
+    if stage not in STAGES:
+        raise LayoutError(f"zero.stage is {stage}; it must be one of {sorted(STAGES)}")
+    return STAGES[stage]

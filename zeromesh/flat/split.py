@@ -1,0 +1,59 @@
+"""Integer arithmetic of splitting a flat buffer. The one owner of how an uneven length is divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeromesh.errors import LayoutError
+
+ALIGNMENT = 64
+"""Elements. A parameter and a shard begin at a multiple of it, so that both begin on a cache line in every dtype."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """Half-open interval `[start, end)` of elements."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.end:
+            raise LayoutError(f"interval [{self.start}, {self.end}) is not in order or begins below 0")
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    def intersect(self, other: Interval) -> Interval:
+        """The common part; empty (at the later start) when there is none."""
+        start = max(self.start, other.start)
+        return Interval(start=start, end=max(start, min(self.end, other.end)))
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def padded_length(numel: int, parts: int, alignment: int = ALIGNMENT) -> int:
+    """Length of a buffer of `numel` elements after padding, so that `parts` aligned shards of one length fill it.
+
+    Raises:
+        LayoutError: when `parts` or `alignment` is below 1 or `numel` is negative.
+    """
+    if parts < 1 or alignment < 1 or numel < 0:
+        raise LayoutError(f"cannot split {numel} elements into {parts} parts aligned to {alignment}")
+    return round_up(numel, parts * alignment)
+
+
+def shard_interval(padded: int, parts: int, index: int) -> Interval:
+    """Elements that part `index` of `parts` owns in a padded buffer.
+
+    Raises:
+        LayoutError: when the buffer does not divide or `index` is no part.
+    """
+    if parts < 1 or padded % parts or not 0 <= index < parts:
+        raise LayoutError(f"part {index} of {parts} does not exist in a buffer of {padded} elements")
+    length = padded // parts
+    return Interval(start=index * length, end=(index + 1) * length)

@@ -1,0 +1,192 @@
+"""Where a rank stands in the mesh: arithmetic on integers, with no torch and no processes.
+
+Axes run from outer to inner, so the ranks that talk most (tensor) are neighbours and those that talk least
+(pipeline) are far apart. For pipeline 2 x replicate 1 x shard 2 x tensor 2:
+
+    rank        0  1  2  3  4  5  6  7
+    pipeline    0  0  0  0  1  1  1  1
+    replicate   0  0  0  0  0  0  0  0
+    shard       0  0  1  1  0  0  1  1
+    tensor      0  1  0  1  0  1  0  1
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from zeromesh.errors import LayoutError
+
+Axis = Literal["pipeline", "replicate", "shard", "tensor"]
+
+AXES: tuple[Axis, ...] = get_args(Axis)
+"""The mesh axes from outer to inner."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coordinate:
+    """A rank's index along each axis, from 0."""
+
+    pipeline: int = 0
+    replicate: int = 0
+    shard: int = 0
+    tensor: int = 0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshShape:
+    """How many ranks lie along each axis. Raises `LayoutError` when one is not a positive integer."""
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            _check_size(axis, getattr(self, axis))
+
+    @classmethod
+    def resolve(
+        cls,
+        world_size: int,
+        *,
+        pipeline: int = 1,
+        replicate: int = 1,
+        shard: int | Literal["auto"] = "auto",
+        tensor: int = 1,
+    ) -> MeshShape:
+        """The shape that fills a world of `world_size` ranks; `shard="auto"` takes what the other axes leave.
+
+        Raises:
+            LayoutError: the axes do not fit the world. The message names their product, and what to change.
+        """
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise LayoutError(f"a world has at least 1 rank, got {world_size!r}")
+        fixed: dict[Axis, int] = {"pipeline": pipeline, "replicate": replicate, "tensor": tensor}
+        for axis, size in fixed.items():
+            _check_size(axis, size)
+        others = math.prod(fixed.values())
+        if shard == "auto":
+            if world_size % others:
+                raise LayoutError(_misfit_of_auto(fixed, others, world_size))
+            shard = world_size // others
+        shape = cls(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)
+        if shape.world_size != world_size:
+            raise LayoutError(_misfit(shape, others, world_size))
+        return shape
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of ranks along each axis, from outer to inner."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the mesh."""
+        return math.prod(self.sizes)
+
+    @property
+    def data_size(self) -> int:
+        """The number of data-parallel ranks: those that see different samples."""
+        return self.replicate * self.shard
+
+    def size(self, *axes: Axis) -> int:
+        """The number of ranks in one group over `axes`."""
+        _check_axes(axes)
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Where `rank` stands. Raises `LayoutError` when the mesh has no such rank."""
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise LayoutError(
+                f"rank {rank!r} is not in the mesh {self}: ranks are 0 to {self.world_size - 1}"
+            )
+        indices: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, indices[axis] = divmod(rank, getattr(self, axis))
+        return Coordinate(**indices)
+
+    def rank(self, coordinate: Coordinate) -> int:
+        """The rank at `coordinate`. Raises `LayoutError` when the mesh does not reach that far."""
+        rank = 0
+        for axis in AXES:
+            index, size = getattr(coordinate, axis), getattr(self, axis)
+            if not 0 <= index < size:
+                raise LayoutError(f"{axis} {index} is not in the mesh {self}: it runs from 0 to {size - 1}")
+            rank = rank * size + index
+        return rank
+
+    def data_index(self, rank: int) -> int:
+        """Which data-parallel rank this is, from 0 to `data_size` - 1. Equal along pipeline and tensor."""
+        at = self.coordinate(rank)
+        return at.replicate * self.shard + at.shard
+
+    def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
+        """All groups of ranks that differ along `axes` only; every rank is in exactly one.
+
+        Groups are in the order of their lowest rank, and ranks ascend inside each, whatever the order of
+        `axes`. With no axes, every rank is a group of its own.
+        """
+        _check_axes(axes)
+        kept = [range(getattr(self, axis)) for axis in AXES if axis not in axes]
+        return tuple(self._members(axes, outside) for outside in itertools.product(*kept))
+
+    def group_of(self, rank: int, *axes: Axis) -> tuple[int, ...]:
+        """The group over `axes` that holds `rank`, ranks ascending."""
+        _check_axes(axes)
+        at = self.coordinate(rank)
+        return self._members(axes, tuple(getattr(at, axis) for axis in AXES if axis not in axes))
+
+    def _members(self, axes: tuple[Axis, ...], outside: tuple[int, ...]) -> tuple[int, ...]:
+        """The ranks whose indices along the axes not in `axes` are `outside`."""
+        fixed = iter(outside)
+        spans = [range(getattr(self, axis)) if axis in axes else (next(fixed),) for axis in AXES]
+        points = (dict(zip(AXES, at, strict=True)) for at in itertools.product(*spans))
+        return tuple(self.rank(Coordinate(**point)) for point in points)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
+
+
+def _check_size(axis: str, size: object) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        auto = ", or auto" if axis == "shard" else ""
+        raise LayoutError(f"parallel.{axis}: got {size!r}; allowed is an integer >= 1{auto}")
+
+
+def _check_axes(axes: tuple[str, ...]) -> None:
+    unknown = [axis for axis in axes if axis not in AXES]
+    if unknown or len(set(axes)) != len(axes):
+        raise LayoutError(f"mesh axes {', '.join(axes)}: allowed are {', '.join(AXES)}, each at most once")
+
+
+def _misfit_of_auto(fixed: dict[Axis, int], others: int, world_size: int) -> str:
+    product = " x ".join(f"{axis} {size}" for axis, size in fixed.items())
+    more = math.ceil(world_size / others) * others
+    return (
+        f"{product} = {others}, which does not divide the world of {_ranks(world_size)}; "
+        f"start {_ranks(more)}, or change parallel.{_largest(fixed)}"
+    )
+
+
+def _misfit(shape: MeshShape, others: int, world_size: int) -> str:
+    message = f"{shape} = {shape.world_size}, but the world has {_ranks(world_size)}; "
+    if world_size % others == 0:
+        fits = world_size // others
+        return f"{message}set parallel.shard to {fits} or auto, or start {_ranks(shape.world_size)}"
+    sizes = dict(zip(AXES, shape.sizes, strict=True))
+    return f"{message}start {_ranks(shape.world_size)}, or change parallel.{_largest(sizes)}"
+
+
+def _largest(sizes: dict[Axis, int]) -> str:
+    return max(sizes, key=lambda axis: sizes[axis])
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"

@@ -1,0 +1,247 @@
+"""Transports over torch.distributed: gloo for CPU ranks, NCCL for CUDA ranks.
+
+gloo's reduce-scatter moves as many bytes as an all-reduce and adds in the gradients' dtype. Here it is an all-to-all, half the
+bytes, and a local sum in rank order in `precision.reduce`. NCCL's own reduce-scatter is used as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from zeromesh.flat.split import Interval
+from zeromesh.mesh.groups import ProcessSet
+from zeromesh.mesh.transport import (
+    BufferRequest,
+    GatherBuffer,
+    Reducer,
+    Reduction,
+    RingRequest,
+    sum_in_order,
+)
+from zeromesh.mesh.watch import Watch, Work
+
+# torch 2.13 deprecates the names that torch 2.11 has alone.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class CollectiveBuffer:
+    """A buffer that an all-gather fills."""
+
+    def __init__(self, request: BufferRequest, group: ProcessSet, device: torch.device) -> None:
+        self.full = torch.empty(request.padded, dtype=request.dtype, device=device)
+        self.persistent = request.persistent
+        self._nbytes = self.full.untyped_storage().nbytes()
+        self._group = group
+        self._watch = _watch_of(group)
+        self._what = f"all-gather of {request.name}"
+        self._work: Work | None = None
+        self._current = False
+        shard = request.padded // group.size
+        self._own = (group.index * shard, (group.index + 1) * shard)
+        if not self.persistent:
+            self.full.untyped_storage().resize_(0)
+
+    def carve(self, places: Sequence[Interval]) -> list[torch.Tensor]:
+        storage = self.full.untyped_storage()
+        empty = storage.nbytes() == 0
+        if empty:
+            storage.resize_(self._nbytes)  # A view of memory that is not there cannot be made, only kept.
+        views = [self.full[place.start : place.end] for place in places]
+        if empty:
+            storage.resize_(0)
+        return views
+
+    def own(self) -> torch.Tensor:
+        return self.full[self._own[0] : self._own[1]]
+
+    def begin_write(self) -> None:
+        if self._work is not None:
+            self.wait()
+
+    def end_write(self) -> None:
+        self._current = False
+
+    def gather(self, shard: torch.Tensor) -> None:
+        if self._current or self._work is not None:
+            return
+        storage = self.full.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self._nbytes)
+        own = self.own()
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        self._work = _all_gather(self.full, own, group=self._group.data, async_op=True)
+
+    def wait(self) -> None:
+        if self._work is not None:
+            wait_for(self._work, self._watch, self._group, self._what)
+            self._work = None
+            self._current = True
+
+    def release(self) -> None:
+        if not self.persistent:
+            self.wait()
+            self.full.untyped_storage().resize_(0)
+            self._current = False
+
+    def retire(self) -> None:
+        """Every rank has its own copy."""
+
+
+class _Exchange:
+    """A reduction over gloo: an all-to-all in flight, then a sum in rank order."""
+
+    def __init__(
+        self, reducer: GlooReducer, filled: torch.Tensor, received: torch.Tensor, out: torch.Tensor, add: bool
+    ) -> None:
+        self._reducer = reducer
+        self._received = received
+        self._out = out
+        self._add = add
+        self._work: Work = dist.all_to_all_single(
+            received, filled, group=reducer.group.reduce_group, async_op=True
+        )
+        self._done = False
+
+    def ready(self) -> bool:
+        return self._done or self._work.is_completed()
+
+    def finish(self) -> None:
+        if self._done:
+            return
+        group = self._reducer.group
+        wait_for(self._work, self._reducer.watch, group, "reduction of gradients")
+        sum_in_order(self._own_part(), self._received.chunk(group.size), add=self._add)
+        self._reducer.finished += 1
+        self._done = True
+
+    def settle(self) -> None:
+        group, own = self._reducer.group, self._own_part()
+        if own.numel() != self._out.numel():
+            work = _all_gather(self._out, own, group=group.reduce_group, async_op=True)
+            wait_for(work, self._reducer.watch, group, "all-gather of summed gradients")
+
+    def _own_part(self) -> torch.Tensor:
+        group = self._reducer.group
+        length = self._received.numel() // group.size
+        if self._out.numel() == length:
+            return self._out
+        return self._out[group.index * length : (group.index + 1) * length]
+
+
+class GlooReducer:
+    """`slots` send buffers, and as many to receive into. Reductions finish in the order in which they were launched."""
+
+    def __init__(self, ring: RingRequest, group: ProcessSet) -> None:
+        self.group = group
+        self.watch = _watch_of(group)
+        self.finished = 0
+        self._send = [torch.empty(ring.nbytes, dtype=torch.uint8) for _ in range(ring.slots)]
+        self._receive = [torch.empty(ring.nbytes, dtype=torch.uint8) for _ in range(ring.slots)]
+
+    def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
+        # The caller finishes what it launched before it blocks, so a slot can only be missing while it does not.
+        if sequence >= self.finished + len(self._send):
+            return None
+        return self._send[sequence % len(self._send)]
+
+    def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
+        nbytes = filled.numel() * filled.element_size()
+        received = self._receive[sequence % len(self._receive)][:nbytes].view(filled.dtype)
+        return _Exchange(self, filled, received, out, add)
+
+
+class _Scatter:
+    """A reduction over NCCL."""
+
+    def __init__(self, reducer: NcclReducer, filled: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+        group = reducer.group
+        self._reducer = reducer
+        self._out = out
+        self._add = add
+        # Both tensors are kept until finish(): NCCL reads and writes them on a stream of its own.
+        self._sent = filled if filled.dtype == out.dtype else filled.to(out.dtype)
+        if out.numel() == filled.numel():
+            self._received = self._sent if self._sent is not filled else filled.clone()
+            self._work: Work = dist.all_reduce(self._received, group=group.reduce_group, async_op=True)
+        else:
+            self._received = torch.empty_like(out)
+            self._work = _reduce_scatter(self._received, self._sent, group=group.reduce_group, async_op=True)
+        self._done = False
+
+    def ready(self) -> bool:
+        return self._done or self._work.is_completed()
+
+    def finish(self) -> None:
+        if not self._done:
+            self._work.wait()
+            if self._add:
+                self._out.add_(self._received)
+            else:
+                self._out.copy_(self._received)
+            self._reducer.finished += 1
+            self._done = True
+
+    def settle(self) -> None:
+        """An all-reduce has given every rank the whole sum."""
+
+
+class NcclReducer:
+    """Slots on the device. Work on a slot is ordered by streams: `finish` makes the compute stream wait, not the host."""
+
+    def __init__(self, ring: RingRequest, group: ProcessSet, device: torch.device) -> None:
+        self.group = group
+        self.finished = 0
+        self._slots = [
+            torch.empty(ring.nbytes, dtype=torch.uint8, device=device) for _ in range(ring.slots)
+        ]
+
+    def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
+        if sequence >= self.finished + len(self._slots):
+            return None
+        return self._slots[sequence % len(self._slots)]
+
+    def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
+        return _Scatter(self, filled, out, add)
+
+
+class CollectiveTransport:
+    """Buffers filled by all-gathers and slots emptied by reductions."""
+
+    share = 1.0
+
+    def __init__(
+        self, group: ProcessSet, device: torch.device, requests: Sequence[BufferRequest], ring: RingRequest
+    ) -> None:
+        self.buffers: Sequence[GatherBuffer] = [CollectiveBuffer(each, group, device) for each in requests]
+        self.reducer: Reducer
+        if device.type == "cuda":
+            self.name = "nccl"
+            self.reducer = NcclReducer(ring, group, device)
+        else:
+            self.name = "gloo"
+            self.reducer = GlooReducer(ring, group)
+
+    def poll(self) -> None:
+        """Collectives run in the background by themselves."""
+
+    def close(self) -> None:
+        """Private memory goes with its tensors."""
+
+
+def _watch_of(group: ProcessSet) -> Watch:
+    if group.watch is None:
+        raise ValueError(f"axis {group.name} has one rank and needs no transport")
+    return group.watch
+
+
+def wait_for(work: Work, watch: Watch, group: ProcessSet, what: str) -> None:
+    """Wait for a collective: for gloo until it is done, watched; for NCCL by ordering the compute stream behind it."""
+    if group.data is group.reduce_group:
+        work.wait()
+    else:
+        watch.wait_work(work, group.ranks, what)

@@ -1,0 +1,260 @@
+"""`ProcessSet` and `Mesh`: the ranks of an axis, their small agreements, and the process groups behind them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zeromesh.errors import CollectiveError, ConfigError, StorageError
+from zeromesh.mesh.axes import MeshShape
+from zeromesh.mesh.board import SharedBoard, StoreBoard
+from zeromesh.mesh.launch import LaunchEnvironment
+from zeromesh.mesh.segments import Segment
+from zeromesh.mesh.watch import Activity, Watch
+
+_START_SECONDS = 300
+"""Start-up may wait longer than a step: processes import and read models at different speeds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessSet:
+    """The ranks of one group, seen from one of them. A set of one rank needs no process group."""
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int
+    """This rank's position in `ranks`."""
+    watch: Watch | None
+    control: dist.ProcessGroup | None
+    """CPU group for agreements."""
+    data: dist.ProcessGroup | None
+    """Group that gathers parameters."""
+    reduce_group: dist.ProcessGroup | None
+    """Group that reduces gradients. Reductions start as gradients arrive, so their order relative to gathers differs between
+    ranks; gloo would match one with the other in a common group. On CUDA both are one NCCL group, whose order streams keep."""
+    one_host: bool
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's `values`, in the order of the set; all give equally many."""
+        if self.control is None or self.watch is None:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.int64)
+        everyone = [torch.empty_like(mine) for _ in self.ranks]
+        work = dist.all_gather(everyone, mine, group=self.control, async_op=True)
+        self.watch.wait_work(work, self.ranks, f"exchange over axis {self.name}")
+        return [tensor.tolist() for tensor in everyone]
+
+    def sum_(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """Sum a small CPU tensor over the set, in place; bitwise the same on all ranks."""
+        return self._all_reduce(tensor, dist.ReduceOp.SUM, what)
+
+    def max_(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """Element-wise maximum over the set, in place."""
+        return self._all_reduce(tensor, dist.ReduceOp.MAX, what)
+
+    def barrier(self, what: str) -> None:
+        """Wait until all ranks are here."""
+        self.sum_(torch.zeros(1, dtype=torch.int64), what)
+
+    def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str) -> torch.Tensor:
+        if self.control is not None and self.watch is not None:
+            work = dist.all_reduce(tensor, op=op, group=self.control, async_op=True)
+            self.watch.wait_work(work, self.ranks, what)
+        return tensor
+
+    def start_sum(self, tensor: torch.Tensor, what: str) -> Callable[[], None]:
+        """Begin to sum a large tensor over the set, in place, on whatever device; the returned call waits for it."""
+        if self.data is None or self.watch is None:
+            return lambda: None
+        work = dist.all_reduce(tensor, group=self.data, async_op=True)
+        if tensor.is_cuda:
+            return lambda: _wait_on_stream(work)
+        watch, ranks = self.watch, self.ranks
+        return lambda: watch.wait_work(work, ranks, what)
+
+    def all_gather_flat(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
+        """Concatenate the ranks' flat `shard`s into `full`, on whatever device they lie."""
+        if self.data is None or self.watch is None:
+            full.copy_(shard)
+            return
+        work = dist.all_gather(list(full.chunk(self.size)), shard, group=self.data, async_op=True)
+        self.watch.wait_work(work, self.ranks, what)
+
+
+class Mesh:
+    """Process sets of the axes `pipeline, replicate, shard, tensor`, and what all ranks share: board, watch, device.
+
+    `data` spans replicate and shard: the ranks that see different samples.
+    """
+
+    def __init__(
+        self,
+        shape: MeshShape,
+        environment: LaunchEnvironment,
+        *,
+        device: torch.device,
+        timeout_seconds: float,
+    ) -> None:
+        if shape.world_size != environment.world_size:
+            raise ConfigError(f"the mesh has {shape.world_size} ranks, the launch {environment.world_size}")
+        self.shape = shape
+        self.environment = environment
+        self.device = device
+        self.rank = environment.rank
+        self.world_size = environment.world_size
+        self._owns_group = False
+        self.watch: Watch | None = None
+        self._one_host = True
+        if self.world_size > 1:
+            self._connect(timeout_seconds)
+        self.world = self._process_set("world", ("pipeline", "replicate", "shard", "tensor"))
+        self.data = self._process_set("data", ("replicate", "shard"))
+        self.shard = self._process_set("shard", ("shard",))
+        self.replicate = self._process_set("replicate", ("replicate",))
+        self.data_index = shape.data_index(self.rank)
+
+    def _connect(self, timeout_seconds: float) -> None:
+        environment = self.environment
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            if environment.launcher == "torchrun":
+                rendezvous = "env://"
+            else:
+                rendezvous = f"tcp://{environment.master_address}:{environment.master_port}"
+            dist.init_process_group(
+                backend,
+                init_method=rendezvous,
+                rank=environment.rank,
+                world_size=environment.world_size,
+                timeout=timedelta(seconds=_START_SECONDS),
+            )
+            self._owns_group = True
+        if dist.get_world_size() != self.world_size:
+            raise ConfigError(
+                f"the process group has {dist.get_world_size()} ranks, the launch environment {self.world_size}"
+            )
+        hosts: list[str | None] = [None] * self.world_size
+        identity = _host_identity()
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"zeromesh/host/{self.rank}", identity)
+        hosts = [store.get(f"zeromesh/host/{rank}").decode() for rank in range(self.world_size)]
+        self._hosts = hosts
+        self._one_host = len(set(hosts)) == 1
+        self.watch = self._make_watch(store, timeout_seconds)
+
+    def _make_watch(self, store: dist.Store, timeout_seconds: float) -> Watch:
+        if self._one_host:
+            segment = self._shared_board(store)
+            if segment is not None:
+                return Watch(
+                    SharedBoard(segment, self.rank), self.rank, timeout_seconds, compare_events=True
+                )
+            self._one_host = False
+        board = StoreBoard(store, store.clone(), self.rank, stale_seconds=timeout_seconds)
+        dist.barrier()
+        return Watch(board, self.rank, timeout_seconds, compare_events=False)
+
+    def _shared_board(self, store: dist.Store) -> Segment | None:
+        """Rank 0's board segment, or None when some rank cannot map it."""
+        segment: Segment | None = None
+        nbytes = SharedBoard.nbytes(self.world_size)
+        if self.rank == 0:
+            segment = Segment.create("board", nbytes)
+            store.set("zeromesh/board-at", f"{os.getpid()} {segment.descriptor}")
+        pid, descriptor = (int(part) for part in store.get("zeromesh/board-at").split())
+        try:
+            if segment is None:
+                segment = Segment.attach(pid, descriptor, nbytes, "board")
+        except StorageError:
+            segment = None
+        mapped = torch.tensor([0 if segment is None else 1])
+        dist.all_reduce(mapped, op=dist.ReduceOp.MIN)
+        return segment if mapped.item() else None
+
+    def _process_set(self, name: str, axes: tuple[str, ...]) -> ProcessSet:
+        mine: tuple[int, ...] = (self.rank,)
+        control: dist.ProcessGroup | None = None
+        data: dist.ProcessGroup | None = None
+        reduce: dist.ProcessGroup | None = None
+        for ranks in self.shape.groups(*axes):
+            if len(ranks) > 1:
+                made = self._new_groups(ranks)
+                if self.rank in ranks:
+                    mine, (control, data, reduce) = ranks, made
+        one_host = len({self._hosts[rank] for rank in mine}) == 1 if len(mine) > 1 else True
+        return ProcessSet(
+            name=name,
+            ranks=mine,
+            index=mine.index(self.rank),
+            watch=self.watch if len(mine) > 1 else None,
+            control=control,
+            data=data,
+            reduce_group=reduce,
+            one_host=one_host and self._one_host,
+        )
+
+    def _new_groups(
+        self, ranks: tuple[int, ...]
+    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
+        """Groups for agreements, gathers and reductions."""
+
+        def new(backend: str) -> dist.ProcessGroup:
+            return dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=_START_SECONDS))
+
+        control = new("gloo")
+        if self.device.type == "cuda":
+            data = new("nccl")
+            return control, data, data
+        return control, new("gloo"), new("gloo")
+
+    def post(self, activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
+        """Say on the board what this rank does now."""
+        if self.watch is not None:
+            self.watch.post(activity, unit, step=step)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one stops."""
+        if self.watch is not None:
+            self.watch.fail(error)
+
+    def close(self) -> None:
+        """Leave the process groups; called once, when no collective is in flight."""
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+            self._owns_group = False
+
+
+def _wait_on_stream(work: dist.Work) -> None:
+    work.wait()
+
+
+def _host_identity() -> str:
+    """Equal for processes that can share memory: same boot of the same kernel, same process namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()} {platform.machine()} {os.getpid()}"
+
+
+def pick_device() -> torch.device:
+    """The accelerator of this process's local rank if there is one, else the CPU."""
+    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+__all__ = ["CollectiveError", "Mesh", "ProcessSet", "pick_device"]

@@ -1,0 +1,335 @@
+"""Who started this process, and as which rank: the one file that touches environment variables.
+
+Understood are torchrun (and all that sets its variables, as accelerate and Kubernetes operators do), Slurm,
+Open MPI, MPICH and Intel MPI. A process that none of them started is a world of one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from zeromesh.errors import ConfigError
+
+Launcher = Literal["single", "torchrun", "slurm", "openmpi", "mpich"]
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 29500
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchEnvironment:
+    """This process's place among those that were started together.
+
+    `local_rank` and `local_world_size` count the processes of one host. `master_port` 0 means that any free
+    port will do, which holds for a single process only. Raises `ConfigError` when the numbers contradict
+    each other.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_address: str
+    master_port: int
+    launcher: Launcher
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if not 0 <= self.rank < self.world_size:
+            wrong.append(f"rank {self.rank} is not below the world size {self.world_size}")
+        if not 0 <= self.local_rank < self.local_world_size:
+            wrong.append(
+                f"local rank {self.local_rank} is not below {self.local_world_size}, the host's processes"
+            )
+        if self.local_world_size > self.world_size:
+            wrong.append(
+                f"{self.local_world_size} processes on this host, but {self.world_size} in the world"
+            )
+        if not self.master_address:
+            wrong.append("the address of rank 0 is empty")
+        if not 0 <= self.master_port < 65536:
+            wrong.append(f"port {self.master_port} is not between 0 and 65535")
+        if wrong:
+            raise ConfigError(wrong, where=f"launch environment ({self.launcher})")
+
+
+_Marker = Callable[[Mapping[str, str]], bool]
+_Reader = Callable[[Mapping[str, str]], LaunchEnvironment]
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
+    """This process's place, from `environ` (default: the process's own variables).
+
+    Raises:
+        ConfigError: a launcher's variables are there in part; the message names the missing ones.
+    """
+    environ = os.environ if environ is None else environ
+    for marker, read in _READERS:
+        if marker(environ):
+            return read(environ)
+    _refuse_halves(environ)
+    return LaunchEnvironment(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        master_address=LOOPBACK,
+        master_port=0,
+        launcher="single",
+    )
+
+
+def worker_environment(
+    processes: int, *, environ: Mapping[str, str] | None = None, cores: int | None = None
+) -> dict[str, str]:
+    """The variables to set for `processes` workers that this process starts on its host. What is set stays.
+
+    The workers share the cores out: else each one's kernels would use all of them, and they would wait for
+    each other. Loopback needs no host name that resolves.
+    """
+    environ = os.environ if environ is None else environ
+    wanted = {"OMP_NUM_THREADS": str(max(1, (cores or available_cores()) // processes))}
+    if sys.platform == "linux":
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    return {name: value for name, value in wanted.items() if not environ.get(name)}
+
+
+def export(variables: Mapping[str, str]) -> None:
+    """Set variables of this process, for the processes that it starts."""
+    os.environ.update(variables)
+
+
+def available_cores() -> int:
+    """The cores that this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def setting(name: str) -> str | None:
+    """The value of one environment variable; an empty one counts as not set."""
+    return os.environ.get(name) or None
+
+
+def flag(name: str, *, default: bool = False) -> bool:
+    """One environment variable as a switch. Raises `ConfigError` when it is neither on nor off."""
+    value = setting(name)
+    if value is None:
+        return default
+    if value.lower() in _TRUE | _FALSE:
+        return value.lower() in _TRUE
+    raise ConfigError(f"environment variable {name}: got {value!r}; allowed are 1 and 0")
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list: `node[01-03,7],gpu1` gives `node01`. Raises `ConfigError`."""
+    match = re.match(r"(?:[^,\[\]\s]|\[[^\[\]\s]+\])+(?=,|$)", nodelist.strip())
+    host = re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", match.group()) if match else ""
+    if not host or "[" in host:
+        raise ConfigError(
+            f"Slurm's node list {nodelist!r} cannot be read; set MASTER_ADDR to the host of rank 0"
+        )
+    return host
+
+
+def _tasks_on_node(counts: str, node: int) -> int:
+    """How many tasks Slurm started on the node of index `node`, from a list such as `2(x3),1`."""
+    tasks: list[int] = []
+    for item in counts.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
+        if match is None:
+            raise ConfigError(f"Slurm's tasks per node {counts!r} cannot be read; set SLURM_NTASKS_PER_NODE")
+        # A node past this run is not reached, so a huge repeat count costs nothing.
+        tasks.extend([int(match[1])] * min(int(match[2] or 1), node + 1))
+    if node >= len(tasks):
+        raise ConfigError(f"SLURM_NODEID is {node}, but Slurm's tasks per node are {counts!r}")
+    return tasks[node]
+
+
+def _read_torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
+    names = ["RANK", "WORLD_SIZE", "MASTER_PORT"]
+    # Operators that start one process per host often set neither local variable; one alone is a mistake.
+    local = ["LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+    if any(environ.get(name) for name in local):
+        names += local
+    numbers = _integers(environ, names, also=("MASTER_ADDR",))
+    return LaunchEnvironment(
+        rank=numbers["RANK"],
+        world_size=numbers["WORLD_SIZE"],
+        local_rank=numbers.get("LOCAL_RANK", 0),
+        local_world_size=numbers.get("LOCAL_WORLD_SIZE", 1),
+        master_address=environ["MASTER_ADDR"],
+        master_port=numbers["MASTER_PORT"],
+        launcher="torchrun",
+    )
+
+
+def _read_slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
+    # A step may be smaller than its job, and the interactive step of `salloc` has one task: its own count
+    # wins.
+    total = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    numbers = _integers(environ, ["SLURM_PROCID", total, "SLURM_LOCALID"])
+    world_size = numbers[total]
+    return LaunchEnvironment(
+        rank=numbers["SLURM_PROCID"],
+        world_size=world_size,
+        local_rank=numbers["SLURM_LOCALID"],
+        local_world_size=_slurm_local_world_size(environ, world_size),
+        master_address=_slurm_master(environ, world_size),
+        master_port=_job_port(environ),
+        launcher="slurm",
+    )
+
+
+def _slurm_local_world_size(environ: Mapping[str, str], world_size: int) -> int:
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE")
+    if counts and environ.get("SLURM_NODEID"):
+        return _tasks_on_node(counts, _integers(environ, ["SLURM_NODEID"])["SLURM_NODEID"])
+    # Set by --ntasks-per-node, which is an upper limit: a small step may hold fewer tasks.
+    if environ.get("SLURM_NTASKS_PER_NODE"):
+        return min(world_size, _integers(environ, ["SLURM_NTASKS_PER_NODE"])["SLURM_NTASKS_PER_NODE"])
+    if world_size == 1 or environ.get(_first(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")) == "1":
+        return world_size
+    raise ConfigError(
+        _missing(["SLURM_NTASKS_PER_NODE (or SLURM_STEP_TASKS_PER_NODE and SLURM_NODEID)"], environ)
+    )
+
+
+def _slurm_master(environ: Mapping[str, str], world_size: int) -> str:
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    if environ.get("MASTER_ADDR"):
+        return environ["MASTER_ADDR"]
+    if nodes:
+        return first_host(nodes)
+    if world_size == 1:
+        return LOOPBACK
+    raise ConfigError(_missing(["SLURM_STEP_NODELIST (or SLURM_JOB_NODELIST, or MASTER_ADDR)"], environ))
+
+
+def _is_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Whether `srun` started this process. A batch script's body carries SLURM_PROCID=0 too, but no step."""
+    in_step = any(
+        environ.get(name) for name in ("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
+    )
+    return bool(environ.get("SLURM_PROCID")) and (in_step or not environ.get("SLURM_TASK_PID"))
+
+
+def _read_openmpi(environ: Mapping[str, str]) -> LaunchEnvironment:
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    return _read_mpi(environ, names, "openmpi")
+
+
+def _read_mpich(environ: Mapping[str, str]) -> LaunchEnvironment:
+    return _read_mpi(environ, ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"], "mpich")
+
+
+def _read_mpi(environ: Mapping[str, str], names: list[str], launcher: Launcher) -> LaunchEnvironment:
+    numbers = _integers(environ, names)
+    rank, world_size, local_rank, local_world_size = (numbers[name] for name in names)
+    address = environ.get("MASTER_ADDR")
+    if not address and local_world_size == world_size:
+        address = LOOPBACK
+    if not address:
+        # MPI tells no rank where rank 0 runs.
+        raise ConfigError(_missing(["MASTER_ADDR (the host of rank 0)"], environ))
+    return LaunchEnvironment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_address=address,
+        master_port=_job_port(environ),
+        launcher=launcher,
+    )
+
+
+def _job_port(environ: Mapping[str, str]) -> int:
+    """A port that all ranks of a job agree on: MASTER_PORT, or one derived from what identifies the job.
+
+    It lies below the ephemeral ports (32768 and up on Linux), which any connection may hold.
+    """
+    if environ.get("MASTER_PORT"):
+        return _integers(environ, ["MASTER_PORT"])["MASTER_PORT"]
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
+    identity = "/".join(environ.get(name, "") for name in names)
+    return 10000 + zlib.crc32(identity.encode()) % 20000 if identity.strip("/") else DEFAULT_PORT
+
+
+def _integers(environ: Mapping[str, str], names: list[str], also: tuple[str, ...] = ()) -> dict[str, int]:
+    """The values of `names` as integers; `also` must be set too. Raises `ConfigError` naming what is not."""
+    missing = [name for name in (*names, *also) if not environ.get(name)]
+    if missing:
+        raise ConfigError(_missing(missing, environ))
+    wrong = [name for name in names if not re.fullmatch(r"\s*[+-]?\d{1,18}\s*", environ[name])]
+    if wrong:
+        given = (
+            f"environment variable {name}: got {environ[name]!r}; allowed is an integer" for name in wrong
+        )
+        raise ConfigError(list(given))
+    return {name: int(environ[name]) for name in names}
+
+
+def _missing(names: list[str], environ: Mapping[str, str]) -> str:
+    there = [name for name in _FAMILIAR if environ.get(name)]
+    return (
+        f"the launch environment is incomplete: {', '.join(there)} {'is' if len(there) == 1 else 'are'} set, "
+        f"but not {', '.join(names)}; set all of them, or none for a single process"
+    )
+
+
+def _refuse_halves(environ: Mapping[str, str]) -> None:
+    """Raise when a world is named without a rank: such a process would train alone without being asked to."""
+    for rank, *others in _HALVES:
+        if any(environ.get(name) for name in others):
+            raise ConfigError(_missing([rank], environ))
+
+
+def _first(environ: Mapping[str, str], *names: str) -> str:
+    """The first of `names` that is set, else the last one."""
+    return next((name for name in names if environ.get(name)), names[-1])
+
+
+def _is_set(*names: str) -> _Marker:
+    return lambda environ: all(environ.get(name) for name in names)
+
+
+_HALVES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
+_FAMILIAR = (
+    *_HALVES[0],
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    *_HALVES[1],
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    *_HALVES[2],
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
+)
+
+# In this order. torchrun's variables are the explicit ones. `mpirun` inside a Slurm job leaves its own
+# daemon's SLURM_PROCID in every rank, so MPI comes before Slurm; but `srun --mpi=pmi2` sets PMI_RANK beside
+# good Slurm variables, so MPICH comes first only where its own mpiexec has been (MPI_LOCALRANKID).
+_READERS: tuple[tuple[_Marker, _Reader], ...] = (
+    (_is_set("RANK"), _read_torchrun),
+    (_is_set("OMPI_COMM_WORLD_RANK"), _read_openmpi),
+    (_is_set("PMI_RANK", "MPI_LOCALRANKID"), _read_mpich),
+    (_is_slurm_step, _read_slurm),
+    (_is_set("PMI_RANK"), _read_mpich),
+)

@@ -1,0 +1,70 @@
+"""The transport of a group of one rank, and of parameters that every rank updates by itself: nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zeromesh.errors import LayoutError
+from zeromesh.flat.split import Interval
+from zeromesh.mesh.transport import BufferRequest, GatherBuffer, Reducer, Reduction
+
+
+class LocalBuffer:
+    """Private memory that holds everything all the time."""
+
+    def __init__(self, request: BufferRequest, device: torch.device) -> None:
+        self.full = torch.zeros(request.padded, dtype=request.dtype, device=device)
+        self.persistent = True
+
+    def carve(self, places: Sequence[Interval]) -> list[torch.Tensor]:
+        return [self.full[place.start : place.end] for place in places]
+
+    def own(self) -> torch.Tensor:
+        return self.full
+
+    def begin_write(self) -> None:
+        """Nobody else reads."""
+
+    def end_write(self) -> None:
+        """Nobody else reads."""
+
+    def gather(self, shard: torch.Tensor) -> None:
+        """All is here."""
+
+    def wait(self) -> None:
+        """All is here."""
+
+    def release(self) -> None:
+        """The memory stays."""
+
+    def retire(self) -> None:
+        """Nobody waits for it."""
+
+
+class LocalReducer:
+    """A group of one has nothing to sum: gradients are accumulated where they stay, and no slot exists."""
+
+    def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
+        raise LayoutError(f"a group of one rank has no gradient slots (sequence {sequence})")
+
+    def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
+        raise LayoutError(f"a group of one rank has nothing to reduce (sequence {sequence})")
+
+
+class LocalTransport:
+    """See the module."""
+
+    name = "local"
+    share = 1.0
+
+    def __init__(self, requests: Sequence[BufferRequest], device: torch.device) -> None:
+        self.buffers: Sequence[GatherBuffer] = [LocalBuffer(request, device) for request in requests]
+        self.reducer: Reducer = LocalReducer()
+
+    def poll(self) -> None:
+        """Nothing is in flight."""
+
+    def close(self) -> None:
+        """Nothing to give back."""

@@ -1,0 +1,230 @@
+"""`Watch`: every wait for another rank goes through it, so that none is forever and each names whom it waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from enum import IntEnum
+from itertools import product
+from typing import Protocol
+
+from zeromesh.errors import CollectiveError
+from zeromesh.mesh.board import Board
+
+
+class Activity(IntEnum):
+    """What a rank is doing, as its row on the board says it."""
+
+    IDLE = 0
+    FORWARD = 1
+    BACKWARD = 2
+    GATHER = 3
+    REDUCE = 4
+    OPTIMIZER = 5
+    AGREE = 6
+
+    @property
+    def phrase(self) -> str:
+        return _PHRASES[self]
+
+
+_PHRASES = {
+    Activity.IDLE: "between steps",
+    Activity.FORWARD: "in forward of",
+    Activity.BACKWARD: "in backward of",
+    Activity.GATHER: "gathering",
+    Activity.REDUCE: "reducing gradients of",
+    Activity.OPTIMIZER: "updating",
+    Activity.AGREE: "agreeing on",
+}
+
+
+class Work(Protocol):
+    """An asynchronous collective, as torch.distributed returns it."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+
+
+class Watch:
+    """Bounds and explains waits.
+
+    A wait ends with `CollectiveError` when a peer's process is gone, when a peer has failed, when a peer went through another
+    event than this rank, or when for `timeout_seconds` neither the wait's own condition nor any peer's progress counter moved.
+    """
+
+    SLICE_SECONDS = 0.25
+
+    def __init__(self, board: Board, rank: int, timeout_seconds: float, *, compare_events: bool) -> None:
+        self._board = board
+        self._rank = rank
+        self.timeout_seconds = timeout_seconds
+        self._compare_events = compare_events
+        self._names: Sequence[str] = ()
+        self._step = 0
+        self._doing = (Activity.IDLE, -1)
+        self._events: dict[int, tuple[int, int]] = {}
+
+    def name_units(self, names: Sequence[str]) -> None:
+        """Names that unit numbers stand for in messages."""
+        self._names = names
+
+    def post(self, activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
+        """Say what this rank does now."""
+        if step is not None:
+            self._step = step
+        self._doing = (activity, unit)
+        self._board.post(self._step, int(activity), unit)
+
+    def event(self, activity: Activity, unit: int, peers: Sequence[int], *, settled: bool = True) -> None:
+        """Go through an event that all peers go through in the same order.
+
+        On one host every event is compared, since looking is free there. Across hosts only one that is not `settled` (not as
+        recorded in an earlier pass) is: this rank then publishes it and waits for the peers' before it goes on.
+
+        Raises:
+            CollectiveError: when a peer has gone through another one in its place.
+        """
+        self.post(activity, unit)
+        code = (int(activity) << 32) | (unit + 1)
+        stream = int(activity is Activity.REDUCE)
+        number = self._board.event(stream, code)
+        self._events[stream] = (number, code)
+        if self._compare_events:
+            self._compare(peers)
+        elif not settled:
+            self._board.publish()
+            what = f"agreement on {self._phrase(code)}"
+            self.wait(lambda: all(self._board.reached(peer, stream, number) for peer in peers), peers, what)
+            self._compare(peers)
+
+    def wait(self, done: Callable[[], bool], peers: Sequence[int], what: str) -> None:
+        """Wait until `done()`; for conditions that peers make true in shared memory."""
+        for _ in range(200):
+            if done():
+                return
+        pause = 0.0
+        patience = _Patience(self, peers, what)
+        while not done():
+            time.sleep(pause)
+            pause = min(pause + 2e-6, 2e-4)
+            patience.check()
+
+    def wait_work(self, work: Work, peers: Sequence[int], what: str) -> None:
+        """Wait for a collective that runs in the background.
+
+        Raises:
+            CollectiveError: also when the collective itself failed, with what the board knows of the peers.
+        """
+        patience = _Patience(self, peers, what)
+        piece = timedelta(seconds=self.SLICE_SECONDS)
+        while True:
+            try:
+                work.wait(piece)
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise self._broken(error, peers, what) from error
+            patience.check(force=True)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell peers that this rank stops, so that they name the cause and not its consequence."""
+        self._board.fail(f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Stop publishing and give the board's memory back."""
+        self._board.close()
+
+    def describe(self, rank: int) -> str:
+        """One line on what a rank last said of itself."""
+        row = self._board.row(rank)
+        where = self._unit_name(row.unit)
+        doing = Activity(row.activity).phrase + (f" {where}" if row.activity else "")
+        return f"rank {rank} (pid {row.pid}) was {doing} at step {row.step}"
+
+    def _unit_name(self, unit: int) -> str:
+        return self._names[unit] if 0 <= unit < len(self._names) else "the run's counters"
+
+    def _broken(self, error: RuntimeError, peers: Sequence[int], what: str) -> CollectiveError:
+        """A transport's own error, usually a closed connection: look for the rank that explains it."""
+        deadline = time.monotonic() + min(2.0, self.timeout_seconds)
+        while time.monotonic() < deadline:
+            try:
+                self.examine(peers, what)
+            except CollectiveError as found:
+                return found
+            time.sleep(0.02)
+        return CollectiveError(f"rank {self._rank}: {what} failed: {error}")
+
+    def examine(self, peers: Sequence[int], what: str) -> None:
+        """Look for a peer that is gone, has failed or does something else.
+
+        Raises:
+            CollectiveError: naming it.
+        """
+        for peer in peers:
+            if peer == self._rank:
+                continue
+            if self._board.failed(peer):
+                raise CollectiveError(
+                    f"rank {self._rank}: {what} cannot end: rank {peer} failed with {self._board.row(peer).failure}"
+                )
+            if not self._board.alive(peer):
+                raise CollectiveError(
+                    f"rank {self._rank}: {what} cannot end: rank {peer} is gone (killed or exited); "
+                    f"before, {self.describe(peer)}"
+                )
+        self._compare(peers)
+
+    def _compare(self, peers: Sequence[int]) -> None:
+        for peer, (stream, (number, code)) in product(peers, self._events.items()):
+            theirs = self._board.event_of(peer, stream, number)
+            if theirs is not None and theirs != code:
+                raise CollectiveError(
+                    f"ranks disagree on the order of units: rank {self._rank} is {self._phrase(code)} "
+                    f"where rank {peer} was {self._phrase(theirs)} (step {self._step}). Every rank must run the same modules "
+                    "in the same order; a branch that depends on a rank's own data breaks this"
+                )
+
+    def _phrase(self, code: int) -> str:
+        return f"{Activity(code >> 32).phrase} {self._unit_name((code & 0xFFFFFFFF) - 1)}"
+
+    def progress_of(self, peers: Sequence[int]) -> int:
+        """Sum of the peers' progress counters; it moves while any of them works."""
+        return sum(self._board.progress(peer) for peer in peers if peer != self._rank)
+
+    def late(self, peers: Sequence[int], what: str) -> CollectiveError:
+        """The error for peers that showed no progress for the whole timeout."""
+        lines = "; ".join(self.describe(peer) for peer in peers if peer != self._rank)
+        return CollectiveError(
+            f"rank {self._rank}: {what} did not end within {self.timeout_seconds:g} seconds "
+            f"(parallel.timeout_seconds) and no peer made progress. {lines}"
+        )
+
+
+class _Patience:
+    """Deadline of one wait: it moves on whenever a peer makes progress, and looks at the peers a few times a second."""
+
+    def __init__(self, watch: Watch, peers: Sequence[int], what: str) -> None:
+        self._watch = watch
+        self._peers = peers
+        self._what = what
+        now = time.monotonic()
+        self._next = now + 0.02
+        self._deadline = now + watch.timeout_seconds
+        self._progress = -1
+
+    def check(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if now < self._next and not force:
+            return
+        self._next = now + 0.05
+        self._watch.examine(self._peers, self._what)
+        progress = self._watch.progress_of(self._peers)
+        if progress != self._progress:
+            self._progress = progress
+            self._deadline = now + self._watch.timeout_seconds
+        elif now > self._deadline:
+            raise self._watch.late(self._peers, self._what)

@@ -1,0 +1,201 @@
+"""Building the runtime units of a model: layouts, memory, initial values, parameters that look into flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeromesh.flat.layout import BucketLayout, build_layout
+from zeromesh.flat.placement import Placement
+from zeromesh.flat.split import Interval
+from zeromesh.mesh.groups import Mesh
+from zeromesh.mesh.select import choose_transport, open_transport
+from zeromesh.mesh.transport import BufferRequest, GatherBuffer, RingRequest, Transport
+from zeromesh.offload import Ledger, Purpose, Tier, available_bytes
+from zeromesh.zero.options import ZeroOptions
+from zeromesh.zero.plan import ModelPlan
+from zeromesh.zero.sources import ParameterSource
+from zeromesh.zero.unit import Bucket, Unit
+
+_SHARE_OF_MEMORY = 4
+"""Gathered parameters are kept on a host without being asked to while they take at most this part of its free memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """What the engine runs on. `transport` moves parameters, `reduction` gradients; they are one where both are sharded."""
+
+    units: tuple[Unit, ...]
+    transport: Transport
+    reduction: Transport
+    ledger: Ledger
+
+
+def plan_layouts(plan: ModelPlan, parts: int) -> list[list[BucketLayout]]:
+    """Layouts of every unit's buckets."""
+    return [
+        [
+            build_layout(f"{unit.name}/{number}", specs, parts)
+            for number, specs in enumerate(unit.buckets())
+        ]
+        for unit in plan.units
+    ]
+
+
+def build_units(
+    model: nn.Module, plan: ModelPlan, mesh: Mesh, options: ZeroOptions, source: ParameterSource
+) -> Built:
+    """Allocate buffers, fill this rank's shards from `source` bucket by bucket, and turn parameters into views.
+
+    A rank holds at most one parameter beyond its own shards at a time. Afterwards every unit is resting.
+
+    Raises:
+        StorageError: when memory is short.
+    """
+    layouts = plan_layouts(plan, mesh.shard.size)
+    flat = [layout for unit in layouts for layout in unit]
+    kind = choose_transport(options.transport, mesh.shard, mesh.device)
+    keep = _persistent(layouts, mesh, options, kind)
+    ring = RingRequest(slots=options.gradient_slots, nbytes=_slot_bytes(flat, options))
+    transport, reduction = _open(kind, flat, keep, ring, mesh, options)
+    ledger = Ledger()
+    _count_buffers(ledger, flat, keep, transport, reduction, ring)
+    buffers = iter(transport.buffers)
+    units = []
+    for number, (unit_plan, unit_layouts) in enumerate(zip(plan.units, layouts, strict=True)):
+        module = model.get_submodule(unit_plan.module)
+        buckets = [_bucket(model, layout, next(buffers), mesh, options, source, ledger) for layout in unit_layouts]
+        units.append(Unit(number, unit_plan.name, module, buckets, ledger))
+    return Built(units=tuple(units), transport=transport, reduction=reduction, ledger=ledger)
+
+
+def _open(
+    kind: str,
+    layouts: Sequence[BucketLayout],
+    keep: Sequence[bool],
+    ring: RingRequest,
+    mesh: Mesh,
+    options: ZeroOptions,
+) -> tuple[Transport, Transport]:
+    requests = [
+        BufferRequest(name=layout.name, padded=layout.padded, dtype=layout.slots[0].spec.dtype, persistent=kept)
+        for layout, kept in zip(layouts, keep, strict=True)
+    ]
+    if options.placements.optimizer is Placement.SHARDED:
+        transport = open_transport(kind, mesh.shard, mesh.device, requests, ring)
+        return transport, transport
+    # Every rank updates all elements by itself: parameters never move, gradients are summed to all.
+    private = open_transport("local", mesh.shard, mesh.device, requests, ring)
+    return private, open_transport(kind, mesh.shard, mesh.device, (), ring)
+
+
+def _slot_bytes(layouts: Sequence[BucketLayout], options: ZeroOptions) -> int:
+    """Bytes of one gradient slot: the largest trainable bucket in the dtype that travels."""
+    largest = 0
+    for layout in layouts:
+        spec = layout.slots[0].spec
+        if spec.requires_grad:
+            dtype = options.precision.reduce if options.sums_before_reducing else spec.dtype
+            largest = max(largest, layout.padded * dtype.itemsize)
+    return largest
+
+
+def _persistent(
+    layouts: Sequence[Sequence[BucketLayout]], mesh: Mesh, options: ZeroOptions, kind: str
+) -> list[bool]:
+    """Which buffers keep their memory. All ranks decide the same."""
+    sizes = [sum(each.padded * each.slots[0].spec.dtype.itemsize for each in unit) for unit in layouts]
+    if options.placements.parameters is Placement.REPLICATED or kind == "local":
+        budget = sum(sizes)
+    elif options.gathered_budget is not None:
+        budget = options.gathered_budget
+    elif kind == "shared":
+        budget = available_bytes() // _SHARE_OF_MEMORY
+    else:
+        budget = 0
+    budget = min(row[0] for row in mesh.world.gather_integers([budget]))
+    kept = [False] * len(sizes)
+    # A unit near the end of forward is the first of backward: keeping it saves a gather at once. The root is always last.
+    for unit in [*range(len(sizes) - 1, 0, -1), 0]:
+        if sizes[unit] <= budget:
+            budget -= sizes[unit]
+            kept[unit] = True
+    return [kept[unit] for unit, each in enumerate(layouts) for _ in each]
+
+
+def _bucket(
+    model: nn.Module,
+    layout: BucketLayout,
+    buffer: GatherBuffer,
+    mesh: Mesh,
+    options: ZeroOptions,
+    source: ParameterSource,
+    ledger: Ledger,
+) -> Bucket:
+    spec = layout.slots[0].spec
+    whole = options.placements.optimizer is Placement.REPLICATED
+    interval = Interval(start=0, end=layout.padded) if whole else layout.shard(mesh.shard.index)
+    dtype = options.precision.master if spec.requires_grad and spec.dtype.is_floating_point else spec.dtype
+    if buffer.persistent and dtype == spec.dtype:
+        master = buffer.own()
+    else:
+        master = torch.zeros(interval.length, dtype=dtype, device=mesh.device)
+        ledger.add(Tier.DEVICE, Purpose.MASTER, master.numel() * master.element_size())
+    for piece in layout.pieces(interval):
+        values = source.read(piece.spec.fqn, piece.in_parameter.start, piece.in_parameter.end)
+        master[piece.in_shard.start : piece.in_shard.end].copy_(values)
+    for slot in layout.slots:
+        source.release(slot.spec.fqn)
+    parameters = [_adopt(model, slot.spec.fqn, slot.spec.aliases, mesh.device) for slot in layout.slots]
+    bucket = Bucket(layout, parameters, buffer, interval, master)
+    bucket.publish()
+    bucket.hide()
+    if bucket.trainable:
+        _allocate_gradients(bucket, mesh, options, ledger)
+    return bucket
+
+
+def _adopt(model: nn.Module, fqn: str, aliases: Sequence[str], device: torch.device) -> nn.Parameter:
+    """The model's parameter, or one that replaces it under all its names where its kind of tensor cannot be pointed elsewhere."""
+    parameter = model.get_parameter(fqn)
+    if parameter.device.type == device.type:
+        return parameter
+    placeholder = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+    replacement = nn.Parameter(placeholder, requires_grad=parameter.requires_grad)
+    replacement.__dict__.update(parameter.__dict__)
+    for name in (fqn, *aliases):
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, replacement)
+    return replacement
+
+
+def _allocate_gradients(bucket: Bucket, mesh: Mesh, options: ZeroOptions, ledger: Ledger) -> None:
+    dtype, length = options.precision.reduce, bucket.interval.length
+    if not options.gradients_pass_through:
+        bucket.grad = torch.zeros(length, dtype=dtype, device=mesh.device)
+        ledger.add(Tier.DEVICE, Purpose.GRADIENTS, length * dtype.itemsize)
+    if options.sums_before_reducing and mesh.shard.size > 1:
+        bucket.partial = torch.zeros(bucket.layout.padded, dtype=dtype, device=mesh.device)
+        ledger.add(Tier.DEVICE, Purpose.PARTIAL_GRADIENTS, bucket.layout.padded * dtype.itemsize)
+
+
+def _count_buffers(
+    ledger: Ledger,
+    layouts: Sequence[BucketLayout],
+    keep: Sequence[bool],
+    transport: Transport,
+    reduction: Transport,
+    ring: RingRequest,
+) -> None:
+    kept = sum(
+        layout.padded * layout.slots[0].spec.dtype.itemsize
+        for layout, persistent in zip(layouts, keep, strict=True)
+        if persistent
+    )
+    ledger.add(Tier.DEVICE, Purpose.PARAMETERS, int(kept * transport.share))
+    if reduction.name != "local":
+        copies = 2 if reduction.name == "gloo" else 1  # gloo receives into buffers of its own
+        ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, copies * ring.slots * ring.nbytes)

@@ -1,0 +1,102 @@
+"""Building a model without its memory: on the meta device where that loses nothing, else whole on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeromesh.zero.initial import INITIALISER_ERRORS, Skeleton, WriteLog, is_pretrained_model, seeded_cpu
+from zeromesh.zero.sources import BuiltSource, ParameterSource, SeededSource, materialize_buffers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltModel:
+    """A model, where its values come from, and lines that the run prints (why it was built as it was)."""
+
+    model: nn.Module
+    source: ParameterSource
+    notes: tuple[str, ...] = ()
+
+
+def build_deferred(build: Callable[[], nn.Module], seed: int) -> BuiltModel:
+    """Call `build` on the meta device and return a model without memory, whose values a `SeededSource` draws
+    later.
+
+    Where that would lose or change values, `build` is called again on CPU with torch's generator seeded by
+    `seed`: every rank then holds the whole model for a while, and a note says so. That is the case if it
+    raises on meta, if parameters or buffers get values that no initialiser would set again, or if it
+    initialises a plain module's parameters otherwise than their `reset_parameters` does (which is found by
+    comparing the operations).
+    """
+    log = WriteLog()
+    try:
+        with log, torch.device("meta"):
+            model = build()
+    except INITIALISER_ERRORS as error:
+        return _build_on_cpu(
+            build, seed, f"it cannot be built on the meta device ({type(error).__name__}: {error})"
+        )
+    source = SeededSource(model, seed)
+    lost = source.lost()
+    if lost:
+        return _build_on_cpu(build, seed, f"building on the meta device loses the values of {_some(lost)}")
+    changed = _initialised_otherwise(model, log, seed)
+    if changed:
+        return _build_on_cpu(
+            build, seed, f"it initialises {_some(changed)} otherwise than `reset_parameters` does"
+        )
+    lost = lost_buffers(model, seed)
+    if lost:
+        return _build_on_cpu(build, seed, f"building on the meta device loses the values of {_some(lost)}")
+    return BuiltModel(model=model, source=source)
+
+
+def lost_buffers(model: nn.Module, seed: int) -> tuple[str, ...]:
+    """The buffers on meta whose values nothing would compute again; `model` is left as it was."""
+    before = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    try:
+        return materialize_buffers(model, "cpu", seed)
+    finally:
+        for table, buffers in before:
+            table.update(buffers)
+
+
+def _build_on_cpu(build: Callable[[], nn.Module], seed: int, reason: str) -> BuiltModel:
+    with seeded_cpu(seed, "model"), torch.enable_grad():
+        model = build()
+    note = f"the model is built whole on CPU by every rank, because {reason}"
+    return BuiltModel(model=model, source=BuiltSource(model), notes=(note,))
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _initialised_otherwise(model: nn.Module, construction: WriteLog, seed: int) -> tuple[str, ...]:
+    """Parameters outside of Hugging Face models that construction wrote with other operations than
+    initialisers do.
+
+    A subclass that redraws its layers in `__init__` (`self.apply(self._init_weights)`) is found here; a
+    Hugging Face model does so by `_init_weights`, which a build on meta skips and `SeededSource` calls.
+    """
+    if is_pretrained_model(model):
+        return ()
+    skeleton = Skeleton(model)
+    names: list[str] = []
+    replays: dict[str, WriteLog] = {}
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        if not parameter.is_meta or skeleton.managed_by_pretrained(owner):
+            continue
+        if owner not in replays:
+            replays[owner] = WriteLog()
+            with replays[owner], seeded_cpu(seed, owner):
+                for initialiser in skeleton.initialisers(owner):
+                    initialiser()
+        copy = skeleton.path(owner)[-1]._parameters[leaf]
+        if copy is not None and construction.of(parameter) != replays[owner].of(copy):
+            names.append(name)
+    return tuple(names)

@@ -1,0 +1,482 @@
+"""`ZeroEngine`: one path for all ZeRO stages.
+
+A step is
+    for each microbatch: forward_backward(run, ...)      units are gathered around use, gradients reduced as buckets complete
+    finish_step(...)                                     norm, clipping, update of the shards, next generation of parameters
+
+What a stage changes is where things lie (`options.placements`), never which code runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeromesh.errors import ConfigError, NonFiniteError, PhaseError
+from zeromesh.flat.placement import Placement
+from zeromesh.mesh.groups import Mesh
+from zeromesh.mesh.watch import Activity
+from zeromesh.offload import Purpose, Tier
+from zeromesh.optim.sharded import BucketOptimizer, GroupRules
+from zeromesh.zero.access import StateAccess
+from zeromesh.zero.build import Built, build_units
+from zeromesh.zero.hooks import Hooks, on_gradient_of
+from zeromesh.zero.norm import clip_factor, global_norm, squared_norm
+from zeromesh.zero.options import ZeroOptions
+from zeromesh.zero.order import GatherOrder
+from zeromesh.zero.phase import Phase
+from zeromesh.zero.plan import plan_model
+from zeromesh.zero.reduction import GradientReducer
+from zeromesh.zero.scaler import LossScaler
+from zeromesh.zero.scratch import ScratchPool
+from zeromesh.zero.sources import BuiltSource, ParameterSource
+from zeromesh.zero.unit import Bucket, Unit
+
+
+class Mode(Enum):
+    """What the engine is in the middle of."""
+
+    IDLE = "idle"
+    EVALUATION = "evaluation"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutcome:
+    """What `finish_step` did. `grad_norm` is before clipping; `skipped` when it was not finite."""
+
+    grad_norm: float
+    skipped: bool
+    loss_scale: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Microbatch:
+    """Where a microbatch stands: its first sample's global index seeds dropout, whatever rank runs it."""
+
+    step: int
+    first_sample: int
+    first: bool
+    last: bool
+
+
+class ZeroEngine:
+    """Runs forward, backward and update of a model whose units `build_units` has made."""
+
+    def __init__(self, model: nn.Module, built: Built, mesh: Mesh, options: ZeroOptions) -> None:
+        self.model = model
+        self.mesh = mesh
+        self.options = options
+        self.units = built.units
+        self.ledger = built.ledger
+        self.transport = built.transport
+        self._reduction = built.reduction
+        self._sharded = options.placements.parameters is Placement.SHARDED
+        self._buckets = [bucket for unit in self.units for bucket in unit.trainable]
+        self._unit_of = {id(bucket): unit for unit in self.units for bucket in unit.buckets}
+        self._rules = GroupRules(options.optimizer)
+        self._optimizers: dict[int, BucketOptimizer] = {}
+        self._moment_bytes = 0
+        self.scaler = LossScaler(options.precision.loss_scale)
+        self._order = GatherOrder()
+        self._mode = Mode.IDLE
+        self._entry: Unit | None = None
+        self._microbatch: Microbatch | None = None
+        self._visited: list[int] = []
+        self._backward_seen: set[int] = set()
+        self._reductions_left: dict[int, int] = {}
+        self._updates: deque[Bucket] = deque()
+        self._retired: set[int] = set()
+        longest = max((bucket.interval.length for bucket in self._buckets), default=0)
+        self._scratch = ScratchPool(longest, options.precision.reduce, mesh.device, built.ledger)
+        self._lr_factor = 1.0
+        self._squares = 0.0
+        self._cross_replica: list[Callable[[], None]] = []
+        self._gradients = GradientReducer(
+            self._reduction.reducer,
+            options.precision.reduce,
+            direct=mesh.shard.size == 1,
+            overlap=options.overlap,
+            prepare=self._prepare_reduction,
+            on_reduced=self._on_reduced,
+            on_complete=self._on_complete,
+        )
+        if mesh.watch is not None:
+            mesh.watch.name_units([f"unit {unit.name}" for unit in self.units])
+        self._hooks = Hooks(self.units, self)
+        if not self._sharded:
+            self._gather_all()
+
+    @classmethod
+    def build(
+        cls, model: nn.Module, mesh: Mesh, options: ZeroOptions, source: ParameterSource | None = None
+    ) -> ZeroEngine:
+        """Cut the model into units, allocate and fill them, and hook the model.
+
+        `source` gives initial values; None stands for the values that the model has.
+        """
+        rules = GroupRules(options.optimizer)
+        plan = plan_model(model, options.precision.compute, rules.group_of)
+        unmatched = rules.unmatched([name for spec in plan.specs() for name in (spec.fqn, *spec.aliases)])
+        if unmatched:
+            raise ConfigError(f"optimizer.no_decay: {', '.join(unmatched)} matches no parameter of the model")
+        built = build_units(model, plan, mesh, options, source or BuiltSource(model))
+        return cls(model, built, mesh, options)
+
+    @property
+    def state(self) -> StateAccess:
+        """Whole parameters and gradients by name."""
+        return StateAccess(self.model, self.units, self.mesh)
+
+    # A step
+
+    def begin_step(self, step: int, lr_factor: float) -> None:
+        """Begin a step; learning rates are the optimizer groups' times `lr_factor`."""
+        self._lr_factor = lr_factor
+        self._squares = 0.0
+        self.mesh.post(Activity.FORWARD, 0, step=step)
+
+    def forward_backward(
+        self, run: Callable[[], torch.Tensor], seed: float, microbatch: Microbatch
+    ) -> torch.Tensor:
+        """Run one microbatch: `run()` gives the sum of its losses, a scalar, whose backward starts with `seed`.
+
+        Returns the detached loss. Gradients are afterwards on their way to, or in, this rank's shards.
+
+        Raises:
+            CollectiveError: when a peer is gone, late or in another unit.
+        """
+        self._begin_pass(Mode.FORWARD, "train")
+        self._microbatch = microbatch
+        try:
+            with _own_randomness(), torch.enable_grad():
+                loss = run()
+                self._backward(loss, seed * self.scaler.scale, microbatch)
+            self._end_pass()
+        except BaseException as error:
+            self.mesh.fail(error)
+            raise
+        return loss.detach()
+
+    def _backward(self, loss: torch.Tensor, seed: float, microbatch: Microbatch) -> None:
+        self._mode = Mode.BACKWARD
+        self._backward_seen = set()
+        self._retired = set()
+        reduce = microbatch.last or self.options.placements.accumulating is Placement.SHARDED
+        buckets = self._reduction_order()
+        self._reductions_left = {unit.index: len(unit.trainable) for unit in self.units}
+        self._gradients.begin(buckets, reduce=reduce, first=microbatch.first)
+        # A microbatch without targets may have a constant for its loss; its gradients are zeros.
+        if loss.requires_grad:
+            loss.backward(torch.full_like(loss, seed))
+        self._gradients.flush()
+        for wait in self._cross_replica:
+            wait()
+        self._cross_replica.clear()
+        if self._updates_now():
+            self._retire(self.units)
+            self._update_waiting()
+
+    def finish_step(self, factor: float = 1.0) -> StepOutcome:
+        """Update the parameters from the gradients, which are first multiplied by `factor`.
+
+        A norm that is not finite skips the update on all ranks, or ends the run where options say so.
+
+        Raises:
+            NonFiniteError: under `on_nonfinite: stop`.
+        """
+        try:
+            return self._finish_step(factor)
+        except BaseException as error:
+            self.mesh.fail(error)
+            raise
+
+    def _finish_step(self, factor: float) -> StepOutcome:
+        self.mesh.post(Activity.OPTIMIZER)
+        options = self.options
+        if not options.optimizer_in_backward:
+            self._retire(self.units)
+            self._squares = squared_norm(self._grad_of(bucket) for bucket in self._buckets)
+        owners = None if options.placements.optimizer is Placement.REPLICATED else self.mesh.shard
+        scale = self.scaler.scale
+        factor = factor / scale
+        norm = global_norm(self._squares, owners) * abs(factor)
+        finite = math.isfinite(norm)
+        if not finite and options.on_nonfinite == "stop":
+            raise NonFiniteError(f"the gradient norm is {norm}; no parameter was changed (run.on_nonfinite: stop)")
+        self.scaler.update(overflow=not finite)
+        if finite and not options.optimizer_in_backward:
+            factor *= clip_factor(norm, options.clip_norm)
+            for bucket in self._buckets:
+                self._update(bucket, factor)
+        self._next_generation()
+        return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale)
+
+    def _update(self, bucket: Bucket, factor: float) -> None:
+        grad = self._grad_of(bucket)
+        if factor != 1.0:
+            grad.mul_(factor)
+        unit = self._unit_of[id(bucket)]
+        self.mesh.post(Activity.OPTIMIZER, unit.index)
+        bucket.buffer.begin_write()
+        optimizer = self._optimizers.get(id(bucket))
+        if optimizer is None:
+            optimizer = BucketOptimizer(bucket, self.options.optimizer, self._rules.groups)
+            self._optimizers[id(bucket)] = optimizer
+            optimizer.step(grad, self._lr_factor)
+            self.ledger.add(Tier.DEVICE, Purpose.MOMENTS, optimizer.state_bytes())
+        else:
+            optimizer.step(grad, self._lr_factor)
+        bucket.publish()
+
+    def _next_generation(self) -> None:
+        """Parameters are out of date everywhere: units rest, and replicated ones start to gather again."""
+        for unit in self.units:
+            if unit.phase is Phase.LIVE:
+                unit.release()
+                unit.enter(Phase.RESTING)
+        if not self._sharded:
+            self._gather_all()
+        self.transport.poll()
+
+    def _gather_all(self) -> None:
+        for unit in self.units:
+            self._start_gather(unit, settled=True)
+
+    # Passes over the model
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Forward passes under no_grad, on all ranks alike; units are gathered around use as in training."""
+        with torch.no_grad():
+            self._begin_pass(Mode.EVALUATION, "eval")
+            try:
+                yield
+                self._end_pass()
+            except BaseException as error:
+                self.mesh.fail(error)
+                raise
+
+    @contextmanager
+    def gathered(self, fqns: Sequence[str]) -> Iterator[None]:
+        """Inside the block these parameters are whole on every rank, in the compute dtype, to be read."""
+        with self.evaluation():
+            for unit in self.state.units_of(fqns):
+                self._need(unit)
+            yield
+
+    def _begin_pass(self, mode: Mode, kind: str) -> None:
+        if self._mode is not Mode.IDLE:
+            raise PhaseError(f"a pass cannot begin during {self._mode.value}")
+        self._mode = mode
+        self._visited = []
+        self._order.begin(kind)
+
+    def _end_pass(self) -> None:
+        for unit in self.units:
+            if self._sharded and unit.phase in (Phase.GATHERING, Phase.LIVE):
+                if unit.phase is Phase.GATHERING:
+                    unit.wait()
+                unit.release()
+                unit.enter(Phase.RESTING)
+        self._order.end()
+        self._mode = Mode.IDLE
+        self._entry = None
+        self._microbatch = None
+        self.transport.poll()
+
+    def _need(self, unit: Unit) -> None:
+        """Make a unit live, and start to gather what the recorded order expects next."""
+        settled = self._order.visit(unit.index)
+        if unit.phase is Phase.RESTING:
+            self._start_gather(unit, settled=settled)
+        if unit.phase is Phase.GATHERING:
+            unit.wait()
+        for index in self._order.upcoming(self.options.prefetch):
+            if self.units[index].phase is Phase.RESTING:
+                self._start_gather(self.units[index], settled=True)
+
+    def _start_gather(self, unit: Unit, *, settled: bool) -> None:
+        self._event(Activity.GATHER, unit, settled=settled)
+        unit.gather()
+
+    def _event(self, activity: Activity, unit: Unit, *, settled: bool) -> None:
+        if self.mesh.watch is not None:
+            self.mesh.watch.event(activity, unit.index, self.mesh.shard.ranks, settled=settled)
+
+    # What hooks tell
+
+    def before_forward(self, unit: Unit, inputs: Any) -> None:
+        """A unit is about to run: in a pass, in recomputation during backward, or because the user called the model."""
+        if self._mode is Mode.BACKWARD:
+            if unit.phase is not Phase.LIVE:
+                self._need(unit)
+            return
+        if self._mode is Mode.IDLE:
+            self._begin_users_pass(unit)
+        self.mesh.post(Activity.FORWARD, unit.index)
+        self._visited.append(unit.index)
+        self._need(unit)
+        if self._microbatch is not None:
+            torch.manual_seed(self._seed_of(unit, self._microbatch))
+            if unit.frozen:
+                on_gradient_of(inputs, lambda: self.after_backward(unit))
+
+    def _begin_users_pass(self, unit: Unit) -> None:
+        if torch.is_grad_enabled():
+            raise PhaseError(
+                "the model was called outside a training step with gradients enabled; call it under torch.no_grad(), "
+                "or train through the trainer"
+            )
+        self._begin_pass(Mode.EVALUATION, "user")
+        self._entry = unit
+        if unit.index != 0:
+            self._need(self.units[0])
+
+    def after_forward(self, unit: Unit, output: Any) -> None:
+        """A unit has run: hook its outputs for backward, or rest."""
+        if self._mode is Mode.BACKWARD:
+            return
+        if self._mode is Mode.FORWARD:
+            on_gradient_of(output, lambda: self.before_backward(unit))
+        if self._sharded and unit.index != 0 and unit.phase is Phase.LIVE:
+            unit.release()
+            unit.enter(Phase.RESTING)
+        if self._entry is unit:
+            self._end_pass()
+
+    def before_backward(self, unit: Unit) -> None:
+        """Backward has reached a unit's outputs."""
+        if self._mode is not Mode.BACKWARD:
+            raise PhaseError(
+                f"backward reached unit {unit.name} outside a training step; let the trainer call backward"
+            )
+        if unit.index in self._backward_seen:
+            return
+        self._backward_seen.add(unit.index)
+        self.mesh.post(Activity.BACKWARD, unit.index)
+        self._need(unit)
+        if self.options.overlap:
+            self._gradients.pump()
+
+    def after_backward(self, unit: Unit) -> None:
+        """Backward has passed a unit that holds frozen parameters: it may rest if nothing of it is still to come."""
+        if self._sharded and unit.phase is Phase.LIVE and unit.index != 0 and not unit.trainable:
+            unit.release()
+            unit.enter(Phase.RESTING)
+
+    def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
+        """Autograd has a parameter's gradient."""
+        self._gradients.take(bucket, index, parameter)
+
+    # Gradients
+
+    def _reduction_order(self) -> list[Bucket]:
+        """Trainable buckets in the reverse order of forward; what forward did not touch comes last."""
+        seen = dict.fromkeys(self._visited)
+        units = [*reversed(seen), *(unit.index for unit in self.units if unit.index not in seen)]
+        return [bucket for index in units for bucket in self.units[index].trainable]
+
+    def _prepare_reduction(self, bucket: Bucket) -> None:
+        """A bucket's sum is about to be made."""
+        if bucket.grad is None:
+            bucket.grad = self._scratch.take(bucket.interval.length)
+        self._event(Activity.REDUCE, self._unit_of[id(bucket)], settled=True)
+
+    def _on_complete(self, bucket: Bucket) -> None:
+        """All gradients of a bucket have arrived; a unit without frozen parameters is then done with backward."""
+        unit = self._unit_of[id(bucket)]
+        self._reductions_left[unit.index] -= 1
+        if self._reductions_left[unit.index] == 0 and not unit.frozen and unit.index != 0:
+            self._leave_backward(unit)
+
+    def _leave_backward(self, unit: Unit) -> None:
+        if unit.phase is not Phase.LIVE:
+            return
+        unit.enter(Phase.REDUCING)
+        if self._sharded:
+            unit.release()
+            unit.enter(Phase.RESTING)
+        else:
+            unit.enter(Phase.LIVE)
+        if self._updates_now():
+            self._retire([unit])
+
+    def _on_reduced(self, bucket: Bucket) -> None:
+        """A bucket's sum over its group is in this rank's shard."""
+        microbatch = self._microbatch
+        if microbatch is None or not microbatch.last:
+            return
+        if self.mesh.replicate.size > 1:
+            wait = self.mesh.replicate.start_sum(self._grad_of(bucket), "sum of gradients over replicas")
+            self._cross_replica.append(wait)
+        if self._updates_now():
+            self._updates.append(bucket)
+            self._update_waiting()
+
+    def _updates_now(self) -> bool:
+        return self.options.optimizer_in_backward and self._microbatch is not None and self._microbatch.last
+
+    def _update_waiting(self) -> None:
+        """Update, inside backward, what is reduced and no longer read by this rank.
+
+        The wait for the others to have read it too cannot be circular: all leave units in one order, and a rank waits only
+        for units that it has left itself.
+        """
+        while self._updates and self._unit_of[id(self._updates[0])].index in self._retired:
+            bucket = self._updates.popleft()
+            grad = self._grad_of(bucket)
+            square = squared_norm([grad])
+            if not math.isfinite(square):
+                raise NonFiniteError(
+                    f"gradients of unit {self._unit_of[id(bucket)].name} are not finite; the optimizer runs inside backward, "
+                    "so the step is half done and its state must not be saved"
+                )
+            self._squares += square
+            self._update(bucket, 1.0)
+            if self.options.gradients_pass_through:
+                bucket.grad = None
+                self._scratch.give(grad)
+
+    def _retire(self, units: Iterable[Unit]) -> None:
+        """This rank will not read these units' parameters again before their update."""
+        for unit in units:
+            self._retired.add(unit.index)
+            for bucket in unit.trainable:
+                bucket.buffer.retire()
+
+    def _grad_of(self, bucket: Bucket) -> torch.Tensor:
+        if bucket.grad is None:
+            raise PhaseError(f"bucket {bucket.name} has no gradients")
+        return bucket.grad
+
+    def _seed_of(self, unit: Unit, microbatch: Microbatch) -> int:
+        text = f"{self.options.seed}/{microbatch.step}/{microbatch.first_sample}/{unit.name}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def close(self) -> None:
+        """Take the hooks off and give shared memory back."""
+        self._hooks.remove()
+        self.transport.close()
+        if self._reduction is not self.transport:
+            self._reduction.close()
+
+
+@contextmanager
+def _own_randomness() -> Iterator[None]:
+    """Dropout is seeded per unit; what the user draws elsewhere is not disturbed."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)

@@ -1,0 +1,78 @@
+"""The one place that registers hooks on a model, and takes them off again.
+
+A unit's module calls back before and after its forward; the tensors it returns call back before its backward; a parameter calls
+back when its gradient is complete. What happens then is the engine's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from zeromesh.zero.unit import Bucket, Unit
+
+
+class Listener(Protocol):
+    """What the hooks tell."""
+
+    def before_forward(self, unit: Unit, inputs: Any) -> None: ...
+
+    def after_forward(self, unit: Unit, output: Any) -> None: ...
+
+    def before_backward(self, unit: Unit) -> None: ...
+
+    def after_backward(self, unit: Unit) -> None: ...
+
+    def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None: ...
+
+
+class Hooks:
+    """All hooks of an engine."""
+
+    def __init__(self, units: Iterable[Unit], listener: Listener) -> None:
+        self._handles: list[RemovableHandle] = []
+        for unit in units:
+            self._on_module(unit, listener)
+            for bucket in unit.trainable:
+                self._on_gradients(unit, bucket, listener)
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _on_module(self, unit: Unit, listener: Listener) -> None:
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            listener.before_forward(unit, (args, kwargs))
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            listener.after_forward(unit, output)
+
+        self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(unit.module.register_forward_hook(after))
+
+    def _on_gradients(self, unit: Unit, bucket: Bucket, listener: Listener) -> None:
+        for index, parameter in enumerate(bucket.parameters):
+            hook = partial(listener.on_gradient, unit, bucket, index)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+
+def on_gradient_of(tensors: Any, call: Callable[[], None]) -> int:
+    """Call when autograd has the gradient of any tensor in a structure, before it goes on; returns how many can tell."""
+
+    def hook(_gradient: torch.Tensor) -> None:
+        call()
+
+    count = 0
+    for tensor in pytree.tree_leaves(tensors):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(hook)
+            count += 1
+    return count

@@ -1,0 +1,180 @@
+"""From a model to units and parameter specs: which modules are gathered together, and in which dtype. Pure: moves nothing.
+
+A unit is a transformer block, the embedding, the head, and the root for the rest. Blocks are the modules whose class the model
+names in `_no_split_modules` (transformers), or else the repeated children of a `ModuleList` or `Sequential`. A parameter with
+several names (tied weights) belongs to the smallest unit around all modules that hold it. Units with few elements join the root.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeromesh.errors import LayoutError
+from zeromesh.flat.layout import ParameterSpec
+
+ROOT = ""
+"""Fully qualified name of the root module."""
+_SMALL = 4096
+"""Elements. A collective for fewer costs its latency alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitPlan:
+    """A module whose parameters are gathered together. Specs are in the order of `named_parameters`."""
+
+    module: str
+    """FQN of the module; empty for the root."""
+    specs: tuple[ParameterSpec, ...]
+
+    @property
+    def name(self) -> str:
+        return self.module or "root"
+
+    def buckets(self) -> tuple[tuple[ParameterSpec, ...], ...]:
+        """Specs by equal dtype and `requires_grad`, in the order in which each kind first appears."""
+        kinds: dict[tuple[torch.dtype, bool], list[ParameterSpec]] = {}
+        for spec in self.specs:
+            kinds.setdefault((spec.dtype, spec.requires_grad), []).append(spec)
+        return tuple(tuple(specs) for specs in kinds.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelPlan:
+    """All units, the root first, the others in module order. Every parameter is in exactly one."""
+
+    units: tuple[UnitPlan, ...]
+
+    def specs(self) -> Iterable[ParameterSpec]:
+        for unit in self.units:
+            yield from unit.specs
+
+
+def plan_model(
+    model: nn.Module, compute_dtype: torch.dtype, group_of: Callable[[str], int] = lambda fqn: 0
+) -> ModelPlan:
+    """Cut `model` into units.
+
+    `group_of` gives a parameter's optimizer group from its name. The model's main dtype becomes `compute_dtype`; parameters of
+    a wider dtype keep theirs, and so do those the model asks to keep in fp32 and those that are no floating-point numbers.
+
+    Raises:
+        LayoutError: when the model has no parameters.
+    """
+    names = _names_by_parameter(model)
+    if not names:
+        raise LayoutError(f"{type(model).__name__} has no parameters to train")
+    main = _main_dtype(parameter for parameter, _ in names)
+    keep = _kept_in_fp32(model)
+    modules = _unit_modules(model)
+    members: dict[str, list[ParameterSpec]] = {ROOT: [], **{module: [] for module in modules}}
+    for parameter, fqns in names:
+        owners = {_owner(fqn, modules) for fqn in fqns}
+        unit = owners.pop() if len(owners) == 1 else ROOT
+        members[unit].append(
+            ParameterSpec(
+                fqn=fqns[0],
+                aliases=tuple(fqns[1:]),
+                shape=tuple(parameter.shape),
+                dtype=_dtype_of(parameter, fqns[0], main, compute_dtype, keep),
+                requires_grad=parameter.requires_grad,
+                group=group_of(fqns[0]) if parameter.requires_grad else 0,
+            )
+        )
+    return ModelPlan(units=_merge_small(members))
+
+
+def _names_by_parameter(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
+    found: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), (parameter, []))[1].append(fqn)
+    return list(found.values())
+
+
+def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
+    """The floating dtype that most elements have."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in parameters:
+        if parameter.is_floating_point():
+            counts[parameter.dtype] += parameter.numel()
+    return counts.most_common(1)[0][0] if counts else torch.float32
+
+
+def _kept_in_fp32(model: nn.Module) -> tuple[str, ...]:
+    """Name parts of modules that a transformers model wants in fp32 whatever the rest computes in."""
+    names: set[str] = set()
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        names.update(getattr(model, attribute, None) or ())
+    return tuple(names)
+
+
+def _dtype_of(
+    parameter: nn.Parameter, fqn: str, main: torch.dtype, compute: torch.dtype, keep: tuple[str, ...]
+) -> torch.dtype:
+    if not parameter.is_floating_point():
+        return parameter.dtype
+    if compute.itemsize < 4 and any(part in fqn for part in keep):
+        return torch.float32
+    if parameter.dtype != main and parameter.dtype.itemsize > main.itemsize:
+        return parameter.dtype if parameter.dtype.itemsize > compute.itemsize else compute
+    return compute
+
+
+def _unit_modules(model: nn.Module) -> tuple[str, ...]:
+    """FQNs of the unit modules, in module order, none inside another, none the root."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [fqn for fqn, module in model.named_modules() if fqn and type(module).__name__ in names]
+    blocks = blocks or _repeated_children(model)
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        blocks += _fqn_of(model, getter)
+    order = {fqn: number for number, (fqn, _) in enumerate(model.named_modules())}
+    chosen: list[str] = []
+    for fqn in sorted(set(blocks), key=order.__getitem__):
+        if not any(fqn.startswith(f"{outer}.") for outer in chosen):
+            chosen.append(fqn)
+    return tuple(chosen)
+
+
+def _repeated_children(model: nn.Module) -> list[str]:
+    found = []
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            kinds = Counter(type(child) for child in module if any(True for _ in child.parameters()))
+            for name, child in module.named_children():
+                if kinds[type(child)] > 1:
+                    found.append(f"{fqn}.{name}" if fqn else name)
+    return found
+
+
+def _fqn_of(model: nn.Module, getter: str) -> list[str]:
+    """Name of the module that a transformers accessor returns; empty when there is none."""
+    method = getattr(model, getter, None)
+    if method is None:
+        return []
+    try:
+        target = method()
+    except (NotImplementedError, AttributeError):
+        return []
+    return [fqn for fqn, module in model.named_modules() if fqn and module is target]
+
+
+def _owner(fqn: str, modules: tuple[str, ...]) -> str:
+    for module in modules:
+        if fqn.startswith(f"{module}."):
+            return module
+    return ROOT
+
+
+def _merge_small(members: dict[str, list[ParameterSpec]]) -> tuple[UnitPlan, ...]:
+    root = list(members.pop(ROOT))
+    units = []
+    for module, specs in members.items():
+        if sum(spec.numel for spec in specs) < _SMALL:
+            root += specs
+        else:
+            units.append(UnitPlan(module=module, specs=tuple(specs)))
+    return (UnitPlan(module=ROOT, specs=tuple(root)), *units)

@@ -1,0 +1,135 @@
+"""A unit and its buckets at run time.
+
+Who owns which memory, for a bucket of P elements over W ranks:
+
+    buffer.full   [P]     compute dtype   the transport's; parameters are views of it while the unit is live
+    master        [P/W]   master dtype    this rank's interval; a view of buffer.full where that is persistent and of equal dtype
+    grad          [P/W]   reduce dtype    sums of gradients over ranks and microbatches; kept from step to step
+    partial       [P]     reduce dtype    this rank's own sums, where a stage reduces only once per step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from zeromesh.flat.layout import BucketLayout
+from zeromesh.flat.split import Interval
+from zeromesh.mesh.transport import GatherBuffer
+from zeromesh.offload import Ledger, Purpose, Tier
+from zeromesh.zero.phase import Phase, advance
+
+
+class Bucket:
+    """Parameters of one dtype and `requires_grad` of a unit, in one flat buffer."""
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        parameters: Sequence[nn.Parameter],
+        buffer: GatherBuffer,
+        interval: Interval,
+        master: torch.Tensor,
+    ) -> None:
+        self.layout = layout
+        self.parameters = tuple(parameters)
+        self.buffer = buffer
+        self.interval = interval
+        self.master = master
+        self.grad: torch.Tensor | None = None
+        self.partial: torch.Tensor | None = None
+        dtype = layout.slots[0].spec.dtype
+        poison = torch.full((), float("nan"), dtype=dtype) if dtype.is_floating_point else torch.zeros((), dtype=dtype)
+        poison = poison.to(buffer.full.device)
+        flat = buffer.carve([slot.where for slot in layout.slots])
+        self._views = [view.view(slot.spec.shape) for view, slot in zip(flat, layout.slots, strict=True)]
+        self._rest = [poison.expand(slot.spec.shape) for slot in layout.slots]
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.slots[0].spec.dtype
+
+    @property
+    def trainable(self) -> bool:
+        return self.layout.slots[0].spec.requires_grad
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered parameters."""
+        return self.layout.padded * self.dtype.itemsize
+
+    def show(self) -> None:
+        """Parameters become views of the gathered buffer."""
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.data = view
+
+    def hide(self) -> None:
+        """Parameters become NaN of their own shape: reading one at the wrong time shows, writing raises."""
+        for parameter, rest in zip(self.parameters, self._rest, strict=True):
+            parameter.data = rest
+
+    def publish(self) -> None:
+        """Write the master weights' present values where the others gather them from, if that is not where they are."""
+        if self.buffer.persistent:
+            own = self.buffer.own()
+            if own.data_ptr() != self.master.data_ptr():
+                own.copy_(self.master)
+        self.buffer.end_write()
+
+
+class Unit:
+    """A module whose parameters are gathered together, and where it is in its life."""
+
+    def __init__(
+        self, index: int, name: str, module: nn.Module, buckets: Sequence[Bucket], ledger: Ledger
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.module = module
+        self.buckets = tuple(buckets)
+        self.phase = Phase.RESTING
+        self.trainable = tuple(bucket for bucket in self.buckets if bucket.trainable)
+        self.frozen = tuple(bucket for bucket in self.buckets if not bucket.trainable)
+        self._ledger = ledger
+        self._transient = sum(bucket.nbytes for bucket in self.buckets if not bucket.buffer.persistent)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    def enter(self, phase: Phase) -> None:
+        """Go to the next phase; raises PhaseError when the table does not allow it."""
+        self.phase = advance(self.name, self.phase, phase)
+
+    def gather(self) -> None:
+        """Start to gather."""
+        self.enter(Phase.GATHERING)
+        self._ledger.add(Tier.DEVICE, Purpose.PARAMETERS, self._transient)
+        for bucket in self.buckets:
+            bucket.buffer.gather(bucket.master)
+
+    def wait(self) -> None:
+        """Finish gathering; parameters are usable afterwards."""
+        for bucket in self.buckets:
+            bucket.buffer.wait()
+        for bucket in self.buckets:
+            bucket.show()
+        self.enter(Phase.LIVE)
+
+    def release(self) -> None:
+        """Hide the parameters and give back what the transport does not keep. The caller changes the phase."""
+        self._ledger.add(Tier.DEVICE, Purpose.PARAMETERS, -self._transient)
+        for bucket in self.buckets:
+            bucket.hide()
+            bucket.buffer.release()
+
+
+def all_buckets(units: Iterable[Unit]) -> list[Bucket]:
+    """Buckets of all units, in order."""
+    return [bucket for unit in units for bucket in unit.buckets]
