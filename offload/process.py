@@ -21,6 +21,11 @@ def proportional_bytes() -> int:
     return _status_bytes(Path("/proc/self/smaps_rollup"), "Pss:")
 
 
+def peak_bytes() -> int:
+    """The most bytes of this process that were ever in memory; pages that processes share count in full."""
+    return _status_bytes(Path("/proc/self/status"), "VmHWM:")
+
+
 def available_bytes() -> int:
     """Bytes that could still be taken: the system's, or the control group's where that is less. 0 when not known."""
     available = _status_bytes(Path("/proc/meminfo"), "MemAvailable:")
@@ -59,6 +64,4 @@ def return_freed_memory(threshold: int) -> bool:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
-    return bool(libc.mallopt(_M_MMAP_THRESHOLD, threshold)) and bool(
-        libc.mallopt(_M_TRIM_THRESHOLD, threshold)
-    )
+    return bool(libc.mallopt(_M_MMAP_THRESHOLD, threshold)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, threshold))

@@ -79,9 +79,7 @@ def _written(value: Any) -> str:
 def main() -> int:
     """Write the page, or with --check compare it; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="only compare; exit code 1 when the page is out of date"
-    )
+    parser.add_argument("--check", action="store_true", help="only compare; exit code 1 when the page is out of date")
     check = parser.parse_args().check
     if check and (not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page()):
         print(f"{PAGE.name} is out of date; run: python scripts/config_reference.py", file=sys.stderr)

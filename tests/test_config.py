@@ -126,9 +126,7 @@ def test_a_bad_file_gives_one_clear_problem(tmp_path: Path, text: str, words: li
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
-    path = write(
-        tmp_path, "zero: {stage: 5}\nlr: 1\nbatch: {micro_size: 32}\ndata: {train: /nope}\nrun: {seed: x}"
-    )
+    path = write(tmp_path, "zero: {stage: 5}\nlr: 1\nbatch: {micro_size: 32}\ndata: {train: /nope}\nrun: {seed: x}")
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["optimizer.eps=tiny", "nonsense"])
     starts = {problem.split(":")[0] for problem in caught.value.problems}
@@ -187,9 +185,7 @@ def test_a_yaml_bomb_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_harmless_anchors_work_and_share_nothing(tmp_path: Path) -> None:
-    path = write(
-        tmp_path, "run: {name: &n both, output_dir: *n}\nmodel: {config: {model_type: x, a: &a [1], b: *a}}"
-    )
+    path = write(tmp_path, "run: {name: &n both, output_dir: *n}\nmodel: {config: {model_type: x, a: &a [1], b: *a}}")
     config = load_config(path)
     assert (config.run.name, config.run.output_dir) == ("both", "both")
     assert config.model.config == {"model_type": "x", "a": [1], "b": [1]}
@@ -254,12 +250,8 @@ def test_overrides() -> None:
 
 
 def test_an_override_of_one_model_key_keeps_the_default_model() -> None:
-    assert load_config(None, ["model.config.hidden_size=64"]).model.config == DEFAULT_MODEL | {
-        "hidden_size": 64
-    }
-    given = load_config(
-        {"model": {"config": {"model_type": "gpt2"}}}, ["model.config.n_embd=64"]
-    ).model.config
+    assert load_config(None, ["model.config.hidden_size=64"]).model.config == DEFAULT_MODEL | {"hidden_size": 64}
+    given = load_config({"model": {"config": {"model_type": "gpt2"}}}, ["model.config.n_embd=64"]).model.config
     assert given == {"model_type": "gpt2", "n_embd": 64}
 
 
@@ -272,10 +264,7 @@ def test_a_source_replaces_the_default_model(tmp_path: Path) -> None:
 def test_the_default_warm_up_shrinks_with_a_short_run() -> None:
     assert load_config(None, ["run.max_steps=10"]).schedule.warmup_steps == 1
     assert load_config(None, ["run.max_steps=20"]).schedule.warmup_steps == 20
-    assert (
-        "schedule.warmup_steps"
-        in problems_of({"schedule": {"warmup_steps": 20}, "run": {"max_steps": 10}})[0]
-    )
+    assert "schedule.warmup_steps" in problems_of({"schedule": {"warmup_steps": 20}, "run": {"max_steps": 10}})[0]
 
 
 def test_configurations_are_frozen_and_check_themselves() -> None:
@@ -295,16 +284,10 @@ def test_two_configurations_share_no_model() -> None:
 
 texts = st.text(
     st.characters(blacklist_categories=("Cs",), blacklist_characters="\x00"), min_size=1, max_size=20
-) | st.sampled_from(
-    ["1e-3", "null", "~", "yes", "0x1f", "1_000", ".nan", "- a", "a: b", "# c", "'", '"', "2024-01-01"]
-)
+) | st.sampled_from(["1e-3", "null", "~", "yes", "0x1f", "1_000", ".nan", "- a", "a: b", "# c", "'", '"', "2024-01-01"])
 numbers = st.floats(min_value=0, max_value=0.999, allow_nan=False)
 json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | texts,
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=8,
 )

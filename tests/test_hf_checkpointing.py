@@ -20,9 +20,7 @@ def gpt2() -> Any:
         n_embd=32, n_layer=3, n_head=4, vocab_size=50, n_positions=32, bos_token_id=None, eos_token_id=None
     )
     torch.manual_seed(0)
-    return (
-        tf.GPT2LMHeadModel(config).double().train()
-    )  # dropout 0.1: recomputation has to draw the same numbers
+    return tf.GPT2LMHeadModel(config).double().train()  # dropout 0.1: recomputation has to draw the same numbers
 
 
 def llama() -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
@@ -120,8 +119,7 @@ def test_the_smallest_slurm_environment() -> None:
         # A shell that `salloc` opened on the login node.
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "node[1-2]"},
         # The body of a batch script, as sbatch sets it.
-        without(SLURM, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
-        | {"SLURM_PROCID": "0"},
+        without(SLURM, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST") | {"SLURM_PROCID": "0"},
     ],
 )
 def test_a_slurm_shell_outside_srun_is_a_single_process(environ: dict[str, str]) -> None:
@@ -236,9 +234,7 @@ def test_an_unreadable_node_list_is_refused(nodelist: str) -> None:
         first_host(nodelist)
 
 
-@pytest.mark.parametrize(
-    ("processes", "cores", "threads"), [(2, 16, "8"), (3, 16, "5"), (4, 2, "1"), (1, 2, "2")]
-)
+@pytest.mark.parametrize(("processes", "cores", "threads"), [(2, 16, "8"), (3, 16, "5"), (4, 2, "1"), (1, 2, "2")])
 def test_workers_share_the_cores(processes: int, cores: int, threads: str) -> None:
     assert worker_environment(processes, environ={}, cores=cores)["OMP_NUM_THREADS"] == threads
 
@@ -249,15 +245,21 @@ def test_what_is_set_stays() -> None:
     assert launch.available_cores() >= 1
 
 
+def test_variables_are_set_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROMESH_TEST", "before")
+    with launch.exported({"ZEROMESH_TEST": "inside", "ZEROMESH_MORE": "1"}):
+        assert launch.setting("ZEROMESH_TEST") == "inside"
+    assert launch.setting("ZEROMESH_TEST") == "before"
+    assert launch.setting("ZEROMESH_MORE") is None
+
+
 def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ZEROMESH_TEST", raising=False)
     assert launch.setting("ZEROMESH_TEST") is None
     assert launch.flag("ZEROMESH_TEST", default=True)
-    monkeypatch.setitem(os.environ, "ZEROMESH_TEST", "")
-    launch.export({"ZEROMESH_TEST": "Yes"})
-    assert launch.flag("ZEROMESH_TEST")
-    launch.export({"ZEROMESH_TEST": "0"})
-    assert not launch.flag("ZEROMESH_TEST", default=True)
-    launch.export({"ZEROMESH_TEST": "maybe"})
+    for value, meaning in (("", False), ("Yes", True), ("1", True), ("0", False), ("OFF", False)):
+        monkeypatch.setenv("ZEROMESH_TEST", value)
+        assert launch.flag("ZEROMESH_TEST") is meaning
+    monkeypatch.setenv("ZEROMESH_TEST", "maybe")
     with pytest.raises(ConfigError, match="ZEROMESH_TEST: got 'maybe'; allowed are 1 and 0"):
         launch.flag("ZEROMESH_TEST")

@@ -67,8 +67,7 @@ class ModelSection(Section):
 
     source: Text | None = Field(
         default=None,
-        description="Local Hugging Face model directory to start from; its safetensors are streamed "
-        "into shards.",
+        description="Local Hugging Face model directory to start from; its safetensors are streamed into shards.",
     )
     config: Annotated[dict[str, JsonValue] | None, Allowed("a mapping with model_type, or null")] = Field(
         default_factory=lambda: dict(DEFAULT_MODEL),
@@ -113,15 +112,9 @@ class DataSection(Section):
         default=0.05,
         description="Part of the training documents that is held out when `eval` is null. 0 holds none out.",
     )
-    text_field: Text = Field(
-        default="text", description="The column of .jsonl and .parquet files that holds the text."
-    )
-    tokenizer: Text = Field(
-        default="bytes", description="bytes, or a local directory that save_pretrained wrote."
-    )
-    sequence_length: Annotated[int, Field(ge=2)] = Field(
-        default=256, description="Tokens in a packed sequence."
-    )
+    text_field: Text = Field(default="text", description="The column of .jsonl and .parquet files that holds the text.")
+    tokenizer: Text = Field(default="bytes", description="bytes, or a local directory that save_pretrained wrote.")
+    sequence_length: Annotated[int, Field(ge=2)] = Field(default=256, description="Tokens in a packed sequence.")
     shuffle: bool = Field(
         default=True, description="Shuffle the sequences of each epoch, by the seed and the epoch's number."
     )
@@ -138,13 +131,11 @@ class ParallelSection(Section):
     pipeline: Count = Field(default=1, description="Stages that split the blocks. This version has 1 only.")
     transport: Literal["auto", "shared", "gloo", "nccl"] = Field(
         default="auto",
-        description="How ranks exchange tensors: host-shared memory, gloo or NCCL; auto: the fastest "
-        "that works.",
+        description="How ranks exchange tensors: host-shared memory, gloo or NCCL; auto: the fastest that works.",
     )
     timeout_seconds: Annotated[Number, Field(gt=0.0, le=86400.0)] = Field(
         default=60.0,
-        description="Seconds without progress after which a wait ends with an error that names the late "
-        "rank.",
+        description="Seconds without progress after which a wait ends with an error that names the late rank.",
     )
 
 
@@ -154,13 +145,10 @@ class ZeroSection(Section):
     stage: Annotated[int, Field(ge=0, le=3)] = Field(
         default=3, description="Sharded are: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."
     )
-    prefetch: CountOrOff = Field(
-        default=1, description="Units gathered ahead of the one that computes. 0 = off."
-    )
+    prefetch: CountOrOff = Field(default=1, description="Units gathered ahead of the one that computes. 0 = off.")
     gathered_budget: Literal["auto"] | Bytes = Field(
         default="auto",
-        description="Bytes of gathered parameters that are kept between uses; auto: what costs no extra "
-        "peak.",
+        description="Bytes of gathered parameters that are kept between uses; auto: what costs no extra peak.",
     )
     overlap: bool = Field(default=True, description="Gather and reduce while forward and backward compute.")
 
@@ -168,9 +156,7 @@ class ZeroSection(Section):
 class LossScaleSection(Section):
     """The dynamic loss scale of float16, as in torch.amp.GradScaler. Other compute dtypes do not read it."""
 
-    initial_scale: Annotated[Number, Field(gt=0.0)] = Field(
-        default=65536.0, description="The scale of the first step."
-    )
+    initial_scale: Annotated[Number, Field(gt=0.0)] = Field(default=65536.0, description="The scale of the first step.")
     growth_factor: Annotated[Number, Field(gt=1.0)] = Field(
         default=2.0, description="Factor after `growth_interval` good steps."
     )
@@ -188,9 +174,7 @@ class PrecisionSection(Section):
     compute: Literal["bfloat16", "float16", "float32", "float64"] = Field(
         default="bfloat16", description="Forward and backward, and the parameters that they read."
     )
-    master: Literal["float32", "float64"] = Field(
-        default="float32", description="Master weights and optimizer state."
-    )
+    master: Literal["float32", "float64"] = Field(default="float32", description="Master weights and optimizer state.")
     reduce: Literal["float32", "float64"] = Field(
         default="float32", description="Sums of gradients over microbatches and ranks."
     )
@@ -203,9 +187,7 @@ class OptimizerSection(Section):
     """The update, by torch's fused optimizers on flat shards."""
 
     name: Literal["adamw", "adam", "sgd", "adagrad"] = Field(default="adamw", description="The optimizer.")
-    lr: Annotated[Number, Field(ge=0.0)] = Field(
-        default=3.0e-4, description="Learning rate after the warm-up."
-    )
+    lr: Annotated[Number, Field(ge=0.0)] = Field(default=3.0e-4, description="Learning rate after the warm-up.")
     betas: Annotated[
         tuple[Fraction, Fraction],
         BeforeValidator(tuple_from_list),
@@ -216,8 +198,7 @@ class OptimizerSection(Section):
     )
     weight_decay: Annotated[Number, Field(ge=0.0)] = Field(
         default=0.1,
-        description="Decay of every parameter that `no_decay` does not match; adamw decouples it from "
-        "the gradient.",
+        description="Decay of every parameter that `no_decay` does not match; adamw decouples it from the gradient.",
     )
     momentum: Fraction = Field(default=0.0, description="Momentum of sgd.")
     no_decay: Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)] = Field(
@@ -248,13 +229,10 @@ class ScheduleSection(Section):
         "warmup_stable_decay",
         "wsd",
         "inverse_sqrt",
-    ] = Field(
-        default="cosine", description="The curve after the warm-up. wsd is short for warmup_stable_decay."
-    )
+    ] = Field(default="cosine", description="The curve after the warm-up. wsd is short for warmup_stable_decay.")
     warmup_steps: CountOrOff = Field(
         default=DEFAULT_WARMUP_STEPS,
-        description="Steps over which the rate rises from 0. The default shrinks to a tenth of a run "
-        "that is shorter.",
+        description="Steps over which the rate rises from 0. The default shrinks to a tenth of a run that is shorter.",
     )
     min_ratio: Annotated[Number, Field(ge=0.0, le=1.0)] | None = Field(
         default=None,
@@ -263,9 +241,7 @@ class ScheduleSection(Section):
     num_cycles: Annotated[Number, Field(gt=0.0)] | None = Field(
         default=None, description="Waves of the cosine curves; null: one fall to the lowest rate."
     )
-    power: Annotated[Number, Field(gt=0.0)] | None = Field(
-        default=None, description="Exponent of polynomial; null: 1."
-    )
+    power: Annotated[Number, Field(gt=0.0)] | None = Field(default=None, description="Exponent of polynomial; null: 1.")
     decay_steps: CountOrOff | None = Field(
         default=None, description="Steps of wsd's final decay; null: a tenth of the run."
     )
@@ -277,9 +253,7 @@ class ScheduleSection(Section):
 class BatchSection(Section):
     """Sequences in a step. Gradient accumulation follows from these and the number of data-parallel ranks."""
 
-    global_size: Count = Field(
-        default=16, description="Sequences that make one optimizer step, over all ranks."
-    )
+    global_size: Count = Field(default=16, description="Sequences that make one optimizer step, over all ranks.")
     micro_size: Count = Field(default=2, description="Sequences in one forward and backward of one rank.")
 
 

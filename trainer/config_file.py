@@ -189,9 +189,7 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
         return f"{path}: unknown key{given}; {hint}"
     field = known_paths().get(path)
     if field is None:
-        return (
-            f"{path}: got {shown(path, value)}; allowed are text, finite numbers, true, false, null and lists"
-        )
+        return f"{path}: got {shown(path, value)}; allowed are text, finite numbers, true, false, null and lists"
     reason = _REASONS.get((path, value.lower())) if isinstance(value, str) else None
     if reason:
         return f"{path}: {value} is not available: {reason}; allowed is {allowed(field)}"

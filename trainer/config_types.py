@@ -31,11 +31,7 @@ def _number_from_text(value: object) -> object:
 
 def _bytes_from_text(value: object) -> object:
     """`256MiB` as a number of bytes."""
-    match = (
-        re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?i?B)", value.strip())
-        if isinstance(value, str)
-        else None
-    )
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?i?B)", value.strip()) if isinstance(value, str) else None
     return int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else value
 
 

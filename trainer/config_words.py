@@ -136,9 +136,7 @@ def shown(path: str, value: object) -> str:
         return REDACTED
     if isinstance(value, dict):
         return f"a mapping of {len(value)} keys"
-    if isinstance(value, list | tuple) and not all(
-        isinstance(item, str | int | float | None) for item in value
-    ):
+    if isinstance(value, list | tuple) and not all(isinstance(item, str | int | float | None) for item in value):
         return f"a list of {len(value)} items"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -57,9 +57,7 @@ def parse_json(text: str, *, where: str) -> Any:
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}", where=where
-        ) from None
+        raise ConfigError(f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}", where=where) from None
     except RecursionError:
         raise ConfigError(f"nested deeper than {MAX_DEPTH} levels", where=where) from None
     except ValueError as error:

@@ -33,9 +33,7 @@ _KEPT_NAMES = (
 )
 
 
-def enable_activation_checkpointing(
-    model: nn.Module, mode: Mode, *, blocks: Sequence[nn.Module] | None = None
-) -> int:
+def enable_activation_checkpointing(model: nn.Module, mode: Mode, *, blocks: Sequence[nn.Module] | None = None) -> int:
     """Checkpoint the activations of `model`'s blocks; returns how many blocks do so (0 for `none`).
 
     Args:
@@ -64,8 +62,8 @@ def enable_activation_checkpointing(
         return len(inner)
     if not blocks:
         raise ConfigError(
-            f"activation_checkpointing: {mode} needs repeated blocks, and {type(model).__name__} has none that are "
-            "known; set activation_checkpointing: none, or name the blocks"
+            f"activation_checkpointing: {mode} needs repeated blocks, and {type(model).__name__} has none that "
+            "are known; set activation_checkpointing: none, or name the blocks"
         )
     for block in blocks:
         _wrap_forward(block, run)
@@ -99,4 +97,4 @@ def _wrap_forward(block: nn.Module, run: Callable[..., Any]) -> None:
             return run(forward, *args, **kwargs)
         return forward(*args, **kwargs)
 
-    block.forward = checkpointed  # type: ignore[method-assign]
+    block.forward = checkpointed

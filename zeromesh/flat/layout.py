@@ -130,9 +130,7 @@ class BucketLayout:
                 found.append(
                     Piece(
                         spec=slot.spec,
-                        in_parameter=Interval(
-                            start=common.start - slot.where.start, end=common.end - slot.where.start
-                        ),
+                        in_parameter=Interval(start=common.start - slot.where.start, end=common.end - slot.where.start),
                         in_shard=Interval(start=common.start - interval.start, end=common.end - interval.start),
                     )
                 )
@@ -155,9 +153,7 @@ class BucketLayout:
         return tuple(segments)
 
 
-def build_layout(
-    name: str, specs: Iterable[ParameterSpec], parts: int, alignment: int = ALIGNMENT
-) -> BucketLayout:
+def build_layout(name: str, specs: Iterable[ParameterSpec], parts: int, alignment: int = ALIGNMENT) -> BucketLayout:
     """Lay parameters out one after the other, those of one optimizer group together, order kept otherwise.
 
     Raises:

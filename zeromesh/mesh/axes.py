@@ -104,9 +104,7 @@ class MeshShape:
     def coordinate(self, rank: int) -> Coordinate:
         """Where `rank` stands. Raises `LayoutError` when the mesh has no such rank."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise LayoutError(
-                f"rank {rank!r} is not in the mesh {self}: ranks are 0 to {self.world_size - 1}"
-            )
+            raise LayoutError(f"rank {rank!r} is not in the mesh {self}: ranks are 0 to {self.world_size - 1}")
         indices: dict[str, int] = {}
         for axis in reversed(AXES):
             rank, indices[axis] = divmod(rank, getattr(self, axis))

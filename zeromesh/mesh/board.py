@@ -1,8 +1,9 @@
 """The board: where every rank of a run says what it is doing, so that a wait can name whom it waits for.
 
-One row of 64-bit words per rank: its process id, a progress counter, the step, what it is doing and to which unit, and a ring
-of the events it has gone through. Ranks of one host share the rows as memory (`SharedBoard`, a few hundred nanoseconds an
-entry); ranks of several hosts publish theirs in the rendezvous store (`StoreBoard`, once in a while and when they fail).
+One row of 64-bit words per rank: its process id, a progress counter, the step, what it is doing and to which unit,
+and a ring of the events it has gone through. Ranks of one host share the rows as memory (`SharedBoard`, a few hundred
+nanoseconds an entry); ranks of several hosts publish theirs in the rendezvous store (`StoreBoard`, once in a while
+and when they fail).
 """
 
 from __future__ import annotations
@@ -127,9 +128,7 @@ class SharedBoard:
         start = (base + _MESSAGE_AT) * 8
         failure = ""
         if words[base + _FAILED]:
-            failure = (
-                bytes(self._bytes[start : start + _MESSAGE_BYTES]).rstrip(b"\0").decode("utf-8", "replace")
-            )
+            failure = bytes(self._bytes[start : start + _MESSAGE_BYTES]).rstrip(b"\0").decode("utf-8", "replace")
         return Row(
             pid=words[base + _PID],
             progress=words[base + _PROGRESS],
@@ -185,8 +184,8 @@ class Store(Protocol):
 class StoreBoard:
     """The board of ranks on several hosts, over the rendezvous store.
 
-    A daemon thread publishes this rank's row twice a second, so steps never wait for the store. Reading a row asks the store,
-    which only a rank that has already waited for a while does.
+    A daemon thread publishes this rank's row twice a second, so steps never wait for the store. Reading a row asks
+    the store, which only a rank that has already waited for a while does.
     """
 
     PERIOD_SECONDS = 0.5

@@ -1,7 +1,7 @@
 """Transports over torch.distributed: gloo for CPU ranks, NCCL for CUDA ranks.
 
-gloo's reduce-scatter moves as many bytes as an all-reduce and adds in the gradients' dtype. Here it is an all-to-all, half the
-bytes, and a local sum in rank order in `precision.reduce`. NCCL's own reduce-scatter is used as it is.
+gloo's reduce-scatter moves as many bytes as an all-reduce and adds in the gradients' dtype. Here it is an all-to-all,
+half the bytes, and a local sum in rank order in `precision.reduce`. NCCL's own reduce-scatter is used as it is.
 """
 
 from __future__ import annotations
@@ -102,9 +102,7 @@ class _Exchange:
         self._received = received
         self._out = out
         self._add = add
-        self._work: Work = dist.all_to_all_single(
-            received, filled, group=reducer.group.reduce_group, async_op=True
-        )
+        self._work: Work = dist.all_to_all_single(received, filled, group=reducer.group.reduce_group, async_op=True)
         self._done = False
 
     def ready(self) -> bool:
@@ -196,9 +194,7 @@ class NcclReducer:
     def __init__(self, ring: RingRequest, group: ProcessSet, device: torch.device) -> None:
         self.group = group
         self.finished = 0
-        self._slots = [
-            torch.empty(ring.nbytes, dtype=torch.uint8, device=device) for _ in range(ring.slots)
-        ]
+        self._slots = [torch.empty(ring.nbytes, dtype=torch.uint8, device=device) for _ in range(ring.slots)]
 
     def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
         if sequence >= self.finished + len(self._slots):

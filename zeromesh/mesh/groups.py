@@ -38,7 +38,8 @@ class ProcessSet:
     """Group that gathers parameters."""
     reduce_group: dist.ProcessGroup | None
     """Group that reduces gradients. Reductions start as gradients arrive, so their order relative to gathers differs between
-    ranks; gloo would match one with the other in a common group. On CUDA both are one NCCL group, whose order streams keep."""
+    ranks; gloo would match one with the other in a common group. On CUDA both are one NCCL group, whose order streams
+    keep."""
     one_host: bool
 
     @property
@@ -157,9 +158,7 @@ class Mesh:
         if self._one_host:
             segment = self._shared_board(store)
             if segment is not None:
-                return Watch(
-                    SharedBoard(segment, self.rank), self.rank, timeout_seconds, compare_events=True
-                )
+                return Watch(SharedBoard(segment, self.rank), self.rank, timeout_seconds, compare_events=True)
             self._one_host = False
         board = StoreBoard(store, store.clone(), self.rank, stale_seconds=timeout_seconds)
         dist.barrier()
@@ -204,9 +203,7 @@ class Mesh:
             one_host=one_host and self._one_host,
         )
 
-    def _new_groups(
-        self, ranks: tuple[int, ...]
-    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
+    def _new_groups(self, ranks: tuple[int, ...]) -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
         """Groups for agreements, gathers and reductions."""
 
         def new(backend: str) -> dist.ProcessGroup:
@@ -252,9 +249,21 @@ def _host_identity() -> str:
         return f"{socket.gethostname()} {platform.machine()} {os.getpid()}"
 
 
-def pick_device() -> torch.device:
-    """The accelerator of this process's local rank if there is one, else the CPU."""
-    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+def pick_device(local_rank: int) -> torch.device:
+    """The accelerator of this process's local rank, made current, if there is one; else the CPU.
+
+    Raises:
+        ConfigError: when the host has fewer accelerators than ranks.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no CUDA device: this host has {torch.cuda.device_count()}; start as many ranks"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 __all__ = ["CollectiveError", "Mesh", "ProcessSet", "pick_device"]

@@ -10,7 +10,8 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,13 +48,9 @@ class LaunchEnvironment:
         if not 0 <= self.rank < self.world_size:
             wrong.append(f"rank {self.rank} is not below the world size {self.world_size}")
         if not 0 <= self.local_rank < self.local_world_size:
-            wrong.append(
-                f"local rank {self.local_rank} is not below {self.local_world_size}, the host's processes"
-            )
+            wrong.append(f"local rank {self.local_rank} is not below {self.local_world_size}, the host's processes")
         if self.local_world_size > self.world_size:
-            wrong.append(
-                f"{self.local_world_size} processes on this host, but {self.world_size} in the world"
-            )
+            wrong.append(f"{self.local_world_size} processes on this host, but {self.world_size} in the world")
         if not self.master_address:
             wrong.append("the address of rank 0 is empty")
         if not 0 <= self.master_port < 65536:
@@ -103,9 +100,19 @@ def worker_environment(
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
 
-def export(variables: Mapping[str, str]) -> None:
-    """Set variables of this process, for the processes that it starts."""
+@contextmanager
+def exported(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the processes that start inside the context, and put the old ones back after it."""
+    before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def available_cores() -> int:
@@ -134,9 +141,7 @@ def first_host(nodelist: str) -> str:
     match = re.match(r"(?:[^,\[\]\s]|\[[^\[\]\s]+\])+(?=,|$)", nodelist.strip())
     host = re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", match.group()) if match else ""
     if not host or "[" in host:
-        raise ConfigError(
-            f"Slurm's node list {nodelist!r} cannot be read; set MASTER_ADDR to the host of rank 0"
-        )
+        raise ConfigError(f"Slurm's node list {nodelist!r} cannot be read; set MASTER_ADDR to the host of rank 0")
     return host
 
 
@@ -198,9 +203,7 @@ def _slurm_local_world_size(environ: Mapping[str, str], world_size: int) -> int:
         return min(world_size, _integers(environ, ["SLURM_NTASKS_PER_NODE"])["SLURM_NTASKS_PER_NODE"])
     if world_size == 1 or environ.get(_first(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")) == "1":
         return world_size
-    raise ConfigError(
-        _missing(["SLURM_NTASKS_PER_NODE (or SLURM_STEP_TASKS_PER_NODE and SLURM_NODEID)"], environ)
-    )
+    raise ConfigError(_missing(["SLURM_NTASKS_PER_NODE (or SLURM_STEP_TASKS_PER_NODE and SLURM_NODEID)"], environ))
 
 
 def _slurm_master(environ: Mapping[str, str], world_size: int) -> str:
@@ -216,9 +219,7 @@ def _slurm_master(environ: Mapping[str, str], world_size: int) -> str:
 
 def _is_slurm_step(environ: Mapping[str, str]) -> bool:
     """Whether `srun` started this process. A batch script's body carries SLURM_PROCID=0 too, but no step."""
-    in_step = any(
-        environ.get(name) for name in ("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
-    )
+    in_step = any(environ.get(name) for name in ("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"))
     return bool(environ.get("SLURM_PROCID")) and (in_step or not environ.get("SLURM_TASK_PID"))
 
 
@@ -270,9 +271,7 @@ def _integers(environ: Mapping[str, str], names: list[str], also: tuple[str, ...
         raise ConfigError(_missing(missing, environ))
     wrong = [name for name in names if not re.fullmatch(r"\s*[+-]?\d{1,18}\s*", environ[name])]
     if wrong:
-        given = (
-            f"environment variable {name}: got {environ[name]!r}; allowed is an integer" for name in wrong
-        )
+        given = (f"environment variable {name}: got {environ[name]!r}; allowed is an integer" for name in wrong)
         raise ConfigError(list(given))
     return {name: int(environ[name]) for name in names}
 

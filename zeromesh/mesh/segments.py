@@ -1,7 +1,7 @@
 """Shared memory between the processes of one host, from `memfd_create`.
 
-An anonymous file descriptor has no name to leak and does not live in `/dev/shm`, whose 64 MiB in a default container would
-end a run with SIGBUS. A peer opens it through `/proc/<pid>/fd/<fd>`, which the kernel allows to the same user.
+An anonymous file descriptor has no name to leak and does not live in `/dev/shm`, whose 64 MiB in a default container
+would end a run with SIGBUS. A peer opens it through `/proc/<pid>/fd/<fd>`, which the kernel allows to the same user.
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ class Segment:
         start = -(-offset // PAGE) * PAGE
         end = (offset + nbytes) // PAGE * PAGE
         if end > start:
-            _libc_fallocate(
-                self.descriptor, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, start, end - start
-            )
+            _libc_fallocate(self.descriptor, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, start, end - start)
 
     def close(self) -> None:
         """Close the descriptor. The mapping goes with the last tensor that looks at it."""

@@ -1,12 +1,13 @@
 """The transport of CPU ranks on one host: gathered parameters and gradient slots are memory that all of them see.
 
-    arena     one segment:   | bucket 0: shard 0 | shard 1 | bucket 1: ... |       each rank writes its shards, all read all
-    rings     one per rank:  | slot 0 | slot 1 |                                   each rank fills its own, all read all
-    words     one segment:   per rank: published, consumed, then per bucket: written, done
+    arena     one segment:   | bucket 0: shard 0 | shard 1 | bucket 1: ... |       each rank writes its shards, all
+    read all rings     one per rank:  | slot 0 | slot 1 |                                   each rank fills its own,
+    all read all words     one segment:   per rank: published, consumed, then per bucket: written, done
 
 Counters only grow, and each has one writer. `written[bucket][rank]` is the generation that the rank's shard holds and
-`done[bucket][rank]` the last generation that the rank has finished reading; a shard is rewritten when all are done with it.
-`published[rank]` and `consumed[rank]` count gradient buckets: slot n % slots is refilled when all have consumed bucket n - slots.
+`done[bucket][rank]` the last generation that the rank has finished reading; a shard is rewritten when all are done
+with it. `published[rank]` and `consumed[rank]` count gradient buckets: slot n % slots is refilled when all have
+consumed bucket n - slots.
 
 The counters order memory as x86 does (stores are seen in order); `open_transport` uses gloo on other processors.
 """
@@ -60,9 +61,7 @@ class Counters:
         if self.reached(value):
             return
         words = self._words
-        behind = [
-            rank for rank, place in zip(self._ranks, self._places, strict=True) if words[place] < value
-        ]
+        behind = [rank for rank, place in zip(self._ranks, self._places, strict=True) if words[place] < value]
         self._watch.wait(lambda: self.reached(value), behind, what)
 
 
@@ -273,9 +272,7 @@ def _exchange_segments(group: ProcessSet, sizes: tuple[int, int], ring: RingRequ
             arena = arena or Segment.attach(pid, arena_at, sizes[0], "parameters")
             words = words or Segment.attach(pid, words_at, sizes[1], "counters")
         rings.append(
-            mine
-            if index == group.index
-            else Segment.attach(pid, descriptor, ring.slots * ring.nbytes, "gradients")
+            mine if index == group.index else Segment.attach(pid, descriptor, ring.slots * ring.nbytes, "gradients")
         )
     if arena is None or words is None:
         raise CollectiveError(f"axis {group.name}: its first rank gave no shared memory")

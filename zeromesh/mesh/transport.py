@@ -3,8 +3,8 @@
 A transport allocates the flat buffers that it will gather and the slots that it will reduce, so that it can make moving
 unnecessary: on one host, gathered parameters are pages that all ranks see, and a reduction reads the others' slots.
 
-    GatherBuffer   full   |  shard 0  |  shard 1  | ...     begin_write -> write own() -> end_write -> gather -> wait -> retire
-    Reducer        slots  |  sequence n  |  sequence n+1  |  acquire -> fill -> launch -> Reduction.finish
+    GatherBuffer   full   |  shard 0  |  shard 1  | ...     begin_write -> write own() -> end_write -> gather -> wait
+    -> retire Reducer        slots  |  sequence n  |  sequence n+1  |  acquire -> fill -> launch -> Reduction.finish
 
 All ranks of the group make the same calls in the same order. Nothing here knows what a parameter is.
 """
@@ -24,8 +24,8 @@ from zeromesh.flat.split import Interval
 class BufferRequest:
     """A buffer to gather into: `padded` elements of `dtype`.
 
-    A `persistent` buffer keeps its memory, so what was gathered stays until its owners write again; another one has memory
-    only from `gather` to `release`.
+    A `persistent` buffer keeps its memory, so what was gathered stays until its owners write again; another one has
+    memory only from `gather` to `release`.
     """
 
     name: str
@@ -109,9 +109,10 @@ class Reducer(Protocol):
     def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
         """Start to sum `filled` over the group.
 
-        `filled` is the slot seen in the gradients' dtype, `[padded]`. `out` has the dtype of the sum and receives this rank's
-        shard of it, or all of it when `out` is as long as `filled`; `add` adds to what is there. Sums run in rank order, one
-        addition after the other in the dtype of `out`, so that every transport gives the same bits.
+        `filled` is the slot seen in the gradients' dtype, `[padded]`. `out` has the dtype of the sum and receives
+        this rank's shard of it, or all of it when `out` is as long as `filled`; `add` adds to what is there. Sums run
+        in rank order, one addition after the other in the dtype of `out`, so that every transport gives the same
+        bits.
         """
         ...
 

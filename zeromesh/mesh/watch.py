@@ -51,8 +51,9 @@ class Work(Protocol):
 class Watch:
     """Bounds and explains waits.
 
-    A wait ends with `CollectiveError` when a peer's process is gone, when a peer has failed, when a peer went through another
-    event than this rank, or when for `timeout_seconds` neither the wait's own condition nor any peer's progress counter moved.
+    A wait ends with `CollectiveError` when a peer's process is gone, when a peer has failed, when a peer went through
+    another event than this rank, or when for `timeout_seconds` neither the wait's own condition nor any peer's
+    progress counter moved.
     """
 
     SLICE_SECONDS = 0.25
@@ -81,8 +82,9 @@ class Watch:
     def event(self, activity: Activity, unit: int, peers: Sequence[int], *, settled: bool = True) -> None:
         """Go through an event that all peers go through in the same order.
 
-        On one host every event is compared, since looking is free there. Across hosts only one that is not `settled` (not as
-        recorded in an earlier pass) is: this rank then publishes it and waits for the peers' before it goes on.
+        On one host every event is compared, since looking is free there. Across hosts only one that is not `settled`
+        (not as recorded in an earlier pass) is: this rank then publishes it and waits for the peers' before it goes
+        on.
 
         Raises:
             CollectiveError: when a peer has gone through another one in its place.

@@ -12,6 +12,7 @@ arXiv:2410.10989).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,7 @@ import torch
 
 from zeromesh.errors import DataError, LayoutError, PhaseError
 
-_TILE_ELEMENTS = (
-    2**18
-)  # of a widened block: 1 MiB in fp32, small beside the logits, and no slower than larger ones
+_TILE_ELEMENTS = 2**18  # of a widened block: 1 MiB in fp32, small beside the logits, and no slower than larger ones
 _ROW_ELEMENTS = 2**18  # of the softmax's scratch on CPU: 1 MiB in fp32, within the second-level cache
 _ROW_ELEMENTS_ACCELERATOR = 2**24  # there a block has to be worth its kernel launches
 
@@ -44,8 +43,7 @@ def chunked_cross_entropy(
         weight: [vocab, hidden], same dtype.
         bias: [vocab], same dtype, or None.
         targets: [tokens], integers in [0, vocab) or `ignore_index`.
-        seed: the gradient that backward will be given for the result; any other is right too, at the price of
-        one
+        seed: the gradient that backward will be given for the result; any other is right too, at the price of one
             more pass over the gradients.
         chunk_tokens: tokens whose logits are held at once (see `chunk_for`).
 
@@ -67,6 +65,7 @@ def chunked_cross_entropy(
             f"[0, {weight.shape[0]}); check the tokenizer against the model's vocab_size"
         )
     rows = _Rows(index=kept if masked else None, targets=bound.long())
+    seed = seed or 1.0  # a microbatch of weight 0 is told so by its gradient
     if not any(trained):
         return _Head(hidden.detach(), weight.detach(), bias, rows, seed, chunk_tokens, (False,) * 3).run()
     arguments = (hidden, weight, bias, rows, seed, chunk_tokens, tuple(trained))
@@ -107,11 +106,9 @@ def _check(
         )
     dtypes = {t.dtype for t in (hidden, weight, bias) if t is not None}
     if len(dtypes) != 1 or not hidden.is_floating_point():
-        raise LayoutError(
-            f"hidden, weight and bias must share one floating dtype; got {sorted(map(str, dtypes))}"
-        )
-    if not (seed != 0.0 and abs(seed) < float("inf")):
-        raise LayoutError(f"seed must be finite and not zero; got {seed}")
+        raise LayoutError(f"hidden, weight and bias must share one floating dtype; got {sorted(map(str, dtypes))}")
+    if not math.isfinite(seed):
+        raise LayoutError(f"seed must be finite; got {seed}")
     if chunk_tokens < 1:
         raise LayoutError(f"chunk_tokens must be at least 1; got {chunk_tokens}")
 
@@ -284,13 +281,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.gradients is None:
-            raise PhaseError(
-                "backward ran a second time through chunked_cross_entropy, which keeps its gradients once"
-            )
+            raise PhaseError("backward ran a second time through chunked_cross_entropy, which keeps its gradients once")
         gradients: list[torch.Tensor | None] = ctx.gradients
         ctx.gradients = None
-        # Reading the number would make the host wait for an accelerator; multiplying there costs less.
-        if grad.device.type != "cpu" or float(grad) != ctx.seed:
+        # Reading the number would make the host wait for an accelerator; multiplying there costs less. A seed that
+        # came through a product and a quotient is off by a rounding, which changes nothing that a sum would keep.
+        close = 4 * torch.finfo(grad.dtype).eps
+        if grad.device.type != "cpu" or not math.isclose(float(grad), ctx.seed, rel_tol=close):
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_((grad / ctx.seed).to(torch.promote_types(gradient.dtype, torch.float32)))

@@ -37,17 +37,12 @@ class Built:
 def plan_layouts(plan: ModelPlan, parts: int) -> list[list[BucketLayout]]:
     """Layouts of every unit's buckets."""
     return [
-        [
-            build_layout(f"{unit.name}/{number}", specs, parts)
-            for number, specs in enumerate(unit.buckets())
-        ]
+        [build_layout(f"{unit.name}/{number}", specs, parts) for number, specs in enumerate(unit.buckets())]
         for unit in plan.units
     ]
 
 
-def build_units(
-    model: nn.Module, plan: ModelPlan, mesh: Mesh, options: ZeroOptions, source: ParameterSource
-) -> Built:
+def build_units(model: nn.Module, plan: ModelPlan, mesh: Mesh, options: ZeroOptions, source: ParameterSource) -> Built:
     """Allocate buffers, fill this rank's shards from `source` bucket by bucket, and turn parameters into views.
 
     A rank holds at most one parameter beyond its own shards at a time. Afterwards every unit is resting.
@@ -103,9 +98,7 @@ def _slot_bytes(layouts: Sequence[BucketLayout], options: ZeroOptions) -> int:
     return largest
 
 
-def _persistent(
-    layouts: Sequence[Sequence[BucketLayout]], mesh: Mesh, options: ZeroOptions, kind: str
-) -> list[bool]:
+def _persistent(layouts: Sequence[Sequence[BucketLayout]], mesh: Mesh, options: ZeroOptions, kind: str) -> list[bool]:
     """Which buffers keep their memory. All ranks decide the same."""
     sizes = [sum(each.padded * each.slots[0].spec.dtype.itemsize for each in unit) for unit in layouts]
     if options.placements.parameters is Placement.REPLICATED or kind == "local":

@@ -21,7 +21,12 @@ class BuiltModel:
     notes: tuple[str, ...] = ()
 
 
-def build_deferred(build: Callable[[], nn.Module], seed: int) -> BuiltModel:
+def build_deferred(
+    build: Callable[[], nn.Module],
+    seed: int,
+    *,
+    stored: Callable[[nn.Module], frozenset[str]] | None = None,
+) -> BuiltModel:
     """Call `build` on the meta device and return a model without memory, whose values a `SeededSource` draws
     later.
 
@@ -36,19 +41,16 @@ def build_deferred(build: Callable[[], nn.Module], seed: int) -> BuiltModel:
         with log, torch.device("meta"):
             model = build()
     except INITIALISER_ERRORS as error:
-        return _build_on_cpu(
-            build, seed, f"it cannot be built on the meta device ({type(error).__name__}: {error})"
-        )
+        return _build_on_cpu(build, seed, f"it cannot be built on the meta device ({type(error).__name__}: {error})")
     source = SeededSource(model, seed)
-    lost = source.lost()
+    kept = frozenset[str]() if stored is None else stored(model)
+    lost = tuple(name for name in source.lost() if name not in kept)
     if lost:
         return _build_on_cpu(build, seed, f"building on the meta device loses the values of {_some(lost)}")
-    changed = _initialised_otherwise(model, log, seed)
+    changed = tuple(name for name in _initialised_otherwise(model, log, seed) if name not in kept)
     if changed:
-        return _build_on_cpu(
-            build, seed, f"it initialises {_some(changed)} otherwise than `reset_parameters` does"
-        )
-    lost = lost_buffers(model, seed)
+        return _build_on_cpu(build, seed, f"it initialises {_some(changed)} otherwise than `reset_parameters` does")
+    lost = tuple(name for name in lost_buffers(model, seed) if name not in kept)
     if lost:
         return _build_on_cpu(build, seed, f"building on the meta device loses the values of {_some(lost)}")
     return BuiltModel(model=model, source=source)

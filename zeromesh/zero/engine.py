@@ -134,6 +134,11 @@ class ZeroEngine:
         return cls(model, built, mesh, options)
 
     @property
+    def reduction_name(self) -> str:
+        """The transport that sums gradients."""
+        return self._reduction.name
+
+    @property
     def state(self) -> StateAccess:
         """Whole parameters and gradients by name."""
         return StateAccess(self.model, self.units, self.mesh)
@@ -146,9 +151,7 @@ class ZeroEngine:
         self._squares = 0.0
         self.mesh.post(Activity.FORWARD, 0, step=step)
 
-    def forward_backward(
-        self, run: Callable[[], torch.Tensor], seed: float, microbatch: Microbatch
-    ) -> torch.Tensor:
+    def forward_backward(self, run: Callable[[], torch.Tensor], seed: float, microbatch: Microbatch) -> torch.Tensor:
         """Run one microbatch: `run()` gives the sum of its losses, a scalar, whose backward starts with `seed`.
 
         Returns the detached loss. Gradients are afterwards on their way to, or in, this rank's shards.

@@ -59,9 +59,7 @@ def is_pretrained_model(module: nn.Module) -> bool:
     imported).
     """
     cls = type(module)
-    return all(
-        callable(getattr(cls, name, None)) for name in ("_init_weights", "initialize_weights", "tie_weights")
-    )
+    return all(callable(getattr(cls, name, None)) for name in ("_init_weights", "initialize_weights", "tie_weights"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,9 +142,7 @@ class Skeleton:
             result = self._attempt(fqn, table, names, seed, reset_first=True)
         return result
 
-    def _attempt(
-        self, fqn: str, table: Table, names: Sequence[str], seed: int, *, reset_first: bool
-    ) -> Recomputed:
+    def _attempt(self, fqn: str, table: Table, names: Sequence[str], seed: int, *, reset_first: bool) -> Recomputed:
         owner: dict[str, torch.Tensor | None] = self.path(fqn)[-1].__dict__[table]
         before = {name: owner[name] for name in names}
         shapes = {name: tensor for name, tensor in before.items() if tensor is not None}
@@ -200,9 +196,7 @@ def _filled(like: torch.Tensor, filling: int) -> torch.Tensor:
     else:
         value = torch.iinfo(like.dtype).max - filling
     tensor = torch.full(like.shape, value, dtype=like.dtype, device="cpu")
-    return (
-        nn.Parameter(tensor, requires_grad=like.requires_grad) if isinstance(like, nn.Parameter) else tensor
-    )
+    return nn.Parameter(tensor, requires_grad=like.requires_grad) if isinstance(like, nn.Parameter) else tensor
 
 
 def _was_set(like: torch.Tensor, results: Sequence[torch.Tensor | None]) -> bool:
@@ -248,9 +242,7 @@ class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             written = spec.alias_info is not None and spec.alias_info.is_write
             if written and isinstance(arg, torch.Tensor) and arg.is_meta:
                 plain = repr([a for a in args if not isinstance(a, torch.Tensor)])
-                entry = Write(
-                    operation=name, arguments=plain, numel=arg.numel(), offset=int(arg.storage_offset())
-                )
+                entry = Write(operation=name, arguments=plain, numel=arg.numel(), offset=int(arg.storage_offset()))
                 self._alive.append(arg)
                 self._writes.setdefault(_address(arg), []).append(entry)
         return result

@@ -124,13 +124,27 @@ def _dtype_of(
     return compute
 
 
-def _unit_modules(model: nn.Module) -> tuple[str, ...]:
-    """FQNs of the unit modules, in module order, none inside another, none the root."""
+def block_modules(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model, as they are cut into units; none where it has no such structure."""
+    return [model.get_submodule(fqn) for fqn in _outermost(model, _block_names(model))]
+
+
+def _block_names(model: nn.Module) -> list[str]:
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [fqn for fqn, module in model.named_modules() if fqn and type(module).__name__ in names]
-    blocks = blocks or _repeated_children(model)
+    return blocks or _repeated_children(model)
+
+
+def _unit_modules(model: nn.Module) -> tuple[str, ...]:
+    """FQNs of the unit modules, in module order, none inside another, none the root."""
+    blocks = _block_names(model)
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         blocks += _fqn_of(model, getter)
+    return _outermost(model, blocks)
+
+
+def _outermost(model: nn.Module, blocks: list[str]) -> tuple[str, ...]:
+    """`blocks` in module order, without those inside another."""
     order = {fqn: number for number, (fqn, _) in enumerate(model.named_modules())}
     chosen: list[str] = []
     for fqn in sorted(set(blocks), key=order.__getitem__):

@@ -100,9 +100,7 @@ class BuiltSource:
         """
         value = self._values.get(self._canonical.get(fqn, ""))
         if value is None:
-            raise LayoutError(
-                f"{fqn} is not, or no longer, among the {len(self._values)} parameters of this source"
-            )
+            raise LayoutError(f"{fqn} is not, or no longer, among the {len(self._values)} parameters of this source")
         check_interval(fqn, start, end, value.numel())
         return value.reshape(-1)[start:end]
 
@@ -128,7 +126,7 @@ class SeededSource:
     keep their values. At most `cache_bytes`, or one module if that is larger, are held between reads.
     """
 
-    def __init__(self, model: nn.Module, seed: int, *, cache_bytes: int = 256 * 2**20) -> None:
+    def __init__(self, model: nn.Module, seed: int, *, cache_bytes: int = 16 * 2**20) -> None:
         self._seed = seed
         self._canonical = canonical_names(model)
         self._live = dict(model.named_parameters())
@@ -209,9 +207,7 @@ class SeededSource:
             if any(log.of(p) for p in self._live.values() if p.is_meta):
                 return tuple(leaves)  # it reaches the model around the skeleton: not safe to run later
             missing = tuple(
-                leaf
-                for leaf, p in wanted.items()
-                if p.numel() and all(w.numel < p.numel() for w in log.of(p))
+                leaf for leaf, p in wanted.items() if p.numel() and all(w.numel < p.numel() for w in log.of(p))
             )
             if not missing or not self._skeleton.managed_by_pretrained(owner):
                 return missing
@@ -250,8 +246,7 @@ def _meta_attributes(model: nn.Module) -> Iterator[str]:
         for name, value in vars(module).items():
             items = value if isinstance(value, list | tuple) else (value,)
             if any(
-                isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter) and item.is_meta
-                for item in items
+                isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter) and item.is_meta for item in items
             ):
                 yield f"{fqn}.{name}" if fqn else name
 

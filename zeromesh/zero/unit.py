@@ -86,9 +86,7 @@ class Bucket:
 class Unit:
     """A module whose parameters are gathered together, and where it is in its life."""
 
-    def __init__(
-        self, index: int, name: str, module: nn.Module, buckets: Sequence[Bucket], ledger: Ledger
-    ) -> None:
+    def __init__(self, index: int, name: str, module: nn.Module, buckets: Sequence[Bucket], ledger: Ledger) -> None:
         self.index = index
         self.name = name
         self.module = module

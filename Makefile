@@ -1,0 +1,51 @@
+# zeromesh: `make train` trains a small Llama, `make test` checks everything in minutes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --constraint constraints.txt
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help setup train test test-all lint bench clean
+
+help:
+	@echo 'make setup     install zeromesh and its tools into $(VENV)'
+	@echo 'make train     train a small Llama on the standard library with two ranks at stage 3'
+	@echo 'make test      lint, and the tests of a few minutes'
+	@echo 'make test-all  lint, and the whole matrix'
+	@echo 'make lint      ruff and mypy'
+	@echo 'make bench     step time and memory beside FSDP2, DDP and, where it can be built, DeepSpeed'
+	@echo 'make clean     remove $(VENV) and what tools have cached'
+
+setup: $(INSTALLED)
+
+# torch comes first and alone: which build of it is taken (CPU or CUDA) decides what else is needed.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make setup PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $$(grep '^torch==' constraints.txt)
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+train: setup
+	$(BIN)/zeromesh train configs/quickstart.yaml --nproc 2
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -m 'not full'
+
+test-all: lint
+	$(BIN)/python -m pytest
+
+# DeepSpeed's own build wants torch to be there, and fails on some machines: then the comparison goes on without it.
+bench: setup
+	$(PIP) matplotlib
+	-$(PIP) --no-build-isolation deepspeed
+	$(BIN)/python scripts/bench_step.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,200 @@
+"""Cases that workers run: training by the engine, and the reference."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from zeromesh.mesh.groups import Mesh
+from zeromesh.zero.engine import Microbatch, StepOutcome, ZeroEngine
+
+from . import reference
+from .models import SUBJECTS, Batch
+from .recipe import Extra, Layout, Problem
+
+
+@dataclass(slots=True)
+class Run:
+    """One training run on this rank: the model, its engine, and what has happened so far."""
+
+    mesh: Mesh
+    problem: Problem
+    layout: Layout
+    model: Any
+    engine: ZeroEngine
+    losses: list[float] = field(default_factory=list)
+    outcomes: list[StepOutcome] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, mesh: Mesh, problem: Problem, layout: Layout) -> Run:
+        """Build the model and its engine."""
+        model = reference.build(problem)
+        _checkpoint_activations(model, layout.checkpointing)
+        if layout.compile:
+            for block in model.blocks:
+                block.forward = torch.compile(block.forward, backend="aot_eager")
+        engine = ZeroEngine.build(model, mesh, layout.options(problem))
+        return cls(mesh=mesh, problem=problem, layout=layout, model=model, engine=engine)
+
+    def microbatches(self, step: int) -> list[tuple[int, Batch]]:
+        """This rank's microbatches of a step, each with its first sample's number in the batch."""
+        batch, data = reference.batch_of(self.problem, step), self.mesh.data.size
+        micro, rest = divmod(self.problem.samples, data * self.layout.accumulation)
+        assert rest == 0
+        starts = [(number * data + self.mesh.data_index) * micro for number in range(self.layout.accumulation)]
+        return [(start, reference.part(batch, start, start + micro)) for start in starts]
+
+    def step(self, number: int, *, before_update: Callable[[], None] | None = None, factor: float = 1.0) -> StepOutcome:
+        """One training step; `factor` multiplies the loss."""
+        subject, batch = SUBJECTS[self.problem.model], reference.batch_of(self.problem, number)
+        count = subject.count(batch)
+        parts = self.microbatches(number)
+        total = torch.zeros(1, dtype=torch.float64)
+        self.engine.begin_step(number, 1.0)
+        for place, (start, micro) in enumerate(parts):
+            microbatch = Microbatch(
+                step=number,
+                first_sample=number * self.problem.samples + start,
+                first=place == 0,
+                last=place == len(parts) - 1,
+            )
+            total += self.engine.forward_backward(self._loss(micro, factor), 1.0 / count, microbatch)
+        self.mesh.data.sum_(total, "loss")
+        self.losses.append(float(total) / count)
+        if before_update is not None:
+            before_update()
+        outcome = self.engine.finish_step()
+        self.outcomes.append(outcome)
+        return outcome
+
+    def _loss(self, micro: Batch, factor: float) -> Callable[[], torch.Tensor]:
+        return lambda: SUBJECTS[self.problem.model].loss_sum(self.model, micro) * factor
+
+    def evaluate(self) -> float:
+        """Loss of the whole first batch, by this rank, with the parameters as they are now."""
+        subject, batch = SUBJECTS[self.problem.model], reference.batch_of(self.problem, 0)
+        with self.engine.evaluation():
+            return float(subject.loss_sum(self.model, batch)) / subject.count(batch)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Whole parameters by name."""
+        return {name: tensor.clone() for name, tensor in self.engine.state.parameters()}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Whole gradients by name, one by one."""
+        state = self.engine.state
+        found = {name: state.gradient(name) for name in state.names()}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def digest(self) -> str:
+        """Of every bit of this rank's share: master weights and moments. Gaps hold zeros."""
+        tensors: list[torch.Tensor] = []
+        for unit in self.engine.units:
+            for bucket in unit.buckets:
+                tensors.append(bucket.master)
+                optimizer = self.engine._optimizers.get(id(bucket))
+                for _, pieces in sorted(optimizer.moments().items() if optimizer else ()):
+                    tensors += [piece for _, piece in pieces]
+        return digest(tensors)
+
+    def close(self) -> None:
+        """Free the engine."""
+        self.engine.close()
+
+
+def train(
+    mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], extra: dict[str, Any], out: str = ""
+) -> dict[str, Any]:
+    """Train by the engine. Rank 0 writes gradients and parameters to `out`."""
+    more, gradients = Extra(**extra), {}
+    run = Run.start(mesh, Problem(**problem), Layout(**layout))
+
+    def read_gradients() -> None:
+        gradients.update(run.gradients())
+
+    for step in range(run.problem.steps):
+        wanted = step == more.gradient_step and not run.layout.in_backward
+        bad = more.infinite and (mesh.rank, step) == (more.infinite["rank"], more.infinite["step"])
+        run.step(step, before_update=read_gradients if wanted else None, factor=math.inf if bad else 1.0)
+        if more.inspect_every and step % more.inspect_every == 0:
+            _inspect(run)
+    result = {
+        "losses": run.losses,
+        "norms": [outcome.grad_norm for outcome in run.outcomes],
+        "skipped": [outcome.skipped for outcome in run.outcomes],
+        "scales": [outcome.loss_scale for outcome in run.outcomes],
+        "final_loss": run.evaluate(),
+        "digest": run.digest(),
+    }
+    parameters = run.parameters()
+    result["parameters"] = digest(tensor for _, tensor in sorted(parameters.items()))
+    if out and mesh.rank == 0:
+        save(out, gradients, parameters)
+    run.close()
+    return result
+
+
+def reference_run(mesh: Mesh, problem: dict[str, Any], out: str) -> dict[str, Any]:
+    """Train without the engine."""
+    trained = reference.train_plainly(Problem(**problem))
+    save(out, trained.gradients, trained.parameters)
+    return {"losses": trained.losses, "norms": trained.norms, "final_loss": trained.final_loss}
+
+
+def save(path: str, gradients: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> None:
+    """Both in one file; it appears whole. Tied parameters and empty ones may come under any name."""
+    tensors = {f"gradient/{name}": tensor.contiguous() for name, tensor in gradients.items()}
+    tensors |= {f"parameter/{name}": tensor.contiguous().clone() for name, tensor in parameters.items()}
+    save_file(tensors, f"{path}.part")
+    os.replace(f"{path}.part", path)
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """A hash of the bits of tensors."""
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        found.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return found.hexdigest()
+
+
+def _checkpoint_activations(model: Any, kind: str) -> None:
+    if kind == "hf":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif kind == "call":
+        model.recompute = True
+
+
+def _inspect(run: Run) -> None:
+    """Everything that a user may do between steps."""
+    run.evaluate()
+    run.parameters()
+    name = run.engine.state.names()[-1]
+    with run.engine.gathered([name]):
+        assert not run.model.get_parameter(name).isnan().any()
+    if hasattr(run.model, "generate"):
+        with torch.no_grad():
+            run.model.generate(torch.zeros(1, 2, dtype=torch.long), max_new_tokens=2, do_sample=False)
+
+
+def resources(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], runs: int) -> dict[str, list[int]]:
+    """Open files and bytes of mappings after each of several runs."""
+    files, mapped = [], []
+    for _ in range(runs):
+        run = Run.start(mesh, Problem(**problem), Layout(**layout))
+        run.step(0)
+        run.close()
+        del run
+        import gc
+
+        gc.collect()
+        files.append(len(os.listdir("/proc/self/fd")))
+        mapped.append(Path("/proc/self/maps").read_text().count("memfd:"))
+    return {"files": files, "mapped": mapped}

@@ -1,0 +1,115 @@
+"""What one training run of the conformance tests is: plain values that travel as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from zeromesh.optim.sharded import OptimizerSettings
+from zeromesh.zero.options import Precision, ZeroOptions
+from zeromesh.zero.scaler import ScalerSettings
+
+from .models import SUBJECTS
+
+LEARNING_RATE = 1e-3
+DTYPES = {
+    "float64": (torch.float64, torch.float64),
+    "float32": (torch.float32, torch.float32),
+    "bfloat16": (torch.bfloat16, torch.float32),
+    "float16": (torch.float16, torch.float32),
+}
+"""Compute dtype, and that of master weights and sums."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """What is trained; the layout of ranks cannot change its result."""
+
+    model: str = "llama"
+    optimizer: str = "adamw"
+    clip: float = 0.0
+    decay: bool = True
+    """Weight decay 0.1 on all parameters, or 0.2 on those that the model's `no_decay` patterns leave."""
+    steps: int = 10
+    samples: int = 48
+    """Of a global batch: a multiple of all numbers of ranks times microbatches."""
+    precision: str = "float64"
+    dropout: float = 0.0
+
+    @property
+    def key(self) -> str:
+        """A file name for what depends on this alone."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+    def settings(self) -> OptimizerSettings:
+        """The optimizer's settings."""
+        groups: dict[str, Any] = {"weight_decay": 0.1}
+        if self.decay:
+            groups = {"weight_decay": 0.2, "no_decay": SUBJECTS[self.model].no_decay}
+        momentum = 0.9 if self.optimizer == "sgd" else 0.0
+        name: Any = self.optimizer
+        eps = 1e-10 if self.optimizer == "adagrad" else 1e-8
+        return OptimizerSettings(name=name, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=eps, momentum=momentum, **groups)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How it is trained."""
+
+    stage: int = 3
+    accumulation: int = 1
+    transport: str = "auto"
+    overlap: bool = True
+    prefetch: int = 1
+    budget: int | None = None
+    slots: int = 2
+    in_backward: bool = False
+    checkpointing: str = ""
+    """`hf` or `call`: how activations are checkpointed; empty for not."""
+    compile: bool = False
+    on_nonfinite: str = "skip"
+    scale: float = 0.0
+    """Initial loss scale; 0 for none."""
+
+    def options(self, problem: Problem) -> ZeroOptions:
+        """The engine's options."""
+        compute, wide = DTYPES[problem.precision]
+        scale = ScalerSettings(initial=self.scale, growth_interval=4) if self.scale else None
+        transport: Any = self.transport
+        stop: Any = "stop" if self.in_backward else self.on_nonfinite
+        return ZeroOptions(
+            stage=self.stage,
+            prefetch=self.prefetch,
+            gathered_budget=self.budget,
+            overlap=self.overlap,
+            transport=transport,
+            precision=Precision(compute=compute, master=wide, reduce=wide, loss_scale=scale),
+            optimizer=problem.settings(),
+            accumulation=self.accumulation,
+            clip_norm=problem.clip,
+            on_nonfinite=stop,
+            optimizer_in_backward=self.in_backward,
+            gradient_slots=self.slots,
+            seed=7,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extra:
+    """What a run does besides: where it looks at gradients, what goes wrong."""
+
+    gradient_step: int = 3
+    """Gradients are read at this step; -1 for never."""
+    inspect_every: int = 0
+    """Evaluate, read parameters and generate after every so many steps, which must change nothing."""
+    infinite: dict[str, int] = field(default_factory=dict)
+    """`rank` and `step` whose loss is multiplied by infinity."""
+
+
+def as_arguments(problem: Problem, layout: Layout, extra: Extra) -> dict[str, Any]:
+    """The JSON arguments of a case."""
+    return {"problem": asdict(problem), "layout": asdict(layout), "extra": asdict(extra)}

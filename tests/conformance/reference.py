@@ -1,0 +1,118 @@
+"""The other side of the comparison: one plain PyTorch process, the whole batch at once, torch's own optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .models import SUBJECTS, Batch, gpt2
+from .recipe import DTYPES, LEARNING_RATE, Problem
+
+GRADIENT_STEP = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What a run leaves behind. Gradients are those of `GRADIENT_STEP` before clipping."""
+
+    losses: list[float]
+    norms: list[float]
+    final_loss: float
+    """On the first batch, after the last step."""
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+
+
+def build(problem: Problem) -> Any:
+    """The model of a problem with its initial values: equal in every process."""
+    torch.manual_seed(11)
+    model = gpt2(problem.dropout) if problem.dropout else SUBJECTS[problem.model].build()
+    return model.train()
+
+
+def batch_of(problem: Problem, step: int) -> dict[str, torch.Tensor]:
+    """The global batch of a step."""
+    return SUBJECTS[problem.model].batch(torch.Generator().manual_seed(1000 + step), problem.samples)
+
+
+def part(batch: Batch, start: int, end: int) -> dict[str, torch.Tensor]:
+    """Samples [start, end)."""
+    return {name: values[start:end] for name, values in batch.items()}
+
+
+def convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters to `dtype`; buffers stay as they are."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def train_plainly(problem: Problem) -> Trained:
+    """Train without zeromesh."""
+    subject, model = SUBJECTS[problem.model], build(problem)
+    convert(model, DTYPES[problem.precision][0])
+    optimizer = _optimizer(problem, model)
+    losses, norms, gradients = [], [], {}
+    for step in range(problem.steps):
+        batch = batch_of(problem, step)
+        loss = subject.loss_sum(model, batch) / subject.count(batch)
+        loss.backward()
+        _zeros_for_missing(model.parameters())
+        if step == GRADIENT_STEP:
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        limit = problem.clip or float("inf")
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    with torch.no_grad():
+        batch = batch_of(problem, 0)
+        final = float(subject.loss_sum(model, batch) / subject.count(batch))
+    parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return Trained(losses=losses, norms=norms, final_loss=final, gradients=gradients, parameters=parameters)
+
+
+def _zeros_for_missing(parameters: Iterable[nn.Parameter]) -> None:
+    """A parameter that got no gradient has gradient zero, as after torch's `zero_grad(set_to_none=False)`."""
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _optimizer(problem: Problem, model: nn.Module) -> torch.optim.Optimizer:
+    settings = problem.settings()
+    groups = _groups(problem, model, settings.weight_decay)
+    if problem.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=settings.momentum)
+    if problem.optimizer == "adagrad":
+        return torch.optim.Adagrad(groups, lr=LEARNING_RATE, eps=settings.eps)
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=settings.betas, eps=settings.eps)
+
+
+def _groups(problem: Problem, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (plain if problem.decay and _matches(name, problem.model) else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _matches(name: str, model: str) -> bool:
+    """Whether a `no_decay` pattern of the model names this parameter. Patterns here have stars at their ends only."""
+    for pattern in SUBJECTS[model].no_decay:
+        core = pattern.strip("*")
+        before, after = pattern.startswith("*"), pattern.endswith("*")
+        if before and after:
+            found = core in name
+        elif before:
+            found = name.endswith(core)
+        else:
+            found = name.startswith(core) if after else name == core
+        if found:
+            return True
+    return False

@@ -1,0 +1,361 @@
+"""A loss is a sum and a count; the chunked head stands for a model's own loss only where it is that loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeromesh.errors import ConfigError, DataError, PhaseError
+from zeromesh.trainer.hf.loss_check import InFloat64, examine
+from zeromesh.trainer.hf.losses import ExampleLoss, LabelLoss, UserLoss, make_loss
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+KV = {"num_key_value_heads": 2, "vocab_size": 90}
+EAGER = {"experts_implementation": "eager"}  # fused experts have no float64
+
+
+def gpt2(**changes: Any) -> Any:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 90, "n_positions": 32}
+    return tf.GPT2LMHeadModel(tf.GPT2Config(**{**sizes, "bos_token_id": None, "eos_token_id": None, **changes}))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, **KV)),
+    "llama-tied": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, **KV, tie_word_embeddings=True)),
+    "gpt2": gpt2,
+    "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**SMALL, **KV)),
+    "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**SMALL, **KV)),
+    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**SMALL, **KV, num_local_experts=4, **EAGER)),
+    "mixtral-auxiliary": lambda: tf.MixtralForCausalLM(
+        tf.MixtralConfig(**SMALL, **KV, num_local_experts=4, output_router_logits=True, **EAGER)
+    ),
+    "opt": lambda: tf.OPTForCausalLM(
+        tf.OPTConfig(
+            hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=90, dropout=0.0,
+            word_embed_proj_dim=32, max_position_embeddings=32,
+        )
+    ),
+    "bert-masked": lambda: tf.BertForMaskedLM(tf.BertConfig(**SMALL, vocab_size=90)),
+    "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**SMALL, **KV, head_dim=8)),
+    "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**SMALL, **KV, logits_scaling=8.0)),
+    "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**SMALL, **KV)),
+}  # fmt: skip
+NOT_CHUNKED = ("gemma2", "granite", "cohere")
+CHUNKED = [name for name in MODELS if name not in NOT_CHUNKED]
+
+
+def model_of(name: str) -> Any:
+    torch.manual_seed(0)
+    return MODELS[name]().double().eval()
+
+
+def batch_of(*, masked: bool = True) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 90, (3, 11), generator=torch.Generator().manual_seed(1))
+    labels = ids.roll(1, 1).clone()
+    if masked:
+        labels[0, :6] = -100
+        labels[1] = -100
+        labels[2, 9:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def expected_count(model: Any, batch: Mapping[str, torch.Tensor]) -> int:
+    labels = batch["labels"] if "Masked" in type(model).__name__ else batch["labels"][:, 1:]
+    return int((labels != -100).sum())
+
+
+def gradients(model: Any, loss: torch.Tensor, seed: float) -> dict[str, torch.Tensor]:
+    named = dict(model.named_parameters())
+    grads = torch.autograd.grad(loss, list(named.values()), torch.tensor(seed, dtype=loss.dtype), allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), grads, strict=True)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_which_models_the_chunked_head_stands_for(name: str) -> None:
+    with torch.device("meta"):
+        model = MODELS[name]()
+    loss = make_loss(model)
+    assert isinstance(loss, LabelLoss)
+    assert loss.chunked == (name in CHUNKED), loss.notes
+    assert loss.causal == (name != "bert-masked")
+    assert not loss.counts_examples
+    if name in NOT_CHUNKED:
+        assert loss.notes == (
+            "loss: the model's own, with all logits in memory, because the model changes its logits between the head "
+            "and the loss",
+        )
+    assert any("auxiliary" in note for note in loss.notes) == (name == "mixtral-auxiliary")
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1000, None])
+@pytest.mark.parametrize("name", CHUNKED)
+def test_the_chunked_loss_is_the_models_own(name: str, chunk: int | None) -> None:
+    model, batch, seed = model_of(name), batch_of(), 1 / 64
+    count = expected_count(model, batch)
+    with InFloat64():
+        own = model(**batch).loss * count
+        theirs = gradients(model, own, seed)
+        loss = make_loss(model, chunk_tokens=chunk)
+        assert loss.count(batch) == count
+        ours = loss(model, batch, seed=seed)
+        torch.testing.assert_close(ours, own, rtol=1e-12, atol=0)
+        assert loss.last_count == count
+        largest = max(float(gradient.norm()) for gradient in theirs.values())
+        for parameter, gradient in gradients(model, ours, seed).items():
+            error = float((gradient - theirs[parameter]).norm())
+            assert error <= 1e-12 * (float(theirs[parameter].norm()) + 1e-3 * largest), parameter
+
+
+@pytest.mark.parametrize("name", NOT_CHUNKED)
+@pytest.mark.parametrize("mode", ["auto", "native"])
+def test_native_is_mean_times_count(name: str, mode: Any) -> None:
+    model, batch = model_of(name), batch_of()
+    loss = make_loss(model, mode=mode)
+    ours = loss(model, batch, seed=1.0)
+    assert torch.equal(ours, model(**batch).loss * expected_count(model, batch))
+
+
+@pytest.mark.parametrize("mode", ["auto", "native"])
+@pytest.mark.parametrize("name", ["llama", "mixtral-auxiliary", "bert-masked"])
+def test_a_batch_without_targets_gives_zero(name: str, mode: Any) -> None:
+    model, batch = model_of(name), batch_of()
+    batch["labels"].fill_(-100)
+    loss = make_loss(model, mode=mode)
+    assert loss.count(batch) == 0
+    total = loss(model, batch, seed=1.0)
+    assert float(total.detach()) == 0.0
+    assert all(bool((gradient == 0).all()) for gradient in gradients(model, total, 1.0).values())
+
+
+def test_microbatches_add_up() -> None:
+    model, batch = model_of("llama"), batch_of()
+    loss = make_loss(model)
+    parts = [{name: value[i : i + 1] for name, value in batch.items()} for i in range(3)]
+    with torch.no_grad():
+        total = sum(float(loss(model, part, seed=0.0)) for part in parts)
+        assert total == pytest.approx(float(loss(model, batch, seed=0.0)), rel=1e-6)
+    assert sum(loss.count(part) or 0 for part in parts) == loss.count(batch)
+
+
+def test_evaluation_and_other_calls_are_as_before() -> None:
+    model, batch = model_of("llama"), batch_of()
+    with torch.no_grad():
+        before = model(**batch)
+        ids = model.generate(batch["input_ids"][:1], max_new_tokens=4, do_sample=False)
+        loss = make_loss(model, chunk_tokens=4)
+        total = loss(model, batch, seed=0.0)
+        assert not total.requires_grad
+        torch.testing.assert_close(total, (before.loss * loss.last_count).double(), rtol=1e-6, atol=0)
+        assert torch.equal(model(**batch).logits, before.logits)
+        assert torch.equal(model(**batch).loss, before.loss)
+        assert torch.equal(model.generate(batch["input_ids"][:1], max_new_tokens=4, do_sample=False), ids)
+
+
+def test_the_head_computes_inside_its_own_call() -> None:
+    """An engine's hooks on the head gather its weight before, and release it after: it must not be read elsewhere."""
+    model, batch = model_of("llama"), batch_of()
+    weight = model.lm_head.weight.data
+    model.lm_head.weight.data = torch.full_like(weight, float("nan"))
+
+    def gather(module: Any, _args: Any) -> None:
+        module.weight.data = weight
+
+    def release(module: Any, _args: Any, _output: Any) -> None:
+        module.weight.data = torch.full_like(weight, float("nan"))
+
+    model.lm_head.register_forward_pre_hook(gather)
+    model.lm_head.register_forward_hook(release)
+    loss = make_loss(model)
+    total = loss(model, batch, seed=0.5)
+    grads = gradients(model, total, 0.5)
+    assert all(bool(torch.isfinite(gradient).all()) for gradient in grads.values())
+
+
+def test_logits_are_never_whole() -> None:
+    model, batch = model_of("llama").float(), batch_of(masked=False)
+    loss = make_loss(model, chunk_tokens=4)
+    shapes: set[tuple[int, ...]] = set()
+
+    class Shapes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                shapes.add(tuple(out.shape))
+            return out
+
+    with Shapes():
+        loss(model, batch, seed=1.0).backward()
+    rows = {shape[0] for shape in shapes if len(shape) == 2 and shape[1] == 90}
+    assert rows
+    assert max(rows - {32}) <= 4  # [hidden, vocab] is the transposed weight
+
+
+class Capped(tf.LlamaForCausalLM):
+    """A user's own class with the same loss and other logits."""
+
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = 30 * torch.tanh(output.logits / 30)
+        if labels is not None:
+            output.loss = self.loss_function(output.logits, labels, self.config.vocab_size)
+        return output
+
+
+class Smoothed(tf.LlamaForCausalLM):
+    """Adds a term to the loss that the chunked head does not see."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if output.loss is not None:
+            output.loss = output.loss + 1e-6 * output.logits.square().mean()
+        return output
+
+
+class Summed(tf.LlamaForCausalLM):
+    """A sum where the library has a mean."""
+
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, labels=labels, **kwargs)
+        if labels is not None:
+            output.loss = output.loss * (labels[:, 1:] != -100).sum()
+        return output
+
+
+@pytest.mark.parametrize("cls", [Capped, Smoothed])
+def test_other_losses_are_found_unequal(cls: Any) -> None:
+    model = cls(tf.LlamaConfig(**SMALL, **KV))
+    loss = make_loss(model)
+    assert not getattr(loss, "chunked", False), loss.notes
+
+
+def test_a_loss_that_is_no_mean_over_labels_is_not_called_one() -> None:
+    loss = make_loss(Summed(tf.LlamaConfig(**SMALL, **KV)))
+    assert isinstance(loss, ExampleLoss)
+    assert "neither labels nor shifted labels" in loss.notes[0]
+
+
+def test_a_replaced_loss_function_is_respected() -> None:
+    model = model_of("llama")
+    model.loss_function = lambda logits, labels, *args, **kwargs: logits.square().mean()
+    loss = make_loss(model)
+    assert isinstance(loss, LabelLoss)
+    assert not loss.chunked
+    assert "replaced" in loss.notes[0]
+
+
+def test_the_trial_leaves_no_trace() -> None:
+    model = model_of("llama")
+    state = torch.get_rng_state()
+    before = (set(vars(model)), set(vars(model.lm_head)))
+    assert examine(model).route == "loss_function"
+    assert (set(vars(model)), set(vars(model.lm_head))) == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dropout_does_not_disturb_the_trial() -> None:
+    assert examine(gpt2(resid_pdrop=0.5, attn_pdrop=0.5)).route == "loss_function"
+
+
+def test_classifiers_count_labelled_examples() -> None:
+    torch.manual_seed(0)
+    model = tf.BertForSequenceClassification(tf.BertConfig(**SMALL, vocab_size=90, num_labels=3)).eval()
+    batch = {"input_ids": batch_of()["input_ids"], "labels": torch.tensor([2, -100, 0])}
+    loss = make_loss(model)
+    assert loss.count(batch) == 2
+    total = loss(model, batch, seed=1.0)
+    logits = model(input_ids=batch["input_ids"]).logits
+    torch.testing.assert_close(total, nn.functional.cross_entropy(logits, batch["labels"], reduction="sum"))
+    assert not loss.causal
+    assert loss.notes == ()
+
+
+def test_token_classifiers_count_labelled_tokens() -> None:
+    model = tf.BertForTokenClassification(tf.BertConfig(**SMALL, vocab_size=90, num_labels=3)).eval()
+    batch = {"input_ids": batch_of()["input_ids"], "labels": batch_of()["labels"].clamp(max=2)}
+    loss = make_loss(model)
+    total = loss(model, batch, seed=1.0)
+    logits = model(input_ids=batch["input_ids"]).logits.reshape(-1, 3)
+    expected = nn.functional.cross_entropy(logits, batch["labels"].reshape(-1), reduction="sum")
+    torch.testing.assert_close(total, expected)
+
+
+def test_regression_counts_elements() -> None:
+    model = tf.BertForSequenceClassification(tf.BertConfig(**SMALL, vocab_size=90, num_labels=1)).eval()
+    batch = {"input_ids": batch_of()["input_ids"], "labels": torch.tensor([0.5, 1.0, -2.0])}
+    loss = make_loss(model)
+    assert loss.count(batch) == 3
+    predicted = model(input_ids=batch["input_ids"]).logits.squeeze(1)
+    torch.testing.assert_close(loss(model, batch, seed=1.0), (predicted - batch["labels"]).square().sum())
+
+
+class Net(nn.Module):
+    def __init__(self, form: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.form = form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.form(self.linear(x).mean())
+
+
+@pytest.mark.parametrize(
+    "form",
+    [lambda t: t, lambda t: SimpleNamespace(loss=t), lambda t: {"loss": t}, lambda t: (t, 1), lambda t: t.reshape(1)],
+)
+def test_any_module_counts_examples_and_says_so(form: Callable[[torch.Tensor], Any]) -> None:
+    net, batch = Net(form), {"x": torch.ones(4, 3)}
+    loss = make_loss(net)
+    assert loss.counts_examples
+    assert "Net is taken for a mean over examples" in loss.notes[0]
+    assert loss.count(batch) == 4
+    torch.testing.assert_close(loss(net, batch, seed=1.0), 4 * net.linear(batch["x"]).mean())
+
+
+@pytest.mark.parametrize("form", [lambda t: None, lambda t: {"logits": t}, lambda t: torch.ones(2), lambda t: ()])
+def test_no_loss_is_named(form: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(ConfigError, match=r"Net\.forward gave .* compute_loss"):
+        make_loss(Net(form))(Net(form), {"x": torch.ones(4, 3)}, seed=1.0)
+
+
+def test_a_users_loss_gives_its_own_count() -> None:
+    net, batch = Net(lambda t: t), {"x": torch.ones(4, 3)}
+    loss = make_loss(net, compute_loss=lambda model, b: (model.linear(b["x"]).sum(), torch.tensor(7)))
+    assert isinstance(loss, UserLoss)
+    assert loss.count(batch) is None
+    with pytest.raises(PhaseError, match="has not run"):
+        _ = loss.last_count
+    torch.testing.assert_close(loss(net, batch, seed=1.0), net.linear(batch["x"]).sum())
+    assert loss.last_count == 7
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (torch.tensor(1.0), r"should give \(sum, count\)"),
+        ((1.0, 2), "tensor of one element"),
+        ((torch.ones(2), 2), "tensor of one element"),
+        ((torch.tensor(1.0), 1.5), "whole number"),
+        ((torch.tensor(1.0), -1), "whole number"),
+        ((torch.tensor(1.0), True), "whole number"),
+        ((torch.tensor(1.0), "2"), "whole number"),
+    ],
+)
+def test_bad_results_of_a_users_loss_are_named(result: Any, message: str) -> None:
+    loss = make_loss(nn.Linear(1, 1), compute_loss=lambda model, batch: result)
+    with pytest.raises(ConfigError, match=message):
+        loss(nn.Linear(1, 1), {}, seed=1.0)
+
+
+def test_missing_labels_are_named() -> None:
+    loss = make_loss(model_of("llama"))
+    with pytest.raises(DataError, match=r"no `labels`.*input_ids"):
+        loss.count({"input_ids": torch.ones(1, 2)})
+    with pytest.raises(DataError, match="no tensor"):
+        make_loss(nn.Linear(1, 1)).count({"x": 1})

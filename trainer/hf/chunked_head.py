@@ -1,0 +1,119 @@
+"""A language model's head that computes the loss itself, chunk by chunk, and never returns logits.
+
+The model's own code stays as it is. While a microbatch is announced, the head module's `forward` gives the loss, as a
+tensor of one element, where logits were expected; it flows through the model to its end. Because that happens inside
+the head module's own call, hooks on it (which may gather its weight) find things as always. Otherwise, as in
+`generate`, the head does what it always did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from zeromesh.errors import PhaseError
+from zeromesh.tensor.cross_entropy import chunk_for, chunked_cross_entropy
+
+Route = Literal["loss_function", "logits"]
+"""How the loss leaves the model: through its replaced `loss_function`, or as the logits of a call without labels."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Microbatch:
+    """What the head computes now: targets [tokens], the gradient backward will start with, the number of targets."""
+
+    targets: torch.Tensor
+    seed: float
+    count: int
+    result: torch.Tensor | None = None
+
+
+class ChunkedHead:
+    """Replaces `forward` of a model's output embedding, and for the route `loss_function` that too.
+
+    Args:
+        model: a Hugging Face model whose `get_output_embeddings()` is an `nn.Linear`.
+        route: see `Route`.
+        chunk_tokens: tokens whose logits exist at once; None: what needs the least memory.
+        strict: insist that the very tensor that the head returned arrives at the end. For trying out a model: it shows
+            that nothing is done to logits in between.
+    """
+
+    def __init__(self, model: Any, *, route: Route, chunk_tokens: int | None = None, strict: bool = False) -> None:
+        self._head: nn.Linear = model.get_output_embeddings()
+        self._forward_before = self._head.forward
+        self._loss_before = model.loss_function if route == "loss_function" else None
+        self._route = route
+        self._chunk_tokens = chunk_tokens
+        self._strict = strict
+        self._current: _Microbatch | None = None
+        self._head.forward = self._forward
+        if route == "loss_function":
+            model.loss_function = self._loss
+
+    def run(
+        self, model: Any, inputs: dict[str, Any], *, targets: torch.Tensor, seed: float, count: int
+    ) -> torch.Tensor:
+        """The sum of the losses over `targets`: the model's inputs include `labels`; -100 marks what is no target.
+
+        Raises `PhaseError` if the model uses its head in a way that this cannot stand for.
+        """
+        with self._announced(_Microbatch(targets=targets.reshape(-1), seed=seed, count=count)) as current:
+            if self._route == "loss_function":
+                # What the model adds to its mean loss (auxiliary losses of experts) is scaled as the mean is.
+                loss: torch.Tensor = model(**inputs).loss * count
+                if current.result is None:
+                    raise PhaseError("the model computed a loss without calling its output embedding")
+                return loss
+            output = model(**{name: value for name, value in inputs.items() if name != "labels"})
+            return self._arrived(output.logits)
+
+    @contextmanager
+    def _announced(self, microbatch: _Microbatch) -> Iterator[_Microbatch]:
+        self._current = microbatch
+        try:
+            yield microbatch
+        finally:
+            self._current = None
+
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        current = self._current
+        if current is None:
+            logits: torch.Tensor = self._forward_before(hidden)
+            return logits
+        if current.result is not None:
+            raise PhaseError("the model called its output embedding twice in one forward")
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        if rows.shape[0] != current.targets.numel():
+            raise PhaseError(f"{rows.shape[0]} hidden states reached the head for {current.targets.numel()} labels")
+        vocab = self._head.weight.shape[0]
+        total = chunked_cross_entropy(
+            rows,
+            self._head.weight,
+            self._head.bias,
+            current.targets.to(rows.device),
+            seed=current.seed,
+            chunk_tokens=self._chunk_tokens or chunk_for(rows.shape[0], rows.shape[1], vocab, rows.dtype),
+        )
+        if self._route == "loss_function":
+            total = total / max(1, current.count)
+        current.result = total.reshape(1, 1, 1)
+        return current.result
+
+    def _loss(self, *args: Any, **kwargs: Any) -> Any:
+        if self._current is None:
+            return self._loss_before(*args, **kwargs) if self._loss_before is not None else None
+        return self._arrived(args[0] if args else kwargs["logits"])
+
+    def _arrived(self, logits: torch.Tensor) -> torch.Tensor:
+        current = self._current
+        if current is None or current.result is None:
+            raise PhaseError("the model computed a loss without calling its output embedding")
+        if self._strict and logits is not current.result:
+            raise PhaseError("the model changes its logits between the head and the loss")
+        return logits.reshape(())

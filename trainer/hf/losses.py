@@ -1,0 +1,247 @@
+"""How a model's loss is computed and counted. A loss is a sum over targets and their number, never a mean.
+
+a language model of Hugging Face   sum = mean x targets, or the chunked head's sum where it is shown to be equal
+a classifier of Hugging Face       sum = mean x labelled examples
+compute_loss(model, batch)         the user's sum and count
+any other module                   sum = its scalar x examples, and the run says so
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from zeromesh.errors import ConfigError, DataError, PhaseError
+from zeromesh.trainer.collate import count_targets
+from zeromesh.trainer.hf.chunked_head import ChunkedHead
+from zeromesh.trainer.hf.loss_check import Verdict, examine, shifted
+from zeromesh.zero.initial import is_pretrained_model
+
+ComputeLoss = Callable[[nn.Module, Mapping[str, Any]], tuple[torch.Tensor, int | torch.Tensor]]
+"""A user's `(model, batch) -> (sum, count)`: the sum of the losses, a scalar, and how many they are."""
+
+# The library's names for what a class computes (`model.loss_type`).
+_LANGUAGE = {"ForCausalLM": True, "ForMaskedLM": False, "ForConditionalGeneration": None}
+_LABELLED = (
+    "ForTokenClassification",
+    "ForSequenceClassification",
+    "ForImageClassification",
+    "ForVideoClassification",
+    "ForAudioClassification",
+)
+
+
+class Loss(Protocol):
+    """How a model's loss is computed and counted."""
+
+    @property
+    def counts_examples(self) -> bool:
+        """Whether it counts examples because nothing is known about what its loss is the mean of."""
+        ...
+
+    @property
+    def causal(self) -> bool:
+        """Whether the model predicts the next token, so that its first label is no target."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines that the run prints about how it counts and computes."""
+        ...
+
+    @property
+    def last_count(self) -> int:
+        """Targets of the batch that was computed last."""
+        ...
+
+    def count(self, batch: Mapping[str, Any]) -> int | None:
+        """Targets of a batch, known from its labels; None where only the forward tells."""
+        ...
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> torch.Tensor:
+        """The sum of the losses, a scalar, whose backward will start with `seed` (0 and no gradients: evaluation)."""
+        ...
+
+
+def make_loss(
+    model: nn.Module,
+    *,
+    mode: Literal["auto", "native"] = "auto",
+    chunk_tokens: int | None = None,
+    compute_loss: ComputeLoss | None = None,
+) -> Loss:
+    """How `model`'s loss is computed and counted; `model` may be on the meta device, and is not run.
+
+    Args:
+        mode: `auto` computes a language model's loss in chunks of tokens where a trial on a small copy gives the
+            model's own loss and gradients; `native` always takes the model's own.
+        chunk_tokens: tokens whose logits exist at once; None: what needs the least memory.
+        compute_loss: a user's own, which is then taken as it is.
+    """
+    if compute_loss is not None:
+        return UserLoss(compute_loss)
+    if not is_pretrained_model(model):
+        return ExampleLoss(f"the loss of {type(model).__name__}")
+    kind = getattr(model, "loss_type", None)
+    if kind in _LABELLED:
+        return LabelLoss(model, causal=False)
+    embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)
+    if embeddings() is None:
+        return ExampleLoss(f"the loss of {type(model).__name__} (loss_type {kind})")
+    verdict = _verdict(model, _LANGUAGE.get(str(kind)))
+    if verdict.causal is None:
+        return ExampleLoss(f"the loss of {type(model).__name__} ({verdict.reason})")
+    notes = _auxiliary_note(verdict)
+    if mode == "native":
+        return LabelLoss(model, causal=verdict.causal, notes=notes)
+    if verdict.route is None:
+        line = f"loss: the model's own, with all logits in memory, because {verdict.reason}"
+        return LabelLoss(model, causal=verdict.causal, notes=(line, *notes))
+    head = ChunkedHead(model, route=verdict.route, chunk_tokens=chunk_tokens)
+    line = "loss: cross entropy in chunks of tokens, equal to the model's own in a trial"
+    return LabelLoss(model, causal=verdict.causal, head=head, notes=(line, *notes))
+
+
+def _verdict(model: Any, causal: bool | None) -> Verdict:
+    if "_loss_function" in vars(model):
+        return Verdict(causal=causal, reason="its loss function was replaced")
+    verdict = examine(model)
+    if verdict.causal is None and causal is not None and verdict.reason.startswith("no small copy"):
+        return Verdict(causal=causal, reason=verdict.reason)
+    return verdict
+
+
+def _auxiliary_note(verdict: Verdict) -> tuple[str, ...]:
+    if not verdict.auxiliary:
+        return ()
+    return (
+        "the loss has auxiliary terms that are computed per microbatch (balance of experts): with other sizes of "
+        "microbatches it is another loss",
+    )
+
+
+class LabelLoss:
+    """A Hugging Face model's loss that is a mean over its labels: `sum = mean x count`, or the chunked head's sum."""
+
+    counts_examples = False
+
+    def __init__(
+        self, model: nn.Module, *, causal: bool, head: ChunkedHead | None = None, notes: tuple[str, ...] = ()
+    ) -> None:
+        self.causal = causal
+        self.notes = notes
+        self.last_count = 0
+        self._head = head
+        parameters = inspect.signature(type(model).forward).parameters
+        # Training and evaluation read each position once: a cache of keys and values would only take memory.
+        self._fixed = {"use_cache": False} if "use_cache" in parameters else {}
+
+    @property
+    def chunked(self) -> bool:
+        """Whether logits are computed in chunks."""
+        return self._head is not None
+
+    def count(self, batch: Mapping[str, Any]) -> int:
+        """Targets among `labels`. Raises `DataError` if there are none of that name."""
+        labels = batch.get("labels")
+        if not isinstance(labels, torch.Tensor):
+            raise DataError(f"the batch has no `labels` tensor; it has {', '.join(map(str, batch)) or 'nothing'}")
+        return count_targets(labels, causal=self.causal)
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> torch.Tensor:
+        """See `Loss`. A batch without targets gives 0, with gradients of 0."""
+        count = self.last_count = self.count(batch)
+        inputs = {**self._fixed, **batch}
+        labels = inputs["labels"]
+        if self._head is not None:
+            targets = shifted(labels) if self.causal else labels
+            return self._head.run(model, inputs, targets=targets, seed=seed, count=count)
+        if count == 0:
+            # A mean over nothing is NaN, and NaN times 0 too: let it be the mean over something, times 0.
+            inputs["labels"] = torch.zeros_like(labels)
+        loss: torch.Tensor = model(**inputs).loss
+        return loss * count
+
+
+class ExampleLoss:
+    """A module's own scalar, taken for a mean over the examples of the batch (dim 0 of its first tensor)."""
+
+    counts_examples = True
+    causal = False
+
+    def __init__(self, what: str) -> None:
+        self.notes = (f"{what} is taken for a mean over examples; pass compute_loss to count otherwise",)
+        self.last_count = 0
+
+    def count(self, batch: Mapping[str, Any]) -> int:
+        """Examples of the batch. Raises `DataError` if it holds no tensor."""
+        for value in batch.values():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                return value.shape[0]
+        raise DataError(f"the batch holds no tensor with a batch dim; it has {', '.join(map(str, batch)) or 'nothing'}")
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> torch.Tensor:
+        """See `Loss`. Raises `ConfigError` if the module returns no scalar loss."""
+        self.last_count = self.count(batch)
+        return _scalar(model(**batch), type(model).__name__) * self.last_count
+
+
+def _scalar(output: Any, name: str) -> torch.Tensor:
+    """The loss among what a module returned: a tensor, an object or mapping with `loss`, or a tuple that begins so."""
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif isinstance(output, tuple | list):
+        found = output[0] if output else None
+    else:
+        found = getattr(output, "loss", output)
+    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        raise ConfigError(
+            f"{name}.forward gave {shape} where a scalar loss was expected; return the loss (a scalar, or an object "
+            "with `loss`) or pass compute_loss=(model, batch) -> (sum, count)"
+        )
+    return found.reshape(())
+
+
+class UserLoss:
+    """A user's `compute_loss`, whose count is known after it has run."""
+
+    counts_examples = False
+    causal = False
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, compute_loss: ComputeLoss) -> None:
+        self._compute = compute_loss
+        self._count: int | None = None
+
+    @property
+    def last_count(self) -> int:
+        """Targets of the batch that was computed last. Raises `PhaseError` before the first."""
+        if self._count is None:
+            raise PhaseError("compute_loss has not run yet, so its count is not known")
+        return self._count
+
+    def count(self, batch: Mapping[str, Any]) -> None:
+        """None: only the forward tells."""
+        return
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> torch.Tensor:
+        """See `Loss`. Raises `ConfigError` unless `compute_loss` gives a scalar and a whole number of 0 or more."""
+        result = self._compute(model, batch)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ConfigError(
+                f"compute_loss gave a {type(result).__name__}; it should give (sum, count): the sum of the losses and "
+                "how many they are, so that microbatches of different sizes add up"
+            )
+        total, count = result
+        if not isinstance(total, torch.Tensor) or total.numel() != 1:
+            raise ConfigError("compute_loss: the sum must be a tensor of one element")
+        number = count.item() if isinstance(count, torch.Tensor) and count.numel() == 1 else count
+        if isinstance(number, bool) or not isinstance(number, int | float) or number != int(number) or number < 0:
+            raise ConfigError(f"compute_loss: the count must be a whole number of 0 or more; got {count!r}")
+        self._count = int(number)
+        return total.reshape(())

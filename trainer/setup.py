@@ -1,0 +1,223 @@
+"""From a configuration to the objects of a run: options of the engine, model, data, feeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeromesh.errors import ConfigError, DataError
+from zeromesh.mesh.axes import MeshShape
+from zeromesh.mesh.groups import Mesh, pick_device
+from zeromesh.mesh.launch import read_environment
+from zeromesh.optim.sharded import OptimizerSettings
+from zeromesh.trainer.batching import BatchPlan, SampleOrder
+from zeromesh.trainer.collate import Collate, MapDataset, check_dataset
+from zeromesh.trainer.config import TrainerConfig
+from zeromesh.trainer.data import LoadedData, load_datasets
+from zeromesh.trainer.hf.build import build_model
+from zeromesh.trainer.packing import PackedDataset
+from zeromesh.trainer.schedules import Schedule
+from zeromesh.trainer.step import Feed
+from zeromesh.trainer.tokenizers import PretrainedTokenizer, Tokenizer
+from zeromesh.zero.deferred import BuiltModel, build_deferred
+from zeromesh.zero.options import Precision, ZeroOptions
+from zeromesh.zero.scaler import ScalerSettings
+from zeromesh.zero.sources import materialize_buffers, source_for
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """`bfloat16` to `torch.bfloat16`."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def connect(config: TrainerConfig) -> Mesh:
+    """Join the other ranks of the launch in the mesh of the configuration.
+
+    Raises:
+        ConfigError, LayoutError: when the launch or the mesh does not fit.
+    """
+    environment = read_environment()
+    parallel = config.parallel
+    shape = MeshShape.resolve(
+        environment.world_size,
+        pipeline=parallel.pipeline,
+        replicate=parallel.replicate,
+        shard=parallel.shard,
+        tensor=parallel.tensor,
+    )
+    device = pick_device(environment.local_rank)
+    return Mesh(shape, environment, device=device, timeout_seconds=parallel.timeout_seconds)
+
+
+def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
+    """What the engine is told."""
+    precision, optimizer = config.precision, config.optimizer
+    scale = precision.loss_scale
+    settings = ScalerSettings(
+        initial=scale.initial_scale,
+        growth_interval=scale.growth_interval,
+        growth=scale.growth_factor,
+        backoff=scale.backoff_factor,
+    )
+    return ZeroOptions(
+        stage=config.zero.stage,
+        prefetch=config.zero.prefetch,
+        gathered_budget=None if config.zero.gathered_budget == "auto" else config.zero.gathered_budget,
+        overlap=config.zero.overlap,
+        transport=config.parallel.transport,
+        precision=Precision(
+            compute=dtype_named(precision.compute),
+            master=dtype_named(precision.master),
+            reduce=dtype_named(precision.reduce),
+            loss_scale=settings if precision.compute == "float16" else None,
+        ),
+        optimizer=OptimizerSettings(
+            name=optimizer.name,
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            momentum=optimizer.momentum,
+            no_decay=optimizer.no_decay,
+        ),
+        accumulation=accumulation,
+        clip_norm=config.run.clip_norm,
+        on_nonfinite=config.run.on_nonfinite,
+        optimizer_in_backward=optimizer.in_backward,
+        seed=config.run.seed,
+    )
+
+
+def learning_rate_schedule(config: TrainerConfig) -> Schedule:
+    """The schedule of the configuration, over the steps of its run."""
+    section = config.schedule
+    return Schedule(
+        name=section.name,
+        warmup_steps=section.warmup_steps,
+        total_steps=config.run.max_steps,
+        min_ratio=section.min_ratio,
+        num_cycles=section.num_cycles,
+        power=section.power,
+        decay_steps=section.decay_steps,
+        decay_shape=section.decay_shape,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """Datasets of a run. `loaded` is None where they were given to the trainer."""
+
+    train: MapDataset | None
+    eval: MapDataset | None
+    loaded: LoadedData | None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.loaded.notes if self.loaded else ()
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The tokenizer's, for a model that does not say its own."""
+        return self.loaded.tokenizer.vocab_size if self.loaded else None
+
+
+def prepare_data(
+    config: TrainerConfig, train: MapDataset | None, evaluation: MapDataset | None, processing_class: Any
+) -> Data:
+    """Datasets as given, or made of the text that the configuration names.
+
+    Raises:
+        DataError: for an empty or unusable dataset, file or tokenizer.
+    """
+    if train is not None or evaluation is not None:
+        for name, dataset in (("train_dataset", train), ("eval_dataset", evaluation)):
+            if dataset is not None:
+                check_dataset(dataset, name=name)
+        return Data(train=train, eval=evaluation, loaded=None)
+    tokenizer: Tokenizer | None = PretrainedTokenizer(tokenizer=processing_class) if processing_class else None
+    loaded = load_datasets(config.data, tokenizer=tokenizer)
+    return Data(train=loaded.train, eval=loaded.eval, loaded=loaded)
+
+
+def prepare_model(
+    model: nn.Module | Callable[[], nn.Module] | None, config: TrainerConfig, vocab_size: int | None
+) -> BuiltModel:
+    """The model of a run and where its weights come from: given built, built by a callable on meta, or named by the config.
+
+    Raises:
+        ConfigError: for a model that cannot be built.
+        LostValuesError: for a model on the meta device whose weights nothing computes.
+    """
+    seed = config.run.seed
+    if model is None:
+        section = config.model
+        return build_model(
+            source=section.source, config=section.config, head=section.head, seed=seed, vocab_size=vocab_size
+        )
+    if isinstance(model, nn.Module):
+        return BuiltModel(model=model, source=source_for(model, seed), notes=())
+    if not callable(model):
+        raise ConfigError(f"model is a {type(model).__name__}; give an nn.Module or a callable that builds one")
+    return build_deferred(model, seed)
+
+
+def place_buffers(built: BuiltModel, mesh: Mesh, seed: int) -> None:
+    """Put the model's buffers on the device, in their own dtypes.
+
+    Raises:
+        ConfigError: when some on the meta device cannot be recomputed.
+    """
+    lost = materialize_buffers(built.model, mesh.device, seed, source=built.source)
+    if lost:
+        raise ConfigError(
+            f"buffers {', '.join(lost[:8])} were lost by building on the meta device; pass the model built, or a callable"
+        )
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """Rows of the input embedding, which token ids must stay below; None for a model without one."""
+    getter = getattr(model, "get_input_embeddings", None)
+    if getter is None:
+        return None
+    try:
+        embedding = getter()
+    except (NotImplementedError, AttributeError):
+        return None
+    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+
+
+def feed_of(
+    dataset: MapDataset,
+    plan: BatchPlan,
+    config: TrainerConfig,
+    collate: Collate | None,
+    vocab_size: int | None,
+    *,
+    causal: bool,
+    shuffle: bool,
+) -> Feed:
+    """Batches of a dataset in the order of global sample indices.
+
+    Raises:
+        DataError: for a packed dataset with ids that the vocabulary does not have.
+    """
+    if isinstance(dataset, PackedDataset) and vocab_size is not None:
+        dataset.check_vocabulary(vocab_size)
+    order = SampleOrder(length=len(dataset), seed=config.run.seed, shuffle=shuffle)
+    return Feed(dataset=dataset, order=order, plan=plan, collate=collate, vocab_size=vocab_size, causal=causal)
+
+
+def require_training_data(data: Data) -> MapDataset:
+    """The training dataset.
+
+    Raises:
+        DataError: when only an evaluation dataset was given.
+    """
+    if data.train is None:
+        raise DataError("there is no train_dataset; give one to Trainer, or name text in data.train")
+    return data.train

@@ -1,0 +1,184 @@
+"""One optimizer step: fetch all its microbatches, count their targets once over all ranks, then run them.
+
+A loss is a sum and a count. Backward of every microbatch starts with one over the global count, so accumulation, data parallelism
+and ragged batches cannot change the scale of a gradient. A loss whose count is known only after forward starts with 1, and the
+update divides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.mesh.groups import Mesh
+from zeromesh.trainer.batching import BatchPlan, Microbatch, SampleOrder
+from zeromesh.trainer.collate import Collate, MapDataset, fetch_microbatch
+from zeromesh.trainer.hf.losses import Loss
+from zeromesh.zero.engine import Microbatch as EngineMicrobatch
+from zeromesh.zero.engine import ZeroEngine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Feed:
+    """Where batches come from and how they are checked."""
+
+    dataset: MapDataset
+    order: SampleOrder
+    plan: BatchPlan
+    collate: Collate | None
+    vocab_size: int | None
+    causal: bool
+
+    def fetch(self, microbatch: Microbatch) -> dict[str, Any]:
+        """The checked batch of a microbatch, on CPU."""
+        return fetch_microbatch(
+            self.dataset,
+            self.order,
+            microbatch,
+            collate=self.collate,
+            vocab_size=self.vocab_size,
+            causal=self.causal,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What a step did, over all ranks. `loss` is the mean over `targets`; `tokens` counts inputs."""
+
+    loss: float
+    targets: int
+    tokens: int
+    grad_norm: float
+    skipped: bool
+    loss_scale: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationResult:
+    """Mean loss over `targets` of an evaluation set."""
+
+    loss: float
+    targets: int
+
+
+class Stepper:
+    """Runs training steps of an engine, and evaluations of the model with or without one."""
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, mesh: Mesh, compute_dtype: torch.dtype, engine: ZeroEngine | None
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._mesh = mesh
+        self.dtype = compute_dtype
+        self._engine = engine
+
+    def train_step(
+        self, feed: Feed, step: int, lr_factor: float, before_update: Callable[[], None] = lambda: None
+    ) -> StepResult:
+        """Run step `step` (from 0). `before_update` is called between the last backward and the update.
+
+        Raises:
+            DataError: for a batch that cannot be trained on.
+            CollectiveError: when a peer is gone, late or elsewhere.
+        """
+        engine = self._require_engine()
+        began = time.perf_counter()
+        microbatches = feed.plan.microbatches(step, self._mesh.data_index)
+        batches = [feed.fetch(microbatch) for microbatch in microbatches]
+        count = self._known_count(microbatches, batches)
+        seed = 1.0 if count is None else 1.0 / max(1, count)
+        engine.begin_step(step, lr_factor)
+        sums = torch.zeros(3, dtype=torch.float64)
+        for number, (microbatch, batch) in enumerate(zip(microbatches, batches, strict=True)):
+            weight = microbatch.weight
+            where = EngineMicrobatch(
+                step=step,
+                first_sample=microbatch.first_sample,
+                first=number == 0,
+                last=number == len(microbatches) - 1,
+            )
+            loss = self._forward_backward(engine, batch, seed * weight, where)
+            if weight:
+                sums += torch.tensor([float(loss), self._loss.last_count, _tokens(batch)], dtype=torch.float64)
+        before_update()
+        self._mesh.data.sum_(sums, "sum of the loss")
+        total, targets = float(sums[0]), int(sums[1])
+        outcome = engine.finish_step(1.0 if count is not None else 1.0 / max(1, targets))
+        return StepResult(
+            loss=total / targets if targets else float("nan"),
+            targets=targets,
+            tokens=int(sums[2]),
+            grad_norm=outcome.grad_norm,
+            skipped=outcome.skipped,
+            loss_scale=outcome.loss_scale,
+            seconds=time.perf_counter() - began,
+        )
+
+    def evaluate(self, feed: Feed) -> EvaluationResult:
+        """Mean loss over the feed's dataset, each sample once, as one batch of its plan."""
+        self._model.eval()
+        sums = torch.zeros(2, dtype=torch.float64)
+        try:
+            for microbatch in feed.plan.microbatches(0, self._mesh.data_index):
+                batch = self._to_device(feed.fetch(microbatch))
+                loss = self._forward(batch)
+                if microbatch.weight:
+                    sums += torch.tensor([float(loss), self._loss.last_count], dtype=torch.float64)
+        finally:
+            self._model.train()
+        self._mesh.data.sum_(sums, "sum of the evaluation loss")
+        targets = int(sums[1])
+        return EvaluationResult(loss=float(sums[0]) / targets if targets else float("nan"), targets=targets)
+
+    def _forward(self, batch: dict[str, Any]) -> Tensor:
+        if self._engine is None:
+            with torch.no_grad():
+                return self._loss(self._model, batch, seed=0.0)
+        with self._engine.evaluation():
+            return self._loss(self._model, batch, seed=0.0)
+
+    def _forward_backward(
+        self, engine: ZeroEngine, batch: dict[str, Any], seed: float, where: EngineMicrobatch
+    ) -> Tensor:
+        on_device = self._to_device(batch)
+        scaled = seed * engine.scaler.scale
+        return engine.forward_backward(lambda: self._loss(self._model, on_device, seed=scaled), seed, where)
+
+    def _known_count(self, microbatches: tuple[Microbatch, ...], batches: list[dict[str, Any]]) -> int | None:
+        """Targets of the global batch, or None where the loss tells only after forward."""
+        counts = [self._loss.count(batch) for batch in batches]
+        if any(count is None for count in counts):
+            return None
+        mine = sum((count or 0) * each.weight for count, each in zip(counts, microbatches, strict=True))
+        return int(self._mesh.data.sum_(torch.tensor([mine]), "count of targets")[0])
+
+    def _to_device(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors to the device; floating-point inputs to the compute dtype, but labels as they are."""
+        moved: dict[str, Any] = {}
+        for name, value in batch.items():
+            if isinstance(value, Tensor):
+                dtype = self.dtype if value.is_floating_point() and name != "labels" else value.dtype
+                value = value.to(self._mesh.device, dtype, non_blocking=True)
+            moved[name] = value
+        return moved
+
+    def _require_engine(self) -> ZeroEngine:
+        if self._engine is None:
+            raise RuntimeError("training needs an engine")
+        return self._engine
+
+
+def _tokens(batch: Mapping[str, Any]) -> int:
+    """Input elements of a batch: tokens where it has `input_ids`, else its samples."""
+    ids = batch.get("input_ids")
+    if isinstance(ids, Tensor):
+        return ids.numel()
+    first = next((value for value in batch.values() if isinstance(value, Tensor)), None)
+    return 0 if first is None else first.shape[0]

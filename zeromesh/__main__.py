@@ -1,0 +1,10 @@
+"""`python -m zeromesh` is the `zeromesh` command."""
+
+from __future__ import annotations
+
+import sys
+
+from zeromesh.trainer.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

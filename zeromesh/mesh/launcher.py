@@ -1,0 +1,203 @@
+"""Starts a command as several workers on this host through torch's elastic launcher, and says what stopped them.
+
+The launching process only waits: it holds the rendezvous store, and it ends its workers when one of them
+fails or when it is interrupted. Each worker leaves its error in the file that the launcher reads, so that
+one message comes out, from the rank that failed first, and not one traceback per process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from zeromesh.errors import CollectiveError, ZeromeshError
+from zeromesh.mesh.launch import LOOPBACK, exported, setting, worker_environment
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_SHUTDOWN_SECONDS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkersFailed:
+    """Why the workers ended: what the rank that failed first has to say, and the exit code for the command."""
+
+    ranks: tuple[int, ...]
+    message: str
+    exit_code: int
+
+    def __str__(self) -> str:
+        who = "rank" if len(self.ranks) == 1 else "ranks"
+        return f"{who} {', '.join(map(str, self.ranks))}: {self.message}"
+
+
+def launch_workers(arguments: Sequence[str], *, processes: int) -> WorkersFailed | int:
+    """Run `python ARGUMENTS` as ranks 0 to `processes` - 1 of this host, and wait for all of them.
+
+    Returns 0 when all succeed, what failed when one does not, and 128 plus the signal's number when this
+    process was told to stop; the workers are gone then.
+    """
+    variables = worker_environment(processes)
+    if setting(_SHUTDOWN_SECONDS) is None:
+        variables[_SHUTDOWN_SECONDS] = "5"
+    with exported(variables), _quiet_elastic(), _kept_signal_handlers():
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{LOOPBACK}:0",
+            local_addr=LOOPBACK,
+            max_restarts=0,
+            monitor_interval=0.1,
+        )
+        try:
+            elastic_launch(config, sys.executable)(*arguments)
+        except ChildFailedError as error:
+            return _first_failure(error.failures)
+        except SignalException as error:
+            return 128 + int(error.sigval)
+        except KeyboardInterrupt:
+            return 128 + int(signal.SIGINT)
+    return 0
+
+
+def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:
+    """Make this process a worker of `launch_workers`: it dies with its parent, and leaves its errors to it.
+
+    `exit_code_of` says with which code the launching command should exit after an error.
+    """
+    if sys.platform == "linux":
+        # The kernel ends this process when the launcher is killed, which then cannot do it itself.
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
+
+    def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, KeyboardInterrupt):
+            text = "".join(traceback.format_exception(kind, error, trace))
+            _record(error, text, exit_code_of(error))
+
+    sys.excepthook = leave
+
+
+def _record(error: BaseException, trace: str, exit_code: int) -> None:
+    """Write `error` where the launcher looks for it, in torch's format with a few keys more."""
+    path = setting("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        sys.stderr.write(trace)
+        return
+    name = type(error).__name__
+    details = {
+        "py_callstack": trace,
+        "timestamp": str(int(time.time())),
+        "zeromesh_text": str(error) if isinstance(error, ZeromeshError) else f"{name}\n{trace.rstrip()}",
+        "zeromesh_time": time.time(),
+        "zeromesh_exit_code": exit_code,
+        "zeromesh_distance": int(isinstance(error, CollectiveError)),
+    }
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": f"{name}: {error}", "extraInfo": details}}, file)
+
+
+def _first_failure(failures: dict[int, ProcessFailure]) -> WorkersFailed:
+    """The failure that the others follow from: peers of a dead rank notice it and fail too, or are stopped."""
+    said = {rank: _said(failure) for rank, failure in failures.items()}
+    first = min(said, key=lambda rank: (said[rank].distance, said[rank].time, rank))
+    same = tuple(sorted(rank for rank in said if said[rank].text == said[first].text))
+    return WorkersFailed(ranks=same, message=said[first].text, exit_code=said[first].exit_code)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Said:
+    """What a worker left behind, when (seconds of the clock), and how far it is from the cause.
+
+    Distance 0 may be the cause, 1 has noticed that a peer failed, 2 was stopped by the launcher.
+    """
+
+    text: str
+    time: float
+    exit_code: int
+    distance: int
+
+
+def _said(failure: ProcessFailure) -> _Said:
+    message: Any = failure.message  # text, or the "message" of the file that `_record` wrote
+    details: dict[str, Any] = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+    if "zeromesh_text" in details:
+        return _Said(
+            text=str(details["zeromesh_text"]),
+            time=float(details["zeromesh_time"]),
+            exit_code=int(details["zeromesh_exit_code"]),
+            distance=int(details["zeromesh_distance"]),
+        )
+    if failure.exitcode >= 0:
+        return _Said(
+            text=f"ended with exit code {failure.exitcode} and no Python error",
+            time=float(failure.timestamp),
+            exit_code=failure.exitcode or 1,
+            distance=0,
+        )
+    name = failure.signal_name()
+    hint = "; the kernel kills like this when memory runs out (see dmesg)" if name == "SIGKILL" else ""
+    return _Said(
+        text=f"was killed by {name}{hint}",
+        time=float(failure.timestamp),
+        exit_code=128 - failure.exitcode,
+        distance=2 if name == "SIGTERM" else 0,
+    )
+
+
+@contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """Keep the launcher's own log, which tells every failure again, away from the terminal."""
+    loggers = [logging.getLogger(f"torch.distributed.{name}") for name in ("elastic", "launcher")]
+    kept = [logger.propagate for logger in loggers]
+    quiet = logging.NullHandler()
+    for logger in loggers:
+        logger.propagate = False
+        logger.addHandler(quiet)
+    try:
+        yield
+    finally:
+        for logger, propagate in zip(loggers, kept, strict=True):
+            logger.propagate = propagate
+            logger.removeHandler(quiet)
+
+
+@contextmanager
+def _kept_signal_handlers() -> Iterator[None]:
+    """Put the signal handlers back that the launcher replaces."""
+    kept = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+
+def python_arguments(module: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """The arguments that run `module` in a new Python as it runs in this one.
+
+    `python -m` searches the working directory first, an installed command does not: then a worker must not
+    either, lest a `datasets.py` lying there be taken for the library.
+    """
+    searched = {os.path.realpath(entry or os.getcwd()) for entry in sys.path[:1]}
+    isolated = () if os.path.realpath(os.getcwd()) in searched else ("-P",)
+    return (*isolated, "-m", module, *arguments)
