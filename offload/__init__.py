@@ -4,7 +4,13 @@ Useful by itself; knows no rank and no model.
 """
 
 from zeromesh.offload.ledger import Entry, Ledger, Purpose, Tier
-from zeromesh.offload.process import available_bytes, peak_bytes, proportional_bytes, resident_bytes, return_freed_memory
+from zeromesh.offload.process import (
+    available_bytes,
+    peak_bytes,
+    proportional_bytes,
+    resident_bytes,
+    return_freed_memory,
+)
 
 __all__ = [
     "Entry",

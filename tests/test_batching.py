@@ -18,9 +18,7 @@ ORDER_OF_TEN = [3, 5, 9, 4, 2, 8, 6, 0, 7, 1, 8, 2, 1, 9, 7, 0, 5, 3, 4, 6]
 @st.composite
 def plans(draw: st.DrawFn) -> BatchPlan:
     micro = draw(st.integers(1, 9))
-    return BatchPlan(
-        global_size=draw(st.integers(micro, 70)), micro_size=micro, data_ranks=draw(st.integers(1, 8))
-    )
+    return BatchPlan(global_size=draw(st.integers(micro, 70)), micro_size=micro, data_ranks=draw(st.integers(1, 8)))
 
 
 def all_microbatches(plan: BatchPlan, step: int) -> list[Microbatch]:
@@ -29,9 +27,7 @@ def all_microbatches(plan: BatchPlan, step: int) -> list[Microbatch]:
 
 @given(plan=plans(), step=st.integers(0, 10_000))
 def test_weighted_microbatches_are_the_global_batch(plan: BatchPlan, step: int) -> None:
-    real = sorted(
-        (each for each in all_microbatches(plan, step) if each.weight), key=lambda each: each.first_sample
-    )
+    real = sorted((each for each in all_microbatches(plan, step) if each.weight), key=lambda each: each.first_sample)
     samples = [sample for each in real for sample in each.samples]
     assert samples == list(range(step * plan.global_size, (step + 1) * plan.global_size))
     assert len(real) == plan.blocks
@@ -137,9 +133,7 @@ def test_the_order_is_the_same_for_ever() -> None:
 
 def test_all_orders_of_a_small_dataset_are_about_equally_likely() -> None:
     """120 orders, 100 expected of each: chi-square has mean 119 and standard deviation 15.4."""
-    seen = Counter(
-        tuple(map(SampleOrder(length=5, seed=seed).dataset_index, range(5))) for seed in range(12_000)
-    )
+    seen = Counter(tuple(map(SampleOrder(length=5, seed=seed).dataset_index, range(5))) for seed in range(12_000))
     assert len(seen) == 120
     assert sum((count - 100) ** 2 / 100 for count in seen.values()) < 119 + 5 * 15.4
 

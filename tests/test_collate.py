@@ -177,8 +177,6 @@ def test_a_collator_of_transformers_works() -> None:
     )
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     dataset = [{"input_ids": [1] * (i + 1)} for i in range(4)]
-    batch = fetch_microbatch(
-        dataset, ORDER, PLAN.microbatches(0, 0)[0], collate=collate, vocab_size=2, causal=True
-    )
+    batch = fetch_microbatch(dataset, ORDER, PLAN.microbatches(0, 0)[0], collate=collate, vocab_size=2, causal=True)
     assert batch["input_ids"].tolist() == [[1, 0], [1, 1]]
     assert count_targets(batch["labels"], causal=True) == 1

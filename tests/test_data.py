@@ -90,9 +90,7 @@ def test_the_standard_library_prints_the_loss_to_beat() -> None:
     assert data.train_text.tokens == data.train.tokens.size + data.train_text.dropped
 
 
-def test_the_standard_library_is_bounded_and_may_be_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_standard_library_is_bounded_and_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("b.py", "a.py", "_sysconfigdata_x.py", "test/t.py", "note.txt", "c.py"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)

@@ -110,6 +110,16 @@ def test_a_bare_base_model_loads_under_a_head(tmp_path: Path) -> None:
     assert torch.equal(built.source.read("model.layers.0.self_attn.q_proj.weight", 0, q.numel()), q)
 
 
+def test_how_to_generate_is_taken_along(tmp_path: Path) -> None:
+    original = saved("llama", tmp_path)
+    original.generation_config.max_new_tokens = 7
+    original.generation_config.save_pretrained(tmp_path)
+    assert load(tmp_path).model.generation_config.max_new_tokens == 7
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        load(tmp_path)
+
+
 def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
     tensors = load_file(directory / "model.safetensors")
     change(tensors)

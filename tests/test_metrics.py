@@ -165,9 +165,7 @@ def test_piped_output_is_one_plain_line_per_logged_step() -> None:
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
     assert "[not markup] xxx" in lines[0]
-    assert lines[1].startswith(
-        "step 2/200  loss 3.2500  grad 1.5  lr 0.0003  12.3k tokens/s  250 ms/step  1.5 GiB  "
-    )
+    assert lines[1].startswith("step 2/200  loss 3.2500  grad 1.5  lr 0.0003  12.3k tokens/s  250 ms/step  1.5 GiB  ")
     assert lines[1].endswith(" left")
     assert "loss nan" in lines[2]
     assert lines[2].endswith("skipped True")

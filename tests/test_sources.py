@@ -193,7 +193,7 @@ class Unregistered(Plain):
 class Peeking(Plain):
     def __init__(self) -> None:
         super().__init__()
-        self.bound = float(self.out.weight.abs().max())
+        self.bound = float(self.out.weight.detach().abs().max())
 
 
 def test_plain_modules_are_drawn_by_their_own_reset() -> None:

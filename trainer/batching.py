@@ -100,12 +100,9 @@ class BatchPlan:
         """
         if step < 0 or not 0 <= data_rank < self.data_ranks:
             raise ConfigError(
-                f"step {step} of data rank {data_rank}: steps start at 0 and data ranks are 0 to "
-                f"{self.data_ranks - 1}"
+                f"step {step} of data rank {data_rank}: steps start at 0 and data ranks are 0 to {self.data_ranks - 1}"
             )
-        return tuple(
-            self._block(step, turn * self.data_ranks + data_rank) for turn in range(self.accumulation)
-        )
+        return tuple(self._block(step, turn * self.data_ranks + data_rank) for turn in range(self.accumulation))
 
     def _block(self, step: int, block: int) -> Microbatch:
         """Block `block` of step `step`, or the first one again with weight 0 where there is no such block."""

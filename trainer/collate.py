@@ -127,16 +127,12 @@ def count_targets(labels: Tensor, *, causal: bool) -> int:
         return labels.numel()
     if causal:
         if labels.ndim < 2:
-            raise DataError(
-                f"labels of a causal model are [batch, sequence]; these have shape {list(labels.shape)}"
-            )
+            raise DataError(f"labels of a causal model are [batch, sequence]; these have shape {list(labels.shape)}")
         labels = labels[..., 1:]
     return int((labels != IGNORED_LABEL).sum())
 
 
-def check_batch(
-    batch: Mapping[str, Any], *, vocab_size: int | None, causal: bool, indices: Sequence[int]
-) -> None:
+def check_batch(batch: Mapping[str, Any], *, vocab_size: int | None, causal: bool, indices: Sequence[int]) -> None:
     """Raise `DataError` for ids that the vocabulary does not have: an embedding would read past its end.
 
     `input_ids` are in [0, vocab_size), and so are the labels of a causal model that are not -100. `indices`
@@ -212,9 +208,7 @@ def check_first_batch(
     whole = BatchPlan(global_size=plan.global_size, micro_size=plan.micro_size, data_ranks=1)
     with torch.random.fork_rng(devices=[]):  # a collator that masks at random should not notice
         for microbatch in whole.microbatches(step, 0):
-            batch = fetch_microbatch(
-                dataset, order, microbatch, collate=collate, vocab_size=vocab_size, causal=causal
-            )
+            batch = fetch_microbatch(dataset, order, microbatch, collate=collate, vocab_size=vocab_size, causal=causal)
             labels = batch.get("labels")
             if not isinstance(labels, Tensor) or count_targets(labels, causal=causal):
                 return

@@ -166,9 +166,7 @@ class Console(SilentConsole):
             auto_refresh=False,
             expand=True,
         )
-        self._task = self._progress.add_task(
-            "", total=self._total_steps, completed=self._first_step, numbers=""
-        )
+        self._task = self._progress.add_task("", total=self._total_steps, completed=self._first_step, numbers="")
         self._progress.start()
 
     def _move_bar(self, step: int, numbers: str | None = None) -> None:

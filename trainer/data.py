@@ -103,9 +103,7 @@ def load_datasets(section: DataSection, *, tokenizer: Tokenizer | None = None) -
     less than one sequence.
     """
     if not 0.0 <= section.eval_fraction < 1.0:
-        raise DataError(
-            f"data.eval_fraction is {section.eval_fraction}; give 0 (nothing held out) to below 1"
-        )
+        raise DataError(f"data.eval_fraction is {section.eval_fraction}; give 0 (nothing held out) to below 1")
     tokenizer = load_tokenizer(section.tokenizer) if tokenizer is None else tokenizer
     source = find_text(section.train, text_field=section.text_field, where="data.train")
     evaluation: _Part | None
@@ -120,8 +118,7 @@ def load_datasets(section: DataSection, *, tokenizer: Tokenizer | None = None) -
     notes = [train.note] + ([evaluation.note] if evaluation is not None else [])
     if source.skipped:
         notes.append(
-            f"data.train: left out {len(source.skipped)} files that are not text, such as "
-            f"{source.skipped[0]!r}"
+            f"data.train: left out {len(source.skipped)} files that are not text, such as {source.skipped[0]!r}"
         )
     entropy = byte_pair_entropy(train.dataset.tokens) if isinstance(tokenizer, ByteTokenizer) else None
     if entropy is not None:
@@ -178,9 +175,7 @@ def _read(source: Source, tokenizer: Tokenizer, fraction: float) -> tuple[TokenB
 def _pack(buffer: TokenBuffer, sequence_length: int, where: str) -> _Part:
     """Sequences of a text. Raises `DataError` where it is shorter than one."""
     dataset, dropped = pack(buffer, sequence_length)
-    text = TextStatistics(
-        documents=buffer.documents, text_bytes=buffer.text_bytes, tokens=len(buffer), dropped=dropped
-    )
+    text = TextStatistics(documents=buffer.documents, text_bytes=buffer.text_bytes, tokens=len(buffer), dropped=dropped)
     if len(dataset) == 0:
         raise DataError(
             f"{where} holds {text.tokens} tokens in {text.documents} documents, less than one sequence of "

@@ -150,9 +150,7 @@ def _files_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]
         inside = Path(folder).relative_to(root).as_posix()
         prefix = "" if inside == "." else f"{inside}/"
         keys += [
-            prefix + name
-            for name in names
-            if not name.startswith(".") and os.path.isfile(os.path.join(folder, name))
+            prefix + name for name in names if not name.startswith(".") and os.path.isfile(os.path.join(folder, name))
         ]
     return sorted(keys)
 

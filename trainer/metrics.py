@@ -142,9 +142,7 @@ def _parse(line: bytes, number: int, path: Path) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise StorageError(
-            f"{str(path)!r} line {number} is not JSON ({error}); move the file away"
-        ) from error
+        raise StorageError(f"{str(path)!r} line {number} is not JSON ({error}); move the file away") from error
     if not isinstance(record, dict):
         raise StorageError(f"{str(path)!r} line {number} is not a JSON object; move the file away")
     return record

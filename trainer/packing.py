@@ -84,8 +84,7 @@ class PackedDataset:
             )
         if self.tokens.ndim != 1 or self.tokens.size % self.sequence_length:
             raise DataError(
-                f"packed tokens of shape {self.tokens.shape} are not whole sequences of "
-                f"{self.sequence_length}"
+                f"packed tokens of shape {self.tokens.shape} are not whole sequences of {self.sequence_length}"
             )
 
     def __len__(self) -> int:
@@ -141,9 +140,7 @@ def pack(buffer: TokenBuffer, sequence_length: int) -> tuple[PackedDataset, int]
     return PackedDataset(tokens=tokens[: tokens.size - dropped], sequence_length=sequence_length), dropped
 
 
-def encode_documents(
-    documents: Iterable[Document], tokenizer: Tokenizer
-) -> Iterator[tuple[Document, TokenArray]]:
+def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, TokenArray]]:
     """Each document with text in it, and its ids.
 
     Tokenizers that use several threads get several documents at once.

@@ -181,9 +181,7 @@ def _range_problems(schedule: Schedule) -> list[str]:
         if value is not None and not 0.0 < value < math.inf:
             problems.append(f"schedule.{name} is {value}; give a finite number above 0")
     if schedule.decay_shape is not None and schedule.decay_shape not in DECAY_SHAPES:
-        problems.append(
-            f"schedule.decay_shape {schedule.decay_shape!r} is not one of {', '.join(DECAY_SHAPES)}"
-        )
+        problems.append(f"schedule.decay_shape {schedule.decay_shape!r} is not one of {', '.join(DECAY_SHAPES)}")
     if schedule.decay_steps is not None:
         room = schedule.total_steps - schedule.warmup_steps
         if not 0 <= schedule.decay_steps <= max(0, room):

@@ -148,7 +148,7 @@ class Stepper:
         self, engine: ZeroEngine, batch: dict[str, Any], seed: float, where: EngineMicrobatch
     ) -> Tensor:
         on_device = self._to_device(batch)
-        scaled = seed * engine.scaler.scale
+        scaled = seed * engine.updater.scaler.scale
         return engine.forward_backward(lambda: self._loss(self._model, on_device, seed=scaled), seed, where)
 
     def _known_count(self, microbatches: tuple[Microbatch, ...], batches: list[dict[str, Any]]) -> int | None:

@@ -88,9 +88,7 @@ class PretrainedTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         """The ids of each text, int64."""
-        encoded = self.tokenizer(
-            list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
-        )
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
 """`Trainer`: what a person touches.
 
-    report = Trainer(model, "configs/zero3.yaml", train_dataset=dataset).fit()
+report = Trainer(model, "configs/zero3.yaml", train_dataset=dataset).fit()
 """
 
 from __future__ import annotations
@@ -218,9 +218,14 @@ class _Run:
         enable_activation_checkpointing(self.model, config.model.activation_checkpointing, blocks=blocks or None)
         if config.model.compile:
             for block in blocks:
-                block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+                block.forward = torch.compile(block.forward)
         self.vocab_size = setup.vocabulary_of(self.model)
         self.loss = make_loss(self.model, mode=config.model.loss, compute_loss=compute_loss)
+        if options.optimizer_in_backward and compute_loss is not None:
+            raise ConfigError(
+                "optimizer.in_backward needs the number of targets before forward, and compute_loss tells it after; "
+                "set optimizer.in_backward: false"
+            )
         self._check_data()
         self.engine: ZeroEngine | None = ZeroEngine.build(self.model, mesh, options, built.source)
         built.source.close()
@@ -297,15 +302,11 @@ class _Run:
         )
         return report
 
-    def _train_one(
-        self, feed: Feed, schedule: Schedule, progress: _Progress, writer: MetricsWriter | None
-    ) -> None:
+    def _train_one(self, feed: Feed, schedule: Schedule, progress: _Progress, writer: MetricsWriter | None) -> None:
         number = self.step + 1
         self._call("on_step_begin", number)
         factor = schedule.factor(self.step)
-        result = self.stepper.train_step(
-            feed, self.step, factor, lambda: self._call("on_pre_optimizer_step", number)
-        )
+        result = self.stepper.train_step(feed, self.step, factor, lambda: self._call("on_pre_optimizer_step", number))
         self.step = number
         every = self.config.run.log_every
         logged = bool(every) and (number % every == 0 or number == self.config.run.max_steps)

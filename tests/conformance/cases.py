@@ -100,7 +100,7 @@ class Run:
         for unit in self.engine.units:
             for bucket in unit.buckets:
                 tensors.append(bucket.master)
-                optimizer = self.engine._optimizers.get(id(bucket))
+                optimizer = self.engine.updater.optimizer_of(bucket)
                 for _, pieces in sorted(optimizer.moments().items() if optimizer else ()):
                     tensors += [piece for _, piece in pieces]
         return digest(tensors)
@@ -114,7 +114,7 @@ def train(
     mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], extra: dict[str, Any], out: str = ""
 ) -> dict[str, Any]:
     """Train by the engine. Rank 0 writes gradients and parameters to `out`."""
-    more, gradients = Extra(**extra), {}
+    more, gradients, digests = Extra(**extra), {}, []
     run = Run.start(mesh, Problem(**problem), Layout(**layout))
 
     def read_gradients() -> None:
@@ -126,13 +126,14 @@ def train(
         run.step(step, before_update=read_gradients if wanted else None, factor=math.inf if bad else 1.0)
         if more.inspect_every and step % more.inspect_every == 0:
             _inspect(run)
+        digests.append(run.digest())
     result = {
         "losses": run.losses,
         "norms": [outcome.grad_norm for outcome in run.outcomes],
         "skipped": [outcome.skipped for outcome in run.outcomes],
         "scales": [outcome.loss_scale for outcome in run.outcomes],
         "final_loss": run.evaluate(),
-        "digest": run.digest(),
+        "digests": digests,
     }
     parameters = run.parameters()
     result["parameters"] = digest(tensor for _, tensor in sorted(parameters.items()))

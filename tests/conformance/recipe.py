@@ -52,7 +52,8 @@ class Problem:
             groups = {"weight_decay": 0.2, "no_decay": SUBJECTS[self.model].no_decay}
         momentum = 0.9 if self.optimizer == "sgd" else 0.0
         name: Any = self.optimizer
-        eps = 1e-10 if self.optimizer == "adagrad" else 1e-8
+        # Key biases have gradient zero but for rounding. Adagrad with a small eps would make whole steps of that.
+        eps = 1e-3 if self.optimizer == "adagrad" else 1e-8
         return OptimizerSettings(name=name, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=eps, momentum=momentum, **groups)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.hf.key_matching import match
@@ -83,6 +83,7 @@ def build_model(
     if source is None:
         return built
     streamed = SafetensorsSource(source, built.model, built.source)
+    _take_generation_config(built.model, Path(source))
     return BuiltModel(model=built.model, source=streamed, notes=built.notes + streamed.notes)
 
 
@@ -95,6 +96,17 @@ def _automatic_class(config: type, head: Head) -> Any:
             where="model.head",
         )
     return automatic
+
+
+def _take_generation_config(model: Any, directory: Path) -> None:
+    """How to generate is not a weight, but belongs to the directory and is written with the model again."""
+    if (directory / "generation_config.json").is_file() and model.can_generate():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        except _CONFIG_ERRORS as error:
+            raise ConfigError(
+                f"{directory / 'generation_config.json'}: {_first_line(error)}", where="model.source"
+            ) from error
 
 
 def _stored(model: Any, files: TensorFiles) -> frozenset[str]:

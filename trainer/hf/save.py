@@ -102,7 +102,7 @@ class _Writer:
         if not flat.numel():
             return ""
         try:
-            _write_all(self._descriptor, memoryview(flat.view(torch.uint8).numpy()), self._data_at + place.start)
+            _write_all(self._descriptor, flat.view(torch.uint8).numpy().data, self._data_at + place.start)
         except OSError as error:
             return f"{self._directory / SINGLE}: {error.strerror or error} while writing {name}"
         return ""

@@ -11,9 +11,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from zeromesh.errors import CollectiveError, ConfigError, StorageError
-from zeromesh.mesh.axes import MeshShape
+from zeromesh.mesh.axes import Axis, MeshShape
 from zeromesh.mesh.board import SharedBoard, StoreBoard
 from zeromesh.mesh.launch import LaunchEnvironment
 from zeromesh.mesh.segments import Segment
@@ -154,7 +155,7 @@ class Mesh:
         self._one_host = len(set(hosts)) == 1
         self.watch = self._make_watch(store, timeout_seconds)
 
-    def _make_watch(self, store: dist.Store, timeout_seconds: float) -> Watch:
+    def _make_watch(self, store: Store, timeout_seconds: float) -> Watch:
         if self._one_host:
             segment = self._shared_board(store)
             if segment is not None:
@@ -164,7 +165,7 @@ class Mesh:
         dist.barrier()
         return Watch(board, self.rank, timeout_seconds, compare_events=False)
 
-    def _shared_board(self, store: dist.Store) -> Segment | None:
+    def _shared_board(self, store: Store) -> Segment | None:
         """Rank 0's board segment, or None when some rank cannot map it."""
         segment: Segment | None = None
         nbytes = SharedBoard.nbytes(self.world_size)
@@ -181,7 +182,7 @@ class Mesh:
         dist.all_reduce(mapped, op=dist.ReduceOp.MIN)
         return segment if mapped.item() else None
 
-    def _process_set(self, name: str, axes: tuple[str, ...]) -> ProcessSet:
+    def _process_set(self, name: str, axes: tuple[Axis, ...]) -> ProcessSet:
         mine: tuple[int, ...] = (self.rank,)
         control: dist.ProcessGroup | None = None
         data: dist.ProcessGroup | None = None
@@ -207,7 +208,10 @@ class Mesh:
         """Groups for agreements, gathers and reductions."""
 
         def new(backend: str) -> dist.ProcessGroup:
-            return dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=_START_SECONDS))
+            made: dist.ProcessGroup = dist.new_group(
+                list(ranks), backend=backend, timeout=timedelta(seconds=_START_SECONDS)
+            )
+            return made
 
         control = new("gloo")
         if self.device.type == "cuda":

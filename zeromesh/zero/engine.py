@@ -10,9 +10,7 @@ What a stage changes is where things lie (`options.placements`), never which cod
 from __future__ import annotations
 
 import hashlib
-import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -21,25 +19,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.errors import ConfigError, NonFiniteError, PhaseError
+from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.flat.placement import Placement
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
-from zeromesh.offload import Purpose, Tier
-from zeromesh.optim.sharded import BucketOptimizer, GroupRules
+from zeromesh.optim.sharded import GroupRules
 from zeromesh.zero.access import StateAccess
 from zeromesh.zero.build import Built, build_units
 from zeromesh.zero.hooks import Hooks, on_gradient_of
-from zeromesh.zero.norm import clip_factor, global_norm, squared_norm
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.order import GatherOrder
 from zeromesh.zero.phase import Phase
 from zeromesh.zero.plan import plan_model
 from zeromesh.zero.reduction import GradientReducer
-from zeromesh.zero.scaler import LossScaler
-from zeromesh.zero.scratch import ScratchPool
 from zeromesh.zero.sources import BuiltSource, ParameterSource
 from zeromesh.zero.unit import Bucket, Unit
+from zeromesh.zero.update import StepOutcome, Updater
 
 
 class Mode(Enum):
@@ -49,15 +44,6 @@ class Mode(Enum):
     EVALUATION = "evaluation"
     FORWARD = "forward"
     BACKWARD = "backward"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepOutcome:
-    """What `finish_step` did. `grad_norm` is before clipping; `skipped` when it was not finite."""
-
-    grad_norm: float
-    skipped: bool
-    loss_scale: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,12 +68,8 @@ class ZeroEngine:
         self.transport = built.transport
         self._reduction = built.reduction
         self._sharded = options.placements.parameters is Placement.SHARDED
-        self._buckets = [bucket for unit in self.units for bucket in unit.trainable]
         self._unit_of = {id(bucket): unit for unit in self.units for bucket in unit.buckets}
-        self._rules = GroupRules(options.optimizer)
-        self._optimizers: dict[int, BucketOptimizer] = {}
-        self._moment_bytes = 0
-        self.scaler = LossScaler(options.precision.loss_scale)
+        self.updater = Updater(self.units, mesh, options, built.ledger)
         self._order = GatherOrder()
         self._mode = Mode.IDLE
         self._entry: Unit | None = None
@@ -95,13 +77,6 @@ class ZeroEngine:
         self._visited: list[int] = []
         self._backward_seen: set[int] = set()
         self._reductions_left: dict[int, int] = {}
-        self._updates: deque[Bucket] = deque()
-        self._retired: set[int] = set()
-        longest = max((bucket.interval.length for bucket in self._buckets), default=0)
-        self._scratch = ScratchPool(longest, options.precision.reduce, mesh.device, built.ledger)
-        self._lr_factor = 1.0
-        self._squares = 0.0
-        self._cross_replica: list[Callable[[], None]] = []
         self._gradients = GradientReducer(
             self._reduction.reducer,
             options.precision.reduce,
@@ -147,8 +122,7 @@ class ZeroEngine:
 
     def begin_step(self, step: int, lr_factor: float) -> None:
         """Begin a step; learning rates are the optimizer groups' times `lr_factor`."""
-        self._lr_factor = lr_factor
-        self._squares = 0.0
+        self.updater.begin_step(lr_factor)
         self.mesh.post(Activity.FORWARD, 0, step=step)
 
     def forward_backward(self, run: Callable[[], torch.Tensor], seed: float, microbatch: Microbatch) -> torch.Tensor:
@@ -164,7 +138,7 @@ class ZeroEngine:
         try:
             with _own_randomness(), torch.enable_grad():
                 loss = run()
-                self._backward(loss, seed * self.scaler.scale, microbatch)
+                self._backward(loss, seed * self.updater.scaler.scale, microbatch)
             self._end_pass()
         except BaseException as error:
             self.mesh.fail(error)
@@ -174,21 +148,16 @@ class ZeroEngine:
     def _backward(self, loss: torch.Tensor, seed: float, microbatch: Microbatch) -> None:
         self._mode = Mode.BACKWARD
         self._backward_seen = set()
-        self._retired = set()
+        self.updater.begin_backward(last=microbatch.last)
         reduce = microbatch.last or self.options.placements.accumulating is Placement.SHARDED
         buckets = self._reduction_order()
         self._reductions_left = {unit.index: len(unit.trainable) for unit in self.units}
         self._gradients.begin(buckets, reduce=reduce, first=microbatch.first)
         # A microbatch without targets may have a constant for its loss; its gradients are zeros.
         if loss.requires_grad:
-            loss.backward(torch.full_like(loss, seed))
+            torch.autograd.backward(loss, torch.full_like(loss, seed))
         self._gradients.flush()
-        for wait in self._cross_replica:
-            wait()
-        self._cross_replica.clear()
-        if self._updates_now():
-            self._retire(self.units)
-            self._update_waiting()
+        self.updater.end_backward(self.units)
 
     def finish_step(self, factor: float = 1.0) -> StepOutcome:
         """Update the parameters from the gradients, which are first multiplied by `factor`.
@@ -199,48 +168,12 @@ class ZeroEngine:
             NonFiniteError: under `on_nonfinite: stop`.
         """
         try:
-            return self._finish_step(factor)
+            outcome = self.updater.finish(self.units, factor)
+            self._next_generation()
         except BaseException as error:
             self.mesh.fail(error)
             raise
-
-    def _finish_step(self, factor: float) -> StepOutcome:
-        self.mesh.post(Activity.OPTIMIZER)
-        options = self.options
-        if not options.optimizer_in_backward:
-            self._retire(self.units)
-            self._squares = squared_norm(self._grad_of(bucket) for bucket in self._buckets)
-        owners = None if options.placements.optimizer is Placement.REPLICATED else self.mesh.shard
-        scale = self.scaler.scale
-        factor = factor / scale
-        norm = global_norm(self._squares, owners) * abs(factor)
-        finite = math.isfinite(norm)
-        if not finite and options.on_nonfinite == "stop":
-            raise NonFiniteError(f"the gradient norm is {norm}; no parameter was changed (run.on_nonfinite: stop)")
-        self.scaler.update(overflow=not finite)
-        if finite and not options.optimizer_in_backward:
-            factor *= clip_factor(norm, options.clip_norm)
-            for bucket in self._buckets:
-                self._update(bucket, factor)
-        self._next_generation()
-        return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale)
-
-    def _update(self, bucket: Bucket, factor: float) -> None:
-        grad = self._grad_of(bucket)
-        if factor != 1.0:
-            grad.mul_(factor)
-        unit = self._unit_of[id(bucket)]
-        self.mesh.post(Activity.OPTIMIZER, unit.index)
-        bucket.buffer.begin_write()
-        optimizer = self._optimizers.get(id(bucket))
-        if optimizer is None:
-            optimizer = BucketOptimizer(bucket, self.options.optimizer, self._rules.groups)
-            self._optimizers[id(bucket)] = optimizer
-            optimizer.step(grad, self._lr_factor)
-            self.ledger.add(Tier.DEVICE, Purpose.MOMENTS, optimizer.state_bytes())
-        else:
-            optimizer.step(grad, self._lr_factor)
-        bucket.publish()
+        return outcome
 
     def _next_generation(self) -> None:
         """Parameters are out of date everywhere: units rest, and replicated ones start to gather again."""
@@ -392,8 +325,7 @@ class ZeroEngine:
 
     def _prepare_reduction(self, bucket: Bucket) -> None:
         """A bucket's sum is about to be made."""
-        if bucket.grad is None:
-            bucket.grad = self._scratch.take(bucket.interval.length)
+        self.updater.make_room(bucket)
         self._event(Activity.REDUCE, self._unit_of[id(bucket)], settled=True)
 
     def _on_complete(self, bucket: Bucket) -> None:
@@ -412,56 +344,12 @@ class ZeroEngine:
             unit.enter(Phase.RESTING)
         else:
             unit.enter(Phase.LIVE)
-        if self._updates_now():
-            self._retire([unit])
+        self.updater.leave([unit])
 
     def _on_reduced(self, bucket: Bucket) -> None:
         """A bucket's sum over its group is in this rank's shard."""
-        microbatch = self._microbatch
-        if microbatch is None or not microbatch.last:
-            return
-        if self.mesh.replicate.size > 1:
-            wait = self.mesh.replicate.start_sum(self._grad_of(bucket), "sum of gradients over replicas")
-            self._cross_replica.append(wait)
-        if self._updates_now():
-            self._updates.append(bucket)
-            self._update_waiting()
-
-    def _updates_now(self) -> bool:
-        return self.options.optimizer_in_backward and self._microbatch is not None and self._microbatch.last
-
-    def _update_waiting(self) -> None:
-        """Update, inside backward, what is reduced and no longer read by this rank.
-
-        The wait for the others to have read it too cannot be circular: all leave units in one order, and a rank waits only
-        for units that it has left itself.
-        """
-        while self._updates and self._unit_of[id(self._updates[0])].index in self._retired:
-            bucket = self._updates.popleft()
-            grad = self._grad_of(bucket)
-            square = squared_norm([grad])
-            if not math.isfinite(square):
-                raise NonFiniteError(
-                    f"gradients of unit {self._unit_of[id(bucket)].name} are not finite; the optimizer runs inside backward, "
-                    "so the step is half done and its state must not be saved"
-                )
-            self._squares += square
-            self._update(bucket, 1.0)
-            if self.options.gradients_pass_through:
-                bucket.grad = None
-                self._scratch.give(grad)
-
-    def _retire(self, units: Iterable[Unit]) -> None:
-        """This rank will not read these units' parameters again before their update."""
-        for unit in units:
-            self._retired.add(unit.index)
-            for bucket in unit.trainable:
-                bucket.buffer.retire()
-
-    def _grad_of(self, bucket: Bucket) -> torch.Tensor:
-        if bucket.grad is None:
-            raise PhaseError(f"bucket {bucket.name} has no gradients")
-        return bucket.grad
+        if self._microbatch is not None and self._microbatch.last:
+            self.updater.take(bucket)
 
     def _seed_of(self, unit: Unit, microbatch: Microbatch) -> int:
         text = f"{self.options.seed}/{microbatch.step}/{microbatch.first_sample}/{unit.name}"

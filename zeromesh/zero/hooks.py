@@ -61,7 +61,7 @@ class Hooks:
     def _on_gradients(self, unit: Unit, bucket: Bucket, listener: Listener) -> None:
         for index, parameter in enumerate(bucket.parameters):
             hook = partial(listener.on_gradient, unit, bucket, index)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
 
 def on_gradient_of(tensors: Any, call: Callable[[], None]) -> int:
@@ -73,6 +73,6 @@ def on_gradient_of(tensors: Any, call: Callable[[], None]) -> int:
     count = 0
     for tensor in pytree.tree_leaves(tensors):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            tensor.register_hook(hook)
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
             count += 1
     return count

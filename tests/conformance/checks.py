@@ -1,0 +1,134 @@
+"""Running a problem in the workers, keeping references, comparing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from workers import Workers
+
+from .recipe import LEARNING_RATE, Extra, Layout, Problem
+
+EXACT = 1e-9
+"""Relative, in float64. A single process differs from itself by 1e-14 when sums are taken in another order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """A finished run: numbers of rank 0, and what every rank said."""
+
+    losses: list[float]
+    norms: list[float]
+    final_loss: float
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    ranks: list[dict[str, Any]]
+
+
+class Laboratory:
+    """Runs problems in workers; references are computed once in a session and kept on disk."""
+
+    def __init__(self, workers: Workers, folder: Path) -> None:
+        self.workers = workers
+        self._folder = folder
+        self._count = 0
+
+    def reference(self, problem: Problem) -> Result:
+        """The plain process's result."""
+        path = self._folder / f"reference-{problem.key}.safetensors"
+        numbers = path.with_suffix(".json")
+        if not numbers.exists():
+            (found,) = self.workers.run(1, f"{_CASES}:reference_run", problem=asdict(problem), out=str(path))
+            numbers.write_text(json.dumps(found))
+        return _result([json.loads(numbers.read_text())], path)
+
+    def train(
+        self, size: int, problem: Problem, layout: Layout, extra: Extra | None = None, *, replicate: int = 1
+    ) -> Result:
+        """The engine's result on `size` ranks."""
+        self._count += 1
+        path = self._folder / f"run-{self._count}.safetensors"
+        arguments = {"problem": asdict(problem), "layout": asdict(layout), "extra": asdict(extra or Extra())}
+        ranks = self.workers.run(size, f"{_CASES}:train", replicate=replicate, out=str(path), **arguments)
+        result = _result(ranks, path)
+        path.unlink()
+        return result
+
+
+_CASES = "conformance.cases"
+
+
+def _result(ranks: list[dict[str, Any]], path: Path) -> Result:
+    tensors = load_file(path)
+    first = ranks[0]
+    return Result(
+        losses=first["losses"],
+        norms=first["norms"],
+        final_loss=first["final_loss"],
+        gradients=_under("gradient/", tensors),
+        parameters=_under("parameter/", tensors),
+        ranks=ranks,
+    )
+
+
+def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def check_ranks_agree(result: Result) -> None:
+    """What every rank can say for itself is the same on all: bit by bit."""
+    for key in ("losses", "norms", "skipped", "scales", "final_loss", "parameters"):
+        said = [json.dumps(rank[key]) for rank in result.ranks]
+        assert len(set(said)) == 1, f"ranks disagree on {key}: {said}"
+
+
+def check_equal(found: Result, wanted: Result, problem: Problem, tolerance: float = EXACT) -> None:
+    """Losses, norms, every gradient and every parameter by name, within `tolerance`.
+
+    A parameter of n elements may differ by tolerance x (|p| + lr x steps x sqrt(n)) in norms.
+    """
+    check_ranks_agree(found)
+    wrong = _wrong_numbers(found, wanted, tolerance)
+    assert found.parameters.keys() == wanted.parameters.keys()
+    for name, value in wanted.parameters.items():
+        scale = float(value.norm()) + LEARNING_RATE * problem.steps * value.numel() ** 0.5
+        wrong += _wrong(f"parameter {name}", found.parameters[name], value, tolerance * scale)
+    if wanted.gradients and found.gradients:
+        assert found.gradients.keys() == wanted.gradients.keys()
+        norm = torch.stack([value.norm() for value in wanted.gradients.values()]).norm()
+        for name, value in wanted.gradients.items():
+            bound = tolerance * float(value.norm() + norm)
+            wrong += _wrong(f"gradient {name}", found.gradients[name], value, bound)
+    assert not wrong, "\n".join(wrong)
+
+
+def _wrong_numbers(found: Result, wanted: Result, tolerance: float) -> list[str]:
+    wrong = []
+    for what, ours, theirs in (
+        ("loss", found.losses, wanted.losses),
+        ("gradient norm", found.norms, wanted.norms),
+        ("loss afterwards", [found.final_loss], [wanted.final_loss]),
+    ):
+        for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            if not abs(a - b) <= tolerance * abs(b):
+                wrong.append(f"{what} of step {step}: {a!r}, the reference {b!r}")
+    return wrong
+
+
+def _wrong(what: str, found: torch.Tensor, wanted: torch.Tensor, bound: float) -> list[str]:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return [f"{what}: {found.dtype} {tuple(found.shape)}, the reference {wanted.dtype} {tuple(wanted.shape)}"]
+    distance = float((found - wanted).norm())
+    return [] if distance <= bound else [f"{what}: differs by {distance:.3g}, allowed {bound:.3g}"]
+
+
+def check_same_bits(found: Result, wanted: Result, *keys: str) -> None:
+    """The named values of every rank are the same, bit by bit."""
+    for key in keys:
+        ours, theirs = ([rank[key] for rank in result.ranks] for result in (found, wanted))
+        assert ours == theirs, f"{key} differ in bits"

@@ -1,0 +1,30 @@
+"""Fixtures of the conformance tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from workers import Pool, PoolOptions, Workers
+
+from .checks import Laboratory
+
+
+@pytest.fixture(scope="session")
+def laboratory(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    """Runs problems in the session's workers."""
+    return Laboratory(workers, tmp_path_factory.mktemp("conformance"))
+
+
+@pytest.fixture
+def fresh_pool(workers: Workers) -> Iterator[Callable[..., Pool]]:
+    """Makes pools of this test's own: for cases after which a board says that ranks have failed."""
+    made: list[Pool] = []
+
+    def make(size: int, **options: object) -> Pool:
+        made.append(workers.fresh(PoolOptions(size=size, **options)))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()

@@ -1,0 +1,95 @@
+"""Every layout equals one plain process: models x world sizes x stages x accumulation x transports x optimizers, in float64.
+
+The default is a pairwise cover; `make test-all` (the marker `full`) runs every model, world size, stage, accumulation and
+transport together, with the other factors drawn.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+from .checks import Laboratory, check_equal
+from .cover import Row, pairs_of, pairwise
+from .models import SUBJECTS
+from .recipe import Layout, Problem
+
+CORE: dict[str, list[Any]] = {
+    "model": list(SUBJECTS),
+    "size": [1, 2, 3, 4],
+    "stage": [0, 1, 2, 3],
+    "accumulation": [1, 4],
+    "transport": ["shared", "gloo"],
+}
+REST: dict[str, list[Any]] = {
+    "clip": [0.0, 0.3],
+    "decay": [True, False],
+    "optimizer": ["adamw", "sgd", "adagrad"],
+    "budget": [None, 0],
+    "overlap": [True, False],
+}
+FACTORS = CORE | REST
+
+
+def idle(row: Row) -> set[str]:
+    """One rank moves nothing; only stage 3 gathers around use."""
+    idle = set()
+    if row.get("size") == 1:
+        idle |= {"transport", "budget", "overlap"}
+    if row.get("stage") in (0, 1, 2):
+        idle.add("budget")
+    return idle
+
+
+def whole_matrix() -> list[Row]:
+    """All of `CORE`, with values of `REST` drawn for each row, the same in every session."""
+    dice = random.Random(0)
+    rows = []
+    for values in product(*CORE.values()):
+        row = dict(zip(CORE, values, strict=True))
+        if row["size"] == 1 and row["transport"] == "gloo":
+            continue
+        rows.append(row | {name: dice.choice(choices) for name, choices in REST.items()})
+    return rows
+
+
+def name_of(row: Row) -> str:
+    """A short identifier."""
+    clip = "clip" if row["clip"] else "noclip"
+    groups = "groups" if row["decay"] else "one"
+    place = f"w{row['size']}-s{row['stage']}-a{row['accumulation']}"
+    return f"{row['model']}-{place}-{row['transport']}-{clip}-{groups}-{row['optimizer']}"
+
+
+def run_row(laboratory: Laboratory, row: Row) -> None:
+    """Train both ways and compare."""
+    problem = Problem(**{name: row[name] for name in ("model", "optimizer", "clip", "decay")})
+    names = ("stage", "accumulation", "budget", "overlap")
+    transport = "auto" if row["size"] == 1 else row["transport"]
+    layout = Layout(transport=transport, **{name: row[name] for name in names})
+    check_equal(laboratory.train(row["size"], problem, layout), laboratory.reference(problem), problem)
+
+
+COVER = pairwise(FACTORS, idle)
+
+
+def test_the_cover_holds_every_pair() -> None:
+    covered = set().union(*(pairs_of(row, idle) for row in COVER))
+    for (first, values), (second, others) in combinations(FACTORS.items(), 2):
+        for value, other in product(values, others):
+            row = {first: value, second: other}
+            assert idle(row) & {first, second} or ((first, value), (second, other)) in covered
+
+
+@pytest.mark.parametrize("row", COVER, ids=name_of)
+def test_pairwise(laboratory: Laboratory, row: Row) -> None:
+    run_row(laboratory, row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", whole_matrix(), ids=name_of)
+def test_whole_matrix(laboratory: Laboratory, row: Row) -> None:
+    run_row(laboratory, row)

@@ -1,0 +1,53 @@
+"""Gradients that are not finite: all ranks skip together, or stop together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from workers import Pool
+
+from .checks import Laboratory, check_ranks_agree, check_same_bits
+from .recipe import Extra, Layout, Problem, as_arguments
+
+BAD = 2
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_rank_with_infinity_makes_all_skip(laboratory: Laboratory, stage: int, transport: str) -> None:
+    """Parameters and moments keep their bits, and the next steps go on as if the bad one had not been."""
+    problem = Problem(model="llama", clip=0.3, steps=5, samples=12)
+    layout = Layout(stage=stage, transport=transport, accumulation=2)
+    found = laboratory.train(2, problem, layout, Extra(gradient_step=-1, infinite={"rank": 1, "step": BAD}))
+    check_ranks_agree(found)
+    for rank in found.ranks:
+        assert rank["skipped"] == [step == BAD for step in range(problem.steps)]
+        assert rank["digests"][BAD] == rank["digests"][BAD - 1]
+        assert rank["digests"][BAD + 1] != rank["digests"][BAD]
+    assert [math.isfinite(norm) for norm in found.norms] == [step != BAD for step in range(problem.steps)]
+    assert all(math.isfinite(loss) for step, loss in enumerate(found.losses) if step != BAD)
+
+
+def test_a_skipped_first_step_leaves_nothing_behind(laboratory: Laboratory) -> None:
+    problem = Problem(model="llama", steps=1, samples=12)
+    found = laboratory.train(2, problem, Layout(), Extra(gradient_step=-1, infinite={"rank": 0, "step": 0}))
+    start = laboratory.train(2, Problem(model="llama", steps=0, samples=12), Layout(), Extra(gradient_step=-1))
+    check_same_bits(found, start, "parameters", "final_loss")
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_stop_raises_on_all_ranks(fresh_pool: Callable[..., Pool], in_backward: bool) -> None:
+    problem = Problem(model="llama", steps=4, samples=12)
+    layout = Layout(on_nonfinite="stop", in_backward=in_backward)
+    arguments = as_arguments(problem, layout, Extra(gradient_step=-1, infinite={"rank": 1, "step": BAD}))
+    pool = fresh_pool(2)
+    outcomes = pool.outcomes("conformance.scenes:stop_on_infinity", **arguments)
+    assert [outcome.error for outcome in outcomes] == ["", ""], outcomes
+    for outcome in outcomes:
+        assert outcome.result["step"] == BAD
+        # Inside backward one rank may find it first; the other then names that rank and its reason.
+        assert "NonFiniteError" in outcome.result["error"] + outcome.result["message"]
+        assert ("gradients of unit " in outcome.result["message"]) == in_backward
+        assert outcome.result["unchanged"]

@@ -1,0 +1,115 @@
+"""Precisions below float64: written tolerances (docs/numerics.md), and what is exact in spite of rounding."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+
+from .checks import Laboratory, check_ranks_agree
+from .cover import Row, pairwise
+from .recipe import LEARNING_RATE, Extra, Layout, Problem
+from .test_matrix import CORE
+
+QUIET = Extra(gradient_step=-1)
+FLOAT32_LOSS = 1e-5
+BFLOAT16_LOSS = 1e-2
+FLOAT16_LOSS = 2e-3
+MAIN = ["llama", "gpt2", "bert", "moe", "frozen", "conv"]
+
+
+def idle(row: Row) -> set[str]:
+    return {"transport"} if row.get("size") == 1 else set()
+
+
+def name_of(row: Row) -> str:
+    return "-".join(str(value) for value in row.values())
+
+
+def check_losses_in_float32(laboratory: Laboratory, row: Row) -> None:
+    problem = Problem(model=row["model"], clip=0.3, precision="float32")
+    transport = "auto" if row["size"] == 1 else row["transport"]
+    layout = Layout(stage=row["stage"], accumulation=row["accumulation"], transport=transport)
+    found, wanted = laboratory.train(row["size"], problem, layout, QUIET), laboratory.reference(problem)
+    check_ranks_agree(found)
+    assert found.losses == pytest.approx(wanted.losses, rel=FLOAT32_LOSS)
+
+
+FACTORS = CORE | {"model": MAIN}
+COVER = pairwise({name: values for name, values in FACTORS.items() if name != "model"}, idle)
+DEFAULT = [{**row, "model": MAIN[number % len(MAIN)]} for number, row in enumerate(COVER)]
+WHOLE = [dict(zip(FACTORS, values, strict=True)) for values in product(*FACTORS.values())]
+
+
+@pytest.mark.parametrize("row", DEFAULT, ids=name_of)
+def test_losses_in_float32(laboratory: Laboratory, row: Row) -> None:
+    check_losses_in_float32(laboratory, row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", WHOLE, ids=name_of)
+def test_losses_in_float32_everywhere(laboratory: Laboratory, row: Row) -> None:
+    check_losses_in_float32(laboratory, row)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("model", ["llama", "gpt2", "conv"])
+def test_bfloat16_compute_follows_float32(laboratory: Laboratory, model: str, stage: int) -> None:
+    """bf16 keeps 8 bits; master weights in fp32 keep small updates, so losses stay close over many steps."""
+    problem = Problem(model=model, clip=1.0, precision="bfloat16", steps=20)
+    wanted = laboratory.reference(Problem(model=model, clip=1.0, precision="float32", steps=20))
+    found = laboratory.train(2, problem, Layout(stage=stage, accumulation=2), QUIET)
+    check_ranks_agree(found)
+    assert found.losses == pytest.approx(wanted.losses, rel=BFLOAT16_LOSS)
+    for name, value in wanted.parameters.items():
+        assert found.parameters[name].dtype == torch.float32
+        distance = float((found.parameters[name] - value).norm())
+        assert distance <= LEARNING_RATE * problem.steps * value.numel() ** 0.5, name
+
+
+def test_bfloat16_updates_are_not_lost(laboratory: Laboratory) -> None:
+    """A step of 1e-3 is below the spacing of bf16 near 1: without fp32 master weights norms would stay at exactly 1."""
+    problem = Problem(model="llama", precision="bfloat16", steps=3, samples=12)
+    found = laboratory.train(2, problem, Layout(accumulation=1), QUIET)
+    weight = found.parameters["model.norm.weight"]
+    assert float((weight - 1).abs().max()) > 1e-3
+    assert not torch.equal(weight, weight.bfloat16().float())
+
+
+@pytest.mark.parametrize(("stage", "transport"), [(1, "shared"), (2, "gloo"), (3, "shared")])
+def test_float16_with_a_loss_scale(laboratory: Laboratory, stage: int, transport: str) -> None:
+    """A scale of 2^20 overflows, is halved at each skipped step until gradients fit, and grows back after four good steps."""
+    problem = Problem(model="llama", clip=1.0, precision="float16", steps=16)
+    layout = Layout(stage=stage, transport=transport, scale=2.0**20)
+    found = laboratory.train(2, problem, layout, QUIET)
+    check_ranks_agree(found)
+    first = found.ranks[0]
+    skipped, scales, digests = first["skipped"], first["scales"], first["digests"]
+    assert skipped[0]
+    assert not all(skipped)
+    good = 0
+    for step in range(1, problem.steps):
+        good = 0 if skipped[step - 1] else good + 1
+        grown = scales[step - 1] * 2 if good and good % 4 == 0 else scales[step - 1]
+        assert scales[step] == (scales[step - 1] / 2 if skipped[step - 1] else grown)
+        assert (digests[step] == digests[step - 1]) == skipped[step]
+        assert math.isfinite(found.norms[step]) != skipped[step]
+    # What the optimizer saw is the batches of the steps that were not skipped; unscaled norms are the reference's.
+    wanted = laboratory.reference(Problem(model="llama", clip=1.0, precision="float32", steps=16))
+    assert found.losses[: skipped.index(False) + 1] == pytest.approx(
+        [found.losses[0]] + found.losses[1 : skipped.index(False) + 1], rel=FLOAT16_LOSS
+    )
+    assert found.losses[0] == pytest.approx(wanted.losses[0], rel=FLOAT16_LOSS)
+    assert found.losses[-1] < found.losses[0]
+
+
+def test_mixed_dtypes_keep_their_own(laboratory: Laboratory) -> None:
+    """Parameters wider than the rest lie in buckets of their own and are not rounded."""
+    (first, *_) = laboratory.workers.run(2, "conformance.scenes:mixed_dtypes")
+    assert first["dtypes"] == {"torch.bfloat16", "torch.float32"} or set(first["dtypes"]) == {
+        "torch.bfloat16",
+        "torch.float32",
+    }
+    assert first["worst"] == 0.0

@@ -1,0 +1,179 @@
+"""From gradient shards to the next values of the parameters: norm, clipping and the optimizer, after backward or inside it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeromesh.errors import NonFiniteError, PhaseError
+from zeromesh.flat.placement import Placement
+from zeromesh.mesh.groups import Mesh
+from zeromesh.mesh.watch import Activity
+from zeromesh.offload import Ledger, Purpose, Tier
+from zeromesh.optim.sharded import BucketOptimizer, GroupRules
+from zeromesh.zero.norm import clip_factor, global_norm, squared_norm
+from zeromesh.zero.options import ZeroOptions
+from zeromesh.zero.scaler import LossScaler
+from zeromesh.zero.scratch import ScratchPool
+from zeromesh.zero.unit import Bucket, Unit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutcome:
+    """What `finish` did. `grad_norm` is before clipping; `skipped` when it was not finite."""
+
+    grad_norm: float
+    skipped: bool
+    loss_scale: float
+
+
+class Updater:
+    """Owns the optimizer state of this rank's shards."""
+
+    def __init__(self, units: Sequence[Unit], mesh: Mesh, options: ZeroOptions, ledger: Ledger) -> None:
+        self.scaler = LossScaler(options.precision.loss_scale)
+        self._mesh = mesh
+        self._options = options
+        self._ledger = ledger
+        self._groups = GroupRules(options.optimizer).groups
+        self._buckets = [bucket for unit in units for bucket in unit.trainable]
+        self._units = {id(bucket): unit for unit in units for bucket in unit.trainable}
+        self._optimizers: dict[int, BucketOptimizer] = {}
+        longest = max((bucket.interval.length for bucket in self._buckets), default=0)
+        self._scratch = ScratchPool(longest, options.precision.reduce, mesh.device, ledger)
+        self._sums: dict[int, Callable[[], None]] = {}
+        self._ready: deque[Bucket] = deque()
+        self._retired: set[int] = set()
+        self._in_backward = False
+        self._lr_factor = 1.0
+        self._squares = 0.0
+
+    def begin_step(self, lr_factor: float) -> None:
+        """Learning rates of this step are the optimizer groups' times `lr_factor`."""
+        self._lr_factor = lr_factor
+        self._squares = 0.0
+
+    def begin_backward(self, *, last: bool) -> None:
+        """Backward begins; buckets that it reduces are updated at once if it is the step's last and options say so."""
+        self._retired = set()
+        self._in_backward = last and self._options.optimizer_in_backward
+
+    def make_room(self, bucket: Bucket) -> None:
+        """A bucket's sum is about to be made: give it memory if it has none of its own."""
+        if bucket.grad is None:
+            bucket.grad = self._scratch.take(bucket.interval.length)
+
+    def take(self, bucket: Bucket) -> None:
+        """The last reduction of a bucket in this step is done in its shard group: sum over replicas, and update if that is now."""
+        if self._mesh.replicate.size > 1:
+            self._sums[id(bucket)] = self._mesh.replicate.start_sum(gradient_of(bucket), "sum over replicas")
+        if self._in_backward:
+            self._ready.append(bucket)
+            self._update_ready()
+
+    def leave(self, units: Iterable[Unit]) -> None:
+        """This rank is done with these units in backward: what they hold may be updated by all."""
+        if self._in_backward:
+            self._retire(units)
+
+    def end_backward(self, units: Iterable[Unit]) -> None:
+        """Backward is over on this rank."""
+        if self._in_backward:
+            self._retire(units)
+            self._update_ready()
+        for bucket in self._buckets:
+            self._complete(bucket)
+
+    def finish(self, units: Iterable[Unit], factor: float) -> StepOutcome:
+        """Clip and update, unless backward has done so; gradients are first multiplied by `factor` and unscaled.
+
+        All ranks see one norm, and so skip, stop and clip together.
+
+        Raises:
+            NonFiniteError: for a norm that is not finite, under `on_nonfinite: stop`.
+        """
+        options = self._options
+        self._mesh.post(Activity.OPTIMIZER)
+        if not options.optimizer_in_backward:
+            self._retire(units)
+            self._squares = squared_norm(gradient_of(bucket) for bucket in self._buckets)
+        owners = None if options.placements.optimizer is Placement.REPLICATED else self._mesh.shard
+        scale = self.scaler.scale
+        factor /= scale
+        norm = global_norm(self._squares, owners) * abs(factor)
+        finite = math.isfinite(norm)
+        if not finite and options.on_nonfinite == "stop":
+            raise NonFiniteError(f"the gradient norm is {norm}; no parameter was changed (run.on_nonfinite: stop)")
+        self.scaler.update(overflow=not finite)
+        if finite and not options.optimizer_in_backward:
+            factor *= clip_factor(norm, options.clip_norm)
+            for bucket in self._buckets:
+                self._update(bucket, factor)
+        return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale)
+
+    def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:
+        """The optimizer of a bucket's shard; None before its first update."""
+        return self._optimizers.get(id(bucket))
+
+    def _retire(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            self._retired.add(unit.index)
+            for bucket in unit.trainable:
+                bucket.buffer.retire()
+
+    def _complete(self, bucket: Bucket) -> None:
+        """Wait for a bucket's sum over replicas."""
+        wait = self._sums.pop(id(bucket), None)
+        if wait is not None:
+            wait()
+
+    def _update_ready(self) -> None:
+        """Update, inside backward, what is reduced and no longer read by this rank.
+
+        The wait for the others to have read it too cannot be circular: all leave units in one order, and a rank waits only
+        for units that it has left itself.
+        """
+        while self._ready and self._units[id(self._ready[0])].index in self._retired:
+            bucket = self._ready.popleft()
+            self._complete(bucket)
+            grad = gradient_of(bucket)
+            square = squared_norm([grad])
+            if not math.isfinite(square):
+                raise NonFiniteError(
+                    f"gradients of unit {self._units[id(bucket)].name} are not finite; the optimizer runs inside backward, "
+                    "so the step is half done and its state must not be saved"
+                )
+            self._squares += square
+            self._update(bucket, 1.0)
+            if self._options.gradients_pass_through:
+                bucket.grad = None
+                self._scratch.give(grad)
+
+    def _update(self, bucket: Bucket, factor: float) -> None:
+        grad = gradient_of(bucket)
+        if factor != 1.0:
+            grad.mul_(factor)
+        self._mesh.post(Activity.OPTIMIZER, self._units[id(bucket)].index)
+        bucket.buffer.begin_write()
+        optimizer = self._optimizers.get(id(bucket))
+        if optimizer is None:
+            optimizer = self._optimizers[id(bucket)] = BucketOptimizer(bucket, self._options.optimizer, self._groups)
+        before = optimizer.state_bytes()
+        optimizer.step(grad, self._lr_factor)
+        self._ledger.add(Tier.DEVICE, Purpose.MOMENTS, optimizer.state_bytes() - before)
+        bucket.publish()
+
+
+def gradient_of(bucket: Bucket) -> torch.Tensor:
+    """A bucket's gradient shard.
+
+    Raises:
+        PhaseError: when it has none now.
+    """
+    if bucket.grad is None:
+        raise PhaseError(f"bucket {bucket.name} has no gradients")
+    return bucket.grad
