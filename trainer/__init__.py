@@ -8,17 +8,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from zeromesh.trainer.callbacks import Callback
 from zeromesh.trainer.config import TrainerConfig
 
 if TYPE_CHECKING:
-    from zeromesh.trainer.trainer import FitReport, Trainer
+    from zeromesh.trainer.report import FitReport
+    from zeromesh.trainer.trainer import Trainer
 
-__all__ = ["FitReport", "Trainer", "TrainerConfig"]
+__all__ = ["Callback", "FitReport", "Trainer", "TrainerConfig"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in {"FitReport", "Trainer"}:
-        from zeromesh.trainer import trainer
+    if name == "Trainer":
+        from zeromesh.trainer.trainer import Trainer
 
-        return getattr(trainer, name)
+        return Trainer
+    if name == "FitReport":
+        from zeromesh.trainer.report import FitReport
+
+        return FitReport
     raise AttributeError(f"module 'zeromesh.trainer' has no attribute {name!r}")

@@ -199,20 +199,22 @@ def check_first_batch(
     vocab_size: int | None = None,
     causal: bool = False,
     step: int = 0,
-) -> None:
-    """Raise `DataError` where no sample of the first global batch has a target, or a sample cannot be used.
+) -> dict[str, Any]:
+    """The first batch with a target. Raises `DataError` where the first global one has none, or a bad sample.
 
     Every rank reads the same microbatches, up to the first with a target, so that all of them raise or none.
     A batch without `labels` passes: the loss may be made of something else.
     """
+    batch: dict[str, Any] = {}
     whole = BatchPlan(global_size=plan.global_size, micro_size=plan.micro_size, data_ranks=1)
     with torch.random.fork_rng(devices=[]):  # a collator that masks at random should not notice
         for microbatch in whole.microbatches(step, 0):
             batch = fetch_microbatch(dataset, order, microbatch, collate=collate, vocab_size=vocab_size, causal=causal)
             labels = batch.get("labels")
             if not isinstance(labels, Tensor) or count_targets(labels, causal=causal):
-                return
+                return batch
     require_targets(0, indices=map(order.dataset_index, _global_samples(plan, step)))
+    return batch
 
 
 def require_targets(targets: int, *, indices: Iterable[int]) -> None:

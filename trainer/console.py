@@ -15,6 +15,7 @@ from typing import Protocol, Self, TextIO
 
 from rich.console import Console as RichConsole
 from rich.errors import ConsoleError
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -22,6 +23,7 @@ from zeromesh.trainer.metrics import StepMetrics
 
 _LOG = logging.getLogger(__name__)
 _REFRESH_SECONDS = 0.25
+_SILENCE_SECONDS = 10.0  # after which a log file gets a line of status
 _DISPLAY_ERRORS = (OSError, ValueError, ConsoleError)
 
 
@@ -30,6 +32,10 @@ class RunConsole(Protocol):
 
     def note(self, text: str) -> None:
         """Show one line once."""
+        ...
+
+    def status(self, text: str) -> None:
+        """Show what goes on now, until anything else is shown."""
         ...
 
     def start(self, *, total_steps: int, first_step: int = 0) -> None:
@@ -62,6 +68,9 @@ class SilentConsole:
     """The console of all ranks but the first: it takes everything and shows nothing."""
 
     def note(self, text: str) -> None:
+        """Show nothing."""
+
+    def status(self, text: str) -> None:
         """Show nothing."""
 
     def start(self, *, total_steps: int, first_step: int = 0) -> None:
@@ -99,7 +108,7 @@ class Console(SilentConsole):
     """The console of rank 0, on `stream` (standard output if None).
 
     On a terminal: a bar with steps, time left and the numbers of the last logged step. Elsewhere: a line per
-    logged step.
+    logged step, and a line of status where nothing has been said for a while.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -111,14 +120,21 @@ class Console(SilentConsole):
         self._first_step = 0
         self._started = time.monotonic()
         self._drawn = -math.inf
+        self._said = time.monotonic()
         self._alive = True
+        self._live: Live | None = None
 
     def note(self, text: str) -> None:
         """Show one line once, above the bar where there is one."""
         self._attempt(lambda: self._print(text))
 
+    def status(self, text: str) -> None:
+        """Show what goes on now: in the bar, on a line that the next note replaces, or now and then as a line."""
+        self._attempt(lambda: self._show_status(text))
+
     def start(self, *, total_steps: int, first_step: int = 0) -> None:
         """Begin to show progress: `first_step` of `total_steps` are done."""
+        self._attempt(self._end_status, always=True)
         self._total_steps, self._first_step, self._started = total_steps, first_step, time.monotonic()
         if self._is_terminal and self._progress is None:
             self._attempt(self._start_bar)
@@ -136,6 +152,7 @@ class Console(SilentConsole):
 
     def close(self) -> None:
         """Draw the bar once more and leave the terminal as it was; closing twice is allowed."""
+        self._attempt(self._end_status, always=True)
         progress, self._progress = self._progress, None
         if progress is not None:
             self._attempt(progress.stop, always=True)  # it also gives standard output back
@@ -151,9 +168,32 @@ class Console(SilentConsole):
             _LOG.warning("nothing more is shown of this run: %s", error)
 
     def _print(self, text: str) -> None:
+        self._end_status()
+        self._said = time.monotonic()
         # A log file's lines are not wrapped, whatever width rich assumes of it.
         self._rich.print(Text(text), soft_wrap=True)
         self._rich.file.flush()
+
+    def _show_status(self, text: str) -> None:
+        now = time.monotonic()
+        if not self._is_terminal:
+            if now - self._said >= _SILENCE_SECONDS:
+                self._print(text)
+        elif now - self._drawn >= _REFRESH_SECONDS:
+            if self._progress is not None:
+                self._move_bar(None, text)
+                return
+            self._drawn = now
+            if self._live is None:
+                self._live = Live(console=self._rich, auto_refresh=False, transient=True)
+                self._live.start()
+            self._live.update(Text(text, overflow="ellipsis", no_wrap=True), refresh=True)
+
+    def _end_status(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()  # it also gives standard output back
+            self._drawn = -math.inf
 
     def _start_bar(self) -> None:
         # No thread draws the bar: it would take time from those that train, and not live through a fork.
@@ -169,7 +209,7 @@ class Console(SilentConsole):
         self._task = self._progress.add_task("", total=self._total_steps, completed=self._first_step, numbers="")
         self._progress.start()
 
-    def _move_bar(self, step: int, numbers: str | None = None) -> None:
+    def _move_bar(self, step: int | None, numbers: str | None = None) -> None:
         if self._progress is None:
             return
         if numbers is None:

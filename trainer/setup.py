@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from zeromesh.trainer.hf.build import build_model
 from zeromesh.trainer.packing import PackedDataset
 from zeromesh.trainer.schedules import Schedule
 from zeromesh.trainer.step import Feed
+from zeromesh.trainer.takes import Takes
 from zeromesh.trainer.tokenizers import PretrainedTokenizer, Tokenizer
 from zeromesh.zero.deferred import BuiltModel, build_deferred
 from zeromesh.zero.options import Precision, ZeroOptions
@@ -125,11 +126,17 @@ class Data:
         """The tokenizer's, for a model that does not say its own."""
         return self.loaded.tokenizer.vocab_size if self.loaded else None
 
+    @property
+    def tokenizer(self) -> Any:
+        """The Hugging Face tokenizer that the configuration names, to be saved with the model."""
+        tokenizer = self.loaded.tokenizer if self.loaded else None
+        return tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None
+
 
 def prepare_data(
-    config: TrainerConfig, train: MapDataset | None, evaluation: MapDataset | None, processing_class: Any
+    config: TrainerConfig, train: MapDataset | None, evaluation: MapDataset | None, tokenizer: Any
 ) -> Data:
-    """Datasets as given, or made of the text that the configuration names.
+    """Datasets as given, or made of the text that the configuration names, by `tokenizer` if that is not None.
 
     Raises:
         DataError: for an empty or unusable dataset, file or tokenizer.
@@ -139,14 +146,12 @@ def prepare_data(
             if dataset is not None:
                 check_dataset(dataset, name=name)
         return Data(train=train, eval=evaluation, loaded=None)
-    tokenizer: Tokenizer | None = PretrainedTokenizer(tokenizer=processing_class) if processing_class else None
-    loaded = load_datasets(config.data, tokenizer=tokenizer)
+    given: Tokenizer | None = PretrainedTokenizer(tokenizer=tokenizer) if tokenizer is not None else None
+    loaded = load_datasets(config.data, tokenizer=given)
     return Data(train=loaded.train, eval=loaded.eval, loaded=loaded)
 
 
-def prepare_model(
-    model: nn.Module | Callable[[], nn.Module] | None, config: TrainerConfig, vocab_size: int | None
-) -> BuiltModel:
+def prepare_model(model: Any, config: TrainerConfig, vocab_size: int | None) -> BuiltModel:
     """The model of a run and where its weights come from: given built, built by a callable on meta, or named by the config.
 
     Raises:
@@ -162,7 +167,11 @@ def prepare_model(
     if isinstance(model, nn.Module):
         return BuiltModel(model=model, source=source_for(model, seed), notes=())
     if not callable(model):
-        raise ConfigError(f"model is a {type(model).__name__}; give an nn.Module or a callable that builds one")
+        given = f"{model!r}" if isinstance(model, str | PathLike) else f"a {type(model).__name__}"
+        raise ConfigError(
+            f"model is {given}; give an nn.Module or a callable that builds one, or name a local Hugging Face directory "
+            "in the configuration: model.source"
+        )
     return build_deferred(model, seed)
 
 
@@ -179,24 +188,12 @@ def place_buffers(built: BuiltModel, mesh: Mesh, seed: int) -> None:
         )
 
 
-def vocabulary_of(model: nn.Module) -> int | None:
-    """Rows of the input embedding, which token ids must stay below; None for a model without one."""
-    getter = getattr(model, "get_input_embeddings", None)
-    if getter is None:
-        return None
-    try:
-        embedding = getter()
-    except (NotImplementedError, AttributeError):
-        return None
-    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
-
-
 def feed_of(
     dataset: MapDataset,
     plan: BatchPlan,
     config: TrainerConfig,
     collate: Collate | None,
-    vocab_size: int | None,
+    takes: Takes,
     *,
     causal: bool,
     shuffle: bool,
@@ -206,18 +203,20 @@ def feed_of(
     Raises:
         DataError: for a packed dataset with ids that the vocabulary does not have.
     """
-    if isinstance(dataset, PackedDataset) and vocab_size is not None:
-        dataset.check_vocabulary(vocab_size)
+    if isinstance(dataset, PackedDataset) and takes.vocab_size is not None:
+        dataset.check_vocabulary(takes.vocab_size)
     order = SampleOrder(length=len(dataset), seed=config.run.seed, shuffle=shuffle)
-    return Feed(dataset=dataset, order=order, plan=plan, collate=collate, vocab_size=vocab_size, causal=causal)
+    return Feed(
+        dataset=dataset,
+        order=order,
+        plan=plan,
+        collate=collate,
+        vocab_size=takes.vocab_size,
+        causal=causal,
+        fields=takes.fields,
+    )
 
 
-def require_training_data(data: Data) -> MapDataset:
-    """The training dataset.
-
-    Raises:
-        DataError: when only an evaluation dataset was given.
-    """
-    if data.train is None:
-        raise DataError("there is no train_dataset; give one to Trainer, or name text in data.train")
-    return data.train
+def no_training_data() -> DataError:
+    """The error where only an evaluation dataset was given."""
+    return DataError("there is no train_dataset; give one to Trainer, or name text in data.train")

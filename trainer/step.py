@@ -8,7 +8,8 @@ update divides.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +34,12 @@ class Feed:
     collate: Collate | None
     vocab_size: int | None
     causal: bool
+    fields: frozenset[str] | None = None
+    """Fields of a batch that the model takes; others are left out. None: all are kept."""
 
     def fetch(self, microbatch: Microbatch) -> dict[str, Any]:
         """The checked batch of a microbatch, on CPU."""
-        return fetch_microbatch(
+        batch = fetch_microbatch(
             self.dataset,
             self.order,
             microbatch,
@@ -44,6 +47,7 @@ class Feed:
             vocab_size=self.vocab_size,
             causal=self.causal,
         )
+        return {name: value for name, value in batch.items() if self.fields is None or name in self.fields}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +80,10 @@ class Stepper:
         self._model = model
         self._loss = loss
         self._mesh = mesh
-        self.dtype = compute_dtype
+        self._dtype = compute_dtype
         self._engine = engine
+        self.gradient_factor = 1.0
+        """What gradients have to be multiplied by, between the last backward and the update, to be the loss's."""
 
     def train_step(
         self, feed: Feed, step: int, lr_factor: float, before_update: Callable[[], None] = lambda: None
@@ -107,10 +113,12 @@ class Stepper:
             loss = self._forward_backward(engine, batch, seed * weight, where)
             if weight:
                 sums += torch.tensor([float(loss), self._loss.last_count, _tokens(batch)], dtype=torch.float64)
-        before_update()
         self._mesh.data.sum_(sums, "sum of the loss")
         total, targets = float(sums[0]), int(sums[1])
-        outcome = engine.finish_step(1.0 if count is not None else 1.0 / max(1, targets))
+        factor = 1.0 if count is not None else 1.0 / max(1, targets)
+        self.gradient_factor = factor / engine.updater.scaler.scale
+        before_update()
+        outcome = engine.finish_step(factor)
         return StepResult(
             loss=total / targets if targets else float("nan"),
             targets=targets,
@@ -121,18 +129,20 @@ class Stepper:
             seconds=time.perf_counter() - began,
         )
 
-    def evaluate(self, feed: Feed) -> EvaluationResult:
-        """Mean loss over the feed's dataset, each sample once, as one batch of its plan."""
-        self._model.eval()
+    def evaluate(self, feed: Feed, on_done: Callable[[int, int], None] = lambda done, total: None) -> EvaluationResult:
+        """Mean loss over the feed's dataset, each sample once, as one batch of its plan.
+
+        `on_done(done, total)` is called after each of this rank's microbatches.
+        """
+        microbatches = feed.plan.microbatches(0, self._mesh.data_index)
         sums = torch.zeros(2, dtype=torch.float64)
-        try:
-            for microbatch in feed.plan.microbatches(0, self._mesh.data_index):
+        with _in_evaluation_mode(self._model):
+            for number, microbatch in enumerate(microbatches, start=1):
                 batch = self._to_device(feed.fetch(microbatch))
                 loss = self._forward(batch)
                 if microbatch.weight:
                     sums += torch.tensor([float(loss), self._loss.last_count], dtype=torch.float64)
-        finally:
-            self._model.train()
+                on_done(number, len(microbatches))
         self._mesh.data.sum_(sums, "sum of the evaluation loss")
         targets = int(sums[1])
         return EvaluationResult(loss=float(sums[0]) / targets if targets else float("nan"), targets=targets)
@@ -164,7 +174,7 @@ class Stepper:
         moved: dict[str, Any] = {}
         for name, value in batch.items():
             if isinstance(value, Tensor):
-                dtype = self.dtype if value.is_floating_point() and name != "labels" else value.dtype
+                dtype = self._dtype if value.is_floating_point() and name != "labels" else value.dtype
                 value = value.to(self._mesh.device, dtype, non_blocking=True)
             moved[name] = value
         return moved
@@ -173,6 +183,18 @@ class Stepper:
         if self._engine is None:
             raise RuntimeError("training needs an engine")
         return self._engine
+
+
+@contextmanager
+def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """As `model.eval()`, but each module is afterwards in the mode in which it was."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
 
 
 def _tokens(batch: Mapping[str, Any]) -> int:

@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeromesh.trainer import FitReport, Trainer, TrainerConfig
+    from zeromesh.trainer import Callback, FitReport, Trainer, TrainerConfig
 
 __version__ = "0.1.0"
-__all__ = ["FitReport", "Trainer", "TrainerConfig", "__version__"]
+__all__ = ["Callback", "FitReport", "Trainer", "TrainerConfig", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     """Hand on the trainer's names lazily, so that the engine never imports what stands above it."""
-    if name in {"FitReport", "Trainer", "TrainerConfig"}:
+    if name in {"Callback", "FitReport", "Trainer", "TrainerConfig"}:
         from zeromesh import trainer
 
         return getattr(trainer, name)

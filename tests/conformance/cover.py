@@ -38,14 +38,18 @@ def pairwise(factors: Mapping[str, Sequence[Any]], idle: Callable[[Row], set[str
 
 
 def _complete(
-    row: Row, factors: Mapping[str, Sequence[Any]], wanted: Mapping[Pair, None], idle: Callable[[Row], set[str]], turn: int
+    row: Row,
+    factors: Mapping[str, Sequence[Any]],
+    wanted: Mapping[Pair, None],
+    idle: Callable[[Row], set[str]],
+    turn: int,
 ) -> Row:
     for name, values in factors.items():
         if name in row:
             continue
 
         def gain(value: Any, name: str = name) -> int:
-            trial = {key: row[key] if key in row else value for key in factors if key in row or key == name}
+            trial = {key: row.get(key, value) for key in factors if key in row or key == name}
             return sum(pair in wanted for pair in pairs_of(trial, idle))
 
         # Rotated, so that ties do not always fall to the first value.

@@ -195,6 +195,48 @@ def odd() -> Stack:
     return model
 
 
+class Guided(nn.Module):
+    """A frozen block of two inputs, the second a parameter: backward is done with it long before the first."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.inner = Feedforward(size, 2 * size)
+        self.side = nn.Linear(size, size)
+
+    def forward(self, x: torch.Tensor, guide: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.side(guide)
+
+
+class GuidedStack(nn.Module):
+    """Frozen blocks, each with a guide of its own; the first is called twice."""
+
+    def __init__(self, size: int = 32, layers: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, size)
+        self.guides = nn.ParameterList(torch.randn(size) for _ in range(layers))
+        self.blocks = nn.ModuleList(Guided(size) for _ in range(layers)).requires_grad_(False)
+        self.head = nn.Linear(size, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(input_ids)
+        for guide, block in zip(self.guides, self.blocks, strict=True):
+            x = block(x, guide)
+        return self.head(self.blocks[0](x, self.guides[1]))
+
+
+class Detached(nn.Module):
+    """A block that reads a weight without giving it a gradient, on the way to its input."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2 * size, size) * 0.1)
+        self.side = nn.Linear(size, 2 * size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = torch.tanh(x @ self.weight.detach().T)
+        return x + torch.tanh(first + self.side(x)) @ self.weight
+
+
 class Routed(nn.Module):
     """Each sample goes to the expert that its own values choose: in a small microbatch some experts get no gradient."""
 
@@ -302,5 +344,7 @@ SUBJECTS: dict[str, Subject] = {
     "reused": _text(reused),
     "odd": _text(odd, no_decay=("*bias", "*.scale")),
     "routed": _text(routed),
+    "detached": _text(lambda: Stack([Detached(32) for _ in range(3)], [0, 1, 2], 32)),
+    "guided": _text(GuidedStack),
     "single": _values(Single, 19),
 }

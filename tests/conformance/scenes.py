@@ -18,7 +18,7 @@ from zeromesh.zero.phase import Phase
 
 from . import reference
 from .cases import Run, digest
-from .models import SUBJECTS, VOCABULARY, Feedforward, Stack, stack, text_batch
+from .models import SUBJECTS, VOCABULARY, Stack, stack, text_batch
 from .recipe import Extra, Layout, Problem
 
 SMALL = Problem(model="llama", steps=3, samples=12)
@@ -279,6 +279,7 @@ def interrupted_call(mesh: Mesh) -> dict[str, Any]:
     with torch.no_grad():
         error = _refusal(lambda: run.model(input_ids=bad), Exception)
         again = run.model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.isfinite().all().item()
+        _refusal(lambda: run.model(input_ids=bad), Exception)
     norm = run.step(1).grad_norm
     run.close()
     return {"error": bool(error), "again": again, "norm": norm}

@@ -42,9 +42,7 @@ def kept() -> dict[object, Result]:
     return {}
 
 
-def run_once(
-    laboratory: Laboratory, kept: dict[object, Result], size: int, problem: Problem, layout: Layout
-) -> Result:
+def run_once(laboratory: Laboratory, kept: dict[object, Result], size: int, problem: Problem, layout: Layout) -> Result:
     key = (size, problem, layout)
     if key not in kept:
         kept[key] = laboratory.train(size, problem, layout, QUIET)

@@ -55,9 +55,7 @@ def test_what_is_not_allowed_says_so(fresh_pool: Callable[..., Pool], stage: int
 @pytest.mark.parametrize("budget", [None, 0])
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_the_model_can_be_used_between_steps(
-    workers: Workers, stage: int, transport: str, budget: int | None
-) -> None:
+def test_the_model_can_be_used_between_steps(workers: Workers, stage: int, transport: str, budget: int | None) -> None:
     case = "conformance.scenes:looking"
     for found in workers.run(2, case, stage=stage, transport=transport, budget=budget):
         assert math.isfinite(found.pop("norm"))

@@ -80,9 +80,9 @@ def test_bfloat16_updates_are_not_lost(laboratory: Laboratory) -> None:
 
 @pytest.mark.parametrize(("stage", "transport"), [(1, "shared"), (2, "gloo"), (3, "shared")])
 def test_float16_with_a_loss_scale(laboratory: Laboratory, stage: int, transport: str) -> None:
-    """A scale of 2^20 overflows, is halved at each skipped step until gradients fit, and grows back after four good steps."""
+    """A scale of 2^26 overflows, is halved at each skipped step until gradients fit, and grows back after four good steps."""
     problem = Problem(model="llama", clip=1.0, precision="float16", steps=16)
-    layout = Layout(stage=stage, transport=transport, scale=2.0**20)
+    layout = Layout(stage=stage, transport=transport, scale=2.0**26)
     found = laboratory.train(2, problem, layout, QUIET)
     check_ranks_agree(found)
     first = found.ranks[0]
@@ -96,11 +96,7 @@ def test_float16_with_a_loss_scale(laboratory: Laboratory, stage: int, transport
         assert scales[step] == (scales[step - 1] / 2 if skipped[step - 1] else grown)
         assert (digests[step] == digests[step - 1]) == skipped[step]
         assert math.isfinite(found.norms[step]) != skipped[step]
-    # What the optimizer saw is the batches of the steps that were not skipped; unscaled norms are the reference's.
     wanted = laboratory.reference(Problem(model="llama", clip=1.0, precision="float32", steps=16))
-    assert found.losses[: skipped.index(False) + 1] == pytest.approx(
-        [found.losses[0]] + found.losses[1 : skipped.index(False) + 1], rel=FLOAT16_LOSS
-    )
     assert found.losses[0] == pytest.approx(wanted.losses[0], rel=FLOAT16_LOSS)
     assert found.losses[-1] < found.losses[0]
 
@@ -108,8 +104,6 @@ def test_float16_with_a_loss_scale(laboratory: Laboratory, stage: int, transport
 def test_mixed_dtypes_keep_their_own(laboratory: Laboratory) -> None:
     """Parameters wider than the rest lie in buckets of their own and are not rounded."""
     (first, *_) = laboratory.workers.run(2, "conformance.scenes:mixed_dtypes")
-    assert first["dtypes"] == {"torch.bfloat16", "torch.float32"} or set(first["dtypes"]) == {
-        "torch.bfloat16",
-        "torch.float32",
-    }
+    assert first["dtypes"] == ["torch.bfloat16", "torch.float32"]
     assert first["worst"] == 0.0
+    assert first["moved"] > 0

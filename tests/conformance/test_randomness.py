@@ -36,9 +36,7 @@ def test_dropout_does_something_and_changes_from_step_to_step(laboratory: Labora
 
 @pytest.mark.parametrize("kind", ["call", "wrapped"])
 @pytest.mark.parametrize(("size", "budget"), [(1, None), (2, None), (2, 0)])
-def test_recomputation_draws_the_same_dropout(
-    laboratory: Laboratory, size: int, budget: int | None, kind: str
-) -> None:
+def test_recomputation_draws_the_same_dropout(laboratory: Laboratory, size: int, budget: int | None, kind: str) -> None:
     """`checkpoint(block, x)` runs the block's hooks again in backward, a checkpointed `forward` does not."""
     for result in laboratory.workers.run(size, "conformance.scenes:recomputed_dropout", budget=budget, kind=kind):
         assert result["plain"] == result["recomputed"]

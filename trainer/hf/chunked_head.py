@@ -34,7 +34,9 @@ class _Microbatch:
 
 
 class ChunkedHead:
-    """Replaces `forward` of a model's output embedding, and for the route `loss_function` that too.
+    """Stands for `forward` of a model's output embedding, and for the route `loss_function` for that too, while it runs.
+
+    Before and after a run the model is as it was: it can be copied, pickled and given to others.
 
     Args:
         model: a Hugging Face model whose `get_output_embeddings()` is an `nn.Linear`.
@@ -45,16 +47,12 @@ class ChunkedHead:
     """
 
     def __init__(self, model: Any, *, route: Route, chunk_tokens: int | None = None, strict: bool = False) -> None:
+        self._model = model
         self._head: nn.Linear = model.get_output_embeddings()
-        self._forward_before = self._head.forward
-        self._loss_before = model.loss_function if route == "loss_function" else None
         self._route = route
         self._chunk_tokens = chunk_tokens
         self._strict = strict
         self._current: _Microbatch | None = None
-        self._head.forward = self._forward
-        if route == "loss_function":
-            model.loss_function = self._loss
 
     def run(
         self, model: Any, inputs: dict[str, Any], *, targets: torch.Tensor, seed: float, count: int
@@ -76,16 +74,20 @@ class ChunkedHead:
     @contextmanager
     def _announced(self, microbatch: _Microbatch) -> Iterator[_Microbatch]:
         self._current = microbatch
+        forward = vars(self._head).get("forward")
+        loss = vars(self._model).get("_loss_function")
+        vars(self._head)["forward"] = self._forward
+        if self._route == "loss_function":
+            self._model.loss_function = self._loss
         try:
             yield microbatch
         finally:
             self._current = None
+            _put_back(self._head, "forward", forward)
+            _put_back(self._model, "_loss_function", loss)
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        current = self._current
-        if current is None:
-            logits: torch.Tensor = self._forward_before(hidden)
-            return logits
+        current = self._announcement()
         if current.result is not None:
             raise PhaseError("the model called its output embedding twice in one forward")
         rows = hidden.reshape(-1, hidden.shape[-1])
@@ -105,15 +107,26 @@ class ChunkedHead:
         current.result = total.reshape(1, 1, 1)
         return current.result
 
-    def _loss(self, *args: Any, **kwargs: Any) -> Any:
-        if self._current is None:
-            return self._loss_before(*args, **kwargs) if self._loss_before is not None else None
+    def _loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._arrived(args[0] if args else kwargs["logits"])
 
     def _arrived(self, logits: torch.Tensor) -> torch.Tensor:
-        current = self._current
-        if current is None or current.result is None:
+        current = self._announcement()
+        if current.result is None:
             raise PhaseError("the model computed a loss without calling its output embedding")
         if self._strict and logits is not current.result:
             raise PhaseError("the model changes its logits between the head and the loss")
         return logits.reshape(())
+
+    def _announcement(self) -> _Microbatch:
+        if self._current is None:
+            raise PhaseError("the head was called outside of a run")
+        return self._current
+
+
+def _put_back(module: nn.Module, name: str, value: Any) -> None:
+    """An attribute of the instance as it was; None: it had none."""
+    if value is None:
+        vars(module).pop(name, None)
+    else:
+        vars(module)[name] = value

@@ -105,7 +105,6 @@ def check_chunked_head(small: Any, route: Route, *, causal: bool) -> str | None:
     inputs = _inputs(small)
     count = count_targets(inputs["labels"], causal=causal)
     targets = shifted(inputs["labels"]) if causal else inputs["labels"]
-    untouched = dict(vars(head)), dict(vars(small))
     small.train()
     try:
         with InFloat64():
@@ -117,8 +116,6 @@ def check_chunked_head(small: Any, route: Route, *, causal: bool) -> str | None:
         return line if isinstance(error, PhaseError) else f"{type(error).__name__}: {line}"
     finally:
         small.eval()
-        _restore(head, "forward", untouched[0])
-        _restore(small, "_loss_function", untouched[1])
     return _difference(own, ours)
 
 
@@ -135,11 +132,6 @@ def _difference(own: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor
 def shifted(labels: torch.Tensor) -> torch.Tensor:
     """Labels [batch, sequence] moved so that position i holds the label of i + 1; the last has none (-100)."""
     return nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
-
-
-def _restore(module: nn.Module, name: str, untouched: Mapping[str, Any]) -> None:
-    if name not in untouched:
-        vars(module).pop(name, None)
 
 
 def _gradients(small: Any, evaluate: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -178,7 +178,9 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes: ...
 
-    def check(self, keys: list[str]) -> bool: ...
+    def clone(self) -> Store:
+        """Another connection to the same store, for another thread."""
+        ...
 
 
 class StoreBoard:

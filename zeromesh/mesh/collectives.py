@@ -32,7 +32,9 @@ class CollectiveBuffer:
     """A buffer that an all-gather fills."""
 
     def __init__(self, request: BufferRequest, group: ProcessSet, device: torch.device) -> None:
-        self.full = torch.empty(request.padded, dtype=request.dtype, device=device)
+        # Zeros, since gaps between parameters are nobody's and persistent memory may hold the master weights themselves.
+        make = torch.zeros if request.persistent else torch.empty
+        self.full = make(request.padded, dtype=request.dtype, device=device)
         self.persistent = request.persistent
         self._nbytes = self.full.untyped_storage().nbytes()
         self._group = group

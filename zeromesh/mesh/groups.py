@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
 
 from zeromesh.errors import CollectiveError, ConfigError, StorageError
 from zeromesh.mesh.axes import Axis, MeshShape
-from zeromesh.mesh.board import SharedBoard, StoreBoard
+from zeromesh.mesh.board import SharedBoard, Store, StoreBoard
 from zeromesh.mesh.launch import LaunchEnvironment
 from zeromesh.mesh.segments import Segment
 from zeromesh.mesh.watch import Activity, Watch
 
+_NUMBERS = itertools.count()
 _START_SECONDS = 300
 """Start-up may wait longer than a step: processes import and read models at different speeds."""
 
@@ -146,13 +148,13 @@ class Mesh:
             raise ConfigError(
                 f"the process group has {dist.get_world_size()} ranks, the launch environment {self.world_size}"
             )
-        hosts: list[str | None] = [None] * self.world_size
         identity = _host_identity()
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"zeromesh/host/{self.rank}", identity)
-        hosts = [store.get(f"zeromesh/host/{rank}").decode() for rank in range(self.world_size)]
-        self._hosts = hosts
-        self._one_host = len(set(hosts)) == 1
+        # A process may make one mesh after another: what an earlier one has stored must not be taken for this one's.
+        prefix = f"zeromesh/mesh-{next(_NUMBERS)}"
+        store = cast(Store, dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store()))
+        store.set(f"host/{self.rank}", identity)
+        self._hosts = [store.get(f"host/{rank}").decode() for rank in range(self.world_size)]
+        self._one_host = len(set(self._hosts)) == 1
         self.watch = self._make_watch(store, timeout_seconds)
 
     def _make_watch(self, store: Store, timeout_seconds: float) -> Watch:
@@ -171,8 +173,8 @@ class Mesh:
         nbytes = SharedBoard.nbytes(self.world_size)
         if self.rank == 0:
             segment = Segment.create("board", nbytes)
-            store.set("zeromesh/board-at", f"{os.getpid()} {segment.descriptor}")
-        pid, descriptor = (int(part) for part in store.get("zeromesh/board-at").split())
+            store.set("board-at", f"{os.getpid()} {segment.descriptor}")
+        pid, descriptor = (int(part) for part in store.get("board-at").split())
         try:
             if segment is None:
                 segment = Segment.attach(pid, descriptor, nbytes, "board")
@@ -223,6 +225,12 @@ class Mesh:
         """Say on the board what this rank does now."""
         if self.watch is not None:
             self.watch.post(activity, unit, step=step)
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks, longer than within a step: until here they read and build at speeds of their own."""
+        if self.watch is not None:
+            with self.watch.patience(_START_SECONDS):
+                self.world.barrier(what)
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one stops."""

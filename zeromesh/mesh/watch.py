@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
 from itertools import product
@@ -23,6 +24,7 @@ class Activity(IntEnum):
     REDUCE = 4
     OPTIMIZER = 5
     AGREE = 6
+    SAVE = 7
 
     @property
     def phrase(self) -> str:
@@ -37,7 +39,9 @@ _PHRASES = {
     Activity.REDUCE: "reducing gradients of",
     Activity.OPTIMIZER: "updating",
     Activity.AGREE: "agreeing on",
+    Activity.SAVE: "saving the model",
 }
+_WITHOUT_UNIT = (Activity.IDLE, Activity.SAVE)
 
 
 class Work(Protocol):
@@ -67,6 +71,16 @@ class Watch:
         self._step = 0
         self._doing = (Activity.IDLE, -1)
         self._events: dict[int, tuple[int, int]] = {}
+
+    @contextmanager
+    def patience(self, seconds: float) -> Iterator[None]:
+        """Inside the block a wait lasts at least `seconds` before peers without progress are late."""
+        usual = self.timeout_seconds
+        self.timeout_seconds = max(usual, seconds)
+        try:
+            yield
+        finally:
+            self.timeout_seconds = usual
 
     def name_units(self, names: Sequence[str]) -> None:
         """Names that unit numbers stand for in messages."""
@@ -143,7 +157,7 @@ class Watch:
         """One line on what a rank last said of itself."""
         row = self._board.row(rank)
         where = self._unit_name(row.unit)
-        doing = Activity(row.activity).phrase + (f" {where}" if row.activity else "")
+        doing = Activity(row.activity).phrase + ("" if row.activity in _WITHOUT_UNIT else f" {where}")
         return f"rank {rank} (pid {row.pid}) was {doing} at step {row.step}"
 
     def _unit_name(self, unit: int) -> str:

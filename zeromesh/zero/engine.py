@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.errors import ConfigError, PhaseError
+from zeromesh.errors import ConfigError, NonFiniteError, PhaseError
 from zeromesh.flat.placement import Placement
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
@@ -72,17 +72,21 @@ class ZeroEngine:
         self.updater = Updater(self.units, mesh, options, built.ledger)
         self._order = GatherOrder()
         self._mode = Mode.IDLE
-        self._entry: Unit | None = None
+        self._updating = False
+        self._entry: nn.Module | None = None
         self._microbatch: Microbatch | None = None
         self._visited: list[int] = []
         self._backward_seen: set[int] = set()
         self._reductions_left: dict[int, int] = {}
+        self._first_visits: dict[int, int] = {}
+        self._in_backward: list[int] = []
         self._gradients = GradientReducer(
             self._reduction.reducer,
             options.precision.reduce,
             direct=mesh.shard.size == 1,
             overlap=options.overlap,
-            prepare=self._prepare_reduction,
+            prepare=self.updater.make_room,
+            announce=self._announce_reduction,
             on_reduced=self._on_reduced,
             on_complete=self._on_complete,
         )
@@ -148,6 +152,10 @@ class ZeroEngine:
     def _backward(self, loss: torch.Tensor, seed: float, microbatch: Microbatch) -> None:
         self._mode = Mode.BACKWARD
         self._backward_seen = set()
+        self._in_backward = []
+        self._first_visits = {}
+        for place, index in enumerate(self._visited):
+            self._first_visits.setdefault(index, place)
         self.updater.begin_backward(last=microbatch.last)
         reduce = microbatch.last or self.options.placements.accumulating is Placement.SHARDED
         buckets = self._reduction_order()
@@ -167,13 +175,33 @@ class ZeroEngine:
         Raises:
             NonFiniteError: under `on_nonfinite: stop`.
         """
+        self._updating = True
         try:
             outcome = self.updater.finish(self.units, factor)
             self._next_generation()
         except BaseException as error:
+            self._updating = self.options.optimizer_in_backward or not isinstance(error, NonFiniteError)
             self.mesh.fail(error)
             raise
+        self._updating = False
         return outcome
+
+    def abandon_pass(self) -> bool:
+        """Forget what an exception has cut short, so that the next pass can begin; for a rank without peers.
+
+        Returns False when an update had begun: some weights may be those of the next step and others not.
+        """
+        if self._updating or (self._mode is Mode.BACKWARD and self.options.optimizer_in_backward):
+            return False
+        for unit in self.units:
+            if unit.phase is Phase.REDUCING:
+                unit.enter(Phase.LIVE)
+            for bucket in unit.trainable:
+                for parameter in bucket.parameters:
+                    parameter.grad = None
+        if self._mode is not Mode.IDLE:
+            self._end_pass()
+        return True
 
     def _next_generation(self) -> None:
         """Parameters are out of date everywhere: units rest, and replicated ones start to gather again."""
@@ -212,6 +240,8 @@ class ZeroEngine:
             yield
 
     def _begin_pass(self, mode: Mode, kind: str) -> None:
+        if self._entry is not None:
+            self._end_pass()  # A call of the user's own that failed half-way.
         if self._mode is not Mode.IDLE:
             raise PhaseError(f"a pass cannot begin during {self._mode.value}")
         self._mode = mode
@@ -252,31 +282,40 @@ class ZeroEngine:
 
     # What hooks tell
 
-    def before_forward(self, unit: Unit, inputs: Any) -> None:
+    def before_forward(self, unit: Unit) -> None:
         """A unit is about to run: in a pass, in recomputation during backward, or because the user called the model."""
         if self._mode is Mode.BACKWARD:
-            if unit.phase is not Phase.LIVE:
-                self._need(unit)
+            self._need_in_backward(unit)
+            self._seed(unit)  # After `checkpoint` has restored the state from before this hook ran in forward.
             return
         if self._mode is Mode.IDLE:
-            self._begin_users_pass(unit)
+            self._begin_users_pass(unit.module)
         self.mesh.post(Activity.FORWARD, unit.index)
         self._visited.append(unit.index)
         self._need(unit)
-        if self._microbatch is not None:
-            torch.manual_seed(self._seed_of(unit, self._microbatch))
-            if unit.frozen:
-                on_gradient_of(inputs, lambda: self.after_backward(unit))
+        self._seed(unit)
 
-    def _begin_users_pass(self, unit: Unit) -> None:
+    def before_part(self, module: nn.Module) -> None:
+        """A module that holds some of the root's parameters is about to run, perhaps without the root."""
+        if self._mode is Mode.IDLE:
+            self._begin_users_pass(module)
+        if self.units[0].phase is not Phase.LIVE:
+            self._need(self.units[0])
+
+    def after_part(self, module: nn.Module) -> None:
+        """It has run."""
+        if self._entry is module and self._mode is Mode.EVALUATION:
+            self._end_pass()
+
+    def _begin_users_pass(self, module: nn.Module) -> None:
         if torch.is_grad_enabled():
             raise PhaseError(
                 "the model was called outside a training step with gradients enabled; call it under torch.no_grad(), "
                 "or train through the trainer"
             )
         self._begin_pass(Mode.EVALUATION, "user")
-        self._entry = unit
-        if unit.index != 0:
+        self._entry = module
+        if module is not self.units[0].module:
             self._need(self.units[0])
 
     def after_forward(self, unit: Unit, output: Any) -> None:
@@ -284,32 +323,45 @@ class ZeroEngine:
         if self._mode is Mode.BACKWARD:
             return
         if self._mode is Mode.FORWARD:
-            on_gradient_of(output, lambda: self.before_backward(unit))
+            place = len(self._visited) - 1
+            on_gradient_of(output, lambda: self.before_backward(unit, place))
         if self._sharded and unit.index != 0 and unit.phase is Phase.LIVE:
             unit.release()
             unit.enter(Phase.RESTING)
-        if self._entry is unit:
+        if self._entry is unit.module:
             self._end_pass()
 
-    def before_backward(self, unit: Unit) -> None:
-        """Backward has reached a unit's outputs."""
+    def before_backward(self, unit: Unit, place: int) -> None:
+        """Backward has reached the outputs of a unit's call; the calls of units after number `place` came after it."""
         if self._mode is not Mode.BACKWARD:
             raise PhaseError(
                 f"backward reached unit {unit.name} outside a training step; let the trainer call backward"
             )
+        self._leave_passed(place)
         if unit.index in self._backward_seen:
             return
         self._backward_seen.add(unit.index)
         self.mesh.post(Activity.BACKWARD, unit.index)
-        self._need(unit)
+        self._need_in_backward(unit)
         if self.options.overlap:
             self._gradients.pump()
 
-    def after_backward(self, unit: Unit) -> None:
-        """Backward has passed a unit that holds frozen parameters: it may rest if nothing of it is still to come."""
-        if self._sharded and unit.phase is Phase.LIVE and unit.index != 0 and not unit.trainable:
-            unit.release()
-            unit.enter(Phase.RESTING)
+    def _need_in_backward(self, unit: Unit) -> None:
+        if unit.index not in self._in_backward:
+            self._in_backward.append(unit.index)
+            self._need(unit)
+
+    def _leave_passed(self, place: int) -> None:
+        """Be done with the units that forward began to use only after call number `place`: backward has reached what was before.
+
+        Autograd takes what is ready in the reverse order of its creation, so nothing of them is still to come. That a
+        parameter has its gradient does not tell: a weight may be frozen, or be read through `detach`.
+        """
+        passed = [index for index in self._in_backward if self._first_visits.get(index, 0) > place]
+        for index in passed:
+            if self._reductions_left[index] == 0:
+                self._in_backward.remove(index)
+                self._leave_backward(self.units[index])
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """Autograd has a parameter's gradient."""
@@ -323,17 +375,13 @@ class ZeroEngine:
         units = [*reversed(seen), *(unit.index for unit in self.units if unit.index not in seen)]
         return [bucket for index in units for bucket in self.units[index].trainable]
 
-    def _prepare_reduction(self, bucket: Bucket) -> None:
-        """A bucket's sum is about to be made."""
-        self.updater.make_room(bucket)
+    def _announce_reduction(self, bucket: Bucket) -> None:
+        """A bucket's sum over its group is about to start."""
         self._event(Activity.REDUCE, self._unit_of[id(bucket)], settled=True)
 
     def _on_complete(self, bucket: Bucket) -> None:
-        """All gradients of a bucket have arrived; a unit without frozen parameters is then done with backward."""
-        unit = self._unit_of[id(bucket)]
-        self._reductions_left[unit.index] -= 1
-        if self._reductions_left[unit.index] == 0 and not unit.frozen and unit.index != 0:
-            self._leave_backward(unit)
+        """All gradients of a bucket have arrived."""
+        self._reductions_left[self._unit_of[id(bucket)].index] -= 1
 
     def _leave_backward(self, unit: Unit) -> None:
         if unit.phase is not Phase.LIVE:
@@ -351,9 +399,12 @@ class ZeroEngine:
         if self._microbatch is not None and self._microbatch.last:
             self.updater.take(bucket)
 
-    def _seed_of(self, unit: Unit, microbatch: Microbatch) -> int:
-        text = f"{self.options.seed}/{microbatch.step}/{microbatch.first_sample}/{unit.name}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    def _seed(self, unit: Unit) -> None:
+        """Seed what a unit's forward draws, by what it computes and not by who does."""
+        at = self._microbatch
+        if at is not None:
+            text = f"{self.options.seed}/{at.step}/{at.first_sample}/{unit.name}"
+            torch.manual_seed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1)
 
     def close(self) -> None:
         """Take the hooks off and give shared memory back."""

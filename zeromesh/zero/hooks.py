@@ -21,13 +21,15 @@ from zeromesh.zero.unit import Bucket, Unit
 class Listener(Protocol):
     """What the hooks tell."""
 
-    def before_forward(self, unit: Unit, inputs: Any) -> None: ...
+    def before_forward(self, unit: Unit) -> None: ...
 
     def after_forward(self, unit: Unit, output: Any) -> None: ...
 
-    def before_backward(self, unit: Unit) -> None: ...
+    def before_part(self, module: nn.Module) -> None: ...
 
-    def after_backward(self, unit: Unit) -> None: ...
+    def after_part(self, module: nn.Module) -> None: ...
+
+    def before_backward(self, unit: Unit, place: int) -> None: ...
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None: ...
 
@@ -41,6 +43,8 @@ class Hooks:
             self._on_module(unit, listener)
             for bucket in unit.trainable:
                 self._on_gradients(unit, bucket, listener)
+            if unit.index == 0:
+                self._on_parts(unit, listener)
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -49,14 +53,29 @@ class Hooks:
         self._handles = []
 
     def _on_module(self, unit: Unit, listener: Listener) -> None:
-        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            listener.before_forward(unit, (args, kwargs))
+        def before(_module: nn.Module, _args: Any) -> None:
+            listener.before_forward(unit)
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             listener.after_forward(unit, output)
 
-        self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(unit.module.register_forward_hook(after))
+
+    def _on_parts(self, root: Unit, listener: Listener) -> None:
+        """Modules inside the root that hold its parameters: a caller may run them without running the root."""
+        names = {name.rpartition(".")[0] for name in root.names()}
+
+        def before(module: nn.Module, _args: Any) -> None:
+            listener.before_part(module)
+
+        def after(module: nn.Module, _args: Any, _output: Any) -> None:
+            listener.after_part(module)
+
+        for module in dict.fromkeys(map(root.module.get_submodule, sorted(names))):
+            if module is not root.module:
+                self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+                self._handles.append(module.register_forward_hook(after))
 
     def _on_gradients(self, unit: Unit, bucket: Bucket, listener: Listener) -> None:
         for index, parameter in enumerate(bucket.parameters):
@@ -64,15 +83,12 @@ class Hooks:
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
 
-def on_gradient_of(tensors: Any, call: Callable[[], None]) -> int:
-    """Call when autograd has the gradient of any tensor in a structure, before it goes on; returns how many can tell."""
+def on_gradient_of(tensors: Any, call: Callable[[], None]) -> None:
+    """Call when autograd has the gradient of any computed tensor in a structure, before it goes on."""
 
     def hook(_gradient: torch.Tensor) -> None:
         call()
 
-    count = 0
     for tensor in pytree.tree_leaves(tensors):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-            count += 1
-    return count

@@ -48,6 +48,7 @@ class GradientReducer:
         direct: bool,
         overlap: bool,
         prepare: Callable[[Bucket], None],
+        announce: Callable[[Bucket], None],
         on_reduced: Callable[[Bucket], None],
         on_complete: Callable[[Bucket], None],
     ) -> None:
@@ -56,6 +57,7 @@ class GradientReducer:
         self._direct = direct
         self._overlap = overlap
         self._prepare = prepare
+        self._announce = announce
         self._on_reduced = on_reduced
         self._on_complete = on_complete
         self._next_sequence = 0
@@ -75,9 +77,9 @@ class GradientReducer:
         for bucket in buckets:
             arrivals = BucketArrivals(bucket, self._next_sequence)
             self._arrivals[id(bucket)] = arrivals
+            self._queue.append(arrivals)
             if self._reduce:
                 self._next_sequence += 1
-                self._queue.append(arrivals)
 
     def take(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """Take the gradient of a bucket's parameter from autograd.
@@ -105,7 +107,7 @@ class GradientReducer:
             self._on_complete(bucket)
             if not self._reduce:
                 arrivals.launched = True
-                self._on_reduced(bucket)
+                self._hand_on()
             elif self._overlap:
                 self.pump()
 
@@ -119,10 +121,11 @@ class GradientReducer:
     def flush(self) -> None:
         """Backward is over: launch all that is left, missing gradients as zeros, and finish everything."""
         if not self._reduce:
-            for arrivals in self._arrivals.values():
+            for arrivals in self._queue:
                 if not arrivals.launched:
                     self._keep_missing(arrivals)
-                    self._on_reduced(arrivals.bucket)
+                    arrivals.launched = True
+            self._hand_on()
         while self._queue:
             arrivals = self._queue.popleft()
             while self._slot_of(arrivals) is None:
@@ -138,6 +141,11 @@ class GradientReducer:
             self._on_reduced(bucket)
         self._whole.clear()
         self._arrivals = {}
+
+    def _hand_on(self) -> None:
+        """Hand on the sums of this rank alone, in the order that all ranks share: sums over replicas may follow."""
+        while self._queue and self._queue[0].launched:
+            self._on_reduced(self._queue.popleft().bucket)
 
     def _keep(self, bucket: Bucket, index: int, parameter: nn.Parameter, *, again: bool) -> None:
         """Add a gradient to this rank's own sum, or begin that sum with it."""
@@ -160,12 +168,18 @@ class GradientReducer:
                     _place(target, slot).zero_()
 
     def _own_sum(self, bucket: Bucket) -> torch.Tensor:
-        if self._direct and bucket.grad is None:
-            self._prepare(bucket)
         target = bucket.grad if self._direct else bucket.partial
+        if target is None and self._direct:
+            target = self._room_for(bucket)
         if target is None:
             raise PhaseError(f"bucket {bucket.name} has no memory for gradients")
         return target
+
+    def _room_for(self, bucket: Bucket) -> torch.Tensor | None:
+        self._prepare(bucket)
+        if bucket.grad is not None:
+            _zero_gaps(bucket.grad, bucket)
+        return bucket.grad
 
     def _slot_of(self, arrivals: BucketArrivals) -> torch.Tensor | None:
         if arrivals.filled is None:
@@ -200,6 +214,7 @@ class GradientReducer:
     def _launch(self, arrivals: BucketArrivals) -> None:
         bucket, filled = arrivals.bucket, arrivals.filled
         self._prepare(bucket)
+        self._announce(bucket)
         if filled is None or bucket.grad is None:
             raise PhaseError(f"bucket {bucket.name} is launched without a slot or a gradient shard")
         for index in arrivals.waiting:
@@ -207,8 +222,7 @@ class GradientReducer:
         for index, slot in enumerate(bucket.layout.slots):
             if index not in arrivals.arrived:
                 _place(filled, slot).zero_()
-        for gap in bucket.layout.gaps():
-            filled[gap.start : gap.end].zero_()
+        _zero_gaps(filled, bucket)
         if bucket.partial is not None and not self._first:
             filled.add_(bucket.partial)
         add = bucket.partial is None and not self._first
@@ -229,3 +243,9 @@ class GradientReducer:
 
 def _place(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
     return flat[slot.where.start : slot.where.end].view(slot.spec.shape)
+
+
+def _zero_gaps(flat: torch.Tensor, bucket: Bucket) -> None:
+    """What belongs to no parameter adds nothing to norms and moves no master weight."""
+    for gap in bucket.layout.gaps():
+        flat[gap.start : gap.end].zero_()

@@ -101,6 +101,11 @@ class Unit:
     def nbytes(self) -> int:
         return sum(bucket.nbytes for bucket in self.buckets)
 
+    def names(self) -> list[str]:
+        """Names of its parameters, those of tied ones included."""
+        specs = [slot.spec for bucket in self.buckets for slot in bucket.layout.slots]
+        return [name for spec in specs for name in (spec.fqn, *spec.aliases)]
+
     def enter(self, phase: Phase) -> None:
         """Go to the next phase; raises PhaseError when the table does not allow it."""
         self.phase = advance(self.name, self.phase, phase)

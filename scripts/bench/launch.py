@@ -1,0 +1,145 @@
+"""Starts a system as fresh processes on this host, one per rank, and collects what they measured."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.worker import RESULT
+from bench.workload import Workload
+
+_SCRIPTS = Path(__file__).resolve().parent.parent
+_LAST_LINES = 25
+
+
+class RunError(RuntimeError):
+    """A system did not end well; the text is the end of what its ranks wrote."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What one run of a system came to, over its ranks."""
+
+    system: str
+    step_seconds: tuple[float, ...]
+    """Of each timed step; ranks begin and end it together."""
+    cpu_seconds: tuple[float, ...]
+    """Of each timed step, mean over ranks."""
+    peak_bytes: int
+    """Of the rank that needed most."""
+    losses: tuple[float, ...]
+    ranks: tuple[dict[str, Any], ...]
+    """Everything that the ranks said."""
+
+
+def installed(system: str) -> bool:
+    """Whether a system can run here."""
+    return not system.startswith("deepspeed-") or importlib.util.find_spec("deepspeed") is not None
+
+
+def run_system(system: str, workload: Workload, *, timeout: float = 900.0) -> Run:
+    """Run `system` on `workload` in fresh processes.
+
+    Raises:
+        RunError: when a rank fails, or does not end within `timeout` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="zeromesh-bench-") as folder:
+        logs = [Path(folder, f"rank{rank}") for rank in range(workload.ranks)]
+        processes = _start(system, workload, logs)
+        try:
+            for process in processes:
+                if process.wait(timeout=timeout):
+                    break
+        except subprocess.TimeoutExpired as error:
+            raise RunError(f"{system} did not end within {timeout:g} seconds\n{_tails(logs)}") from error
+        finally:
+            failed = _end(processes)
+        if failed:
+            raise RunError(f"{system} failed\n{_tails(logs)}")
+        return _collect(system, [_result(log) for log in logs])
+
+
+def _start(system: str, workload: Workload, logs: list[Path]) -> list[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "bench.worker", system, workload.to_json()]
+    port = str(_free_port())
+    processes = []
+    for rank, log in enumerate(logs):
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workload.ranks, "LOCAL_WORLD_SIZE": workload.ranks}
+        variables = {name: str(number) for name, number in numbers.items()}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+        variables |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        variables["PYTHONPATH"] = os.pathsep.join([str(_SCRIPTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        if workload.device == "cpu":
+            variables["CUDA_VISIBLE_DEVICES"] = ""
+        with log.open("wb") as output:
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    env={**os.environ, **variables},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+    return processes
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> bool:
+    """End what still runs a while after the others; returns whether any failed."""
+    failed = any(process.poll() for process in processes)
+    for process in processes:
+        if not failed and process.poll() is None:
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                failed = True
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return failed or any(process.returncode for process in processes)
+
+
+def _result(log: Path) -> dict[str, Any]:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(RESULT)]
+    if not lines:
+        raise RunError(f"a rank ended without a result\n{_tails([log])}")
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix(RESULT))
+    return found
+
+
+def _collect(system: str, ranks: list[dict[str, Any]]) -> Run:
+    seconds = zip(*(rank["step_seconds"] for rank in ranks), strict=True)
+    cpu = zip(*(rank["cpu_seconds"] for rank in ranks), strict=True)
+    return Run(
+        system=system,
+        step_seconds=tuple(max(step) for step in seconds),
+        cpu_seconds=tuple(sum(step) / len(step) for step in cpu),
+        peak_bytes=max(rank["peak_bytes"] for rank in ranks),
+        losses=tuple(ranks[0]["losses"]),
+        ranks=tuple(ranks),
+    )
+
+
+def _tails(logs: list[Path]) -> str:
+    parts = []
+    for log in logs:
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        parts.append(f"--- {log.name}\n" + "\n".join(lines[-_LAST_LINES:]))
+    return "\n".join(parts)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

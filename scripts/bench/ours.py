@@ -1,0 +1,95 @@
+"""zeromesh on the workload, through its public `Trainer` and one configuration for time and memory alike."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.probe import Probe
+from bench.workload import Workload
+from zeromesh.trainer import Trainer
+from zeromesh.trainer.callbacks import Callback
+
+
+class Tokens:
+    """The workload's token ids as a dataset, in the order of steps and ranks."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._rows = workload.tokens().flatten(0, 1)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int, /) -> dict[str, Tensor]:
+        return {"input_ids": self._rows[index], "labels": self._rows[index]}
+
+
+class Watcher(Callback):
+    """Tells the probe when steps begin and end, and stops it before the model is made whole."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self._probe.training()
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        self._probe.begin()
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        self._probe.end(float(metrics["loss"]))
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        self._probe.close()
+        engine = trainer.engine
+        if engine is not None:
+            ledger = {purpose.name: nbytes for purpose, nbytes in engine.ledger.by_purpose().items()}
+            self._probe.found.notes = {
+                "transport": engine.reduction_name,
+                "ledger": ledger,
+                "ledger_peak": engine.ledger.peak(),
+            }
+
+
+def configuration(workload: Workload, stage: int, output_dir: str) -> dict[str, Any]:
+    """What is not here is zeromesh's default."""
+    return {
+        "model": {"activation_checkpointing": "block" if workload.checkpointing else "none"},
+        "data": {"shuffle": False},
+        "parallel": {"transport": workload.transport},
+        "zero": {"stage": stage},
+        "precision": {"compute": {torch.bfloat16: "bfloat16", torch.float32: "float32"}[workload.compute]},
+        "optimizer": {
+            "lr": workload.learning_rate,
+            "betas": list(workload.betas),
+            "weight_decay": workload.weight_decay,
+            "in_backward": True,
+        },
+        "schedule": {"name": "constant", "warmup_steps": 0},
+        "batch": {"global_size": workload.ranks * workload.micro, "micro_size": workload.micro},
+        "run": {
+            "name": "bench",
+            "output_dir": output_dir,
+            "max_steps": workload.steps,
+            "clip_norm": 0.0,
+            "on_nonfinite": "stop",
+            "seed": workload.seed,
+        },
+    }
+
+
+def train(workload: Workload, stage: int, probe: Probe) -> None:
+    """Run the workload at a ZeRO stage."""
+    with tempfile.TemporaryDirectory() as output_dir:
+        trainer = Trainer(
+            workload.build_model,
+            configuration(workload, stage, output_dir),
+            train_dataset=Tokens(workload),
+            callbacks=[Watcher(probe)],
+        )
+        trainer.fit()
+        trainer.close()

@@ -1,0 +1,114 @@
+"""The systems that zeromesh is measured beside, each set up as its own documentation does it.
+
+    local       no communication, every rank alone: the ceiling. In bf16 without fp32 master weights, as ddp
+    ddp         DistributedDataParallel
+    fsdp2       fully_shard around every block and the root; `fsdp2-keep` does not reshard after forward
+    deepspeed   DeepSpeed's ZeRO stages 1, 2, 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.workload import Workload
+from zeromesh.zero.sources import SeededSource
+
+Step = Callable[[Tensor], Tensor]
+"""One training step on `[micro, sequence]` token ids; gives this rank's loss."""
+
+
+def make_peer(system: str, workload: Workload, device: torch.device) -> Step:
+    """Build the model and the system around it."""
+    model: Any = workload.build_model()
+    _initialise(model, workload)
+    model.to(device)
+    if workload.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if system.startswith("deepspeed-"):
+        return _deepspeed(model, workload, int(system.removeprefix("deepspeed-")))
+    if system.startswith("fsdp2"):
+        return _plain_step(_sharded(model, workload, keep=system == "fsdp2-keep"), workload)
+    model.to(workload.compute)
+    if system == "ddp":
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return _plain_step(model, workload)
+
+
+def _initialise(model: nn.Module, workload: Workload) -> None:
+    """The weights that zeromesh starts from, so that losses can be compared."""
+    with torch.device("meta"):
+        twin = workload.build_model()
+    source = SeededSource(twin, workload.seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(source.read(name, 0, parameter.numel()).view(parameter.shape))
+    source.close()
+
+
+def _plain_step(net: Any, workload: Workload) -> Step:
+    optimizer = torch.optim.AdamW(
+        net.parameters(),
+        lr=workload.learning_rate,
+        betas=workload.betas,
+        weight_decay=workload.weight_decay,
+        fused=True,
+    )
+
+    def step(tokens: Tensor) -> Tensor:
+        loss: Tensor = net(input_ids=tokens, labels=tokens).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def _sharded(model: Any, workload: Workload, *, keep: bool) -> Any:
+    policy = MixedPrecisionPolicy()
+    if workload.dtype == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(workload.device, (dist.get_world_size(),))
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+    return model
+
+
+def _deepspeed(model: Any, workload: Workload, stage: int) -> Step:
+    import deepspeed
+
+    settings = {
+        "train_micro_batch_size_per_gpu": workload.micro,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage, "overlap_comm": False, "contiguous_gradients": True},
+        "bf16": {"enabled": workload.dtype == "bf16"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": workload.learning_rate,
+                "betas": list(workload.betas),
+                "weight_decay": workload.weight_decay,
+                "torch_adam": True,
+            },
+        },
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+    }
+    engine: Any = deepspeed.initialize(model=model, config=settings, model_parameters=model.parameters())[0]
+
+    def step(tokens: Tensor) -> Tensor:
+        loss: Tensor = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step

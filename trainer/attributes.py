@@ -1,0 +1,29 @@
+"""What a run changes on the modules of a model that is somebody else's, and how it is put back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+# Compiled or checkpointed blocks, Hugging Face's switch for checkpointing, training mode.
+_CHANGED = ("forward", "training", "gradient_checkpointing", "_gradient_checkpointing_func")
+_ABSENT = object()
+
+
+class KeptAttributes:
+    """The attributes of every module of `model` that a run may change, as they are now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept: list[tuple[nn.Module, dict[str, Any]]] = [
+            (module, {name: vars(module).get(name, _ABSENT) for name in _CHANGED}) for module in model.modules()
+        ]
+
+    def put_back(self) -> None:
+        """The model is as it was, but for its parameters and buffers."""
+        for module, attributes in self._kept:
+            for name, value in attributes.items():
+                if value is _ABSENT:
+                    vars(module).pop(name, None)
+                else:
+                    vars(module)[name] = value

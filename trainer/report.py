@@ -1,0 +1,87 @@
+"""What the steps of a run add up to: lines of metrics on the way, a report at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zeromesh.errors import NonFiniteError
+from zeromesh.trainer.metrics import StepMetrics
+from zeromesh.trainer.step import StepResult
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitReport:
+    """What a run came to. Losses are means over targets; `losses` has one per step, nan where a step had none."""
+
+    final_step: int
+    final_loss: float
+    losses: tuple[float, ...]
+    eval_loss: float | None
+    """Of the evaluation after the last step; None without evaluation data."""
+    tokens: int
+    tokens_per_second: float
+    """Over all ranks, without the first step, which records and allocates."""
+    peak_memory_bytes: int
+    """The largest of any rank."""
+    skipped_steps: int
+    """Steps without an update, because their gradients were not finite."""
+
+
+class Progress:
+    """What the steps so far add up to. A run that ends after `most_nonfinite` skipped steps in a row; 0: never."""
+
+    def __init__(self, most_nonfinite: int) -> None:
+        self._most_nonfinite = most_nonfinite
+        self._losses: list[float] = []
+        self._seconds: list[float] = []
+        self._tokens = 0
+        self._skipped = 0
+        self._in_a_row = 0
+
+    def add(self, result: StepResult, step: int, lr: float, peak: int) -> StepMetrics:
+        """Count a step; returns its line. `peak`: bytes that the rank with the most has needed so far."""
+        self._losses.append(result.loss)
+        self._seconds.append(result.seconds)
+        self._tokens += result.tokens
+        self._skipped += result.skipped
+        self._in_a_row = self._in_a_row + 1 if result.skipped else 0
+        extras: dict[str, Any] = {}
+        if result.skipped:
+            extras["skipped"] = True
+        if result.loss_scale != 1.0:
+            extras["loss_scale"] = result.loss_scale
+        return StepMetrics(
+            step=step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            tokens=self._tokens,
+            tokens_per_second=result.tokens / result.seconds,
+            step_seconds=result.seconds,
+            peak_memory_bytes=peak,
+            extras=extras,
+        )
+
+    def check(self, step: int) -> None:
+        """Raise `NonFiniteError` after too many skipped steps in a row."""
+        if self._most_nonfinite and self._in_a_row >= self._most_nonfinite:
+            raise NonFiniteError(
+                f"gradients were not finite in {self._in_a_row} steps in a row, up to step {step} (run.max_nonfinite); "
+                "no update of these steps was made. Lower optimizer.lr, look at the data, or use precision.compute: bfloat16"
+            )
+
+    def report(self, final_step: int, eval_loss: float | None, peak: int) -> FitReport:
+        """The run's report."""
+        steady = self._seconds[1:] or self._seconds
+        per_step = self._tokens / max(1, len(self._seconds))
+        return FitReport(
+            final_step=final_step,
+            final_loss=self._losses[-1] if self._losses else float("nan"),
+            losses=tuple(self._losses),
+            eval_loss=eval_loss,
+            tokens=self._tokens,
+            tokens_per_second=per_step * len(steady) / sum(steady) if steady else 0.0,
+            peak_memory_bytes=peak,
+            skipped_steps=self._skipped,
+        )

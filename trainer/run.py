@@ -1,0 +1,370 @@
+"""One run: the objects that a trainer makes when they are first needed, and the loop over steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.errors import ConfigError, PhaseError, StorageError
+from zeromesh.mesh.axes import AXES
+from zeromesh.mesh.groups import Mesh
+from zeromesh.mesh.select import choose_transport
+from zeromesh.offload import available_bytes, peak_bytes, return_freed_memory
+from zeromesh.trainer import setup
+from zeromesh.trainer.attributes import KeptAttributes
+from zeromesh.trainer.batching import BatchPlan
+from zeromesh.trainer.collate import Collate, MapDataset, check_dataset, check_first_batch
+from zeromesh.trainer.config import TrainerConfig
+from zeromesh.trainer.console import RunConsole, human_bytes, human_count, make_console
+from zeromesh.trainer.directory import RunDirectory
+from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
+from zeromesh.trainer.hf.losses import ComputeLoss, make_loss
+from zeromesh.trainer.hf.save import save_pretrained
+from zeromesh.trainer.metrics import MetricsWriter
+from zeromesh.trainer.report import FitReport, Progress
+from zeromesh.trainer.schedules import Schedule
+from zeromesh.trainer.step import EvaluationResult, Feed, Stepper
+from zeromesh.trainer.takes import Takes
+from zeromesh.trainer.watched_source import WatchedSource
+from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.plan import block_modules
+
+_FREED_BLOCK_BYTES = 1 << 23
+"""Freed blocks of this size and more go back to the system at once."""
+
+Call = Callable[..., None]
+"""`call(event, *arguments)` runs the callbacks' method of that name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """What was handed to the trainer beside its configuration."""
+
+    model: nn.Module | Callable[[], nn.Module] | None = None
+    train_dataset: MapDataset | None = None
+    eval_dataset: MapDataset | None = None
+    collate: Collate | None = None
+    compute_loss: ComputeLoss | None = None
+    processing_class: Any = None
+
+
+class Run:
+    """A model on a mesh with its data, from before the first step to after the last."""
+
+    def __init__(self, config: TrainerConfig, mesh: Mesh, given: Given, call: Call) -> None:
+        self.config, self.mesh, self.given, self._call = config, mesh, given, call
+        self.console: RunConsole = make_console(mesh.rank)
+        if mesh.device.type == "cpu":
+            return_freed_memory(_FREED_BLOCK_BYTES)
+        self.step = 0
+        self._progress = Progress(config.run.max_nonfinite)
+        self.report: FitReport | None = None
+        self.gradients_ready = False
+        self._broken = ""
+        self.plan = BatchPlan(
+            global_size=config.batch.global_size, micro_size=config.batch.micro_size, data_ranks=mesh.data.size
+        )
+        options = setup.engine_options(config, self.plan.accumulation)
+        choose_transport(options.transport, mesh.shard, mesh.device)
+        self._say_what_comes(options.precision.table(config.optimizer.name))
+        self.console.status("reading the data")
+        self.data = setup.prepare_data(config, given.train_dataset, given.eval_dataset, given.processing_class)
+        self._tell(self.data.notes)
+        self.console.status("building the model")
+        built = setup.prepare_model(given.model, config, self.data.vocab_size)
+        self.model = built.model
+        self._kept = KeptAttributes(self.model)
+        try:
+            self._dress()
+            setup.place_buffers(built, mesh, config.run.seed)
+            self.takes = Takes.of(self.model, users_loss=given.compute_loss is not None)
+            self.console.status("trying the loss on a small copy")
+            self.loss = make_loss(self.model, mode=config.model.loss, compute_loss=given.compute_loss)
+            self._tell([*built.notes, *self.loss.notes, *self._check_data()])
+            mesh.meet("start of the run")
+            source = WatchedSource(built, self.console, mesh)
+            self.engine: ZeroEngine | None = ZeroEngine.build(self.model, mesh, options, source)
+        except BaseException:
+            self._kept.put_back()
+            raise
+        source.close()
+        self.stepper = Stepper(self.model, self.loss, mesh, options.precision.compute, self.engine)
+        self.console.note(self._size(self.engine))
+
+    # Before training
+
+    def _say_what_comes(self, precision: str) -> None:
+        """What is known before anything is read."""
+        shape, device = self.mesh.shape, self.mesh.device.type.upper()
+        axes = [f"{axis} {size}" for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1]
+        ranks = f"{shape.world_size} {device} ranks: {' x '.join(axes)}" if axes else f"1 {device} rank"
+        self.console.note(f"{self.config.run.name}: ZeRO stage {self.config.zero.stage} on {ranks}")
+        self.console.note(f"batch: {self.plan.equation()}")
+        self.console.note(precision)
+
+    def _tell(self, notes: Sequence[str]) -> None:
+        for note in notes:
+            self.console.note(note)
+
+    def _size(self, engine: ZeroEngine) -> str:
+        count = sum(bucket.layout.numel for unit in engine.units for bucket in unit.buckets)
+        units = f"{len(engine.units)} unit{'s' if len(engine.units) > 1 else ''}"
+        sums = f", gradients summed over {engine.reduction_name}" if self.mesh.world_size > 1 else ""
+        return f"{type(self.model).__name__}: {human_count(count)} parameters in {units}{sums}"
+
+    def _dress(self) -> None:
+        """Training mode, activation checkpointing and compilation, as the configuration says."""
+        section = self.config.model
+        self.model.train()
+        blocks = block_modules(self.model)
+        enable_activation_checkpointing(self.model, section.activation_checkpointing, blocks=blocks or None)
+        if section.compile:
+            if not blocks:
+                raise ConfigError(
+                    f"model.compile compiles repeated blocks, and {type(self.model).__name__} has none that are known; "
+                    "set model.compile: false and compile the model yourself"
+                )
+            for block in blocks:
+                block.forward = torch.compile(block.forward)
+
+    def _check_data(self) -> list[str]:
+        """Look at the first batch of each dataset before anything large is allocated; returns notes."""
+        if self.config.optimizer.in_backward and self.given.compute_loss is not None:
+            raise ConfigError(
+                "optimizer.in_backward needs the number of targets before forward, and compute_loss tells it after; "
+                "set optimizer.in_backward: false"
+            )
+        if self.data.loaded is not None:
+            self.takes.check_length(self.config.data.sequence_length, "lower data.sequence_length")
+        notes = []
+        for name, feed in (("train", self._train_feed()), ("eval", self._eval_feed(self.data.eval))):
+            if feed is None:
+                continue
+            batch = check_first_batch(
+                feed.dataset,
+                feed.order,
+                feed.plan,
+                collate=feed.collate,
+                vocab_size=feed.vocab_size,
+                causal=feed.causal,
+            )
+            self.takes.check(batch)
+            self.loss.count(batch)
+            left_out = self.takes.left_out(batch)
+            if left_out:
+                takes = f"{self.takes.model}.forward does not take"
+                notes.append(f"{name}_dataset: left out {', '.join(left_out)}, which {takes}")
+        return notes
+
+    def _train_feed(self) -> Feed | None:
+        if self.data.train is None:
+            return None
+        shuffle = self.config.data.shuffle
+        return self._feed(self.data.train, self.plan, shuffle=shuffle)
+
+    def _eval_feed(self, dataset: MapDataset | None) -> Feed | None:
+        """A dataset as one global batch, in its own order."""
+        if dataset is None:
+            return None
+        micro = min(self.config.batch.micro_size, len(dataset))
+        plan = BatchPlan(global_size=len(dataset), micro_size=micro, data_ranks=self.mesh.data.size)
+        return self._feed(dataset, plan, shuffle=False)
+
+    def _feed(self, dataset: MapDataset, plan: BatchPlan, *, shuffle: bool) -> Feed:
+        return setup.feed_of(
+            dataset, plan, self.config, self.given.collate, self.takes, causal=self.loss.causal, shuffle=shuffle
+        )
+
+    # Training
+
+    def fit(self, directory: RunDirectory) -> FitReport:
+        """Train up to the last step. A run that was interrupted goes on where it was; one that has ended says so."""
+        if self.report is not None:
+            self.console.note(f"already finished at step {self.step}; a new Trainer trains this model further")
+            return self.report
+        feed = self._train_feed()
+        if feed is None:
+            raise setup.no_training_data()
+        with self.guarded(), directory.open(self.config, self.step) as writer, self.console:
+            return self._fit(feed, writer)
+
+    def _fit(self, feed: Feed, writer: MetricsWriter | None) -> FitReport:
+        total, schedule = self.config.run.max_steps, setup.learning_rate_schedule(self.config)
+        self._call("on_train_begin")
+        self.console.start(total_steps=total, first_step=self.step)
+        while self.step < total:
+            self._train_one(feed, schedule, writer)
+        eval_loss = self._evaluate_and_tell() if self.data.eval is not None else None
+        self._call("on_train_end")
+        report = self._progress.report(self.step, eval_loss, self._peak_memory())
+        self.console.note(
+            f"done: {report.final_step} steps, loss {report.final_loss:.4f}, "
+            f"{human_count(report.tokens_per_second)} tokens/s, peak memory {human_bytes(report.peak_memory_bytes)} a rank"
+        )
+        self._make_whole()
+        self.report = report
+        return report
+
+    def _train_one(self, feed: Feed, schedule: Schedule, writer: MetricsWriter | None) -> None:
+        number = self.step + 1
+        self._call("on_step_begin", number)
+        factor = schedule.factor(self.step)
+        result = self.stepper.train_step(feed, self.step, factor, lambda: self._before_update(number))
+        self.step = number
+        every = self.config.run.log_every
+        logged = bool(every) and (number % every == 0 or number == self.config.run.max_steps)
+        peak = self._peak_memory() if logged else 0
+        metrics = self._progress.add(result, number, self.config.optimizer.lr * factor, peak)
+        if logged:
+            if writer is not None:
+                writer.write(metrics)
+            self.console.step(metrics)
+        else:
+            self.console.advance(number)
+        self._call("on_step_end", number, metrics.record())
+        self._progress.check(number)
+        every = self.config.run.eval_every
+        if every and number % every == 0 and number < self.config.run.max_steps and self.data.eval is not None:
+            self._evaluate_and_tell()
+
+    def _before_update(self, number: int) -> None:
+        self.gradients_ready = True
+        try:
+            self._call("on_pre_optimizer_step", number)
+        finally:
+            self.gradients_ready = False
+
+    def _evaluate_and_tell(self) -> float:
+        result = self.evaluate(None)
+        text = f"step {self.step}: evaluation loss {result.loss:.4f} over {human_count(result.targets)} targets"
+        loaded = self.data.loaded
+        if loaded is not None and loaded.byte_pair_entropy is not None:
+            word = "below" if result.loss < loaded.byte_pair_entropy else "above"
+            text += f", {word} the byte-pair entropy {loaded.byte_pair_entropy:.4f}"
+        self.console.note(text)
+        self._call("on_evaluate", self.step, result.loss)
+        return result.loss
+
+    def _peak_memory(self) -> int:
+        """Bytes of the rank that has needed most so far."""
+        device = self.mesh.device
+        mine = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_bytes()
+        return int(self.mesh.world.max_(torch.tensor([mine]), "peak memory")[0])
+
+    # When something goes wrong
+
+    def require_sound(self) -> None:
+        """Raise `PhaseError` after an error that left the ranks apart, or weights half updated."""
+        if self._broken:
+            raise PhaseError(
+                f"this run ended at step {self.step} with {self._broken}. It cannot go on; make a new Trainer"
+            )
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """What is done together by all ranks: an error of one tells the others, and the run cannot go on.
+
+        A single rank has lost nothing but the step that it was in, and may go on.
+        """
+        self.require_sound()
+        try:
+            yield
+        except BaseException as error:
+            self.mesh.fail(error)
+            alone = self.mesh.world_size == 1
+            if not alone or (self.engine is not None and not self.engine.abandon_pass()):
+                self._broken = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise
+
+    # Beside and after training
+
+    def evaluate(self, dataset: MapDataset | None) -> EvaluationResult:
+        """See `Trainer.evaluate`."""
+        if dataset is not None:
+            check_dataset(dataset, name="eval_dataset")
+        feed = self._eval_feed(dataset if dataset is not None else self.data.eval)
+        if feed is None:
+            raise ConfigError("there is no evaluation data; give eval_dataset, or set data.eval or data.eval_fraction")
+
+        def tell(done: int, total: int) -> None:
+            self.console.status(f"evaluating: {done} of {total} batches")
+
+        with self.guarded():
+            return self.stepper.evaluate(feed, tell)
+
+    def state_dict(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Trainer.state_dict`."""
+        if self.engine is None:
+            return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+        return self.engine.state.parameters()
+
+    def save(self, path: Path) -> None:
+        """See `Trainer.save`."""
+        given = self.given.processing_class
+        with self.guarded():
+            save_pretrained(
+                self.model,
+                self.state_dict(),
+                path,
+                self.mesh,
+                processing_class=given if given is not None else self.data.tokenizer,
+                master=self.engine.options.precision.master if self.engine else None,
+            )
+
+    def gradient(self, name: str) -> Tensor | None:
+        """See `Trainer.gradient`."""
+        if self.engine is None or not self.gradients_ready:
+            raise PhaseError("gradients are there between backward and update: read them in on_pre_optimizer_step")
+        gradient = self.engine.state.gradient(name)
+        return None if gradient is None else gradient.mul_(self.stepper.gradient_factor)
+
+    def gathered(self, names: list[str]) -> AbstractContextManager[None]:
+        """See `Trainer.gathered`."""
+        if self.engine is None:
+            return nullcontext()
+        units = self.engine.state.units_of(names)
+        needed, free = sum(unit.nbytes for unit in units), self._least_available()
+        if free is not None and needed > free:
+            raise StorageError(
+                f"parameters {', '.join(names[:4])} need {human_bytes(needed)} on every rank, and a rank has "
+                f"{human_bytes(free)} free"
+            )
+        return self.engine.gathered(names)
+
+    def _least_available(self) -> int | None:
+        """Free bytes of the rank that has least, when all ranks of a host take as much as it does; None: not known."""
+        if self.mesh.device.type == "cuda":
+            mine = torch.cuda.mem_get_info(self.mesh.device)[0]
+        else:
+            mine = available_bytes() // max(1, self.mesh.environment.local_world_size)
+        return -int(self.mesh.world.max_(torch.tensor([-mine]), "free memory")[0]) or None
+
+    def _make_whole(self) -> None:
+        """End the engine and leave the model whole, if every rank has memory for it; else it stays partitioned."""
+        engine = self.engine
+        if engine is None:
+            return
+        master = engine.options.precision.master
+        nbytes = sum(bucket.layout.padded * master.itemsize for unit in engine.units for bucket in unit.buckets)
+        free = self._least_available()
+        if free is not None and 2 * nbytes > free:
+            self.console.note("the model does not fit in one rank's memory and stays partitioned; use save()")
+            return
+        engine.state.make_whole()
+        engine.close()
+        self.engine = None
+        self._kept.put_back()
+        self.stepper = Stepper(self.model, self.loss, self.mesh, master, None)
+
+    def close(self) -> None:
+        """See `Trainer.close`."""
+        self._kept.put_back()
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
