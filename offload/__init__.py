@@ -10,6 +10,7 @@ from zeromesh.offload.process import (
     proportional_bytes,
     resident_bytes,
     return_freed_memory,
+    reuse_freed_memory,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "proportional_bytes",
     "resident_bytes",
     "return_freed_memory",
+    "reuse_freed_memory",
 ]

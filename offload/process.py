@@ -1,4 +1,4 @@
-"""What this process and this machine have in memory, and making the C allocator return what was freed."""
+"""What this process and this machine have in memory, and how the C allocator deals with what was freed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_LARGE_BLOCK = 1 << 26
+"""Bytes. Above glibc's own highest threshold, so that activations stay below it."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -53,15 +55,27 @@ def _read_integer(path: Path) -> int | None:
         return None
 
 
-def return_freed_memory(threshold: int) -> bool:
-    """Tell glibc to take blocks of `threshold` bytes and more straight from the system, and to return them when freed.
+def reuse_freed_memory() -> bool:
+    """Fix glibc's thresholds so that freed activations are used again, and only large blocks come from the system one by one.
 
-    By default glibc raises that threshold to 32 MiB as soon as a large block is freed, after which activations of one shape
-    after another are carved from a heap whose holes stay with the process. Returns False where the C library is another.
+    Each such block costs a page fault per 4 KiB every time, and glibc's own threshold moves with what was freed before. Returns
+    False where the C library is another. See docs/decisions/0006-allocator.md for what was measured.
     """
+    libc = _glibc()
+    if libc is None:
+        return False
+    return bool(libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGE_BLOCK))
+
+
+def return_freed_memory() -> None:
+    """Give the system back what glibc holds free, holes included: after start-up, whose blocks have other sizes than a step's."""
+    libc = _glibc()
+    if libc is not None:
+        libc.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
     if not sys.platform.startswith("linux"):
-        return False
+        return None
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version"):
-        return False
-    return bool(libc.mallopt(_M_MMAP_THRESHOLD, threshold)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, threshold))
+    return libc if hasattr(libc, "gnu_get_libc_version") else None

@@ -34,9 +34,12 @@ _REASONS = {
 }
 
 
-def load_config(source: ConfigSource = None, overrides: Sequence[str] = ()) -> TrainerConfig:
+def load_config(
+    source: ConfigSource = None, overrides: Sequence[str] = (), *, unused: frozenset[str] = frozenset()
+) -> TrainerConfig:
     """The configuration of `source`, with `overrides` (`section.key=value`, the value in YAML) on top.
 
+    Keys that are `unused`, because something else stands in for them, need not agree with others, nor exist as paths.
     Touches no process group, no device and no model; checks that the paths it names exist.
 
     Raises:
@@ -45,7 +48,7 @@ def load_config(source: ConfigSource = None, overrides: Sequence[str] = ()) -> T
     """
     where, data = _read(source)
     problems = _apply(data, overrides)
-    config, found = _validate(data)
+    config, found = _validate(data, unused)
     if config is None or problems or found:
         raise ConfigError([*problems, *found], where=where)
     return config
@@ -131,14 +134,14 @@ def _set(data: dict[str, Any], keys: list[str], value: Any) -> str | None:
     return None
 
 
-def _validate(data: dict[str, Any]) -> tuple[TrainerConfig | None, list[str]]:
+def _validate(data: dict[str, Any], unused: frozenset[str]) -> tuple[TrainerConfig | None, list[str]]:
     """The configuration, or None and the problems of single keys; with it the problems of keys together."""
     # A section whose keys are all commented out is null in YAML.
     data = {key: {} if value is None and key in known_paths() else value for key, value in data.items()}
     wrong: dict[tuple[str, ...], str] = {}
     config = _without_wrong_keys(data, wrong)
     # Where a key inside is wrong, so is what holds it.
-    paths = frozenset(".".join(keys[:depth]) for keys in wrong for depth in range(1, len(keys) + 1))
+    paths = unused.union(".".join(keys[:depth]) for keys in wrong for depth in range(1, len(keys) + 1))
     more = [*config_rules.problems(config, wrong=paths), *config_rules.missing_paths(config, wrong=paths)]
     problems = [*wrong.values(), *more]
     return (None if problems else config), problems

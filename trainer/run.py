@@ -15,7 +15,7 @@ from zeromesh.errors import ConfigError, PhaseError, StorageError
 from zeromesh.mesh.axes import AXES
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.select import choose_transport
-from zeromesh.offload import available_bytes, peak_bytes, return_freed_memory
+from zeromesh.offload import available_bytes, peak_bytes, return_freed_memory, reuse_freed_memory
 from zeromesh.trainer import setup
 from zeromesh.trainer.attributes import KeptAttributes
 from zeromesh.trainer.batching import BatchPlan
@@ -34,9 +34,6 @@ from zeromesh.trainer.takes import Takes
 from zeromesh.trainer.watched_source import WatchedSource
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.plan import block_modules
-
-_FREED_BLOCK_BYTES = 1 << 23
-"""Freed blocks of this size and more go back to the system at once."""
 
 Call = Callable[..., None]
 """`call(event, *arguments)` runs the callbacks' method of that name."""
@@ -61,7 +58,7 @@ class Run:
         self.config, self.mesh, self.given, self._call = config, mesh, given, call
         self.console: RunConsole = make_console(mesh.rank)
         if mesh.device.type == "cpu":
-            return_freed_memory(_FREED_BLOCK_BYTES)
+            reuse_freed_memory()
         self.step = 0
         self._progress = Progress(config.run.max_nonfinite)
         self.report: FitReport | None = None
@@ -77,7 +74,7 @@ class Run:
         self.data = setup.prepare_data(config, given.train_dataset, given.eval_dataset, given.processing_class)
         self._tell(self.data.notes)
         self.console.status("building the model")
-        built = setup.prepare_model(given.model, config, self.data.vocab_size)
+        built = setup.prepare_model(given.model, config, self.data.tokenizer)
         self.model = built.model
         self._kept = KeptAttributes(self.model)
         try:
@@ -94,6 +91,8 @@ class Run:
             self._kept.put_back()
             raise
         source.close()
+        if mesh.device.type == "cpu":
+            return_freed_memory()
         self.stepper = Stepper(self.model, self.loss, mesh, options.precision.compute, self.engine)
         self.console.note(self._size(self.engine))
 
@@ -308,14 +307,16 @@ class Run:
         """See `Trainer.save`."""
         given = self.given.processing_class
         with self.guarded():
-            save_pretrained(
+            failure = save_pretrained(
                 self.model,
                 self.state_dict(),
                 path,
                 self.mesh,
-                processing_class=given if given is not None else self.data.tokenizer,
+                processing_class=given if given is not None else self.data.processing_class,
                 master=self.engine.options.precision.master if self.engine else None,
             )
+        if failure:
+            raise StorageError(failure)
 
     def gradient(self, name: str) -> Tensor | None:
         """See `Trainer.gradient`."""

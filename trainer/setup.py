@@ -122,14 +122,14 @@ class Data:
         return self.loaded.notes if self.loaded else ()
 
     @property
-    def vocab_size(self) -> int | None:
-        """The tokenizer's, for a model that does not say its own."""
-        return self.loaded.tokenizer.vocab_size if self.loaded else None
+    def tokenizer(self) -> Tokenizer | None:
+        """What made the text into tokens."""
+        return self.loaded.tokenizer if self.loaded else None
 
     @property
-    def tokenizer(self) -> Any:
+    def processing_class(self) -> Any:
         """The Hugging Face tokenizer that the configuration names, to be saved with the model."""
-        tokenizer = self.loaded.tokenizer if self.loaded else None
+        tokenizer = self.tokenizer
         return tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None
 
 
@@ -151,7 +151,7 @@ def prepare_data(
     return Data(train=loaded.train, eval=loaded.eval, loaded=loaded)
 
 
-def prepare_model(model: Any, config: TrainerConfig, vocab_size: int | None) -> BuiltModel:
+def prepare_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None) -> BuiltModel:
     """The model of a run and where its weights come from: given built, built by a callable on meta, or named by the config.
 
     Raises:
@@ -162,7 +162,12 @@ def prepare_model(model: Any, config: TrainerConfig, vocab_size: int | None) -> 
     if model is None:
         section = config.model
         return build_model(
-            source=section.source, config=section.config, head=section.head, seed=seed, vocab_size=vocab_size
+            source=section.source,
+            config=section.config,
+            head=section.head,
+            seed=seed,
+            vocab_size=tokenizer.vocab_size if tokenizer else None,
+            end_of_text=tokenizer.end_of_text if tokenizer else None,
         )
     if isinstance(model, nn.Module):
         return BuiltModel(model=model, source=source_for(model, seed), notes=())

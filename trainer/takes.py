@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zeromesh.errors import DataError
+from zeromesh.trainer.hf.values import integer, text_part
 from zeromesh.zero.initial import is_pretrained_model
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -88,6 +89,5 @@ def _positions_of(model: nn.Module) -> int | None:
     config: Any = getattr(model, "config", None)
     if not is_pretrained_model(model) or config is None:
         return None
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = getattr(text, "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
+    found = integer(text_part(config), "max_position_embeddings")
+    return found if found is not None and found > 0 else None

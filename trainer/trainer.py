@@ -28,6 +28,9 @@ from zeromesh.trainer.run import Given, Run
 from zeromesh.trainer.step import EvaluationResult
 from zeromesh.zero.engine import ZeroEngine
 
+_STOOD_IN_FOR = frozenset({"data.train", "data.eval", "data.sequence_length"})
+"""Keys that datasets given to the trainer make idle."""
+
 
 class Trainer:
     """Trains a model over the ranks of the launch, partitioned as the configuration says.
@@ -62,7 +65,8 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         processing_class: Any = None,
     ) -> None:
-        self.config: TrainerConfig = load_config(config)
+        given = train_dataset is not None or eval_dataset is not None
+        self.config: TrainerConfig = load_config(config, unused=_STOOD_IN_FOR if given else frozenset())
         self.callbacks = _checked(callbacks)
         self._given = Given(
             model=model,

@@ -95,9 +95,9 @@ class LowRank(nn.Module):
         return self.base(x) + x @ self.down.T @ self.up.T
 
 
-def lora() -> Any:
+def lora(layers: int = 2) -> Any:
     """Units that mix frozen and trainable parameters, under a frozen embedding."""
-    model = llama().requires_grad_(False)
+    model = llama(num_hidden_layers=layers).requires_grad_(False)
     for layer in model.model.layers:
         layer.self_attn.q_proj = LowRank(layer.self_attn.q_proj)
         layer.mlp.down_proj = LowRank(layer.mlp.down_proj)

@@ -15,11 +15,13 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig
+from transformers.activations import ACT2FN
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.hf.key_matching import match
 from zeromesh.trainer.hf.safetensors_files import TensorFiles
 from zeromesh.trainer.hf.source import SafetensorsSource
+from zeromesh.trainer.hf.values import integer, text_part
 from zeromesh.zero.deferred import BuiltModel, build_deferred
 from zeromesh.zero.initial import INITIALISER_ERRORS
 from zeromesh.zero.sources import canonical_names
@@ -32,6 +34,10 @@ _AUTO_CLASSES = {
     "sequence_classification": "AutoModelForSequenceClassification",
     "token_classification": "AutoModelForTokenClassification",
 }
+_COUNTS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    "vocab_size",
+)
 # Accepted by every configuration without being one of its fields, or under an older name.
 _ALSO_KNOWN = {
     "attn_implementation", "auto_map", "experts_implementation", "model_type", "num_labels", "partial_rotary_factor",
@@ -47,6 +53,7 @@ def build_model(
     head: Head,
     seed: int,
     vocab_size: int | None = None,
+    end_of_text: int | None = None,
 ) -> BuiltModel:
     """Build the model that a run's `model` section names.
 
@@ -57,7 +64,7 @@ def build_model(
             `model_type` says which configuration.
         head: the task, and with it the class of the model.
         seed: of all weights that no file has.
-        vocab_size: taken where neither `config` nor `source` says one (the tokenizer's size).
+        vocab_size, end_of_text: the tokenizer's, taken where neither `config` nor `source` says a size.
 
     The model's parameters are fp32 and on the meta device; `BuiltModel.source` gives their values. Where
     building on meta would lose values it is built whole on CPU, and a note says so. No code from a model
@@ -67,7 +74,10 @@ def build_model(
     if head not in get_args(Head):
         raise ConfigError(f"{head!r} is not one of {', '.join(get_args(Head))}", where="model.head")
     settings = dict(config or {})
-    made = _from_fields(settings, vocab_size) if source is None else _from_directory(Path(source), settings)
+    made = (
+        _from_fields(settings, vocab_size, end_of_text) if source is None else _from_directory(Path(source), settings)
+    )
+    _check_values(made)
     automatic = _automatic_class(type(made), head)
     files = None if source is None else TensorFiles(source)
 
@@ -116,7 +126,7 @@ def _stored(model: Any, files: TensorFiles) -> frozenset[str]:
     return frozenset(canonical.get(name, name) for name in (*matched.direct, *matched.converted))
 
 
-def _from_fields(settings: dict[str, Any], vocab_size: int | None) -> Any:
+def _from_fields(settings: dict[str, Any], vocab_size: int | None, end_of_text: int | None) -> Any:
     where = "model.config"
     known = sorted(transformers.CONFIG_MAPPING)
     kind = settings.pop("model_type", None)
@@ -128,8 +138,9 @@ def _from_fields(settings: dict[str, Any], vocab_size: int | None) -> Any:
         raise ConfigError(f"model_type: {kind!r} is not known to transformers ({hint})", where=where)
     cls = transformers.CONFIG_MAPPING[kind]
     _check_fields(cls, settings)
-    if vocab_size is not None and "vocab_size" in _fields(cls):
-        settings.setdefault("vocab_size", vocab_size)
+    if vocab_size is not None and "vocab_size" in _fields(cls) and settings.get("vocab_size") is None:
+        settings["vocab_size"] = vocab_size
+        _fit_special_ids(cls, settings, vocab_size, end_of_text)
     try:
         return AutoConfig.for_model(kind, **settings)
     except _CONFIG_ERRORS as error:
@@ -167,6 +178,33 @@ def _fields(cls: type) -> set[str]:
     return names | set(getattr(cls, "attribute_map", {})) | _ALSO_KNOWN
 
 
+def _fit_special_ids(cls: type, settings: dict[str, Any], vocab_size: int, end_of_text: int | None) -> None:
+    """Ids of a class's own vocabulary mean nothing in the tokenizer's: the end of a text is the tokenizer's there."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        usual = getattr(cls, name, None)
+        if name not in settings and isinstance(usual, int) and usual >= vocab_size:
+            settings[name] = None if name == "pad_token_id" else end_of_text
+
+
+def _check_values(made: Any) -> None:
+    """Raise `ConfigError` for values that the library takes and that fail, or mean something else, later."""
+    text = text_part(made)
+    values = {name: integer(text, name) for name in _COUNTS}
+    problems = [
+        f"{name} is {value}; give 1 or more" for name, value in values.items() if value is not None and value < 1
+    ]
+    heads, groups = values["num_attention_heads"], values["num_key_value_heads"]
+    if not problems and heads and groups and heads % groups:
+        problems.append(f"num_key_value_heads {groups} does not divide num_attention_heads {heads}")
+    for name in ("hidden_act", "activation_function"):
+        value = getattr(text, name, None)
+        if isinstance(value, str) and value not in ACT2FN:
+            near = difflib.get_close_matches(value, list(ACT2FN), n=3, cutoff=0.5) or ["gelu", "relu", "silu"]
+            problems.append(f"{name} {value!r} is not known to transformers; nearest: {', '.join(near)}")
+    if problems:
+        raise ConfigError(problems, where="model.config")
+
+
 def _check_fields(cls: type, settings: Mapping[str, Any]) -> None:
     known = _fields(cls)
     problems = []
@@ -180,5 +218,7 @@ def _check_fields(cls: type, settings: Mapping[str, Any]) -> None:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
+        return str(error.__cause__)  # what the field's own check said
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])}"

@@ -149,7 +149,11 @@ class LabelLoss:
         """Targets among `labels`. Raises `DataError` if there are none of that name."""
         labels = batch.get("labels")
         if not isinstance(labels, torch.Tensor):
-            raise DataError(f"the batch has no `labels` tensor; it has {', '.join(map(str, batch)) or 'nothing'}")
+            raise DataError(
+                f"the batch has no `labels` tensor; it has {', '.join(map(str, batch)) or 'nothing'}. Give each sample "
+                "labels (for a causal model a copy of input_ids, -100 where nothing is to be learnt), or a data_collator "
+                "that does"
+            )
         return count_targets(labels, causal=self.causal)
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> torch.Tensor:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeromesh.errors import StorageError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
 from zeromesh.trainer.hf.safetensors_files import DTYPES, INDEX, SINGLE
@@ -43,15 +42,12 @@ def save_pretrained(
     *,
     processing_class: Any = None,
     master: torch.dtype | None = None,
-) -> None:
+) -> str:
     """Write `path` so that `from_pretrained(path)` loads it; all ranks call it, rank 0 writes.
 
     Parameters come as they are to be stored, tied ones once: trained ones in `master`, if given, else all in the dtype that
     the model has. Everything is written under another name first, so that a failure leaves what was there. Other files of
-    a directory that exists stay.
-
-    Raises:
-        StorageError: when it cannot be written; on all ranks.
+    a directory that exists stay. Returns why it could not be written, on all ranks; empty where it was.
     """
     failure = ""
     path = Path(os.path.abspath(path))
@@ -60,19 +56,14 @@ def save_pretrained(
         if writer is not None:
             writer.open(_places(model, master))
     except OSError as error:
-        failure = f"{path} cannot be written: {error.strerror or error}"
+        failure = f"{str(path)!r} cannot be written ({error.strerror or error})"
     for name, tensor in parameters:
         if writer is not None and not failure:
             failure = writer.put(name, tensor)
     if writer is not None:
         failure = writer.finish(model, processing_class, failure)
-    _agree(mesh, failure, path)
-
-
-def _agree(mesh: Mesh, failure: str, path: Path) -> None:
     failed = int(mesh.world.max_(torch.tensor([int(bool(failure))]), "end of saving")[0])
-    if failed:
-        raise StorageError(failure or f"{path} could not be written by rank 0, whose error says why")
+    return failure or (f"{path} could not be written by rank 0, whose error says why" if failed else "")
 
 
 class _Writer:
@@ -150,7 +141,7 @@ class _Writer:
                 _save_configuration(model, self._main_dtype(), processing_class, self._directory)
                 self._move()
         except (OSError, ValueError) as error:
-            failure = failure or f"{self._path} cannot be written: {getattr(error, 'strerror', None) or error}"
+            failure = failure or f"{str(self._path)!r} cannot be written ({getattr(error, 'strerror', None) or error})"
         shutil.rmtree(self._directory, ignore_errors=True)
         return failure
 

@@ -77,6 +77,10 @@ class Board(Protocol):
         """False when the rank's process is known to be gone."""
         ...
 
+    def silent_seconds(self, rank: int) -> float:
+        """For how long nothing has been heard of a rank, as far as this rank has looked."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -155,6 +159,9 @@ class SharedBoard:
     def alive(self, rank: int) -> bool:
         return process_runs(self._words[rank * ROW_WORDS + _PID])
 
+    def silent_seconds(self, rank: int) -> float:
+        return 0.0 if self.alive(rank) else float("inf")
+
     def close(self) -> None:
         self._segment.close()
 
@@ -187,7 +194,8 @@ class StoreBoard:
     """The board of ranks on several hosts, over the rendezvous store.
 
     A daemon thread publishes this rank's row twice a second, so steps never wait for the store. Reading a row asks
-    the store, which only a rank that has already waited for a while does.
+    the store, which only a rank that has already waited for a while does. The store is usually kept by rank 0: when
+    it cannot be reached, rank 0 is taken to be gone, and of all rows the last ones seen count.
     """
 
     PERIOD_SECONDS = 0.5
@@ -201,6 +209,8 @@ class StoreBoard:
         self._history = [0] * (STREAMS * HISTORY)
         self._failure = ""
         self._seen: dict[int, tuple[int, float]] = {}
+        self._rows: dict[int, str] = {}
+        self._store_is_gone = False
         self._beat = 0
         self._closed = threading.Event()
         self.publish()
@@ -248,16 +258,23 @@ class StoreBoard:
         if not self._row[_FAILED]:
             self._failure = message[:_MESSAGE_BYTES]
             self._row[_FAILED] = 1
-            self.publish()
+            try:
+                self.publish()
+            except RuntimeError:
+                self._store_is_gone = True  # Nobody can be told; the failure itself matters more.
 
     def alive(self, rank: int) -> bool:
-        beat = int(self._store.get(self._key(rank)).split(b"|", 1)[0])
+        silent = self.silent_seconds(rank)
+        return silent < self._stale_seconds and not (rank == 0 and self._store_is_gone)
+
+    def silent_seconds(self, rank: int) -> float:
+        beat = int(self._text(rank).split("|", 1)[0])
         now = time.monotonic()
         last, since = self._seen.get(rank, (-1, now))
         if beat != last:
             self._seen[rank] = (beat, now)
-            return True
-        return now - since < self._stale_seconds
+            return 0.0
+        return now - since
 
     def close(self) -> None:
         self._closed.set()
@@ -267,8 +284,10 @@ class StoreBoard:
         while not self._closed.wait(self.PERIOD_SECONDS):
             try:
                 self.publish()
+                self._rows[0] = self._publisher.get(self._key(0)).decode()
             except RuntimeError:
-                return  # The store is gone: this run is ending, and waits will say so.
+                self._store_is_gone = True
+                return  # This run is ending, and waits will say so.
 
     def publish(self) -> None:
         self._beat += 1
@@ -279,8 +298,19 @@ class StoreBoard:
     def _read(self, rank: int) -> tuple[list[int], list[int], str]:
         if rank == self._rank:
             return self._row, self._history, self._failure
-        _, numbers, history, failure = self._store.get(self._key(rank)).decode().split("|", 3)
+        _, numbers, history, failure = self._text(rank).split("|", 3)
         return [int(n) for n in numbers.split(",")], [int(n) for n in history.split(",")], failure
+
+    def _text(self, rank: int) -> str:
+        """What a rank has published; the last that was seen of it when the store cannot be reached."""
+        try:
+            self._rows[rank] = self._store.get(self._key(rank)).decode()
+        except RuntimeError:
+            self._store_is_gone = True
+        return self._rows.get(rank, _NO_ROW)
 
     def _key(self, rank: int) -> str:
         return f"zeromesh/board/{rank}"
+
+
+_NO_ROW = "0|" + ",".join(["0"] * (_EVENTS_AT + STREAMS)) + "|" + ",".join(["0"] * (STREAMS * HISTORY)) + "|"

@@ -165,14 +165,17 @@ class Watch:
 
     def _broken(self, error: RuntimeError, peers: Sequence[int], what: str) -> CollectiveError:
         """A transport's own error, usually a closed connection: look for the rank that explains it."""
-        deadline = time.monotonic() + min(2.0, self.timeout_seconds)
+        seconds = min(2.0, self.timeout_seconds)
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             try:
                 self.examine(peers, what)
             except CollectiveError as found:
                 return found
             time.sleep(0.02)
-        return CollectiveError(f"rank {self._rank}: {what} failed: {error}")
+        silent = [peer for peer in peers if peer != self._rank and self._board.silent_seconds(peer) > 0.75 * seconds]
+        lines = "; ".join(f"rank {peer} has not been heard of since; before, {self.describe(peer)}" for peer in silent)
+        return CollectiveError(f"rank {self._rank}: {what} failed: {lines or error}")
 
     def examine(self, peers: Sequence[int], what: str) -> None:
         """Look for a peer that is gone, has failed or does something else.

@@ -15,6 +15,7 @@ from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.select import choose_transport, open_transport
 from zeromesh.mesh.transport import BufferRequest, GatherBuffer, RingRequest, Transport
 from zeromesh.offload import Ledger, Purpose, Tier, available_bytes
+from zeromesh.zero.agreement import require_equal_plans
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.plan import ModelPlan
 from zeromesh.zero.sources import ParameterSource
@@ -52,6 +53,7 @@ def build_units(model: nn.Module, plan: ModelPlan, mesh: Mesh, options: ZeroOpti
     """
     layouts = plan_layouts(plan, mesh.shard.size)
     flat = [layout for unit in layouts for layout in unit]
+    require_equal_plans(mesh.data, flat, options)
     kind = choose_transport(options.transport, mesh.shard, mesh.device)
     keep = _persistent(layouts, mesh, options, kind)
     ring = RingRequest(slots=options.gradient_slots, nbytes=_slot_bytes(flat, options))

@@ -78,6 +78,8 @@ class ZeroEngine:
         self._visited: list[int] = []
         self._backward_seen: set[int] = set()
         self._reductions_left: dict[int, int] = {}
+        self._last_reductions: list[int] = []
+        self._reductions_settled = False
         self._first_visits: dict[int, int] = {}
         self._in_backward: list[int] = []
         self._gradients = GradientReducer(
@@ -158,7 +160,10 @@ class ZeroEngine:
             self._first_visits.setdefault(index, place)
         self.updater.begin_backward(last=microbatch.last)
         reduce = microbatch.last or self.options.placements.accumulating is Placement.SHARDED
-        buckets = self._reduction_order()
+        order = self._reduction_order()
+        self._reductions_settled = order == self._last_reductions
+        self._last_reductions = order
+        buckets = [bucket for index in order for bucket in self.units[index].trainable]
         self._reductions_left = {unit.index: len(unit.trainable) for unit in self.units}
         self._gradients.begin(buckets, reduce=reduce, first=microbatch.first)
         # A microbatch without targets may have a constant for its loss; its gradients are zeros.
@@ -278,7 +283,8 @@ class ZeroEngine:
 
     def _event(self, activity: Activity, unit: Unit, *, settled: bool) -> None:
         if self.mesh.watch is not None:
-            self.mesh.watch.event(activity, unit.index, self.mesh.shard.ranks, settled=settled)
+            # All data-parallel ranks: replicas sum over one another in the order of reductions.
+            self.mesh.watch.event(activity, unit.index, self.mesh.data.ranks, settled=settled)
 
     # What hooks tell
 
@@ -290,9 +296,9 @@ class ZeroEngine:
             return
         if self._mode is Mode.IDLE:
             self._begin_users_pass(unit.module)
-        self.mesh.post(Activity.FORWARD, unit.index)
         self._visited.append(unit.index)
         self._need(unit)
+        self.mesh.post(Activity.FORWARD, unit.index)
         self._seed(unit)
 
     def before_part(self, module: nn.Module) -> None:
@@ -341,10 +347,10 @@ class ZeroEngine:
         if unit.index in self._backward_seen:
             return
         self._backward_seen.add(unit.index)
-        self.mesh.post(Activity.BACKWARD, unit.index)
         self._need_in_backward(unit)
         if self.options.overlap:
             self._gradients.pump()
+        self.mesh.post(Activity.BACKWARD, unit.index)
 
     def _need_in_backward(self, unit: Unit) -> None:
         if unit.index not in self._in_backward:
@@ -369,15 +375,14 @@ class ZeroEngine:
 
     # Gradients
 
-    def _reduction_order(self) -> list[Bucket]:
-        """Trainable buckets in the reverse order of forward; what forward did not touch comes last."""
+    def _reduction_order(self) -> list[int]:
+        """Units in the reverse order of forward; what forward did not touch comes last."""
         seen = dict.fromkeys(self._visited)
-        units = [*reversed(seen), *(unit.index for unit in self.units if unit.index not in seen)]
-        return [bucket for index in units for bucket in self.units[index].trainable]
+        return [*reversed(seen), *(unit.index for unit in self.units if unit.index not in seen)]
 
     def _announce_reduction(self, bucket: Bucket) -> None:
         """A bucket's sum over its group is about to start."""
-        self._event(Activity.REDUCE, self._unit_of[id(bucket)], settled=True)
+        self._event(Activity.REDUCE, self._unit_of[id(bucket)], settled=self._reductions_settled)
 
     def _on_complete(self, bucket: Bucket) -> None:
         """All gradients of a bucket have arrived."""

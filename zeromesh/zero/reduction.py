@@ -145,7 +145,10 @@ class GradientReducer:
     def _hand_on(self) -> None:
         """Hand on the sums of this rank alone, in the order that all ranks share: sums over replicas may follow."""
         while self._queue and self._queue[0].launched:
-            self._on_reduced(self._queue.popleft().bucket)
+            bucket = self._queue.popleft().bucket
+            if self._direct:
+                self._announce(bucket)
+            self._on_reduced(bucket)
 
     def _keep(self, bucket: Bucket, index: int, parameter: nn.Parameter, *, again: bool) -> None:
         """Add a gradient to this rank's own sum, or begin that sum with it."""

@@ -1,0 +1,86 @@
+"""What is called asynchronous is: a delayed peer shows it."""
+
+from __future__ import annotations
+
+import pytest
+from workers import Workers
+
+Entries = list[tuple[float, str]]
+
+
+def place(entries: Entries, text: str) -> int:
+    """Where an entry first comes."""
+    return [name for _, name in entries].index(text)
+
+
+def when(entries: Entries, text: str) -> float:
+    """Its time, in seconds."""
+    return entries[place(entries, text)][0]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_reductions_start_and_end_while_backward_goes_on(workers: Workers, transport: str, stage: int) -> None:
+    case = "conformance.timeline:reductions"
+    for entries in workers.run(2, case, transport=transport, stage=stage, overlap=True):
+        assert place(entries, "launch blocks.3") < place(entries, "gradient 2")
+        assert place(entries, "finish blocks.3") < place(entries, "gradient 0")
+
+
+def test_without_overlap_reductions_wait_for_the_end_of_backward(workers: Workers) -> None:
+    case = "conformance.timeline:reductions"
+    for entries in workers.run(2, case, transport="shared", stage=2, overlap=False):
+        names = [name for _, name in entries]
+        assert all(not name.startswith("launch") for name in names[: names.index("flush")])
+
+
+@pytest.mark.parametrize(("transport", "stage"), [("shared", 2), ("gloo", 2), ("shared", 3), ("shared", 0)])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_delayed_peer_does_not_block_backward(workers: Workers, transport: str, stage: int, slots: int) -> None:
+    """While slots are taken, gradients stay where autograd put them; the wait comes when backward is over."""
+    quick, slow = workers.run(2, "conformance.timeline:delayed_peer", transport=transport, stage=stage, slots=slots)
+    began = when(slow, "gradient 3")
+    assert when(quick, "gradient 0") < began
+    assert when(quick, "flush") < began
+    launched = [name for time, name in quick if name.startswith("launch") and time < began]
+    assert len(launched) == slots
+    finished = [name for time, name in quick if name.startswith("finish blocks") and time < began]
+    # Each finish is written down as it begins: the one that waits for the peer is there.
+    assert len(finished) <= 1
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_the_next_unit_is_gathered_before_the_present_one_computes(workers: Workers, transport: str) -> None:
+    case = "conformance.timeline:gathers"
+    for entries in workers.run(2, case, transport=transport, prefetch=1, delay=""):
+        backward = entries[place(entries, "forward 3") :]
+        for number in range(3):
+            assert place(entries, f"gather blocks.{number + 1}") < place(entries, f"forward {number}")
+        for number in (1, 2):
+            assert place(backward, f"gather blocks.{number - 1}") < place(backward, f"gradient {number}")
+
+
+def test_without_prefetch_a_unit_is_gathered_when_it_is_needed(workers: Workers) -> None:
+    case = "conformance.timeline:gathers"
+    for entries in workers.run(2, case, transport="gloo", prefetch=0, delay=""):
+        for number in range(3):
+            assert place(entries, f"gather blocks.{number + 1}") > place(entries, f"forward {number}")
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_a_prefetch_does_not_wait_for_a_delayed_peer(workers: Workers, transport: str) -> None:
+    case = "conformance.timeline:gathers"
+    quick, slow = workers.run(2, case, transport=transport, prefetch=1, delay="blocks.2")
+    late = when(slow, "delayed")
+    assert when(quick, "gather blocks.2") < when(quick, "forward 1") < late
+    assert when(quick, "forward 2") > late
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize(("model", "checkpointing"), [("stack", ""), ("stack", "call"), ("lora", ""), ("lora", "hf")])
+def test_at_most_one_unit_and_the_prefetched_are_live(
+    workers: Workers, model: str, checkpointing: str, prefetch: int
+) -> None:
+    case = "conformance.timeline:live_units"
+    for found in workers.run(2, case, model=model, prefetch=prefetch, checkpointing=checkpointing):
+        assert found["live"] == 1 + prefetch

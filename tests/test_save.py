@@ -1,0 +1,70 @@
+"""What `save` writes is a Hugging Face model directory: transformers loads it, and so does `model.source`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from workers import Workers
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "compute"),
+    [(1, "llama", "float32"), (2, "llama", "bfloat16"), (2, "gpt2", "float64"), (3, "gpt2", "bfloat16")],
+)
+def test_what_is_saved_is_what_was_trained(
+    workers: Workers, tmp_path: Path, size: int, kind: str, compute: str
+) -> None:
+    found = workers.run(size, "trainer_cases:saved", folder=str(tmp_path), kind=kind, compute=compute)[0]
+    dtype = "float64" if compute == "float64" else "float32"
+    config = found.pop("config")
+    assert config["dtype"] == dtype
+    assert config["architectures"] == [
+        found.pop("class").replace("Model", "ForCausalLM" if kind == "llama" else "LMHeadModel")
+    ]
+    assert found.pop("files") == ["after", "before", "during", "run", "theirs"]
+    assert [found.pop("after dtype"), found.pop("theirs dtype")] == [f"torch.{dtype}"] * 2
+    assert all(value is True for value in found.values()), found
+    assert len(found) == 4
+
+
+def test_a_directory_that_is_there_keeps_what_is_not_the_models(workers: Workers, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (tmp_path / "file").write_text("a file")
+    (out / "notes.txt").write_text("mine")
+    for stale in ("model.safetensors.index.json", "model-00001-of-00002.safetensors", "model.safetensors"):
+        (out / stale).write_text("old")
+    (tmp_path / "text.txt").write_text("one two three four five six seven " * 40)
+    found = workers.run(2, "trainer_cases:resaved", folder=str(tmp_path), tokenizer=tokenizer_in(tmp_path / "words"))
+    assert (out / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "file").read_text() == "a file"
+    kept = {"config.json", "generation_config.json", "model.safetensors", "notes.txt"}
+    names = {path.name for path in out.iterdir()}
+    assert {name for name in names if "token" not in name} == kept
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert [line.partition(": ")[0] for line in found[0]["said"]] == ["StorageError"] * 3
+    assert [line.partition(": ")[0] for line in found[1]["said"]] == ["StorageError"] * 3
+    assert (
+        f"'{tmp_path}/file' cannot be written (there is a file of this name; give a directory)" in found[0]["said"][0]
+    )
+    assert "by rank 0, whose error says why" in found[1]["said"][0]
+    assert [each["again"] for each in found] == [True, True]
+    assert found[0]["losses"] == found[1]["losses"]
+    assert found[0]["loaded"] is True
+    assert found[0]["problems"] == []
+    assert found[0]["tokens"] == [1, 2]
+
+
+def tokenizer_in(folder: Path) -> str:
+    """A tokenizer of seven words, as `save_pretrained` writes it."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<end>", "one", "two", "three", "four", "five", "six", "seven"]
+    made = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<end>"))
+    made.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(folder)
+    return str(folder)
