@@ -11,6 +11,7 @@ from zeromesh.offload.process import (
     resident_bytes,
     return_freed_memory,
     reuse_freed_memory,
+    swap_bytes,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "resident_bytes",
     "return_freed_memory",
     "reuse_freed_memory",
+    "swap_bytes",
 ]

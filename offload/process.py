@@ -33,8 +33,22 @@ def available_bytes() -> int:
     available = _status_bytes(Path("/proc/meminfo"), "MemAvailable:")
     limit, used = _read_integer(_CGROUP / "memory.max"), _read_integer(_CGROUP / "memory.current")
     if limit is not None and used is not None:
-        available = min(available, max(0, limit - used))
+        available = min(available, max(0, limit - used + _file_cache_bytes()))
     return available
+
+
+def swap_bytes() -> int:
+    """Bytes of free swap space."""
+    return _status_bytes(Path("/proc/meminfo"), "SwapFree:")
+
+
+def _file_cache_bytes() -> int:
+    """Bytes of files that the control group holds in memory and would give up."""
+    try:
+        lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
 
 
 def _status_bytes(path: Path, field: str) -> int:
@@ -64,7 +78,9 @@ def reuse_freed_memory() -> bool:
     libc = _glibc()
     if libc is None:
         return False
-    return bool(libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGE_BLOCK))
+    return bool(libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)) and bool(
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGE_BLOCK)
+    )
 
 
 def return_freed_memory() -> None:

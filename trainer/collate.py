@@ -6,6 +6,7 @@ on CPU, before a batch goes to its device, so that no check waits for one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -35,6 +36,8 @@ class MapDataset(Protocol):
 
 def check_dataset(dataset: Any, *, name: str = "train_dataset") -> None:
     """Raise `DataError` for a dataset that is empty, has no length, or is a mapping of splits."""
+    if isinstance(dataset, str | bytes | os.PathLike):
+        raise DataError(f"{name} is {str(dataset)!r}; give a dataset, or name text in the configuration: data.train")
     if isinstance(dataset, Mapping):
         splits = ", ".join(map(repr, dataset))
         raise DataError(f"{name} is a mapping of splits ({splits}); pass one of them, such as {name}[...]")
@@ -45,7 +48,7 @@ def check_dataset(dataset: Any, *, name: str = "train_dataset") -> None:
             "where it fits in memory"
         )
     if len(dataset) == 0:
-        raise DataError(f"{name} is empty; there is nothing to train on")
+        raise DataError(f"{name} is empty; give at least one sample")
 
 
 def default_collate(samples: Sequence[Any], *, indices: Sequence[int] | None = None) -> dict[str, Tensor]:
@@ -138,6 +141,12 @@ def check_batch(batch: Mapping[str, Any], *, vocab_size: int | None, causal: boo
     `input_ids` are in [0, vocab_size), and so are the labels of a causal model that are not -100. `indices`
     are the dataset indices of the batch's samples. None as `vocab_size`: the model has no vocabulary.
     """
+    given, labels = batch.get("input_ids"), batch.get("labels")
+    if causal and isinstance(given, Tensor) and isinstance(labels, Tensor) and given.shape != labels.shape:
+        raise DataError(
+            f"labels of samples {_span(indices)} have shape {list(labels.shape)}, and input_ids {list(given.shape)}; a causal "
+            f"model has a label for every input ({IGNORED_LABEL} where nothing is to be learnt), and shifts them itself"
+        )
     if vocab_size is None:
         return
     for field in ("input_ids", "labels") if causal else ("input_ids",):

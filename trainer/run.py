@@ -24,8 +24,9 @@ from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.console import RunConsole, human_bytes, human_count, make_console
 from zeromesh.trainer.directory import RunDirectory
 from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
-from zeromesh.trainer.hf.losses import ComputeLoss, make_loss
+from zeromesh.trainer.hf.losses import ComputeLoss, LabelLoss, make_loss
 from zeromesh.trainer.hf.save import save_pretrained
+from zeromesh.trainer.memory import require_memory
 from zeromesh.trainer.metrics import MetricsWriter
 from zeromesh.trainer.report import FitReport, Progress
 from zeromesh.trainer.schedules import Schedule
@@ -68,7 +69,7 @@ class Run:
             global_size=config.batch.global_size, micro_size=config.batch.micro_size, data_ranks=mesh.data.size
         )
         options = setup.engine_options(config, self.plan.accumulation)
-        choose_transport(options.transport, mesh.shard, mesh.device)
+        transport = choose_transport(options.transport, mesh.shard, mesh.device)
         self._say_what_comes(options.precision.table(config.optimizer.name))
         self.console.status("reading the data")
         self.data = setup.prepare_data(config, given.train_dataset, given.eval_dataset, given.processing_class)
@@ -84,6 +85,7 @@ class Run:
             self.console.status("trying the loss on a small copy")
             self.loss = make_loss(self.model, mode=config.model.loss, compute_loss=given.compute_loss)
             self._tell([*built.notes, *self.loss.notes, *self._check_data()])
+            require_memory(self.model, options, mesh, shared=transport == "shared")
             mesh.meet("start of the run")
             source = WatchedSource(built, self.console, mesh)
             self.engine: ZeroEngine | None = ZeroEngine.build(self.model, mesh, options, source)
@@ -141,7 +143,12 @@ class Run:
             )
         if self.data.loaded is not None:
             self.takes.check_length(self.config.data.sequence_length, "lower data.sequence_length")
-        notes = []
+            if self.given.collate is None and isinstance(self.loss, LabelLoss) and not self.loss.causal:
+                raise ConfigError(
+                    f"{type(self.model).__name__} does not predict the next token, so plain text has no labels for it; "
+                    "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"
+                )
+        notes = setup.notes_on(self.data.train, self.plan)
         for name, feed in (("train", self._train_feed()), ("eval", self._eval_feed(self.data.eval))):
             if feed is None:
                 continue
@@ -190,6 +197,7 @@ class Run:
         feed = self._train_feed()
         if feed is None:
             raise setup.no_training_data()
+        setup.require_trained_parameters(self.model)
         with self.guarded(), directory.open(self.config, self.step) as writer, self.console:
             return self._fit(feed, writer)
 

@@ -177,7 +177,16 @@ def prepare_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None
             f"model is {given}; give an nn.Module or a callable that builds one, or name a local Hugging Face directory "
             "in the configuration: model.source"
         )
-    return build_deferred(model, seed)
+
+    def build() -> nn.Module:
+        made = model()
+        if not isinstance(made, nn.Module):
+            raise ConfigError(
+                f"the callable given as model returned a {type(made).__name__}; it should return an nn.Module"
+            )
+        return made
+
+    return build_deferred(build, seed)
 
 
 def place_buffers(built: BuiltModel, mesh: Mesh, seed: int) -> None:
@@ -225,3 +234,20 @@ def feed_of(
 def no_training_data() -> DataError:
     """The error where only an evaluation dataset was given."""
     return DataError("there is no train_dataset; give one to Trainer, or name text in data.train")
+
+
+def require_trained_parameters(model: nn.Module) -> None:
+    """Raise `ConfigError` for a model in which nothing would change."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        some = any(True for _ in model.parameters())
+        why = "has only frozen parameters (requires_grad is False)" if some else "has no parameters"
+        raise ConfigError(f"{type(model).__name__} {why}; there is nothing to train")
+
+
+def notes_on(dataset: MapDataset | None, plan: BatchPlan) -> list[str]:
+    """What a person may not have meant."""
+    if dataset is None or len(dataset) >= plan.global_size:
+        return []
+    return [
+        f"train_dataset: {len(dataset)} samples are fewer than a global batch of {plan.global_size}: they come again in it"
+    ]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeromesh.errors import ConfigError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.trainer.batching import BatchPlan, Microbatch, SampleOrder
 from zeromesh.trainer.collate import Collate, MapDataset, fetch_microbatch
@@ -159,7 +160,17 @@ class Stepper:
     ) -> Tensor:
         on_device = self._to_device(batch)
         scaled = seed * engine.updater.scaler.scale
-        return engine.forward_backward(lambda: self._loss(self._model, on_device, seed=scaled), seed, where)
+
+        def run() -> Tensor:
+            loss = self._loss(self._model, on_device, seed=scaled)
+            if self._loss.last_count and not loss.requires_grad:
+                raise ConfigError(
+                    "the loss does not depend on any trained parameter: it was computed under no_grad, detached, or made "
+                    "into a number and back"
+                )
+            return loss
+
+        return engine.forward_backward(run, seed, where)
 
     def _known_count(self, microbatches: tuple[Microbatch, ...], batches: list[dict[str, Any]]) -> int | None:
         """Targets of the global batch, or None where the loss tells only after forward."""

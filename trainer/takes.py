@@ -41,6 +41,9 @@ class Takes:
         if users_loss or (anything and not (is_pretrained_model(model) and fields)):
             fields = None
         required = [each.name for each in parameters if each.kind in _NAMED and each.default is each.empty]
+        main = getattr(model, "main_input_name", None)
+        if is_pretrained_model(model) and fields and main in fields and main not in required:
+            required.insert(0, main)  # all arguments of a Hugging Face forward have defaults
         return cls(
             model=type(model).__name__,
             fields=fields,
@@ -56,7 +59,7 @@ class Takes:
     def check(self, batch: Mapping[str, Any]) -> None:
         """Raise `DataError` for a batch that lacks a required field or is longer than the model's positions."""
         missing = [name for name in self.required if name not in batch]
-        if missing:
+        if missing and not ("inputs_embeds" in batch and missing == ["input_ids"]):
             raise DataError(
                 f"{self.model}.forward needs {', '.join(missing)}, and the batch has {', '.join(batch) or 'nothing'}; name "
                 "the dataset's fields after the arguments of forward, or pass a data_collator or compute_loss"

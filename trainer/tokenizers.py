@@ -70,6 +70,11 @@ class PretrainedTokenizer:
     tokenizer: Any
 
     def __post_init__(self) -> None:
+        if not callable(self.tokenizer) or not hasattr(self.tokenizer, "eos_token_id"):
+            raise DataError(
+                f"processing_class is a {type(self.tokenizer).__name__}; give a tokenizer, such as "
+                "AutoTokenizer.from_pretrained(DIR), or name its directory in the configuration: data.tokenizer"
+            )
         if self._separator() is None:
             raise DataError(
                 f"tokenizer {type(self.tokenizer).__name__} has neither eos_token nor sep_token; documents "

@@ -23,6 +23,7 @@ from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_file import ConfigSource, load_config
 from zeromesh.trainer.directory import RunDirectory
 from zeromesh.trainer.hf.losses import ComputeLoss
+from zeromesh.trainer.hf.quiet import said_once
 from zeromesh.trainer.report import FitReport
 from zeromesh.trainer.run import Given, Run
 from zeromesh.trainer.step import EvaluationResult
@@ -183,7 +184,7 @@ class Trainer:
         if self._run is None:
             mesh = self._connect()
             self._mesh = None  # Of no use after an error below, which the other ranks will have been told.
-            with _telling(mesh):
+            with _telling(mesh), said_once(mesh.rank):
                 self._run = Run(self.config, mesh, self._given, self._call)
             self._mesh = mesh
         self._run.require_sound()

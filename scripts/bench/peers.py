@@ -1,9 +1,9 @@
 """The systems that zeromesh is measured beside, each set up as its own documentation does it.
 
-    local       no communication, every rank alone: the ceiling. In bf16 without fp32 master weights, as ddp
-    ddp         DistributedDataParallel
-    fsdp2       fully_shard around every block and the root; `fsdp2-keep` does not reshard after forward
-    deepspeed   DeepSpeed's ZeRO stages 1, 2, 3
+local       no communication, every rank alone: the ceiling. In bf16 without fp32 master weights, as ddp
+ddp         DistributedDataParallel
+fsdp2       fully_shard around every block and the root; `fsdp2-keep` does not reshard after forward
+deepspeed   DeepSpeed's ZeRO stages 1, 2, 3
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from .models import SUBJECTS, Batch
 from .recipe import Extra, Layout, Problem
 
 
-@dataclass(slots=True)
+@dataclass
 class Run:
     """One training run on this rank: the model, its engine, and what has happened so far."""
 
@@ -66,7 +66,7 @@ class Run:
                 first=place == 0,
                 last=place == len(parts) - 1,
             )
-            total += self.engine.forward_backward(self._loss(micro, factor), 1.0 / count, microbatch)
+            total += self.engine.forward_backward(lambda m=micro: self.loss_of(m, factor), 1.0 / count, microbatch)
         self.mesh.data.sum_(total, "loss")
         self.losses.append(float(total) / count)
         if before_update is not None:
@@ -75,8 +75,9 @@ class Run:
         self.outcomes.append(outcome)
         return outcome
 
-    def _loss(self, micro: Batch, factor: float) -> Callable[[], torch.Tensor]:
-        return lambda: SUBJECTS[self.problem.model].loss_sum(self.model, micro) * factor
+    def loss_of(self, micro: Batch, factor: float) -> torch.Tensor:
+        """The sum of a microbatch's losses, times `factor`."""
+        return SUBJECTS[self.problem.model].loss_sum(self.model, micro) * factor
 
     def evaluate(self) -> float:
         """Loss of the whole first batch, by this rank, with the parameters as they are now."""

@@ -297,3 +297,23 @@ def made_whole(mesh: Mesh) -> dict[str, Any]:
     run.model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
     gradients = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in parameters.values())
     return {"equal": equal, "gradients": gradients}
+
+
+def without_targets(mesh: Mesh, stage: int, transport: str, kind: str) -> str:
+    """The last rank's loss is 0 in the first and third step: a constant, or computed and multiplied by 0."""
+    problem = Problem(model="lora", steps=4, samples=8)
+    layout = Layout(stage=stage, transport=transport, budget=0, accumulation=2)
+    run = Run.start(mesh, problem, layout)
+    computed = run.loss_of
+
+    def loss_of(micro: Any, factor: float) -> torch.Tensor:
+        loss = computed(micro, factor)
+        return loss if factor else torch.zeros(()) if kind == "constant" else loss * 0
+
+    run.loss_of = loss_of  # type: ignore[method-assign]
+    for step in range(problem.steps):
+        empty = step in (0, 2) and mesh.rank == mesh.world_size - 1
+        run.step(step, factor=0.0 if empty else 1.0)
+    found = digest(tensor for _, tensor in sorted(run.parameters().items()))
+    run.close()
+    return found

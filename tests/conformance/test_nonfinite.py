@@ -1,4 +1,4 @@
-"""Gradients that are not finite: all ranks skip together, or stop together."""
+"""Gradients that are not finite, and losses without targets: what one rank has, all ranks take part in."""
 
 from __future__ import annotations
 
@@ -51,3 +51,15 @@ def test_stop_raises_on_all_ranks(fresh_pool: Callable[..., Pool], in_backward: 
         assert "NonFiniteError" in outcome.result["error"] + outcome.result["message"]
         assert ("gradients of unit " in outcome.result["message"]) == in_backward
         assert outcome.result["unchanged"]
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_microbatch_without_targets_adds_zeros(fresh_pool: Callable[..., Pool], stage: int, transport: str) -> None:
+    """Its loss may be a constant, which has no backward; its peers' backward gathers parameters all the same."""
+    pool = fresh_pool(2)
+    found = {
+        kind: pool.run("conformance.scenes:without_targets", stage=stage, transport=transport, kind=kind)
+        for kind in ("computed", "constant")
+    }
+    assert found["constant"] == found["computed"]

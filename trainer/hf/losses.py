@@ -19,6 +19,7 @@ from zeromesh.errors import ConfigError, DataError, PhaseError
 from zeromesh.trainer.collate import count_targets
 from zeromesh.trainer.hf.chunked_head import ChunkedHead
 from zeromesh.trainer.hf.loss_check import Verdict, examine, shifted
+from zeromesh.trainer.hf.quiet import quiet_library
 from zeromesh.zero.initial import is_pretrained_model
 
 ComputeLoss = Callable[[nn.Module, Mapping[str, Any]], tuple[torch.Tensor, int | torch.Tensor]]
@@ -109,7 +110,8 @@ def make_loss(
 def _verdict(model: Any, causal: bool | None) -> Verdict:
     if "_loss_function" in vars(model):
         return Verdict(causal=causal, reason="its loss function was replaced")
-    verdict = examine(model)
+    with quiet_library():
+        verdict = examine(model)
     if verdict.causal is None and causal is not None and verdict.reason.startswith("no small copy"):
         return Verdict(causal=causal, reason=verdict.reason)
     return verdict

@@ -16,6 +16,7 @@ from typing import Self
 import torch
 
 from zeromesh.errors import StorageError
+from zeromesh.offload import available_bytes
 
 PAGE = mmap.PAGESIZE
 _FALLOC_FL_KEEP_SIZE = 1
@@ -32,6 +33,20 @@ def _libc_fallocate(descriptor: int, mode: int, offset: int, length: int) -> Non
 def _whole_pages(nbytes: int) -> int:
     """At least one page: an empty range cannot be mapped."""
     return max(PAGE, -(-nbytes // PAGE) * PAGE)
+
+
+def require_memory(label: str, nbytes: int) -> None:
+    """Refuse a reservation that the system could only answer with its out-of-memory killer.
+
+    Raises:
+        StorageError: when fewer than `nbytes` bytes are available.
+    """
+    available = available_bytes()
+    if nbytes > available > 0:
+        raise StorageError(
+            f"shared memory for {label}: {nbytes:,} bytes cannot be reserved, {available:,} are available; "
+            "use more ranks, a smaller model or a higher zero.stage"
+        )
 
 
 class Segment:
@@ -52,18 +67,20 @@ class Segment:
     def create(cls, label: str, nbytes: int, *, reserve: bool = True) -> Segment:
         """Make a segment. `reserve` takes its memory at once, so that a lack of it is an error here and no signal later."""
         nbytes = _whole_pages(nbytes)
+        if reserve:
+            require_memory(label, nbytes)
         descriptor = os.memfd_create(f"zeromesh-{label}", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, nbytes)
             if reserve:
                 os.posix_fallocate(descriptor, 0, nbytes)
+            return cls(descriptor, nbytes, label)
         except OSError as error:
             os.close(descriptor)
             raise StorageError(
                 f"shared memory for {label}: {nbytes:,} bytes cannot be reserved ({os.strerror(error.errno or errno.EIO)}); "
                 "free memory or set parallel.transport: gloo"
             ) from error
-        return cls(descriptor, nbytes, label)
 
     @classmethod
     def attach(cls, pid: int, descriptor: int, nbytes: int, label: str) -> Segment:

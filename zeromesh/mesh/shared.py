@@ -22,7 +22,7 @@ import torch
 from zeromesh.errors import CollectiveError
 from zeromesh.flat.split import Interval
 from zeromesh.mesh.groups import ProcessSet
-from zeromesh.mesh.segments import PAGE, Segment
+from zeromesh.mesh.segments import PAGE, Segment, require_memory
 from zeromesh.mesh.transport import (
     BufferRequest,
     GatherBuffer,
@@ -91,6 +91,7 @@ class SharedBuffer:
         self._own_bytes = (offset + self._own[0] * itemsize, length * itemsize)
         self._what = f"gather of {request.name}"
         if self.persistent:
+            require_memory(f"parameters of {request.name}", self._own_bytes[1])
             self._reserve_own()
 
     def carve(self, places: Sequence[Interval]) -> list[torch.Tensor]:

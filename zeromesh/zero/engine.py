@@ -80,6 +80,7 @@ class ZeroEngine:
         self._reductions_left: dict[int, int] = {}
         self._last_reductions: list[int] = []
         self._reductions_settled = False
+        self._calls: list[tuple[Unit, int]] = []
         self._first_visits: dict[int, int] = {}
         self._in_backward: list[int] = []
         self._gradients = GradientReducer(
@@ -166,9 +167,13 @@ class ZeroEngine:
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
         self._reductions_left = {unit.index: len(unit.trainable) for unit in self.units}
         self._gradients.begin(buckets, reduce=reduce, first=microbatch.first)
-        # A microbatch without targets may have a constant for its loss; its gradients are zeros.
         if loss.requires_grad:
             torch.autograd.backward(loss, torch.full_like(loss, seed))
+        else:
+            # A microbatch without targets may have a constant for its loss; its gradients are zeros. Nothing is computed, but
+            # peers gather units around their backward.
+            for unit, place in reversed(self._calls):
+                self.before_backward(unit, place)
         self._gradients.flush()
         self.updater.end_backward(self.units)
 
@@ -251,6 +256,7 @@ class ZeroEngine:
             raise PhaseError(f"a pass cannot begin during {self._mode.value}")
         self._mode = mode
         self._visited = []
+        self._calls = []
         self._order.begin(kind)
 
     def _end_pass(self) -> None:
@@ -330,7 +336,8 @@ class ZeroEngine:
             return
         if self._mode is Mode.FORWARD:
             place = len(self._visited) - 1
-            on_gradient_of(output, lambda: self.before_backward(unit, place))
+            if on_gradient_of(output, lambda: self.before_backward(unit, place)):
+                self._calls.append((unit, place))
         if self._sharded and unit.index != 0 and unit.phase is Phase.LIVE:
             unit.release()
             unit.enter(Phase.RESTING)

@@ -83,12 +83,13 @@ class Hooks:
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
 
-def on_gradient_of(tensors: Any, call: Callable[[], None]) -> None:
-    """Call when autograd has the gradient of any computed tensor in a structure, before it goes on."""
+def on_gradient_of(tensors: Any, call: Callable[[], None]) -> bool:
+    """Call when autograd has the gradient of any computed tensor in a structure, before it goes on; False if none has one."""
 
     def hook(_gradient: torch.Tensor) -> None:
         call()
 
-    for tensor in pytree.tree_leaves(tensors):
-        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    computed = [t for t in pytree.tree_leaves(tensors) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    for tensor in computed:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    return bool(computed)

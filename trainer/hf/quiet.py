@@ -1,0 +1,31 @@
+"""Keeping the library's own remarks off the terminal where they say nothing to the person who trains."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers.utils import logging
+
+
+@contextmanager
+def quiet_library() -> Iterator[None]:
+    """Inside the block transformers logs errors alone."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@contextmanager
+def said_once(rank: int) -> Iterator[None]:
+    """Inside the block what all ranks would say is said by rank 0 alone."""
+    if rank == 0:
+        yield
+        return
+    with quiet_library(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
