@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from workers import Workers
 
+_WORKERS = pytest.StashKey[Workers]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need no workers run first: meanwhile the process that workers are forked from imports what it needs."""
+    items.sort(key=_uses_workers)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start that process when a test will want it."""
+    if any(map(_uses_workers, session.items)) and not session.config.option.collectonly:
+        session.config.stash[_WORKERS] = Workers(Path(tempfile.mkdtemp(prefix="zeromesh-workers-")))
+
+
+def _uses_workers(item: pytest.Item) -> bool:
+    return "workers" in getattr(item, "fixturenames", ())
+
 
 @pytest.fixture(scope="session")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+def workers(pytestconfig: pytest.Config) -> Iterator[Workers]:
     """Pools of worker processes, kept for the session."""
-    pools = Workers(tmp_path_factory.mktemp("workers"))
+    pools = pytestconfig.stash[_WORKERS]
     yield pools
     pools.close()
+    shutil.rmtree(pools.folder, ignore_errors=True)

@@ -106,7 +106,7 @@ COMMANDS: dict[str, tuple[str, list[str]]] = {
 def here(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text, a configuration that runs, and files that cannot be used."""
     folder = tmp_path_factory.mktemp("a folder")
-    (folder / "text.txt").write_text("one two three four five six seven\n" * 60)
+    (folder / "text.txt").write_text("one two three four five six seven\n" * 90)
     (folder / "empty.txt").write_text("")
     (folder / "file").write_text("a file")
     (folder / "binary.txt").write_bytes(b"\0\1\2" * 99)
@@ -200,10 +200,12 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_given_to_the_trainer_is_refused_by_all_ranks(workers: Workers, tmp_path: Path, name: str) -> None:
     kind, wanted = REFUSED[name]
-    for found in workers.run(2, "input_cases:refused", folder=str(tmp_path), name=name):
-        assert found["error"] == kind, found["message"]
-        assert [word for word in wanted if word not in found["message"]] == []
-        assert found["steps"] == []
+    found = workers.run(2, "input_cases:refused", folder=str(tmp_path), name=name)
+    # A sample that one rank alone has read is named by the others as that rank's error.
+    assert kind in {each["error"] for each in found} <= {kind, "CollectiveError"}, found
+    for each in found:
+        assert [word for word in wanted if word not in each["message"]] == []
+        assert each["steps"] == []
 
 
 def test_every_bad_input_is_in_the_table(workers: Workers) -> None:
@@ -224,7 +226,6 @@ def test_forms_of_a_dataset_are_all_the_same(workers: Workers, tmp_path: Path) -
     ("change", "wanted", "code"),
     [
         ("zero.stage=5", "run.yaml: zero.stage: got 5", 2),
-        ("model.config.vocab_size=100", "has token id 1", 2),
         ("run.output_dir={here}/file", "file/quickstart' cannot be written (Not a directory)", 1),
     ],
 )

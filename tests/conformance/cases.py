@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -184,19 +183,3 @@ def _inspect(run: Run) -> None:
     if hasattr(run.model, "generate"):
         with torch.no_grad():
             run.model.generate(torch.zeros(1, 2, dtype=torch.long), max_new_tokens=2, do_sample=False)
-
-
-def resources(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], runs: int) -> dict[str, list[int]]:
-    """Open files and bytes of mappings after each of several runs."""
-    files, mapped = [], []
-    for _ in range(runs):
-        run = Run.start(mesh, Problem(**problem), Layout(**layout))
-        run.step(0)
-        run.close()
-        del run
-        import gc
-
-        gc.collect()
-        files.append(len(os.listdir("/proc/self/fd")))
-        mapped.append(Path("/proc/self/maps").read_text().count("memfd:"))
-    return {"files": files, "mapped": mapped}

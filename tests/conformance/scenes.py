@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zeromesh.errors import LayoutError, PhaseError, ZeromeshError
 from zeromesh.mesh.groups import Mesh
+from zeromesh.offload import resident_bytes
 from zeromesh.zero.engine import Microbatch, ZeroEngine
 from zeromesh.zero.phase import Phase
 
@@ -317,3 +321,47 @@ def without_targets(mesh: Mesh, stage: int, transport: str, kind: str) -> str:
     found = digest(tensor for _, tensor in sorted(run.parameters().items()))
     run.close()
     return found
+
+
+def ledger(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
+    """Bytes by purpose after the build and after two steps, the highest total, and what the tensors themselves hold."""
+    run = Run.start(mesh, Problem(**problem), Layout(**layout))
+    entries = run.engine.ledger.by_purpose
+    built = {purpose.name: nbytes for purpose, nbytes in entries().items()}
+    for step in range(2):
+        run.step(step)
+    found = {
+        "built": built,
+        "trained": {purpose.name: nbytes for purpose, nbytes in entries().items()},
+        "peak": run.engine.ledger.peak(),
+        "held": _held(run.engine),
+    }
+    run.close()
+    return found
+
+
+def _held(engine: ZeroEngine) -> int:
+    """Bytes of all distinct storages of private memory that the engine's buckets look at."""
+    storages = {}
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            for tensor in (bucket.master, bucket.grad, bucket.partial, bucket.buffer.full):
+                if tensor is not None and tensor.numel():
+                    storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def leaks(mesh: Mesh, stage: int, transport: str, runs: int) -> dict[str, list[int]]:
+    """Open files, mappings of shared memory and resident bytes after each of several engines."""
+    files, mappings, resident = [], [], []
+    layout = Layout(stage=stage, transport=transport)
+    for _ in range(runs):
+        run = Run.start(mesh, SMALL, layout)
+        run.step(0)
+        run.close()
+        del run
+        gc.collect()
+        files.append(len(os.listdir("/proc/self/fd")))
+        mappings.append(Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:"))
+        resident.append(resident_bytes())
+    return {"files": files, "mappings": mappings, "resident": resident}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import BucketLayout, build_layout
 from zeromesh.flat.placement import Placement
 from zeromesh.flat.split import Interval
@@ -49,11 +50,13 @@ def build_units(model: nn.Module, plan: ModelPlan, mesh: Mesh, options: ZeroOpti
     A rank holds at most one parameter beyond its own shards at a time. Afterwards every unit is resting.
 
     Raises:
+        LayoutError: when ranks build different things, or a parameter is wider than its master weight.
         StorageError: when memory is short.
     """
     layouts = plan_layouts(plan, mesh.shard.size)
     flat = [layout for unit in layouts for layout in unit]
     require_equal_plans(mesh.data, flat, options)
+    _require_wide_masters(flat, options)
     kind = choose_transport(options.transport, mesh.shard, mesh.device)
     keep = _persistent(layouts, mesh, options, kind)
     ring = RingRequest(slots=options.gradient_slots, nbytes=_slot_bytes(flat, options))
@@ -65,8 +68,19 @@ def build_units(model: nn.Module, plan: ModelPlan, mesh: Mesh, options: ZeroOpti
     for number, (unit_plan, unit_layouts) in enumerate(zip(plan.units, layouts, strict=True)):
         module = model.get_submodule(unit_plan.module)
         buckets = [_bucket(model, layout, next(buffers), mesh, options, source, ledger) for layout in unit_layouts]
-        units.append(Unit(number, unit_plan.name, module, buckets, ledger))
+        units.append(Unit(number, unit_plan.name, module, buckets, ledger, transport.share))
     return Built(units=tuple(units), transport=transport, reduction=reduction, ledger=ledger)
+
+
+def _require_wide_masters(layouts: Sequence[BucketLayout], options: ZeroOptions) -> None:
+    """Raises LayoutError when a trainable parameter would be rounded to its master weight."""
+    master = options.precision.master
+    for spec in (slot.spec for layout in layouts for slot in layout.slots):
+        if spec.requires_grad and spec.dtype.itemsize > master.itemsize:
+            raise LayoutError(
+                f"{spec.fqn} is {spec.dtype}, wider than precision.master {master}, which would round it; "
+                "convert the parameter, or set precision.master and precision.reduce to its dtype"
+            )
 
 
 def _open(

@@ -86,7 +86,10 @@ class Bucket:
 class Unit:
     """A module whose parameters are gathered together, and where it is in its life."""
 
-    def __init__(self, index: int, name: str, module: nn.Module, buckets: Sequence[Bucket], ledger: Ledger) -> None:
+    def __init__(
+        self, index: int, name: str, module: nn.Module, buckets: Sequence[Bucket], ledger: Ledger, share: float
+    ) -> None:
+        """`share` is the part of gathered memory that counts for this process."""
         self.index = index
         self.name = name
         self.module = module
@@ -95,7 +98,7 @@ class Unit:
         self.trainable = tuple(bucket for bucket in self.buckets if bucket.trainable)
         self.frozen = tuple(bucket for bucket in self.buckets if not bucket.trainable)
         self._ledger = ledger
-        self._transient = sum(bucket.nbytes for bucket in self.buckets if not bucket.buffer.persistent)
+        self._transient = int(share * sum(bucket.nbytes for bucket in self.buckets if not bucket.buffer.persistent))
 
     @property
     def nbytes(self) -> int:

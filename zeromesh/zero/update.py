@@ -160,9 +160,9 @@ class Updater:
         self._mesh.post(Activity.OPTIMIZER, self._units[id(bucket)].index)
         bucket.buffer.begin_write()
         optimizer = self._optimizers.get(id(bucket))
-        if optimizer is None:
+        before = 0 if optimizer is None else optimizer.state_bytes()
+        if optimizer is None:  # Some optimizers have their moments from the start, others from the first step.
             optimizer = self._optimizers[id(bucket)] = BucketOptimizer(bucket, self._options.optimizer, self._groups)
-        before = optimizer.state_bytes()
         optimizer.step(grad, self._lr_factor)
         self._ledger.add(Tier.DEVICE, Purpose.MOMENTS, optimizer.state_bytes() - before)
         bucket.publish()

@@ -1,0 +1,164 @@
+"""What a newcomer does first: the configurations of the repository, a script, a launcher, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from workers import Workers
+
+from zeromesh.trainer.config_file import load_config
+from zeromesh.trainer.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = sorted(path.name for path in (ROOT / "configs").iterdir())
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder, with a space in its name, with some text."""
+    folder = tmp_path_factory.mktemp("my runs")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    return folder
+
+
+def shortened(here: Path, **more: Any) -> list[str]:
+    """Overrides that make any of the configurations a matter of seconds."""
+    short = {"data.train": here / "text.txt", "data.sequence_length": 16, "run.max_steps": 3, "run.output_dir": here}
+    return [f"{key.replace('__', '.')}={value}" for key, value in {**short, **more}.items()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_configuration_of_the_repository_trains(workers: Workers, here: Path, name: str, size: int) -> None:
+    path = ROOT / "configs" / name
+    words = ["train", str(path), *shortened(here, run__name=f"{path.stem}-{size}")]
+    found = workers.run(size, "input_cases:command", words=words)
+    assert [each["code"] for each in found] == [0] * size, found
+    assert [each["err"] for each in found] == [""] * size
+    assert [each["out"] for each in found[1:]] == [""] * (size - 1)
+    check_run(here / f"{path.stem}-{size}", path, found[0]["out"])
+
+
+def check_run(folder: Path, path: Path, said: str) -> None:
+    asked, resolved = load_config(path), load_config(folder / "config.resolved.yaml")
+    assert resolved.zero == asked.zero
+    assert resolved.model.config is not None
+    assert resolved.run.max_steps == 3
+    losses = [record["loss"] for record in read_metrics(folder / "metrics.jsonl")]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    lines = said.splitlines()
+    for start in ("batch: global", "precision: parameters and gradients", "data.train", "step 1/3", "done: 3 steps"):
+        assert [line for line in lines if line.startswith(start)], said
+    assert not [line for line in lines if "Warning" in line or "[transformers]" in line]
+
+
+def test_a_command_with_two_processes(here: Path) -> None:
+    words = [sys.executable, "-m", "zeromesh", "train", str(ROOT / "configs/quickstart.yaml"), "--nproc", "2"]
+    small = {"model__config__hidden_size": 64, "model__config__num_hidden_layers": 1, "run__name": "two"}
+    done = subprocess.run(
+        [*words, *shortened(here, **small)], capture_output=True, text=True, env=ENVIRONMENT, timeout=240, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[0] == "two: ZeRO stage 3 on 2 CPU ranks: shard 2"
+    assert [line.split("  ")[0] for line in done.stdout.splitlines() if line.startswith("step ")][:3] == [
+        *("step 1/3", "step 2/3", "step 3/3"),
+    ]
+
+
+def test_a_second_run_into_a_directory_begins_anew(workers: Workers, here: Path) -> None:
+    path = str(ROOT / "configs/zero1.yaml")
+    for steps in (4, 2):
+        words = ["train", path, *shortened(here, run__name="twice", run__log_every=0 if steps == 4 else 1)]
+        (found,) = workers.run(1, "input_cases:command", words=[*words, f"run.max_steps={steps}"])
+        assert found["code"] == 0
+        assert ("step 1/" in found["out"]) == (steps == 2)
+        assert f"done: {steps} steps" in found["out"]
+        assert "peak memory 0 B" not in found["out"]
+        expected = [] if steps == 4 else [1, 2]
+        assert [record["step"] for record in read_metrics(here / "twice/metrics.jsonl")] == expected
+
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+from zeromesh import Trainer
+
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def forward(self, x, y):
+        return ((self.layers(x) - y) ** 2).mean()
+
+def samples(count):
+    xs = torch.randn(count, 4)
+    return [{"x": x, "y": x.sum(dim=0, keepdim=True)} for x in xs]
+
+data, held = samples(64), samples(16)
+config = {"run": {"max_steps": 30, "output_dir": sys.argv[1], "name": "script", "log_every": 0},
+          "optimizer": {"lr": 1e-2}, "precision": {"compute": "float32"}}
+net = Net()
+trainer = Trainer(net, config, data, held)
+before = trainer.evaluate().loss
+report = trainer.fit()
+after = trainer.evaluate().loss
+assert after == report.eval_loss < before / 2, (before, after)
+net.eval()
+with torch.no_grad():
+    mean = float(sum(net(s["x"][None], s["y"][None]) for s in held)) / 16
+assert abs(mean - after) < 1e-5
+again = Trainer(net, config, data, held)
+assert abs(again.evaluate().loss - after) < 1e-6
+print("script ended well")
+"""
+
+
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]])
+def test_a_script_alone_and_under_torchrun(here: Path, launcher: list[str]) -> None:
+    (here / "my script.py").write_text(SCRIPT)
+    command = [sys.executable, *launcher, str(here / "my script.py"), str(here)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("script ended well") == (2 if launcher else 1)
+    assert done.stdout.count("done: 30 steps") == 1
+    assert "Warning" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_interruption_ends_the_command_and_leaves_whole_lines(here: Path) -> None:
+    words = [sys.executable, "-m", "zeromesh", "train", str(ROOT / "configs/zero1.yaml"), "--nproc", "2"]
+    words += shortened(here, run__name="stopped", data__eval_fraction=0.0)
+    words += ["run.max_steps=100000", "schedule.name=constant"]
+    metrics = here / "stopped/metrics.jsonl"
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True
+    ) as process:
+        wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2, process)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err == "zeromesh: stopped; all workers have ended\n"
+    lines = metrics.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert "Traceback" not in out
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
