@@ -1,175 +1,150 @@
-"""Step time and peak memory of zeromesh beside FSDP2, DDP and DeepSpeed, on one workload, in one run.
+"""Step time and peak memory of zeromesh beside other systems, on one workload, in turn: `python scripts/bench_step.py`.
 
-    python scripts/bench_step.py                                bf16 and fp32, stage 3, FSDP2, DeepSpeed 3, no communication
-    python scripts/bench_step.py --dtype bf16 --stages 1 2 3    other stages; DeepSpeed runs at the same ones
-    python scripts/bench_step.py --transport gloo               zeromesh without host-shared memory
+Every round runs every system once, in fresh processes, and each round begins with another one, so that what the machine does
+meanwhile falls on all alike. Printed are medians over rounds (lowest, highest) and the ratios of the rounds; `--out` gets the
+same as JSON with every single measurement, and as a picture. Progress goes to the standard error.
 
-Every round runs every system once, in turn, in fresh processes, so that what else the machine does meets all of them. The table has
-medians over rounds, with the lowest and the highest; ratios are medians of zeromesh over medians of the other.
+    --systems   zeromesh, fsdp2, fsdp2-keep (not resharded after forward), ddp, local (no communication), deepspeed
+    --stages    ZeRO stages of zeromesh (0-3) and DeepSpeed (1-3)
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import platform
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
+import torch
+from bench import report
 from bench.launch import Run, RunError, installed, run_system
-from bench.workload import Workload
+from bench.workload import TORCH_DTYPES, Workload
 
-_MIB = 2**20
-
-
-class Results:
-    """Runs by system, and what they come to."""
-
-    def __init__(self) -> None:
-        self.runs: dict[str, list[Run]] = {}
-
-    def add(self, run: Run) -> None:
-        """Keep a run."""
-        self.runs.setdefault(run.system, []).append(run)
-
-    def step_ms(self, system: str) -> list[float]:
-        """Median step of each round, in milliseconds."""
-        return [1e3 * statistics.median(run.step_seconds) for run in self.runs[system]]
-
-    def cpu_ms(self, system: str) -> list[float]:
-        """Median processor time of a step in each round, in milliseconds."""
-        return [1e3 * statistics.median(run.cpu_seconds) for run in self.runs[system]]
-
-    def peak_mib(self, system: str) -> list[float]:
-        """Peak of each round, in MiB."""
-        return [run.peak_bytes / _MIB for run in self.runs[system]]
-
-    def table(self) -> str:
-        """A markdown table, with ratios of each zeromesh system to every other."""
-        ours = [system for system in self.runs if system.startswith("zeromesh-")]
-        columns = ["step ms (min, max)", "processor ms", "peak MiB (min, max)", "last loss"]
-        head = ["system", *columns, *(f"{mine}: time, processor, memory" for mine in ours)]
-        lines = [_row(head), _row(["---"] * len(head))]
-        for system, runs in self.runs.items():
-            cells = [system, _spread(self.step_ms(system)), f"{statistics.median(self.cpu_ms(system)):.0f}"]
-            cells += [_spread(self.peak_mib(system)), f"{runs[-1].losses[-1]:.4f}"]
-            cells += [self._ratios(mine, system) if mine != system else "" for mine in ours]
-            lines.append(_row(cells))
-        return "\n".join(lines)
-
-    def _ratios(self, mine: str, other: str) -> str:
-        pairs = (self.step_ms, self.cpu_ms, self.peak_mib)
-        ratios = (statistics.median(measure(mine)) / statistics.median(measure(other)) for measure in pairs)
-        return ", ".join(f"{ratio:.2f}" for ratio in ratios)
-
-    def record(self) -> dict[str, dict[str, list[float]]]:
-        """For a JSON file."""
-        return {
-            system: {
-                "step_ms": self.step_ms(system),
-                "processor_ms": self.cpu_ms(system),
-                "peak_mib": self.peak_mib(system),
-                "losses": list(self.runs[system][-1].losses),
-            }
-            for system in self.runs
-        }
+_SYSTEMS = ("zeromesh", "deepspeed", "fsdp2", "fsdp2-keep", "ddp", "local")
+_DEFAULT_SYSTEMS = ("zeromesh", "deepspeed", "fsdp2", "local")
 
 
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.0f} ({min(values):.0f}, {max(values):.0f})"
-
-
-def measure(workload: Workload, systems: Sequence[str], rounds: int) -> Results:
-    """Run every system once per round; one that fails is said and left out of the rest."""
-    results, broken = Results(), set()
-    for turn in range(rounds):
-        for system in systems:
-            if system in broken:
-                continue
-            print(f"round {turn + 1} of {rounds}: {system}", file=sys.stderr, flush=True)
-            try:
-                results.add(run_system(system, workload))
-            except RunError as error:
-                broken.add(system)
-                print(error, file=sys.stderr, flush=True)
-    return results
-
-
-def draw(results: Results, title: str, path: Path) -> None:
-    """Bars of time and of memory."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
-    names = list(results.runs)
-    colours = ["tab:blue" if name.startswith("zeromesh-") else "lightgrey" for name in names]
-    for axis, values, label in zip(
-        axes, (results.step_ms, results.peak_mib), ("step, ms", "peak above imports, MiB"), strict=True
-    ):
-        axis.barh(names, [statistics.median(values(name)) for name in names], color=colours)
-        axis.invert_yaxis()
-        axis.set_xlabel(label)
-    figure.suptitle(title, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def chosen_systems(stages: Sequence[int], named: Sequence[str] | None) -> list[str]:
-    """The systems of a run, without those that are not installed, which is said."""
-    default = [f"zeromesh-{stage}" for stage in stages] + ["fsdp2", *(f"deepspeed-{s}" for s in stages if s), "local"]
-    systems = list(named or default)
-    for system in [each for each in systems if not installed(each)]:
-        print(f"{system} is not installed and is left out: pip install 'zeromesh[bench]'", file=sys.stderr)
-        systems.remove(system)
-    return systems
-
-
-def main() -> None:
-    """Parse, measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", nargs="+", choices=["bf16", "fp32"], default=["bf16", "fp32"])
-    parser.add_argument("--stages", nargs="+", type=int, default=[3])
-    parser.add_argument("--systems", nargs="+", help="zeromesh-N, local, ddp, fsdp2, fsdp2-keep, deepspeed-N")
-    parser.add_argument("--transport", default="auto", choices=["auto", "shared", "gloo", "nccl"])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of a run")
-    parser.add_argument("--activation-checkpointing", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    systems = chosen_systems(options.stages, options.systems)
-    base = Workload(
-        layers=options.layers,
-        transport=options.transport,
-        device=options.device,
-        timed=options.steps,
-        checkpointing=options.activation_checkpointing,
-    )
+def main() -> int:
+    """Run what the command line asks for; the exit code is 1 where a system failed."""
+    options = _arguments()
+    systems = _systems(options.systems, options.stages)
+    base = _workload(options)
+    groups: dict[str, dict[str, list[Run]]] = {}
+    failures: list[str] = []
     for dtype in options.dtype:
         workload = replace(base, dtype=dtype)
-        results = measure(workload, systems, options.rounds)
-        print(
-            f"\n{workload}; transport {options.transport}; {options.rounds} rounds\n\n{results.table()}\n", flush=True
-        )
-        stem = options.out / f"step-{dtype}-{options.transport}"
-        stem.with_suffix(".json").write_text(
-            json.dumps({"workload": str(workload), "systems": results.record()}, indent=1)
-        )
-        draw(results, str(workload), stem.with_suffix(".png"))
+        groups[dtype] = _rounds(systems, workload, options.rounds, failures)
+        print(f"\n{workload}; medians of {options.rounds} rounds of {workload.timed} steps (lowest, highest)\n")
+        if any(groups[dtype].values()):
+            print(report.table(groups[dtype]), flush=True)
+    _write(options.out, base, groups)
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", type=_list_of(_SYSTEMS), default=list(_DEFAULT_SYSTEMS), metavar="A,B,...")
+    parser.add_argument("--stages", type=_list_of(("0", "1", "2", "3")), default=["3"], metavar="N,N,...")
+    parser.add_argument("--dtype", type=_list_of(tuple(TORCH_DTYPES)), default=["bf16", "fp32"], metavar="bf16,fp32")
+    parser.add_argument("--transport", choices=("auto", "shared", "gloo", "nccl"), default="auto", help="of zeromesh")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=1, help="times hidden 512")
+    parser.add_argument("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each run")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench_step"), help="directory of the JSON file and picture")
+    return parser.parse_args()
+
+
+def _list_of(allowed: tuple[str, ...]):  # type: ignore[no-untyped-def]
+    def parse(text: str) -> list[str]:
+        values = text.split(",")
+        wrong = [value for value in values if value not in allowed]
+        if wrong:
+            raise argparse.ArgumentTypeError(f"{', '.join(wrong)}: allowed are {', '.join(allowed)}, separated by commas")
+        return values
+
+    return parse
+
+
+def _systems(names: list[str], stages: list[str]) -> list[str]:
+    """Systems with their stages; one that is not installed is left out, and said so."""
+    found = []
+    for name in names:
+        if name in ("zeromesh", "deepspeed"):
+            found += [f"{name}-{stage}" for stage in stages if name == "zeromesh" or stage != "0"]
+        else:
+            found.append(name)
+    missing = [system for system in found if not installed(system)]
+    if missing:
+        print(f"{', '.join(missing)}: DeepSpeed is not installed, so it is left out", file=sys.stderr)
+    return [system for system in found if system not in missing]
+
+
+def _workload(options: argparse.Namespace) -> Workload:
+    workload = Workload(
+        layers=options.layers,
+        ranks=options.ranks,
+        device=options.device,
+        transport=options.transport,
+        checkpointing=options.activation_checkpointing,
+        warmup=options.warmup,
+        timed=options.steps,
+    )
+    return workload.wider(options.width)
+
+
+def _rounds(systems: list[str], workload: Workload, rounds: int, failures: list[str]) -> dict[str, list[Run]]:
+    """Run every system once a round. One that fails is not run again."""
+    found: dict[str, list[Run]] = {system: [] for system in systems}
+    for number in range(rounds):
+        turn = number % max(1, len(systems))
+        for system in systems[turn:] + systems[:turn]:
+            if system not in found:
+                continue
+            began = time.perf_counter()
+            try:
+                run = run_system(system, workload)
+            except RunError as error:
+                failures.append(str(error))
+                del found[system]
+                continue
+            found[system].append(run)
+            _tell(number, rounds, workload, run, time.perf_counter() - began)
+    return found
+
+
+def _tell(number: int, rounds: int, workload: Workload, run: Run, seconds: float) -> None:
+    steps = sorted(run.step_seconds)
+    middle = 1e3 * steps[len(steps) // 2] if steps else float("nan")
+    print(
+        f"{workload.dtype} round {number + 1}/{rounds} {run.system}: {middle:.0f} ms a step, "
+        f"{run.peak_bytes / report.MEBIBYTE:.0f} MiB ({seconds:.0f} s)",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _write(folder: Path, workload: Workload, groups: dict[str, dict[str, list[Run]]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    everything = {
+        "workload": asdict(workload),
+        "torch": torch.__version__,
+        "machine": f"{platform.system()} {platform.machine()}",
+        "dtypes": {dtype: report.record(rounds) for dtype, rounds in groups.items()},
+    }
+    (folder / "bench_step.json").write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
+    report.draw(groups, folder / "bench_step.png")
+    print(f"\nwritten: {folder / 'bench_step.json'} and {folder / 'bench_step.png'}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

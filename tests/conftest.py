@@ -8,7 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from workers import Workers
+
+# A machine that does other things as well makes any example slow.
+settings.register_profile("zeromesh", deadline=None)
+settings.load_profile("zeromesh")
 
 _WORKERS = pytest.StashKey[Workers]()
 

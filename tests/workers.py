@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 HERE = Path(__file__).parent
 _LAST_LINES = 60
+_START_SECONDS = 60.0
 
 
 class CaseError(AssertionError):
@@ -117,18 +116,29 @@ class Pool:
     def __init__(self, zygote: Zygote, options: PoolOptions) -> None:
         self.options = options
         self.open = True
-        folder = tempfile.mkdtemp(prefix="zm-", dir=tempfile.gettempdir())
-        self._folder = Path(folder)
         self._workers: list[_Worker] = []
         port = str(_free_port())
         plain = {"timeout_seconds": options.timeout_seconds, "hosts": options.hosts, "replicate": options.replicate}
-        with Listener(str(self._folder / "s"), family="AF_UNIX", backlog=options.size) as listener:
+        address = zygote.folder / f"socket-{port}"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(address))
+            listener.listen(options.size)
+            listener.settimeout(_START_SECONDS)
             for rank in range(options.size):
-                pid, log = zygote.fork(_launch_variables(rank, options.size, port), listener.address, plain)
+                pid, log = zygote.fork(_launch_variables(rank, options.size, port), str(address), plain)
                 self._workers.append(_Worker(pid=pid, log=log))
-            for _ in range(options.size):
-                connection = listener.accept()
-                self._workers[json.loads(connection.recv_bytes())["rank"]].connection = connection
+            self._accept(listener)
+        address.unlink()
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in self._workers:
+            try:
+                accepted, _address = listener.accept()
+            except TimeoutError as error:
+                raise self._hung("the start of workers", _START_SECONDS, range(len(self._workers))) from error
+            accepted.setblocking(True)
+            connection = Connection(accepted.detach())
+            self._workers[json.loads(connection.recv_bytes())["rank"]].connection = connection
 
     @property
     def pids(self) -> list[int]:
@@ -198,7 +208,6 @@ class Pool:
             _signal(worker.pid, signal.SIGKILL)
             if worker.connection is not None:
                 worker.connection.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self

@@ -123,6 +123,7 @@ class Console(SilentConsole):
         self._said = time.monotonic()
         self._alive = True
         self._live: Live | None = None
+        self._numbers = ""
 
     def note(self, text: str) -> None:
         """Show one line once, above the bar where there is one."""
@@ -146,7 +147,8 @@ class Console(SilentConsole):
     def step(self, metrics: StepMetrics) -> None:
         """Show a logged step, in the bar or as a line."""
         if self._progress is not None:
-            self._attempt(lambda: self._move_bar(metrics.step, _bar_numbers(metrics)))
+            self._numbers = _bar_numbers(metrics)
+            self._attempt(lambda: self._move_bar(metrics.step, self._numbers))
         else:
             self._attempt(lambda: self._print(self._line(metrics)))
 
@@ -170,6 +172,8 @@ class Console(SilentConsole):
     def _print(self, text: str) -> None:
         self._end_status()
         self._said = time.monotonic()
+        if self._progress is not None:
+            self._progress.update(self._task, numbers=self._numbers)
         # A log file's lines are not wrapped, whatever width rich assumes of it.
         self._rich.print(Text(text), soft_wrap=True)
         self._rich.file.flush()

@@ -4,8 +4,10 @@
                                                      |<-- building -->|<----- peak ----->|
 
 Memory on CPU is the proportional set size (PSS): a page that n processes map counts as its nth part, so memory that ranks share
-is counted once over all of them. It is read every 20 ms by a thread, which itself takes processor time (some 10 ms a reading for
-half a gigabyte), so it rests while steps are timed. On CUDA the allocator's own highest mark is taken.
+is counted once over all of them. Pages of libraries are divided by the number of ranks, whatever other processes of the machine
+map them too; where nothing else runs that is PSS as the kernel has it. It is read every 20 ms by a thread, which itself takes
+processor time (some 10 ms a reading for half a gigabyte), so it rests while steps are timed. On CUDA the allocator's own highest
+mark is taken.
 """
 
 from __future__ import annotations
@@ -23,37 +25,47 @@ import torch
 from bench.workload import Workload
 
 _PERIOD_SECONDS = 0.02
-_FIELDS = {"Pss:": "total", "Pss_Anon:": "anonymous", "Pss_File:": "files", "Pss_Shmem:": "shared"}
+_PROPORTIONAL = {"Pss_Anon:": "anonymous", "Pss_Shmem:": "shared"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes of a process: private memory, mapped files (libraries) and shared memory, each in proportion."""
+    """Bytes of a process: private memory, memory shared with other ranks, and mapped files (libraries), each in proportion."""
 
-    total: int = 0
     anonymous: int = 0
-    files: int = 0
     shared: int = 0
+    files: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.anonymous + self.shared + self.files
 
     def __sub__(self, other: Memory) -> Memory:
         return Memory(**{name: value - getattr(other, name) for name, value in asdict(self).items()})
 
 
-def memory_now() -> Memory:
-    """This process's memory."""
-    found: dict[str, int] = {}
+def memory_now(ranks: int) -> Memory:
+    """This process's memory, which maps its libraries together with the other `ranks`."""
+    found = {"files": _kibibytes("/proc/self/status", "RssFile:") * 1024 // ranks}
     for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():
         name, _, rest = line.partition(" ")
-        if name in _FIELDS:
-            found[_FIELDS[name]] = int(rest.split()[0]) * 1024
+        if name in _PROPORTIONAL:
+            found[_PROPORTIONAL[name]] = int(rest.split()[0]) * 1024
     return Memory(**found)
+
+
+def _kibibytes(path: str, field: str) -> int:
+    lines = Path(path).read_text(encoding="ascii").splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith(field)), 0)
 
 
 class Sampler:
     """The highest memory so far, looked at by a thread while `watch` is on."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
         self.peak = Memory()
+        self._ranks = ranks
         self.cpu_seconds = 0.0
         """Of the thread itself."""
         self._watching = threading.Event()
@@ -87,7 +99,7 @@ class Sampler:
 
     def look(self) -> None:
         """Take the present memory into account."""
-        now = memory_now()
+        now = memory_now(self._ranks)
         if now.total > self.peak.total:
             self.peak = now
 
@@ -126,10 +138,10 @@ class Probe:
         self._barrier = barrier
         self._step = 0
         self._cuda = workload.device == "cuda"
-        self._sampler = None if self._cuda else Sampler()
+        self._sampler = None if self._cuda else Sampler(workload.ranks)
         self._began = (0.0, 0.0)
         self._base_allocated = torch.cuda.memory_allocated() if self._cuda else 0
-        self.found.base = Memory() if self._cuda else memory_now()
+        self.found.base = Memory() if self._cuda else memory_now(workload.ranks)
         self._watch(on=True)
 
     def training(self) -> None:
