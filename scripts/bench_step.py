@@ -60,7 +60,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each run")
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("runs/bench_step"), help="directory of the JSON file and picture")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/bench_step"), help="directory of the JSON file and picture"
+    )
     return parser.parse_args()
 
 
@@ -69,7 +71,9 @@ def _list_of(allowed: tuple[str, ...]):  # type: ignore[no-untyped-def]
         values = text.split(",")
         wrong = [value for value in values if value not in allowed]
         if wrong:
-            raise argparse.ArgumentTypeError(f"{', '.join(wrong)}: allowed are {', '.join(allowed)}, separated by commas")
+            raise argparse.ArgumentTypeError(
+                f"{', '.join(wrong)}: allowed are {', '.join(allowed)}, separated by commas"
+            )
         return values
 
     return parse
