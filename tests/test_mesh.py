@@ -219,6 +219,23 @@ class TestWatch:
         with pytest.raises(CollectiveError, match="rank 1 failed with KeyError: 'labels'"):
             watch_of(first, 0).wait_work(Broken(), [0, 1], "a sum")
 
+    def test_a_collective_that_ends_just_after_a_wait_has_given_up_is_done(self, boards: Boards) -> None:
+        class Late:
+            waits = 0
+
+            def is_completed(self) -> bool:
+                return True
+
+            def wait(self, timeout: timedelta = timedelta()) -> bool:
+                self.waits += 1
+                if self.waits == 1:
+                    raise RuntimeError("Operation timed out!")
+                return True
+
+        late = Late()
+        watch_of(boards[0], 0).wait_work(late, [0, 1], "a sum")
+        assert late.waits == 2
+
 
 class TestSegments:
     def test_two_mappings_are_one_memory(self) -> None:

@@ -5,7 +5,9 @@ Prints one line that begins with `RESULT` and holds this rank's measurement as J
 
 from __future__ import annotations
 
+import ctypes
 import json
+import signal
 import sys
 from collections.abc import Callable
 
@@ -16,15 +18,23 @@ from bench.probe import Probe
 from bench.workload import Workload
 
 RESULT = "RESULT "
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def main() -> None:
     """Join the group, train, print."""
     system, workload = sys.argv[1], Workload.from_json(sys.argv[2])
+    die_with_parent()
     torch.set_num_threads(1)
     run = _zeromesh if system.startswith("zeromesh-") else _peer
     print(RESULT + json.dumps(run(system, workload).found.record()), flush=True)
     dist.destroy_process_group()
+
+
+def die_with_parent() -> None:
+    """Nothing of a run is left behind when the benchmark is ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
 
 
 def _zeromesh(system: str, workload: Workload) -> Probe:

@@ -140,10 +140,18 @@ class Watch:
             try:
                 work.wait(piece)
                 return
-            except RuntimeError as error:
+            except RuntimeError:
                 if work.is_completed():
-                    raise self._broken(error, peers, what) from error
+                    self._finish(work, peers, what)
+                    return
             patience.check(force=True)
+
+    def _finish(self, work: Work, peers: Sequence[int], what: str) -> None:
+        """A collective is over: it failed, or it succeeded just after a wait for it had given up."""
+        try:
+            work.wait(timedelta(seconds=self.SLICE_SECONDS))
+        except RuntimeError as error:
+            raise self._broken(error, peers, what) from error
 
     def fail(self, error: BaseException) -> None:
         """Tell peers that this rank stops, so that they name the cause and not its consequence."""
