@@ -95,6 +95,8 @@ def _train(options: argparse.Namespace) -> int:
     )
     if processes > environment.world_size:
         return _launch(options, processes)
+    if not options.worker and environment.rank == 0:
+        _hint("loading torch and transformers")
     return _fit(config)
 
 
@@ -115,6 +117,7 @@ def _processes(options: argparse.Namespace, environment: LaunchEnvironment) -> i
 
 
 def _launch(options: argparse.Namespace, processes: int) -> int:
+    _hint(f"starting {processes} processes")
     from zeromesh.mesh.launcher import WorkersFailed, launch_workers, python_arguments
 
     command = ("train", "--worker", "--", options.config, *options.overrides)
@@ -141,6 +144,13 @@ def _rank_prefix() -> str:
     except ConfigError:
         return ""
     return f"rank {environment.rank}: " if environment.world_size > 1 else ""
+
+
+def _hint(message: str) -> None:
+    """What the next seconds go to, for a person who waits at a terminal."""
+    if sys.stdout.isatty():
+        sys.stdout.write(f"{message}\n")
+        sys.stdout.flush()
 
 
 def _say(message: str) -> None:

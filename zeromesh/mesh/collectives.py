@@ -239,7 +239,7 @@ def _watch_of(group: ProcessSet) -> Watch:
 
 def wait_for(work: Work, watch: Watch, group: ProcessSet, what: str) -> None:
     """Wait for a collective: for gloo until it is done, watched; for NCCL by ordering the compute stream behind it."""
-    if group.data is group.reduce_group:
+    if group.on_stream:
         work.wait()
     else:
         watch.wait_work(work, group.ranks, what)

@@ -41,9 +41,10 @@ class ProcessSet:
     """Group that gathers parameters."""
     reduce_group: dist.ProcessGroup | None
     """Group that reduces gradients. Reductions start as gradients arrive, so their order relative to gathers differs between
-    ranks; gloo would match one with the other in a common group. On CUDA both are one NCCL group, whose order streams
-    keep."""
+    ranks; a common group would match one with the other."""
     one_host: bool
+    on_stream: bool
+    """Whether the groups that move parameters and gradients do so on streams of a device."""
 
     @property
     def size(self) -> int:
@@ -204,6 +205,7 @@ class Mesh:
             data=data,
             reduce_group=reduce,
             one_host=one_host and self._one_host,
+            on_stream=self.device.type == "cuda",
         )
 
     def _new_groups(self, ranks: tuple[int, ...]) -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
@@ -216,10 +218,8 @@ class Mesh:
             return made
 
         control = new("gloo")
-        if self.device.type == "cuda":
-            data = new("nccl")
-            return control, data, data
-        return control, new("gloo"), new("gloo")
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        return control, new(backend), new(backend)
 
     def post(self, activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
         """Say on the board what this rank does now."""

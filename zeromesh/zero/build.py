@@ -126,13 +126,19 @@ def _persistent(layouts: Sequence[Sequence[BucketLayout]], mesh: Mesh, options: 
     else:
         budget = 0
     budget = min(row[0] for row in mesh.world.gather_integers([budget]))
+    kept = kept_units(sizes, budget)
+    return [kept[unit] for unit, each in enumerate(layouts) for _ in each]
+
+
+def kept_units(sizes: Sequence[int], budget: int) -> list[bool]:
+    """Which units, of `sizes` bytes each, keep their gathered parameters between uses within `budget` bytes."""
     kept = [False] * len(sizes)
     # A unit near the end of forward is the first of backward: keeping it saves a gather at once. The root is always last.
     for unit in [*range(len(sizes) - 1, 0, -1), 0]:
         if sizes[unit] <= budget:
             budget -= sizes[unit]
             kept[unit] = True
-    return [kept[unit] for unit, each in enumerate(layouts) for _ in each]
+    return kept
 
 
 def _bucket(
