@@ -231,9 +231,12 @@ class Detached(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(2 * size, size) * 0.1)
         self.side = nn.Linear(size, 2 * size)
+        self.on_way_back: Callable[[torch.Tensor], None] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = torch.tanh(x @ self.weight.detach().T)
+        if self.on_way_back is not None and first.requires_grad:
+            first.register_hook(self.on_way_back)
         return x + torch.tanh(first + self.side(x)) @ self.weight
 
 

@@ -38,7 +38,12 @@ def test_without_overlap_reductions_wait_for_the_end_of_backward(workers: Worker
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_delayed_peer_does_not_block_backward(workers: Workers, transport: str, stage: int, slots: int) -> None:
     """While slots are taken, gradients stay where autograd put them; the wait comes when backward is over."""
-    quick, slow = workers.run(2, "conformance.timeline:delayed_peer", transport=transport, stage=stage, slots=slots)
+    case = "conformance.timeline:delayed_peer"
+    arguments = {"transport": transport, "stage": stage, "slots": slots}
+    delayed = workers.run(2, case, **arguments, seconds=0.5)
+    undelayed = workers.run(2, case, **arguments, seconds=0.0)
+    assert [rank["digest"] for rank in delayed] == [rank["digest"] for rank in undelayed]
+    quick, slow = (rank["entries"] for rank in delayed)
     began = when(slow, "gradient 3")
     assert when(quick, "gradient 0") < began
     assert when(quick, "flush") < began
@@ -52,7 +57,8 @@ def test_a_delayed_peer_does_not_block_backward(workers: Workers, transport: str
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_the_next_unit_is_gathered_before_the_present_one_computes(workers: Workers, transport: str) -> None:
     case = "conformance.timeline:gathers"
-    for entries in workers.run(2, case, transport=transport, prefetch=1, delay=""):
+    for found in workers.run(2, case, transport=transport, prefetch=1, delay=""):
+        entries = found["entries"]
         backward = entries[place(entries, "forward 3") :]
         for number in range(3):
             assert place(entries, f"gather blocks.{number + 1}") < place(entries, f"forward {number}")
@@ -62,7 +68,8 @@ def test_the_next_unit_is_gathered_before_the_present_one_computes(workers: Work
 
 def test_without_prefetch_a_unit_is_gathered_when_it_is_needed(workers: Workers) -> None:
     case = "conformance.timeline:gathers"
-    for entries in workers.run(2, case, transport="gloo", prefetch=0, delay=""):
+    for found in workers.run(2, case, transport="gloo", prefetch=0, delay=""):
+        entries = found["entries"]
         for number in range(3):
             assert place(entries, f"gather blocks.{number + 1}") > place(entries, f"forward {number}")
 
@@ -70,7 +77,10 @@ def test_without_prefetch_a_unit_is_gathered_when_it_is_needed(workers: Workers)
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_a_prefetch_does_not_wait_for_a_delayed_peer(workers: Workers, transport: str) -> None:
     case = "conformance.timeline:gathers"
-    quick, slow = workers.run(2, case, transport=transport, prefetch=1, delay="blocks.2")
+    delayed = workers.run(2, case, transport=transport, prefetch=1, delay="blocks.2")
+    undelayed = workers.run(2, case, transport=transport, prefetch=1, delay="")
+    assert [rank["digest"] for rank in delayed] == [rank["digest"] for rank in undelayed]
+    quick, slow = (rank["entries"] for rank in delayed)
     late = when(slow, "delayed")
     assert when(quick, "gather blocks.2") < when(quick, "forward 1") < late
     assert when(quick, "forward 2") > late
@@ -84,3 +94,22 @@ def test_at_most_one_unit_and_the_prefetched_are_live(
     case = "conformance.timeline:live_units"
     for found in workers.run(2, case, model=model, prefetch=prefetch, checkpointing=checkpointing):
         assert found["live"] == 1 + prefetch
+
+
+@pytest.mark.parametrize(
+    ("stage", "transport", "budget", "in_backward"),
+    [
+        (2, "shared", None, True),
+        (3, "shared", None, True),
+        (3, "shared", 0, True),
+        (3, "gloo", 0, True),
+        (3, "shared", 0, False),
+    ],
+)
+def test_nobody_writes_what_a_delayed_peer_still_reads(
+    workers: Workers, stage: int, transport: str, budget: int | None, in_backward: bool
+) -> None:
+    """On shared memory an update, or giving pages back, waits until all have read."""
+    arguments = {"stage": stage, "transport": transport, "budget": budget, "in_backward": in_backward}
+    case = "conformance.timeline:late_reader"
+    assert workers.run(2, case, **arguments, seconds=0.05) == workers.run(2, case, **arguments, seconds=0.0)

@@ -16,7 +16,7 @@ from zeromesh.zero.phase import Phase
 from zeromesh.zero.unit import Bucket, Unit
 
 from .cases import Run
-from .models import lora, stack
+from .models import Detached, Stack, lora, stack
 from .recipe import Layout, Problem
 
 PROBLEM = Problem(model="stack", decay=False, steps=3, samples=12)
@@ -102,22 +102,29 @@ def reductions(mesh: Mesh, transport: str, stage: int, overlap: bool) -> list[En
     return timeline.entries
 
 
-def delayed_peer(mesh: Mesh, transport: str, stage: int, slots: int) -> list[Entry]:
-    """The last rank sleeps before it begins backward."""
+def delayed_peer(mesh: Mesh, transport: str, stage: int, slots: int, seconds: float) -> dict[str, Any]:
+    """The last rank sleeps before it begins backward. What both have learnt in two steps is told too."""
     timeline = Timeline()
     run = watched_run(mesh, Layout(stage=stage, transport=transport, slots=slots), timeline)
 
     def sleep(_gradient: torch.Tensor) -> None:
         if mesh.rank == mesh.world_size - 1:
-            time.sleep(0.5)
+            time.sleep(seconds)
 
     run.model.head.register_forward_hook(lambda _module, _args, output: output.register_hook(sleep) and None)
     run.step(0)
+    entries = list(timeline.entries)
+    run.step(1)
+    return {"entries": entries, "digest": _end(run)}
+
+
+def _end(run: Run) -> str:
+    found = run.digest()
     run.close()
-    return timeline.entries
+    return found
 
 
-def gathers(mesh: Mesh, transport: str, prefetch: int, delay: str) -> list[Entry]:
+def gathers(mesh: Mesh, transport: str, prefetch: int, delay: str) -> dict[str, Any]:
     """The second step, whose order is known from the first. The last rank sleeps before it gathers the unit called `delay`."""
     timeline = Timeline()
     layout = Layout(transport=transport, budget=0, prefetch=prefetch)
@@ -129,8 +136,26 @@ def gathers(mesh: Mesh, transport: str, prefetch: int, delay: str) -> list[Entry
             timeline.wrap(unit, "gather", "delayed", before=lambda: time.sleep(0.4))
     timeline.entries.clear()
     run.step(1)
-    run.close()
-    return timeline.entries
+    return {"entries": timeline.entries, "digest": _end(run)}
+
+
+def late_reader(mesh: Mesh, stage: int, transport: str, budget: int | None, in_backward: bool, seconds: float) -> str:
+    """The last rank sleeps in backward of each block, after its weights have their gradients and before it reads them again."""
+    torch.manual_seed(2)
+    model = Stack([Detached(32) for _ in range(3)], [0, 1, 2], 32)
+
+    def sleep(_gradient: torch.Tensor) -> None:
+        if mesh.rank == mesh.world_size - 1:
+            time.sleep(seconds)
+
+    for block in model.blocks:
+        block.on_way_back = sleep  # type: ignore[assignment]
+    layout = Layout(stage=stage, transport=transport, budget=budget, in_backward=in_backward)
+    engine = ZeroEngine.build(model, mesh, layout.options(PROBLEM))
+    run = Run(mesh=mesh, problem=PROBLEM, layout=layout, model=model, engine=engine)
+    for step in range(2):
+        run.step(step)
+    return _end(run)
 
 
 def live_units(mesh: Mesh, model: str, prefetch: int, checkpointing: str) -> dict[str, int]:

@@ -86,7 +86,7 @@ def predict_memory(
         Purpose.PARAMETERS: int(setting.share * sum(_gathered_bytes(layout) for layout, stays in buckets if stays)),
         Purpose.MASTER: sum(_master_bytes(layout, setting, stays=stays) for layout, stays in buckets),
         Purpose.MOMENTS: sum(_moment_bytes(layout, setting) for layout in trained),
-        Purpose.GRADIENTS: _gradient_bytes(trained, setting),
+        Purpose.GRADIENTS: _gradient_bytes(layouts, setting),
         Purpose.PARTIAL_GRADIENTS: sum(_partial_bytes(layout, setting) for layout in trained),
         Purpose.GRADIENT_BUCKETS: _ring_bytes(trained, setting),
     }
@@ -129,10 +129,14 @@ def _moment_bytes(layout: BucketLayout, setting: _Setting) -> int:
     return count * setting.own(layout) * setting.options.precision.master.itemsize
 
 
-def _gradient_bytes(trained: Sequence[BucketLayout], setting: _Setting) -> int:
-    """Gradient shards; where each lives only from its reduction to its update, as many as there are reductions in flight."""
-    lengths = [setting.own(layout) for layout in trained]
-    if setting.options.gradients_pass_through and setting.parts > 1 and not setting.replicated:
+def _gradient_bytes(layouts: Sequence[Sequence[BucketLayout]], setting: _Setting) -> int:
+    """Gradient shards. Where each lives only from its reduction to its update, there are as many as reductions in flight; with
+    nothing to reduce, those of the root and of the unit that backward is in. Stage 0 completes them all at the end."""
+    units = [[setting.own(layout) for layout in unit if _spec(layout).requires_grad] for unit in layouts]
+    lengths = [length for unit in units for length in unit]
+    if setting.options.gradients_pass_through and setting.parts == 1:
+        lengths = [sum(units[0]), max((sum(unit) for unit in units[1:]), default=0)]
+    elif setting.options.gradients_pass_through and not setting.replicated:
         lengths = [max(lengths, default=0)] * min(len(lengths), setting.options.gradient_slots)
     return sum(lengths) * setting.options.precision.reduce.itemsize
 

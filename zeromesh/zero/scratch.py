@@ -8,24 +8,28 @@ from zeromesh.offload import Ledger, Purpose, Tier
 
 
 class ScratchPool:
-    """Tensors of one length and dtype, handed out and taken back; grows to what is in use at once."""
+    """Flat tensors of one dtype, handed out and taken back; grows to what is in use at once."""
 
-    def __init__(self, length: int, dtype: torch.dtype, device: torch.device, ledger: Ledger) -> None:
-        self._length = length
+    def __init__(self, dtype: torch.dtype, device: torch.device, ledger: Ledger) -> None:
         self._dtype = dtype
         self._device = device
         self._ledger = ledger
         self._free: list[torch.Tensor] = []
 
     def take(self, length: int) -> torch.Tensor:
-        """The first `length` elements of a free tensor; their values are arbitrary."""
-        if not self._free:
-            tensor = torch.empty(self._length, dtype=self._dtype, device=self._device)
-            self._ledger.add(Tier.DEVICE, Purpose.GRADIENTS, self._length * self._dtype.itemsize)
-            self._free.append(tensor)
-        return self._free.pop()[:length]
+        """`length` elements of a free tensor; their values are arbitrary. One that is too short makes room for a longer one."""
+        self._free.sort(key=torch.Tensor.numel)
+        place = next((place for place, tensor in enumerate(self._free) if tensor.numel() >= length), None)
+        if place is not None:
+            return self._free.pop(place)[:length]
+        if self._free:
+            self._count(-self._free.pop().numel())
+        self._count(length)
+        return torch.empty(length, dtype=self._dtype, device=self._device)
 
     def give(self, tensor: torch.Tensor) -> None:
         """Take a tensor back that `take` handed out."""
-        whole = tensor._base if tensor._base is not None else tensor
-        self._free.append(whole)
+        self._free.append(tensor._base if tensor._base is not None else tensor)
+
+    def _count(self, elements: int) -> None:
+        self._ledger.add(Tier.DEVICE, Purpose.GRADIENTS, elements * self._dtype.itemsize)

@@ -43,8 +43,7 @@ class Updater:
         self._buckets = [bucket for unit in units for bucket in unit.trainable]
         self._units = {id(bucket): unit for unit in units for bucket in unit.trainable}
         self._optimizers: dict[int, BucketOptimizer] = {}
-        longest = max((bucket.interval.length for bucket in self._buckets), default=0)
-        self._scratch = ScratchPool(longest, options.precision.reduce, mesh.device, ledger)
+        self._scratch = ScratchPool(options.precision.reduce, mesh.device, ledger)
         self._sums: dict[int, Callable[[], None]] = {}
         self._ready: deque[Bucket] = deque()
         self._retired: set[int] = set()
@@ -79,6 +78,7 @@ class Updater:
         """This rank is done with these units in backward: what they hold may be updated by all."""
         if self._in_backward:
             self._retire(units)
+            self._update_ready()
 
     def end_backward(self, units: Iterable[Unit]) -> None:
         """Backward is over on this rank."""
@@ -121,6 +121,8 @@ class Updater:
 
     def _retire(self, units: Iterable[Unit]) -> None:
         for unit in units:
+            if unit.index in self._retired:
+                continue  # It may hold the next generation already, which this rank has still to read.
             self._retired.add(unit.index)
             for bucket in unit.trainable:
                 bucket.buffer.retire()
@@ -137,8 +139,11 @@ class Updater:
         The wait for the others to have read it too cannot be circular: all leave units in one order, and a rank waits only
         for units that it has left itself.
         """
-        while self._ready and self._units[id(self._ready[0])].index in self._retired:
-            bucket = self._ready.popleft()
+        ready, self._ready = self._ready, deque()
+        for bucket in ready:
+            if self._units[id(bucket)].index not in self._retired:
+                self._ready.append(bucket)  # the root, say, which all others need not wait for
+                continue
             self._complete(bucket)
             grad = gradient_of(bucket)
             square = squared_norm([grad])
