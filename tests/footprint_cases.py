@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -15,25 +16,29 @@ from zeromesh.offload import Purpose
 from zeromesh.optim.sharded import GroupRules
 from zeromesh.zero.footprint import predict_memory
 from zeromesh.zero.plan import plan_model
+from zeromesh.zero.unit import Bucket
 
 
 def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
-    """Predict, then train three steps: bytes by purpose as predicted, in the ledger, and of the tensors themselves."""
+    """Predict, then train three steps: bytes by purpose as predicted, in the ledger before the first step and after the last, and
+    of the tensors themselves."""
     task, how = Problem(**problem), Layout(**layout)
     options = how.options(task)
     plan = plan_model(reference.build(task), options.precision.compute, GroupRules(options.optimizer).group_of)
     transport = choose_transport(options.transport, mesh.shard, mesh.device)
     predicted = predict_memory(plan, options, parts=mesh.shard.size, transport=transport, budget=how.budget)
     run = Run.start(mesh, task, how)
+    ledger = run.engine.ledger
+    built = _named(ledger.by_purpose())
     for step in range(3):
         run.step(step)
-    ledger = run.engine.ledger
     if run.engine.transport.name != "shared":
         for unit in run.engine.units:
             unit.buckets[0].buffer.wait()
     result = {
         "predicted": _named(predicted.terms),
         "predicted_peak": predicted.total,
+        "built": built,
         "ledger": _named(ledger.by_purpose()),
         "ledger_peak": ledger.peak(),
         "tensors": _tensors(run),
@@ -47,17 +52,27 @@ def _named(terms: Any) -> dict[str, int]:
 
 
 def _tensors(run: Run) -> dict[str, int]:
-    """Bytes of what buckets and optimizers hold."""
-    found = dict.fromkeys((Purpose.MASTER.name, Purpose.MOMENTS.name, Purpose.PARTIAL_GRADIENTS.name), 0)
+    """Bytes of what buckets and optimizers hold between steps."""
+    found: Counter[Purpose] = Counter()
     for unit in run.engine.units:
         for bucket in unit.buckets:
-            inside = bucket.buffer.persistent and bucket.master.data_ptr() == bucket.buffer.own().data_ptr()
-            found[Purpose.MASTER.name] += 0 if inside else _bytes(bucket.master)
-            found[Purpose.PARTIAL_GRADIENTS.name] += 0 if bucket.partial is None else _bytes(bucket.partial)
+            buffer = bucket.buffer
+            inside = buffer.persistent and bucket.master.data_ptr() == buffer.own().data_ptr()
+            found[Purpose.PARAMETERS] += _gathered_bytes(bucket, shared=run.engine.transport.name == "shared")
+            found[Purpose.MASTER] += 0 if inside else _bytes(bucket.master)
+            found[Purpose.GRADIENTS] += 0 if bucket.grad is None else _bytes(bucket.grad)
+            found[Purpose.PARTIAL_GRADIENTS] += 0 if bucket.partial is None else _bytes(bucket.partial)
             optimizer = run.engine.updater.optimizer_of(bucket) if bucket.trainable else None
             pieces = optimizer.moments().values() if optimizer is not None else ()
-            found[Purpose.MOMENTS.name] += sum(_bytes(value) for group in pieces for _, value in group)
-    return {name: nbytes for name, nbytes in found.items() if nbytes}
+            found[Purpose.MOMENTS] += sum(_bytes(value) for group in pieces for _, value in group)
+    return _named({purpose: nbytes for purpose, nbytes in found.items() if nbytes})
+
+
+def _gathered_bytes(bucket: Bucket, *, shared: bool) -> int:
+    """Of shared pages, this rank's own part."""
+    if shared:
+        return _bytes(bucket.buffer.own()) if bucket.buffer.persistent else 0
+    return bucket.buffer.full.untyped_storage().nbytes()
 
 
 def _bytes(tensor: torch.Tensor) -> int:

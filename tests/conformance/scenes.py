@@ -323,34 +323,6 @@ def without_targets(mesh: Mesh, stage: int, transport: str, kind: str) -> str:
     return found
 
 
-def ledger(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
-    """Bytes by purpose after the build and after two steps, the highest total, and what the tensors themselves hold."""
-    run = Run.start(mesh, Problem(**problem), Layout(**layout))
-    entries = run.engine.ledger.by_purpose
-    built = {purpose.name: nbytes for purpose, nbytes in entries().items()}
-    for step in range(2):
-        run.step(step)
-    found = {
-        "built": built,
-        "trained": {purpose.name: nbytes for purpose, nbytes in entries().items()},
-        "peak": run.engine.ledger.peak(),
-        "held": _held(run.engine),
-    }
-    run.close()
-    return found
-
-
-def _held(engine: ZeroEngine) -> int:
-    """Bytes of all distinct storages of private memory that the engine's buckets look at."""
-    storages = {}
-    for unit in engine.units:
-        for bucket in unit.buckets:
-            for tensor in (bucket.master, bucket.grad, bucket.partial, bucket.buffer.full):
-                if tensor is not None and tensor.numel():
-                    storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(storages.values())
-
-
 def leaks(mesh: Mesh, stage: int, transport: str, runs: int) -> dict[str, list[int]]:
     """Open files, mappings of shared memory and resident bytes after each of several engines."""
     files, mappings, resident = [], [], []
