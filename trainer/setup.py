@@ -24,10 +24,10 @@ from zeromesh.trainer.schedules import Schedule
 from zeromesh.trainer.step import Feed
 from zeromesh.trainer.takes import Takes
 from zeromesh.trainer.tokenizers import PretrainedTokenizer, Tokenizer
-from zeromesh.zero.deferred import BuiltModel, build_deferred
+from zeromesh.zero.deferred import BuiltModel, build_deferred, take_given
 from zeromesh.zero.options import Precision, ZeroOptions
 from zeromesh.zero.scaler import ScalerSettings
-from zeromesh.zero.sources import materialize_buffers, source_for
+from zeromesh.zero.sources import materialize_buffers
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -170,7 +170,7 @@ def prepare_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None
             end_of_text=tokenizer.end_of_text if tokenizer else None,
         )
     if isinstance(model, nn.Module):
-        return BuiltModel(model=model, source=source_for(model, seed), notes=())
+        return take_given(model, seed)
     if not callable(model):
         given = f"{model!r}" if isinstance(model, str | PathLike) else f"a {type(model).__name__}"
         raise ConfigError(

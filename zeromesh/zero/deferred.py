@@ -1,4 +1,4 @@
-"""Building a model without its memory: on the meta device where that loses nothing, else whole on CPU."""
+"""A model without its memory: built on the meta device where that loses nothing, else whole on CPU; or passed on meta."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeromesh.zero.initial import INITIALISER_ERRORS, Skeleton, WriteLog, is_pretrained_model, seeded_cpu
-from zeromesh.zero.sources import BuiltSource, ParameterSource, SeededSource, materialize_buffers
+from zeromesh.zero.sources import BuiltSource, ParameterSource, SeededSource, materialize_buffers, source_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +54,26 @@ def build_deferred(
     if lost:
         return _build_on_cpu(build, seed, f"building on the meta device loses the values of {_some(lost)}")
     return BuiltModel(model=model, source=source)
+
+
+def take_given(model: nn.Module, seed: int) -> BuiltModel:
+    """A model that was passed as it is: built, or on the meta device (partly or wholly).
+
+    What construction did to weights on meta cannot be seen any more: a note names the modules that are drawn again by
+    `reset_parameters`, unless Hugging Face's `_init_weights`, which decides alone, draws them.
+
+    Raises:
+        LostValuesError: if nothing would compute some of the parameters on meta.
+    """
+    source = source_for(model, seed)
+    skeleton = Skeleton(model)
+    owners = dict.fromkeys(name.rpartition(".")[0] for name, p in model.named_parameters() if p.is_meta)
+    drawn = tuple(owner or type(model).__name__ for owner in owners if not skeleton.managed_by_pretrained(owner))
+    notes = (
+        f"the model was passed on the meta device: weights of {_some(drawn)} are drawn by `reset_parameters`, and what "
+        "`__init__` may have set otherwise is lost; a callable that builds the model keeps it",
+    )
+    return BuiltModel(model=model, source=source, notes=notes if drawn else ())
 
 
 def lost_buffers(model: nn.Module, seed: int) -> tuple[str, ...]:

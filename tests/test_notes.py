@@ -1,0 +1,31 @@
+"""What a run says about a model that a person may take for something else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from workers import Workers
+
+
+def said(workers: Workers, folder: Path, name: str) -> str:
+    """All lines of rank 0; the others print nothing."""
+    first, *others = workers.run(2, "note_cases:said", folder=str(folder), name=name)
+    assert others == [[]]
+    assert first[-1].startswith("done: 4 steps"), first
+    return "\n".join(first)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("built", ""),
+        ("callable", "built whole on CPU by every rank, because it initialises second.weight otherwise"),
+        ("meta", "passed on the meta device: weights of first, second are drawn by `reset_parameters`"),
+        ("library on meta", ""),
+    ],
+)
+def test_what_becomes_of_weights_that_init_has_drawn(workers: Workers, tmp_path: Path, name: str, wanted: str) -> None:
+    text = said(workers, tmp_path, name)
+    assert wanted in text
+    assert ("reset_parameters" in text) == bool(wanted)
