@@ -138,6 +138,39 @@ def test_a_script_alone_and_under_torchrun(here: Path, launcher: list[str]) -> N
     assert "Traceback" not in done.stderr
 
 
+ONE_AFTER_ANOTHER = """
+import sys, torch
+from torch import nn
+from zeromesh import Trainer
+
+torch.manual_seed(0)
+net, data = nn.Linear(4, 1), [{"x": x} for x in torch.randn(16, 4)]
+
+def loss(model, batch):
+    return (model(batch["x"]) - 1).square().sum(), len(batch["x"])
+
+losses = []
+for stage in (3, 2, 0):
+    config = {"run": {"max_steps": 2, "output_dir": sys.argv[1], "log_every": 0}, "optimizer": {"lr": 1e-2},
+              "precision": {"compute": "float32"}, "schedule": {"name": "constant"}, "zero": {"stage": stage}}
+    with Trainer(net, config, data, compute_loss=loss) as trainer:
+        losses += trainer.fit().losses
+assert losses == sorted(losses, reverse=True), losses
+print("script ended well")
+"""
+
+
+def test_one_trainer_after_another_under_torchrun(here: Path) -> None:
+    """Each makes process groups of its own, in the one store of the launch."""
+    (here / "one after another.py").write_text(ONE_AFTER_ANOTHER)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, str(here / "one after another.py"), str(here)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("script ended well") == 2
+    assert done.stdout.count("done: 2 steps") == 3
+
+
 def test_an_interruption_ends_the_command_and_leaves_whole_lines(here: Path) -> None:
     words = [sys.executable, "-m", "zeromesh", "train", str(ROOT / "configs/zero1.yaml"), "--nproc", "2"]
     words += shortened(here, run__name="stopped", data__eval_fraction=0.0)

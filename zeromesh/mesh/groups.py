@@ -9,10 +9,12 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from zeromesh.errors import CollectiveError, ConfigError, StorageError
 from zeromesh.mesh.axes import Axis, MeshShape
@@ -133,13 +135,11 @@ class Mesh:
         environment = self.environment
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-            if environment.launcher == "torchrun":
-                rendezvous = "env://"
-            else:
-                rendezvous = f"tcp://{environment.master_address}:{environment.master_port}"
+            # A later group must not find the addresses that an earlier one has left in the store.
+            prefix = f"zeromesh/group-{next(_NUMBERS)}"
             dist.init_process_group(
                 backend,
-                init_method=rendezvous,
+                store=dist.distributed_c10d.PrefixStore(prefix, _rendezvous_store(environment)),
                 rank=environment.rank,
                 world_size=environment.world_size,
                 timeout=timedelta(seconds=_START_SECONDS),
@@ -245,6 +245,21 @@ class Mesh:
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
             self._owns_group = False
+
+
+@cache
+def _rendezvous_store(environment: LaunchEnvironment) -> dist.distributed_c10d.Store:
+    """The store of the launch, kept for as long as the process lives.
+
+    Rank 0 serves it where the launcher does not: were it made anew for each group, a fast rank would join the group to come in
+    the store of the one before, which is about to go.
+    """
+    address = f"tcp://{environment.master_address}:{environment.master_port}"
+    url = "env://" if environment.launcher == "torchrun" else address
+    patience = timedelta(seconds=_START_SECONDS)
+    store: dist.distributed_c10d.Store
+    store, _, _ = next(rendezvous(url, environment.rank, environment.world_size, timeout=patience))
+    return store
 
 
 def _wait_on_stream(work: dist.Work) -> None:
