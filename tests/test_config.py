@@ -87,6 +87,8 @@ BAD = [
     ("parallel: {timeout_seconds: 0}", ["parallel.timeout_seconds: got 0"]),
     ("precision: {compute: float64, reduce: float64}", ["precision.master: float32 is less than"]),
     ("precision: {compute: float64, master: float64}", ["precision.reduce: float32 is less than"]),
+    ("precision: {master: float64}", ["precision.reduce: float32 differs from precision.master float64"]),
+    ("precision: {reduce: float64}", ["precision.reduce: float64 differs from precision.master float32"]),
     ("precision: {compute: float16}\nrun: {on_nonfinite: stop}", ["run.on_nonfinite: stop", "float16"]),
     ("optimizer: {in_backward: true}\nrun: {on_nonfinite: stop}", ["run.clip_norm: 1.0 does not go with"]),
     ("optimizer: {in_backward: true}\nrun: {clip_norm: 0}", ["run.on_nonfinite: skip does not go with"]),

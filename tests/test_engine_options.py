@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from zeromesh.mesh.axes import MeshShape
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.launch import read_environment
 from zeromesh.optim.sharded import OptimizerSettings
+from zeromesh.trainer.config_file import load_config
+from zeromesh.trainer.setup import engine_options
 from zeromesh.zero.engine import Microbatch, ZeroEngine
 from zeromesh.zero.options import Precision, ZeroOptions
 from zeromesh.zero.scaler import LossScaler, ScalerSettings
@@ -68,6 +71,27 @@ def test_all_problems_are_told_at_once() -> None:
 def test_sums_and_master_weights_are_not_narrower(given: dict[str, torch.dtype], said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
         Precision(**given)
+
+
+def test_what_the_engine_would_refuse_is_no_valid_configuration() -> None:
+    """Else it would be said only when all ranks have met."""
+    widths, choices = ("float32", "float64"), itertools.product((False, True), ("skip", "stop"), (0.0, 1.0))
+    dtypes = list(itertools.product(("bfloat16", "float16", *widths), widths, widths))
+    valid = 0
+    for (in_backward, on_nonfinite, clip), (compute, master, reduce) in itertools.product(choices, dtypes):
+        sections = {
+            "precision": {"compute": compute, "master": master, "reduce": reduce},
+            "optimizer": {"in_backward": in_backward},
+            "run": {"on_nonfinite": on_nonfinite, "clip_norm": clip},
+        }
+        try:
+            config = load_config(sections)
+        except ConfigError:
+            continue
+        engine_options(config, accumulation=1)
+        valid += 1
+    # Seven settings of dtypes, with either clip_norm; two of them are float16, which needs `skip`. In backward, `stop` alone.
+    assert valid == 2 * (7 + 5) + 5
 
 
 def test_the_roles_of_dtypes_are_one_line() -> None:

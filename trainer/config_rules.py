@@ -90,14 +90,20 @@ def _mesh(config: TrainerConfig) -> Iterator[str]:
             yield f"parallel.{axis}: got {size}; this version has 1 only, split with parallel.shard instead"
 
 
-def _float64(config: TrainerConfig) -> Iterator[str]:
+def _widths(config: TrainerConfig) -> Iterator[str]:
+    """An update reads sums into master weights, so both are of one dtype, and no narrower than what was computed."""
     precision = config.precision
-    for role in ("master", "reduce"):
-        if precision.compute == "float64" and getattr(precision, role) != "float64":
-            yield (
-                f"precision.{role}: {getattr(precision, role)} is less than precision.compute float64; "
-                f"set precision.{role} to float64"
-            )
+    roles = {"master": precision.master, "reduce": precision.reduce}
+    narrow = [role for role, dtype in roles.items() if precision.compute == "float64" and dtype != "float64"]
+    for role in narrow:
+        yield (
+            f"precision.{role}: {roles[role]} is less than precision.compute float64; set precision.{role} to float64"
+        )
+    if not narrow and precision.master != precision.reduce:
+        yield (
+            f"precision.reduce: {precision.reduce} differs from precision.master {precision.master}, and an update needs "
+            "them equal; set both to float32, or both to float64"
+        )
 
 
 def _float16(config: TrainerConfig) -> Iterator[str]:
@@ -170,7 +176,7 @@ _RULES = (
     Rule(keys=("model.source", "model.config"), find=_model),
     Rule(keys=("model.config", "data.sequence_length"), find=_positions),
     Rule(keys=("parallel.tensor", "parallel.pipeline"), find=_mesh),
-    Rule(keys=("precision.compute", "precision.master", "precision.reduce"), find=_float64),
+    Rule(keys=("precision.compute", "precision.master", "precision.reduce"), find=_widths),
     Rule(keys=("precision.compute", "run.on_nonfinite"), find=_float16),
     Rule(
         keys=("optimizer.in_backward", "run.clip_norm", "run.on_nonfinite", "precision.compute"),
