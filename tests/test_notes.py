@@ -29,3 +29,10 @@ def test_what_becomes_of_weights_that_init_has_drawn(workers: Workers, tmp_path:
     text = said(workers, tmp_path, name)
     assert wanted in text
     assert ("reset_parameters" in text) == bool(wanted)
+
+
+def test_statistics_of_microbatches(workers: Workers, tmp_path: Path) -> None:
+    lines = [line for line in said(workers, tmp_path, "normed").splitlines() if "BatchNorm" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("BatchNorm (layers.1): means and variances are those of each rank's own microbatch")
+    assert "BatchNorm" not in said(workers, tmp_path, "built")

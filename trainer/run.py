@@ -84,7 +84,8 @@ class Run:
             self.takes = Takes.of(self.model, users_loss=given.compute_loss is not None)
             self.console.status("trying the loss on a small copy")
             self.loss = make_loss(self.model, mode=config.model.loss, compute_loss=given.compute_loss)
-            self._tell([*built.notes, *self.loss.notes, *self._check_data()])
+            about_model = [*built.notes, *setup.notes_on_modules(self.model)]
+            self._tell([*about_model, *self.loss.notes, *self._check_data()])
             require_memory(self.model, options, mesh, shared=transport == "shared")
             mesh.meet("start of the run")
             source = WatchedSource(built, self.console, mesh)

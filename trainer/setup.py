@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.mesh.axes import MeshShape
@@ -250,4 +251,23 @@ def notes_on(dataset: MapDataset | None, plan: BatchPlan) -> list[str]:
         return []
     return [
         f"train_dataset: {len(dataset)} samples are fewer than a global batch of {plan.global_size}: they come again in it"
+    ]
+
+
+def notes_on_modules(model: nn.Module) -> list[str]:
+    """Modules in training mode whose result depends on how the global batch is cut, by what they are.
+
+    SyncBatchNorm is none of them: its statistics are those of all ranks.
+    """
+    names = [
+        name or type(model).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
+    ]
+    if not names:
+        return []
+    some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return [
+        f"BatchNorm ({some}): means and variances are those of each rank's own microbatch, not of the global batch; every "
+        "rank keeps running statistics of its own, and rank 0's are saved"
     ]
