@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import pytest
@@ -32,10 +32,15 @@ def boards() -> Iterator[Boards]:
     mapped.close()
 
 
-def watch_of(board: SharedBoard, rank: int, timeout: float = 0.3) -> Watch:
-    watch = Watch(board, rank, timeout, compare_events=True)
+def watch_of(board: SharedBoard, rank: int, timeout: float = 0.3, *, compare: bool = True) -> Watch:
+    watch = Watch(board, rank, timeout, compare_events=compare)
     watch.name_units(["unit root", "unit a", "unit b"])
     return watch
+
+
+def gather(watch: Watch, units: Sequence[int]) -> None:
+    for unit in units:
+        watch.event(Activity.GATHER, unit, [0, 1])
 
 
 class TestBoards:
@@ -202,6 +207,28 @@ class TestWatch:
         first.event(Activity.REDUCE, 2, [0, 1])
         second.event(Activity.REDUCE, 2, [0, 1])
         second.event(Activity.GATHER, 1, [0, 1])
+
+    def test_ranks_that_have_parted_are_named_where_they_did(self, boards: Boards) -> None:
+        """Across hosts an event is compared only when a wait lasts, and by then both may do the same again."""
+        first, second = (watch_of(board, rank, compare=False) for rank, board in enumerate(boards))
+        gather(first, [1, 2, 0, 0])
+        gather(second, [1, 1, 0, 0])
+        with pytest.raises(CollectiveError, match="rank 0 is gathering unit b where rank 1 was gathering unit a"):
+            first.wait(lambda: False, [0, 1], "a gather")
+
+    def test_ranks_that_have_parted_too_far_back_to_be_remembered_still_disagree(self, boards: Boards) -> None:
+        first, second = watch_of(boards[0], 0), watch_of(boards[1], 1)
+        after = [0] * (HISTORY + 20)
+        gather(first, [1, *after])
+        gather(second, [2])
+        with pytest.raises(
+            CollectiveError, match=f"have gone through different units further back .* {HISTORY} events"
+        ):
+            gather(second, after)
+
+    def test_a_rank_that_is_far_behind_but_does_the_same_is_no_error(self, boards: Boards) -> None:
+        for watch in (watch_of(boards[0], 0), watch_of(boards[1], 1)):
+            gather(watch, [number % 3 for number in range(2 * HISTORY + 20)])
 
     def test_a_broken_connection_is_explained_by_the_board(self, boards: Boards) -> None:
         first, second = boards

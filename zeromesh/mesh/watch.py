@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,7 +12,7 @@ from itertools import product
 from typing import Protocol
 
 from zeromesh.errors import CollectiveError
-from zeromesh.mesh.board import Board
+from zeromesh.mesh.board import HISTORY, Board
 
 
 class Activity(IntEnum):
@@ -42,6 +43,20 @@ _PHRASES = {
     Activity.SAVE: "saving the model",
 }
 _WITHOUT_UNIT = (Activity.IDLE, Activity.SAVE)
+
+
+_UNIT_BITS = 28
+_CODE_BITS = 31
+_CODE = (1 << _CODE_BITS) - 1
+"""An event is one word: its code (activity and unit), and above it a digest of all events of its stream up to it. Rows remember
+the last few events alone; ranks that have parted before that still differ in the digest."""
+
+
+def _word(activity: Activity, unit: int, before: int) -> int:
+    """The event after the one whose word is `before`."""
+    code = (int(activity) << _UNIT_BITS) | (unit + 1)
+    digest = zlib.crc32(code.to_bytes(8, "little"), before >> _CODE_BITS) & _CODE
+    return (digest << _CODE_BITS) | code
 
 
 class Work(Protocol):
@@ -104,15 +119,15 @@ class Watch:
             CollectiveError: when a peer has gone through another one in its place.
         """
         self.post(activity, unit)
-        code = (int(activity) << 32) | (unit + 1)
         stream = int(activity is Activity.REDUCE)
-        number = self._board.event(stream, code)
-        self._events[stream] = (number, code)
+        word = _word(activity, unit, self._events.get(stream, (0, 0))[1])
+        number = self._board.event(stream, word)
+        self._events[stream] = (number, word)
         if self._compare_events:
             self._compare(peers)
         elif not settled:
             self._board.publish()
-            what = f"agreement on {self._phrase(code)}"
+            what = f"agreement on {self._phrase(word)}"
             self.wait(lambda: all(self._board.reached(peer, stream, number) for peer in peers), peers, what)
             self._compare(peers)
 
@@ -206,17 +221,33 @@ class Watch:
         self._compare(peers)
 
     def _compare(self, peers: Sequence[int]) -> None:
-        for peer, (stream, (number, code)) in product(peers, self._events.items()):
+        for peer, (stream, (number, word)) in product(peers, self._events.items()):
             theirs = self._board.event_of(peer, stream, number)
-            if theirs is not None and theirs != code:
-                raise CollectiveError(
-                    f"ranks disagree on the order of units: rank {self._rank} is {self._phrase(code)} "
-                    f"where rank {peer} was {self._phrase(theirs)} (step {self._step}). Every rank must run the same modules "
-                    "in the same order; a branch that depends on a rank's own data breaks this"
-                )
+            if theirs is not None and theirs != word:
+                raise self._parted(peer, stream, number, word, theirs)
 
-    def _phrase(self, code: int) -> str:
-        return f"{Activity(code >> 32).phrase} {self._unit_name((code & 0xFFFFFFFF) - 1)}"
+    def _parted(self, peer: int, stream: int, number: int, mine: int, theirs: int) -> CollectiveError:
+        """The error for events of one number that differ. It names the first that do, as far back as both rows go."""
+        for earlier in range(number - 1, -1, -1):
+            ours, its = (self._board.event_of(rank, stream, earlier) for rank in (self._rank, peer))
+            if ours is None or its is None or ours == its:
+                break
+            mine, theirs = ours, its
+        if mine & _CODE != theirs & _CODE:
+            where = f"rank {self._rank} is {self._phrase(mine)} where rank {peer} was {self._phrase(theirs)}"
+        else:
+            where = (
+                f"ranks {self._rank} and {peer} have gone through different units further back than the last {HISTORY} "
+                f"events, which are all that is remembered, before both were {self._phrase(mine)}"
+            )
+        return CollectiveError(
+            f"ranks disagree on the order of units: {where} (step {self._step}). Every rank must run the same modules "
+            "in the same order; a branch that depends on a rank's own data breaks this"
+        )
+
+    def _phrase(self, word: int) -> str:
+        activity, unit = divmod(word & _CODE, 1 << _UNIT_BITS)
+        return f"{Activity(activity).phrase} {self._unit_name(unit - 1)}"
 
     def progress_of(self, peers: Sequence[int]) -> int:
         """Sum of the peers' progress counters; it moves while any of them works."""
