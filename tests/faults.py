@@ -24,7 +24,7 @@ PROBLEM = Problem(model="stack", decay=False, steps=4, samples=12)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What goes wrong, on which rank and where: in forward or backward of a block."""
+    """What goes wrong, on which rank and where: in forward or backward of a block. `step` counts from 0."""
 
     kind: str
     rank: int = 1

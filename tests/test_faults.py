@@ -62,7 +62,7 @@ def test_a_killed_rank_is_named_at_once(scene: Scene, transport: str, stage: int
     fault = Fault(kind="kill", where=where)
     (survivor, victim), happened = scene(fault, stage=stage, transport=transport)
     assert victim.error == "died"
-    check_named(survivor, 1, "is gone (killed or exited)", f"in {where} of unit blocks.1", "at step 1")
+    check_named(survivor, 1, "is gone (killed or exited)", f"in {where} of unit blocks.1", "at step 2")
     assert survivor.at - happened < SOON
 
 
@@ -84,7 +84,7 @@ def test_a_rank_that_just_ends_is_gone_too(scene: Scene) -> None:
 @pytest.mark.parametrize(("transport", "stage"), [("shared", 2), ("shared", 3), ("gloo", 3)])
 def test_a_stopped_rank_is_named_at_the_timeout(scene: Scene, transport: str, stage: int) -> None:
     (survivor,), happened = scene(Fault(kind="stop"), stage=stage, transport=transport)
-    check_named(survivor, 1, "parallel.timeout_seconds", "in forward of unit blocks.1", "at step 1")
+    check_named(survivor, 1, "parallel.timeout_seconds", "in forward of unit blocks.1", "at step 2")
     assert TIMEOUT - 0.1 < survivor.at - happened < TIMEOUT + SOON
 
 

@@ -168,6 +168,15 @@ class TestWatch:
         assert "the gather did not end within 0.3 seconds (parallel.timeout_seconds)" in str(error.value)
         assert 0.3 <= time.monotonic() - began < 2
 
+    def test_steps_are_said_as_the_console_counts_them(self, boards: Boards) -> None:
+        first, second = watch_of(boards[0], 0), watch_of(boards[1], 1)
+        second.post(Activity.FORWARD, 1)
+        assert first.describe(1).endswith("in forward of unit a before the first step")
+        second.post(Activity.FORWARD, 1, step=0)
+        assert first.describe(1).endswith("in forward of unit a at step 1")
+        second.post(Activity.BACKWARD, 1)
+        assert first.describe(1).endswith("in backward of unit a at step 1")
+
     def test_a_peer_with_progress_is_waited_for(self, boards: Boards) -> None:
         first, second = boards
         end = time.monotonic() + 0.8

@@ -140,5 +140,5 @@ def test_several_ranks_do_not_go_on_after_an_error(workers: Workers, tmp_path: P
     assert "rank 1 failed with ValueError: no more" in found[0]["said"][0]
     for each in found:
         assert len(each["said"]) == 5
-        assert all(text.startswith("PhaseError: this run ended at step ") for text in each["said"][1:])
+        assert all(text.startswith("PhaseError: this run ended after 2 whole steps ") for text in each["said"][1:])
         assert all("make a new Trainer" in text for text in each["said"][1:])

@@ -271,7 +271,7 @@ class Run:
         """Raise `PhaseError` after an error that left the ranks apart, or weights half updated."""
         if self._broken:
             raise PhaseError(
-                f"this run ended at step {self.step} with {self._broken}. It cannot go on; make a new Trainer"
+                f"this run ended after {self.step} whole steps with {self._broken}. It cannot go on; make a new Trainer"
             )
 
     @contextmanager

@@ -34,6 +34,7 @@ class Row:
     pid: int
     progress: int
     step: int
+    """Counted from 1; 0 before the first."""
     activity: int
     unit: int
     failure: str

@@ -222,7 +222,7 @@ class Mesh:
         return control, new(backend), new(backend)
 
     def post(self, activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
-        """Say on the board what this rank does now."""
+        """Say on the board what this rank does now; `step` counts from 0."""
         if self.watch is not None:
             self.watch.post(activity, unit, step=step)
 

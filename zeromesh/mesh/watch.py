@@ -59,6 +59,10 @@ def _word(activity: Activity, unit: int, before: int) -> int:
     return (digest << _CODE_BITS) | code
 
 
+def _when(step: int) -> str:
+    return f"at step {step}" if step else "before the first step"
+
+
 class Work(Protocol):
     """An asynchronous collective, as torch.distributed returns it."""
 
@@ -83,7 +87,7 @@ class Watch:
         self.timeout_seconds = timeout_seconds
         self._compare_events = compare_events
         self._names: Sequence[str] = ()
-        self._step = 0
+        self._step = 0  # Counted from 1, as everything that a person reads; 0 before the first.
         self._doing = (Activity.IDLE, -1)
         self._events: dict[int, tuple[int, int]] = {}
 
@@ -102,9 +106,9 @@ class Watch:
         self._names = names
 
     def post(self, activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
-        """Say what this rank does now."""
+        """Say what this rank does now; `step` counts from 0."""
         if step is not None:
-            self._step = step
+            self._step = step + 1
         self._doing = (activity, unit)
         self._board.post(self._step, int(activity), unit)
 
@@ -181,7 +185,7 @@ class Watch:
         row = self._board.row(rank)
         where = self._unit_name(row.unit)
         doing = Activity(row.activity).phrase + ("" if row.activity in _WITHOUT_UNIT else f" {where}")
-        return f"rank {rank} (pid {row.pid}) was {doing} at step {row.step}"
+        return f"rank {rank} (pid {row.pid}) was {doing} {_when(row.step)}"
 
     def _unit_name(self, unit: int) -> str:
         return self._names[unit] if 0 <= unit < len(self._names) else "the run's counters"
@@ -241,7 +245,7 @@ class Watch:
                 f"events, which are all that is remembered, before both were {self._phrase(mine)}"
             )
         return CollectiveError(
-            f"ranks disagree on the order of units: {where} (step {self._step}). Every rank must run the same modules "
+            f"ranks disagree on the order of units: {where} ({_when(self._step)}). Every rank must run the same modules "
             "in the same order; a branch that depends on a rank's own data breaks this"
         )
 
