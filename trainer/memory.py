@@ -2,52 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
 from torch import nn
 
 from zeromesh.errors import StorageError
-from zeromesh.flat.placement import Placement
 from zeromesh.mesh.groups import Mesh
 from zeromesh.offload import available_bytes, swap_bytes
+from zeromesh.optim.sharded import GroupRules
 from zeromesh.trainer.console import human_bytes, human_count
+from zeromesh.zero.footprint import Footprint, predict_memory
 from zeromesh.zero.options import ZeroOptions
-
-_MOMENTS = {"adamw": 2, "adam": 2, "adagrad": 1, "sgd": 0}
-
-
-def least_bytes(model: nn.Module, options: ZeroOptions, ranks: int, *, shared: bool) -> dict[str, int]:
-    """Bytes of one rank's states by purpose, without buckets in flight and activations.
-
-    `shared`: gathered parameters are pages that the ranks of the host have in common.
-    """
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    everything = sum(p.numel() for p in model.parameters())
-    precision, placements = options.precision, options.placements
-    sharded = {name: getattr(placements, name) is Placement.SHARDED for name in ("parameters", "optimizer")}
-    own = ranks if sharded["optimizer"] else 1
-    copies = ranks if sharded["parameters"] or (shared and sharded["optimizer"]) else 1
-    master = precision.master.itemsize if precision.master != precision.compute else 0
-    gradients = 0 if options.gradients_pass_through else precision.reduce.itemsize
-    return {
-        "parameters": everything * precision.compute.itemsize // copies,
-        "master weights": trained * master // own,
-        "gradients": trained * gradients // own,
-        "optimizer moments": trained * _MOMENTS[options.optimizer.name] * precision.master.itemsize // own,
-    }
+from zeromesh.zero.plan import ModelPlan, plan_model
 
 
-def require_memory(model: nn.Module, options: ZeroOptions, mesh: Mesh, *, shared: bool) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Need:
+    """What the ranks of one host need for a planned model. `parts` ranks share the states over `transport`."""
+
+    plan: ModelPlan
+    parts: int
+    transport: str
+    local_ranks: int
+
+    def least(self, options: ZeroOptions) -> Footprint:
+        """Memory of one rank, with as much kept gathered as takes least where options leave that open."""
+        budgets = (0, None) if options.gathered_budget is None else (options.gathered_budget,)
+        found = [
+            predict_memory(self.plan, options, parts=self.parts, transport=self.transport, budget=budget)
+            for budget in budgets
+        ]
+        return min(found, key=lambda footprint: footprint.total)
+
+    def host_bytes(self, options: ZeroOptions) -> int:
+        """Bytes of all ranks of the host."""
+        return self.local_ranks * self.least(options).total
+
+    def listed(self, options: ZeroOptions) -> str:
+        """The terms of it."""
+        footprint = self.least(options)
+        terms = {purpose.value: nbytes for purpose, nbytes in footprint.terms.items()}
+        terms["parameters gathered around their use"] = footprint.gathered
+        return ", ".join(f"{human_bytes(self.local_ranks * nbytes)} {what}" for what, nbytes in terms.items() if nbytes)
+
+    def cures(self, options: ZeroOptions) -> Iterator[str]:
+        """What would need less."""
+        higher = {stage: self.host_bytes(replace(options, stage=stage)) for stage in range(options.stage + 1, 4)}
+        best = min(higher, key=lambda stage: (higher[stage], stage), default=options.stage)
+        if higher and higher[best] < self.host_bytes(options):
+            yield f"set zero.stage to {best}, which needs {human_bytes(higher[best])}"
+        yield "make the model smaller"
+        yield "use more hosts" if options.stage else "use more hosts with a zero.stage above 0"
+
+
+def require_memory(model: nn.Module, options: ZeroOptions, mesh: Mesh, *, transport: str) -> None:
     """Raise `StorageError` where a host of CPU ranks has less memory, and swap, than the states need at the least."""
     free = available_bytes()
     if mesh.device.type != "cpu" or not free:
         return
-    terms = least_bytes(model, options, mesh.shard.size, shared=shared)
-    local = mesh.environment.local_world_size
-    needed = local * sum(terms.values())
-    given_back = local * sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
+    need = _Need(
+        plan=plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of),
+        parts=mesh.shard.size,
+        transport=transport,
+        local_ranks=mesh.environment.local_world_size,
+    )
+    needed = need.host_bytes(options)
+    given_back = need.local_ranks * sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
     if needed > free + swap_bytes() + given_back:
-        listed = ", ".join(f"{human_bytes(local * nbytes)} {purpose}" for purpose, nbytes in terms.items() if nbytes)
         count = human_count(sum(p.numel() for p in model.parameters()))
+        *others, last = need.cures(options)
         raise StorageError(
-            f"{count} parameters at stage {options.stage} need at least {human_bytes(needed)} on this host ({listed}), and "
-            f"{human_bytes(free)} are free; make the model smaller, raise zero.stage, or use more hosts"
+            f"{count} parameters at stage {options.stage} need at least {human_bytes(needed)} on this host "
+            f"({need.listed(options)}), and {human_bytes(free)} are free; {', '.join(others)}, or {last}"
         )

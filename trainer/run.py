@@ -86,7 +86,7 @@ class Run:
             self.loss = make_loss(self.model, mode=config.model.loss, compute_loss=given.compute_loss)
             about_model = [*built.notes, *setup.notes_on_modules(self.model)]
             self._tell([*about_model, *self.loss.notes, *self._check_data()])
-            require_memory(self.model, options, mesh, shared=transport == "shared")
+            require_memory(self.model, options, mesh, transport=transport)
             mesh.meet("start of the run")
             source = WatchedSource(built, self.console, mesh)
             self.engine: ZeroEngine | None = ZeroEngine.build(self.model, mesh, options, source)
