@@ -3,6 +3,7 @@
 Useful by itself; knows no rank and no model.
 """
 
+from zeromesh.offload.device import allocate_lasting
 from zeromesh.offload.ledger import Entry, Ledger, Purpose, Tier
 from zeromesh.offload.process import (
     available_bytes,
@@ -19,6 +20,7 @@ __all__ = [
     "Ledger",
     "Purpose",
     "Tier",
+    "allocate_lasting",
     "available_bytes",
     "peak_bytes",
     "proportional_bytes",

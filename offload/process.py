@@ -10,6 +10,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LARGE_BLOCK = 1 << 26
 """Bytes. Above glibc's own highest threshold, so that activations stay below it."""
+_NEVER = -1
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -78,9 +79,7 @@ def reuse_freed_memory() -> bool:
     libc = _glibc()
     if libc is None:
         return False
-    return bool(libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)) and bool(
-        libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGE_BLOCK)
-    )
+    return bool(libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
 
 
 def return_freed_memory() -> None:

@@ -63,8 +63,7 @@ def _tensors(run: Run) -> dict[str, int]:
             found[Purpose.GRADIENTS] += 0 if bucket.grad is None else _bytes(bucket.grad)
             found[Purpose.PARTIAL_GRADIENTS] += 0 if bucket.partial is None else _bytes(bucket.partial)
             optimizer = run.engine.updater.optimizer_of(bucket) if bucket.trainable else None
-            pieces = optimizer.moments().values() if optimizer is not None else ()
-            found[Purpose.MOMENTS] += sum(_bytes(value) for group in pieces for _, value in group)
+            found[Purpose.MOMENTS] += sum(map(_bytes, optimizer.moments.values())) if optimizer is not None else 0
     return _named({purpose: nbytes for purpose, nbytes in found.items() if nbytes})
 
 

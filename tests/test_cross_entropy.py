@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from zeromesh.errors import DataError, LayoutError, PhaseError
-from zeromesh.tensor import cross_entropy
+from zeromesh.tensor import cross_entropy, products
 from zeromesh.tensor.cross_entropy import chunk_for, chunked_cross_entropy
 
 Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
@@ -129,8 +129,8 @@ def test_is_at_least_as_precise_as_the_plain_loss(
     dtype: torch.dtype, chunk: int, widened: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     product = torch.float32 if widened else dtype
-    monkeypatch.setattr(cross_entropy, "_product_dtype", lambda like: product)
-    monkeypatch.setattr(cross_entropy, "_TILE_ELEMENTS", 64)  # several blocks of the vocabulary
+    monkeypatch.setattr(cross_entropy, "product_dtype", lambda dtype, device: product)
+    monkeypatch.setattr(products, "_WEIGHT_TILE", 64)  # several blocks of the vocabulary
     case = leaves(61, 16, 300, bias=True, masked=0.1, dtype=dtype)
     exact: Leaves = tuple(None if t is None else t.detach().double() for t in case[:3]) + (case[3],)  # type: ignore[assignment]
     for leaf in exact[:3]:

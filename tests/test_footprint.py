@@ -166,7 +166,7 @@ def test_the_ledger_is_as_predicted(workers: Workers, name: str) -> None:
         predicted = found["predicted"]
         assert found["ledger"] == predicted
         assert found["ledger_peak"] == found["predicted_peak"]
-        assert found["built"] == without(predicted, Purpose.MOMENTS)
+        assert found["built"] == predicted
         assert found["tensors"] == without(predicted, Purpose.GRADIENT_BUCKETS)
 
 
@@ -177,6 +177,6 @@ def test_gradients_inside_backward_stay_below_what_is_predicted(workers: Workers
     for found in account(
         workers, Setting(ranks=ranks, problem=Problem(), layout=Layout(stage=stage, in_backward=True))
     ):
-        name = Purpose.GRADIENTS.name
-        assert 0 < found["ledger"].pop(name) <= found["predicted"].pop(name)
-        assert found["ledger"] == found["predicted"]
+        staying = {name: nbytes for name, nbytes in found["predicted"].items() if name != Purpose.GRADIENTS.name}
+        assert found["ledger"] == staying
+        assert sum(staying.values()) < found["ledger_peak"] <= found["predicted_peak"]

@@ -101,8 +101,7 @@ class Run:
             for bucket in unit.buckets:
                 tensors.append(bucket.master)
                 optimizer = self.engine.updater.optimizer_of(bucket)
-                for _, pieces in sorted(optimizer.moments().items() if optimizer else ()):
-                    tensors += [piece for _, piece in pieces]
+                tensors += [moment for _, moment in sorted(optimizer.moments.items() if optimizer else ())]
         return digest(tensors)
 
     def close(self) -> None:

@@ -22,10 +22,15 @@ from zeromesh.mesh.transport import (
     sum_in_order,
 )
 from zeromesh.mesh.watch import Watch, Work
+from zeromesh.offload import allocate_lasting
 
 # torch 2.13 deprecates the names that torch 2.11 has alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _allocate_passing(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(count, dtype=dtype, device=device)
 
 
 class CollectiveBuffer:
@@ -33,8 +38,8 @@ class CollectiveBuffer:
 
     def __init__(self, request: BufferRequest, group: ProcessSet, device: torch.device) -> None:
         # Zeros, since gaps between parameters are nobody's and persistent memory may hold the master weights themselves.
-        make = torch.zeros if request.persistent else torch.empty
-        self.full = make(request.padded, dtype=request.dtype, device=device)
+        make = allocate_lasting if request.persistent else _allocate_passing
+        self.full = make(request.padded, request.dtype, device)
         self.persistent = request.persistent
         self._nbytes = self.full.untyped_storage().nbytes()
         self._group = group

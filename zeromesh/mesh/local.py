@@ -9,13 +9,14 @@ import torch
 from zeromesh.errors import LayoutError
 from zeromesh.flat.split import Interval
 from zeromesh.mesh.transport import BufferRequest, GatherBuffer, Reducer, Reduction
+from zeromesh.offload import allocate_lasting
 
 
 class LocalBuffer:
     """Private memory that holds everything all the time."""
 
     def __init__(self, request: BufferRequest, device: torch.device) -> None:
-        self.full = torch.zeros(request.padded, dtype=request.dtype, device=device)
+        self.full = allocate_lasting(request.padded, request.dtype, device)
         self.persistent = True
 
     def carve(self, places: Sequence[Interval]) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ or as a stream when their state rests elsewhere. Element-wise rules give the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zeromesh.errors import ConfigError
+from zeromesh.offload import allocate_lasting
 from zeromesh.zero.unit import Bucket
 
 OptimizerName = Literal["adamw", "adam", "sgd", "adagrad"]
@@ -32,7 +33,6 @@ class OptimizerSettings:
     momentum: float = 0.0
     no_decay: tuple[str, ...] = ()
     """Patterns of parameter names (as in `fnmatch`) that are not decayed."""
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,12 +62,30 @@ class GroupRules:
         return [pattern for pattern in self._patterns if not any(fnmatchcase(fqn, pattern) for fqn in fqns)]
 
 
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": (), "adagrad": ("sum",)}
+"""torch's names of the moments of each optimizer; SGD has one with momentum."""
+
+
+def moment_names(settings: OptimizerSettings) -> tuple[str, ...]:
+    """torch's names of the moments, each with one element per parameter element."""
+    if settings.name not in MOMENTS:
+        raise ConfigError(
+            f"optimizer.name is {settings.name!r}; element-wise shards take {', '.join(MOMENTS)}. "
+            "Muon and Adafactor need whole matrices (granularity: matrix)"
+        )
+    if settings.name == "sgd" and settings.momentum:
+        return ("momentum_buffer",)
+    return MOMENTS[settings.name]
+
+
 class BucketOptimizer:
-    """The optimizer of one bucket's shard."""
+    """The optimizer of one bucket's shard. `moments` are `[shard]` by torch's name, zero before the first step."""
 
     def __init__(self, bucket: Bucket, settings: OptimizerSettings, groups: Sequence[OptimizerGroup]) -> None:
-        if bucket.grad is None:
+        if not bucket.trainable:
             raise ConfigError(f"bucket {bucket.name} is frozen and has no optimizer")
+        length, dtype, device = bucket.master.numel(), bucket.master.dtype, bucket.master.device
+        self.moments = {name: allocate_lasting(length, dtype, device) for name in moment_names(settings)}
         self._bases: list[float] = []
         self._segments: list[tuple[nn.Parameter, slice]] = []
         torch_groups: list[dict[str, Any]] = []
@@ -79,6 +97,17 @@ class BucketOptimizer:
             self._bases.append(group.lr)
             torch_groups.append({"params": [parameter], "lr": group.lr, "weight_decay": group.weight_decay})
         self._optimizer = _make(settings, torch_groups) if torch_groups else None
+        self._give_moments()
+
+    def _give_moments(self) -> None:
+        """Before the first step torch would allocate them among the activations of that moment."""
+        if self._optimizer is None:
+            return
+        for parameter, where in self._segments:
+            state = self._optimizer.state[parameter]
+            if "exp_avg" in self.moments and "step" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state.update({name: moment[where] for name, moment in self.moments.items()})
 
     def step(self, grad: torch.Tensor, lr_factor: float) -> None:
         """Update the master weights from `grad`, `[shard]`; learning rates are the groups' times `lr_factor`."""
@@ -92,50 +121,13 @@ class BucketOptimizer:
         for parameter, _ in self._segments:
             parameter.grad = None
 
-    def state_bytes(self) -> int:
-        """Bytes of the moments now."""
-        if self._optimizer is None:
-            return 0
-        return sum(
-            value.numel() * value.element_size()
-            for state in self._optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor) and value.dim()
-        )
-
-    def moments(self) -> dict[str, list[tuple[slice, torch.Tensor]]]:
-        """Moments by torch's name (`exp_avg`, ...), each as pieces of the shard."""
-        found: dict[str, list[tuple[slice, torch.Tensor]]] = {}
-        if self._optimizer is None:
-            return found
-        for parameter, where in self._segments:
-            for name, value in self._optimizer.state[parameter].items():
-                if isinstance(value, torch.Tensor) and value.dim():
-                    found.setdefault(name, []).append((where, value))
-        return found
-
 
 def _make(settings: OptimizerSettings, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    common = {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": True, **settings.extra}
-    if settings.name == "adamw":
-        return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, **common)
-    if settings.name == "adam":
-        return torch.optim.Adam(groups, betas=settings.betas, eps=settings.eps, **common)
+    lr, weight_decay = settings.lr, settings.weight_decay
     if settings.name == "sgd":
-        return torch.optim.SGD(groups, momentum=settings.momentum, **common)
+        return torch.optim.SGD(groups, lr, momentum=settings.momentum, weight_decay=weight_decay, fused=True)
     if settings.name == "adagrad":
         on_cuda = groups[0]["params"][0].is_cuda
-        return torch.optim.Adagrad(groups, eps=settings.eps, **{**common, "fused": not on_cuda})
-    raise ConfigError(
-        f"optimizer.name is {settings.name!r}; element-wise shards take adamw, adam, sgd or adagrad. "
-        "Muon and Adafactor need whole matrices (granularity: matrix)"
-    )
-
-
-MOMENTS_PER_ELEMENT = {"adamw": 2, "adam": 2, "sgd": 0, "adagrad": 1}
-"""Moment tensors by optimizer; SGD has one with momentum."""
-
-
-def moments_per_element(settings: OptimizerSettings) -> int:
-    """How many moment elements each parameter element has."""
-    return MOMENTS_PER_ELEMENT[settings.name] + int(settings.name == "sgd" and settings.momentum != 0)
+        return torch.optim.Adagrad(groups, lr, eps=settings.eps, weight_decay=weight_decay, fused=not on_cuda)
+    kind = torch.optim.AdamW if settings.name == "adamw" else torch.optim.Adam
+    return kind(groups, lr, betas=settings.betas, eps=settings.eps, weight_decay=weight_decay, fused=True)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from zeromesh.errors import DataError, LayoutError, PhaseError
+from zeromesh.tensor.products import product_dtype, row_blocks
 
-_TILE_ELEMENTS = 2**18  # of a widened block: 1 MiB in fp32, small beside the logits, and no slower than larger ones
 _ROW_ELEMENTS = 2**18  # of the softmax's scratch on CPU: 1 MiB in fp32, within the second-level cache
 _ROW_ELEMENTS_ACCELERATOR = 2**24  # there a block has to be worth its kernel launches
 
@@ -113,19 +113,6 @@ def _check(
         raise LayoutError(f"chunk_tokens must be at least 1; got {chunk_tokens}")
 
 
-def _product_dtype(like: torch.Tensor) -> torch.dtype:
-    """The dtype in which matrix products run.
-
-    A CPU without matrix tiles (AMX) multiplies 16-bit matrices at half the speed of fp32 (measured: 70
-    against 130 GFLOP/s on one AVX-512 core with bf16 instructions), so blocks are widened on the way. It is
-    also more precise.
-    """
-    if like.device.type != "cpu" or like.dtype.itemsize >= 4:
-        return like.dtype
-    tiles = "_is_amx_tile_supported" if like.dtype is torch.bfloat16 else "_is_amx_fp16_supported"
-    return like.dtype if getattr(torch.cpu, tiles, lambda: False)() else torch.float32
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rows:
     """The rows of `hidden` that have a target: their positions (None: all of them) and the targets, int64."""
@@ -153,9 +140,10 @@ class _Head:
         self.tokens, self.vocab = self.hidden.shape[0], weight.shape[0]
         self.chunk = max(1, min(chunk_tokens, self.tokens))
         self.wide = torch.float64 if hidden.dtype is torch.float64 else torch.float32
-        self.product = _product_dtype(hidden)
-        columns = _TILE_ELEMENTS // max(self.chunk, hidden.shape[1])
-        self.block = self.vocab if self.product == hidden.dtype else min(self.vocab, max(128, columns))
+        self.product = product_dtype(hidden.dtype, hidden.device.type)
+        self.blocks = [slice(0, self.vocab)]
+        if self.product != hidden.dtype:
+            self.blocks = row_blocks(self.vocab, max(self.chunk, hidden.shape[1]))
         several = self.chunk < self.tokens
         self.grad_hidden = torch.empty_like(self.hidden) if trained[0] else None
         # One chunk's product is rounded once; a sum of several needs the wide dtype.
@@ -181,9 +169,6 @@ class _Head:
     def wants_gradients(self) -> bool:
         return any(g is not None for g in (self.grad_hidden, self.grad_weight, self.grad_bias))
 
-    def _blocks(self) -> list[slice]:
-        return [slice(v, min(v + self.block, self.vocab)) for v in range(0, self.vocab, self.block)]
-
     def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """`out` [chunk, vocab] = hidden [chunk, hidden] @ weight.T + bias."""
         if self.product == hidden.dtype:
@@ -193,7 +178,7 @@ class _Head:
                 torch.addmm(self.bias, hidden, self.weight.t(), out=out)
             return
         hidden = hidden.to(self.product)
-        for block in self._blocks():
+        for block in self.blocks:
             product = torch.mm(hidden, self.weight[block].to(self.product).t())
             if self.bias is not None:
                 product += self.bias[block]
@@ -224,7 +209,7 @@ class _Head:
         wide = grad_hidden
         if grad_hidden is not None and grad_hidden.dtype != self.product:
             wide = torch.empty_like(hidden)
-        for number, block in enumerate(self._blocks()):
+        for number, block in enumerate(self.blocks):
             part = dlogits[:, block].to(self.product)
             if wide is not None:
                 weight = self.weight[block].to(self.product)

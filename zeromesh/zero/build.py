@@ -15,7 +15,7 @@ from zeromesh.flat.split import Interval
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.select import choose_transport, open_transport
 from zeromesh.mesh.transport import BufferRequest, GatherBuffer, RingRequest, Transport
-from zeromesh.offload import Ledger, Purpose, Tier, available_bytes
+from zeromesh.offload import Ledger, Purpose, Tier, allocate_lasting, available_bytes
 from zeromesh.zero.agreement import require_equal_plans
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.plan import ModelPlan
@@ -157,7 +157,7 @@ def _bucket(
     if buffer.persistent and dtype == spec.dtype:
         master = buffer.own()
     else:
-        master = torch.zeros(interval.length, dtype=dtype, device=mesh.device)
+        master = allocate_lasting(interval.length, dtype, mesh.device)
         ledger.add(Tier.DEVICE, Purpose.MASTER, master.numel() * master.element_size())
     for piece in layout.pieces(interval):
         values = source.read(piece.spec.fqn, piece.in_parameter.start, piece.in_parameter.end)
@@ -190,10 +190,10 @@ def _adopt(model: nn.Module, fqn: str, aliases: Sequence[str], device: torch.dev
 def _allocate_gradients(bucket: Bucket, mesh: Mesh, options: ZeroOptions, ledger: Ledger) -> None:
     dtype, length = options.precision.reduce, bucket.interval.length
     if not options.gradients_pass_through:
-        bucket.grad = torch.zeros(length, dtype=dtype, device=mesh.device)
+        bucket.grad = allocate_lasting(length, dtype, mesh.device)
         ledger.add(Tier.DEVICE, Purpose.GRADIENTS, length * dtype.itemsize)
     if options.sums_before_reducing and mesh.shard.size > 1:
-        bucket.partial = torch.zeros(bucket.layout.padded, dtype=dtype, device=mesh.device)
+        bucket.partial = allocate_lasting(bucket.layout.padded, dtype, mesh.device)
         ledger.add(Tier.DEVICE, Purpose.PARTIAL_GRADIENTS, bucket.layout.padded * dtype.itemsize)
 
 

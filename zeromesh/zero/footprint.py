@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from zeromesh.flat.layout import BucketLayout, ParameterSpec
 from zeromesh.flat.placement import Placement
 from zeromesh.offload import Purpose
-from zeromesh.optim.sharded import moments_per_element
+from zeromesh.optim.sharded import moment_names
 from zeromesh.zero.build import kept_units, plan_layouts
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.plan import ModelPlan
@@ -38,6 +38,10 @@ class Footprint:
     that can be there."""
     gathered: int
     """The most that parameters gathered around their use take beside that."""
+    unit_parameters: tuple[int, ...]
+    """What each unit's parameters take while they are gathered; 0 for those that stay."""
+    unit_shards: tuple[int, ...]
+    """What each unit's gradient shards take."""
 
     @property
     def total(self) -> int:
@@ -90,9 +94,14 @@ def predict_memory(
         Purpose.PARTIAL_GRADIENTS: sum(_partial_bytes(layout, setting) for layout in trained),
         Purpose.GRADIENT_BUCKETS: _ring_bytes(trained, setting),
     }
+    passing = _passing_bytes(layouts, setting)
     return Footprint(
         terms={purpose: nbytes for purpose, nbytes in terms.items() if nbytes},
-        gathered=_passing_bytes(layouts, setting),
+        gathered=_most_gathered(passing, options.prefetch),
+        unit_parameters=passing,
+        unit_shards=tuple(
+            sum(lengths) * options.precision.reduce.itemsize for lengths in _own_lengths(layouts, setting)
+        ),
     )
 
 
@@ -125,20 +134,25 @@ def _master_bytes(layout: BucketLayout, setting: _Setting, *, stays: bool) -> in
 
 
 def _moment_bytes(layout: BucketLayout, setting: _Setting) -> int:
-    count = moments_per_element(setting.options.optimizer)
+    count = len(moment_names(setting.options.optimizer))
     return count * setting.own(layout) * setting.options.precision.master.itemsize
 
 
 def _gradient_bytes(layouts: Sequence[Sequence[BucketLayout]], setting: _Setting) -> int:
     """Gradient shards. Where each lives only from its reduction to its update, there are as many as reductions in flight; with
     nothing to reduce, those of the root and of the unit that backward is in. Stage 0 completes them all at the end."""
-    units = [[setting.own(layout) for layout in unit if _spec(layout).requires_grad] for unit in layouts]
+    units = _own_lengths(layouts, setting)
     lengths = [length for unit in units for length in unit]
     if setting.options.gradients_pass_through and setting.parts == 1:
         lengths = [sum(units[0]), max((sum(unit) for unit in units[1:]), default=0)]
     elif setting.options.gradients_pass_through and not setting.replicated:
         lengths = [max(lengths, default=0)] * min(len(lengths), setting.options.gradient_slots)
     return sum(lengths) * setting.options.precision.reduce.itemsize
+
+
+def _own_lengths(layouts: Sequence[Sequence[BucketLayout]], setting: _Setting) -> list[list[int]]:
+    """Elements of each trained bucket, by unit, that a rank updates."""
+    return [[setting.own(layout) for layout in unit if _spec(layout).requires_grad] for unit in layouts]
 
 
 def _partial_bytes(layout: BucketLayout, setting: _Setting) -> int:
@@ -158,11 +172,14 @@ def _ring_bytes(trained: Sequence[BucketLayout], setting: _Setting) -> int:
     return (2 if setting.transport == "gloo" else 1) * options.gradient_slots * max(sizes, default=0)
 
 
-def _passing_bytes(layouts: Sequence[Sequence[BucketLayout]], setting: _Setting) -> int:
-    """The root, and the largest `prefetch` + 1 units that follow each other, of those that are not kept."""
-    root, *others = [
+def _passing_bytes(layouts: Sequence[Sequence[BucketLayout]], setting: _Setting) -> tuple[int, ...]:
+    return tuple(
         0 if stays else int(setting.share * sum(_gathered_bytes(layout) for layout in unit))
         for unit, stays in zip(layouts, setting.kept, strict=True)
-    ]
-    window = setting.options.prefetch + 1
-    return root + max((sum(others[start : start + window]) for start in range(len(others))), default=0)
+    )
+
+
+def _most_gathered(units: Sequence[int], prefetch: int) -> int:
+    """The root, and the largest `prefetch` + 1 units that follow each other."""
+    root, *others = units
+    return root + max((sum(others[start : start + prefetch + 1]) for start in range(len(others))), default=0)

@@ -18,7 +18,6 @@ from zeromesh.optim.sharded import BucketOptimizer, GroupRules
 from zeromesh.zero.norm import clip_factor, global_norm, squared_norm
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.scaler import LossScaler
-from zeromesh.zero.scratch import ScratchPool
 from zeromesh.zero.unit import Bucket, Unit
 
 
@@ -39,11 +38,12 @@ class Updater:
         self._mesh = mesh
         self._options = options
         self._ledger = ledger
-        self._groups = GroupRules(options.optimizer).groups
         self._buckets = [bucket for unit in units for bucket in unit.trainable]
         self._units = {id(bucket): unit for unit in units for bucket in unit.trainable}
-        self._optimizers: dict[int, BucketOptimizer] = {}
-        self._scratch = ScratchPool(options.precision.reduce, mesh.device, ledger)
+        groups = GroupRules(options.optimizer).groups
+        self._optimizers = {id(bucket): BucketOptimizer(bucket, options.optimizer, groups) for bucket in self._buckets}
+        for optimizer in self._optimizers.values():
+            ledger.add(Tier.DEVICE, Purpose.MOMENTS, sum(moment.nbytes for moment in optimizer.moments.values()))
         self._sums: dict[int, Callable[[], None]] = {}
         self._ready: deque[Bucket] = deque()
         self._retired: set[int] = set()
@@ -64,7 +64,10 @@ class Updater:
     def make_room(self, bucket: Bucket) -> None:
         """A bucket's sum is about to be made: give it memory if it has none of its own."""
         if bucket.grad is None:
-            bucket.grad = self._scratch.take(bucket.interval.length)
+            bucket.grad = torch.empty(
+                bucket.interval.length, dtype=self._options.precision.reduce, device=self._mesh.device
+            )
+            self._ledger.add(Tier.DEVICE, Purpose.GRADIENTS, bucket.grad.nbytes)
 
     def take(self, bucket: Bucket) -> None:
         """The last reduction of a bucket in this step is done in its shard group: sum over replicas, and update if that is now."""
@@ -116,7 +119,7 @@ class Updater:
         return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale)
 
     def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:
-        """The optimizer of a bucket's shard; None before its first update."""
+        """The optimizer of a bucket's shard; None for a frozen bucket."""
         return self._optimizers.get(id(bucket))
 
     def _retire(self, units: Iterable[Unit]) -> None:
@@ -156,7 +159,7 @@ class Updater:
             self._update(bucket, 1.0)
             if self._options.gradients_pass_through:
                 bucket.grad = None
-                self._scratch.give(grad)
+                self._ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -grad.nbytes)
 
     def _update(self, bucket: Bucket, factor: float) -> None:
         grad = gradient_of(bucket)
@@ -164,12 +167,7 @@ class Updater:
             grad.mul_(factor)
         self._mesh.post(Activity.OPTIMIZER, self._units[id(bucket)].index)
         bucket.buffer.begin_write()
-        optimizer = self._optimizers.get(id(bucket))
-        before = 0 if optimizer is None else optimizer.state_bytes()
-        if optimizer is None:  # Some optimizers have their moments from the start, others from the first step.
-            optimizer = self._optimizers[id(bucket)] = BucketOptimizer(bucket, self._options.optimizer, self._groups)
-        optimizer.step(grad, self._lr_factor)
-        self._ledger.add(Tier.DEVICE, Purpose.MOMENTS, optimizer.state_bytes() - before)
+        self._optimizers[id(bucket)].step(grad, self._lr_factor)
         bucket.publish()
 
 
