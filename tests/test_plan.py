@@ -86,6 +86,14 @@ def test_the_main_dtype_becomes_the_compute_dtype_and_wider_ones_stay() -> None:
     assert dtypes_of(plan_model(model, torch.float64))["blocks.0.norm.weight"] == torch.float64
 
 
+def test_batch_norms_stay_in_fp32() -> None:
+    """As their statistics do; a 16-bit input beside them is what PyTorch takes."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
+    dtypes = {spec.fqn: spec.dtype for spec in plan_model(model, torch.bfloat16).specs()}
+    assert {fqn for fqn, dtype in dtypes.items() if dtype == torch.float32} == {"1.weight", "1.bias"}
+    assert all(spec.dtype == torch.float64 for spec in plan_model(model, torch.float64).specs())
+
+
 def test_what_a_model_keeps_in_fp32_stays_there() -> None:
     model = stack()
     model._keep_in_fp32_modules = ["norm"]

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from zeromesh.tensor import products
-from zeromesh.tensor.products import fastest_products, product_dtype
+from zeromesh.tensor.products import linear, product_dtype
+from zeromesh.trainer.hf import products as model_products
+from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
+from zeromesh.trainer.hf.products import use_fastest_products
+
+WIDE = "wide_linear"
 
 
 @pytest.fixture(autouse=True)
 def no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU without matrix tiles; factors are cut into several blocks both ways."""
     narrow = (torch.bfloat16, torch.float16)
-    monkeypatch.setattr(products, "product_dtype", lambda dtype, _device: torch.float32 if dtype in narrow else dtype)
+    for module in (products, model_products):
+        monkeypatch.setattr(module, "product_dtype", lambda dtype, _device: torch.float32 if dtype in narrow else dtype)
     monkeypatch.setattr(products, "_WEIGHT_TILE", 640)
     monkeypatch.setattr(products, "_TOKEN_TILE", 1280)
     monkeypatch.setattr(products, "_LEAST_ROWS", 4)
@@ -28,17 +37,17 @@ def _tensors(shape: tuple[int, ...], out: int, dtype: torch.dtype) -> list[torch
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(3, 50, 40), (40,), (1, 40), (97, 64)])
+@pytest.mark.parametrize("shape", [(3, 50, 40), (1, 40), (97, 64)])
 @pytest.mark.parametrize("biased", [True, False])
 def test_results_are_exact_but_for_the_last_rounding(dtype: torch.dtype, shape: tuple[int, ...], biased: bool) -> None:
     tensors = _tensors(shape, 70, dtype)[: 3 if biased else 2]
-    with fastest_products(dtype, "cpu"):
-        found = functional.linear(*tensors)
+    bias = tensors[2] if biased else None
+    found = linear(tensors[0], tensors[1], bias)
     exact = functional.linear(*(tensor.double() for tensor in tensors))
     seed = torch.randn_like(found)
     gradients = torch.autograd.grad(found, tensors, seed)
     wanted = torch.autograd.grad(exact, tensors, seed.double())
-    assert "WideLinear" in type(found.grad_fn).__name__
+    assert WIDE in type(found.grad_fn).__name__
     one_rounding = torch.finfo(dtype).eps / 2
     for value, true in zip((found, *gradients), (exact, *wanted), strict=True):
         assert value.dtype == dtype
@@ -48,50 +57,73 @@ def test_results_are_exact_but_for_the_last_rounding(dtype: torch.dtype, shape: 
         assert (error <= 2.1 * one_rounding * true.double().abs() + 1e-4).all()
 
 
-def test_transposed_layers_of_gpt2() -> None:
-    x, weight, bias = _tensors((30, 40), 70, torch.bfloat16)
-    with fastest_products(torch.bfloat16, "cpu"):
-        found = torch.addmm(bias, x, weight.t())
-    assert "WideLinear" in type(found.grad_fn).__name__
-    torch.testing.assert_close(found, functional.linear(x, weight, bias), rtol=0.02, atol=0.02)
-
-
 def test_frozen_weights_and_inputs_without_gradients() -> None:
-    layer = nn.Linear(40, 30).bfloat16()
-    layer.weight.requires_grad_(False)
-    x = torch.randn(5, 40).bfloat16()
-    with fastest_products(torch.bfloat16, "cpu"):
-        layer(x).sum().backward()
-    assert layer.weight.grad is None
-    assert layer.bias.grad is not None
+    x, weight, bias = _tensors((5, 40), 30, torch.bfloat16)
+    linear(x.detach(), weight.detach(), bias).sum().backward()
+    assert bias.grad is not None
     assert x.grad is None
-    with fastest_products(torch.bfloat16, "cpu"), torch.no_grad():
-        assert not layer(x).requires_grad
+    with torch.no_grad():
+        assert not linear(x, weight, bias).requires_grad
 
 
-def test_other_dtypes_and_calls_are_left_alone() -> None:
+def test_other_dtypes_and_empty_inputs_are_left_alone() -> None:
     x, weight, bias = _tensors((5, 40), 30, torch.float32)
-    with fastest_products(torch.bfloat16, "cpu"):
-        assert "WideLinear" not in type(functional.linear(x, weight, bias).grad_fn).__name__
-        scaled = torch.addmm(bias.bfloat16(), x.bfloat16(), weight.t().bfloat16(), beta=0.5)
-        assert "WideLinear" not in type(scaled.grad_fn).__name__
-        empty = functional.linear(x[:0].bfloat16(), weight.bfloat16())
-    assert empty.shape == (0, 30)
-    with fastest_products(torch.float32, "cpu"):
-        narrow = functional.linear(x.bfloat16(), weight.bfloat16())
-    assert "WideLinear" not in type(narrow.grad_fn).__name__
+    assert WIDE not in type(linear(x, weight, bias).grad_fn).__name__
+    assert linear(x[:0].bfloat16(), weight.bfloat16(), None).shape == (0, 30)
+    assert linear(x[0].bfloat16(), weight.bfloat16(), None).shape == (30,)
 
 
 def test_tiles_are_used_again() -> None:
     x, weight, bias = _tensors((50, 40), 70, torch.bfloat16)
-    with fastest_products(torch.bfloat16, "cpu"):
-        first = functional.linear(x, weight, bias)
-        kept = first.clone()
-        functional.linear(x + 1, weight, bias).sum().backward()
+    first = linear(x, weight, bias)
+    kept = first.clone()
+    linear(x + 1, weight, bias).sum().backward()
     assert torch.equal(first, kept)
+
+
+def test_pytorch_knows_the_operator() -> None:
+    for biased in (True, False):
+        x, weight, bias = _tensors((6, 40), 30, torch.bfloat16)
+        torch.library.opcheck(products.wide_linear, (x, weight, bias if biased else None))
 
 
 def test_what_has_no_faster_dtype_keeps_its_own() -> None:
     for dtype in (torch.float32, torch.float64):
         assert product_dtype(dtype, "cpu") == dtype
     assert product_dtype(torch.bfloat16, "cuda") == torch.bfloat16
+
+
+class Scaled(nn.Linear):
+    """Computes otherwise than its base."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def _layers() -> nn.Module:
+    torch.manual_seed(3)
+    parts = (nn.Linear(20, 30), nn.SiLU(), Conv1D(24, 30), Scaled(24, 10), nn.LayerNorm(10))
+    return nn.Sequential(*parts).bfloat16()
+
+
+@pytest.mark.parametrize("mode", ["none", "block", "selective"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_of_a_model(mode: Any, compiled: bool) -> None:
+    """The same numbers up to roundings, activations recomputed or not."""
+    plain, model = _layers(), _layers()
+    assert use_fastest_products(model, torch.bfloat16, "cpu") == 2
+    enable_activation_checkpointing(model, mode, blocks=[model])
+    if compiled:
+        model.forward = torch.compile(model.forward, backend="aot_eager")
+    x = torch.randn(2, 7, 20).bfloat16()
+    for each in (plain, model):
+        each(x).square().sum().backward()
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=0.1, atol=0.1)
+
+
+def test_a_cpu_with_tiles_keeps_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_products, "product_dtype", lambda dtype, _device: dtype)
+    model = _layers()
+    assert use_fastest_products(model, torch.bfloat16, "cpu") == 0
+    assert all("forward" not in vars(module) for module in model.modules())

@@ -16,6 +16,7 @@ from zeromesh.mesh.axes import AXES
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.select import choose_transport
 from zeromesh.offload import available_bytes, peak_bytes, return_freed_memory, reuse_freed_memory
+from zeromesh.tensor.products import take_product_buffers
 from zeromesh.trainer import setup
 from zeromesh.trainer.attributes import KeptAttributes
 from zeromesh.trainer.batching import BatchPlan
@@ -25,6 +26,7 @@ from zeromesh.trainer.console import RunConsole, human_bytes, human_count, make_
 from zeromesh.trainer.directory import RunDirectory
 from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
 from zeromesh.trainer.hf.losses import ComputeLoss, LabelLoss, make_loss
+from zeromesh.trainer.hf.products import use_fastest_products
 from zeromesh.trainer.hf.save import save_pretrained
 from zeromesh.trainer.memory import require_memory
 from zeromesh.trainer.metrics import MetricsWriter
@@ -60,6 +62,7 @@ class Run:
         self.console: RunConsole = make_console(mesh.rank)
         if mesh.device.type == "cpu":
             reuse_freed_memory()
+            take_product_buffers()
         self.step = 0
         self._progress = Progress(config.run.max_nonfinite)
         self.report: FitReport | None = None
@@ -79,7 +82,7 @@ class Run:
         self.model = built.model
         self._kept = KeptAttributes(self.model)
         try:
-            self._dress()
+            self._dress(options.precision.compute)
             setup.place_buffers(built, mesh, config.run.seed)
             self.takes = Takes.of(self.model, users_loss=given.compute_loss is not None)
             self.console.status("trying the loss on a small copy")
@@ -120,10 +123,11 @@ class Run:
         sums = f", gradients summed over {engine.reduction_name}" if self.mesh.world_size > 1 else ""
         return f"{type(self.model).__name__}: {human_count(count)} parameters in {units}{sums}"
 
-    def _dress(self) -> None:
-        """Training mode, activation checkpointing and compilation, as the configuration says."""
+    def _dress(self, compute: torch.dtype) -> None:
+        """Training mode, fast matrix products, activation checkpointing and compilation, as the configuration says."""
         section = self.config.model
         self.model.train()
+        use_fastest_products(self.model, compute, self.mesh.device.type)
         blocks = block_modules(self.model)
         enable_activation_checkpointing(self.model, section.activation_checkpointing, blocks=blocks or None)
         if section.compile:

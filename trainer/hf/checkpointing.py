@@ -25,6 +25,7 @@ _KEPT_NAMES = (
     "aten::mm",
     "aten::addmm",
     "aten::_grouped_mm",
+    "zeromesh::wide_linear",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",

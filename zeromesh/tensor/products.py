@@ -8,14 +8,11 @@ in the 16-bit dtype; sums inside a product are fp32, as in the hardware's own 16
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 _WEIGHT_TILE = 2**18  # elements widened at once: 1 MiB, small beside activations, and no slower than larger tiles
 _TOKEN_TILE = 2**20  # larger, so that a weight is widened for enough tokens to be worth it
@@ -41,37 +38,13 @@ def _cut(rows: int, columns: int, elements: int) -> list[slice]:
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-@contextmanager
-def fastest_products(dtype: torch.dtype, device_type: str) -> Iterator[None]:
-    """Inside the block this thread's linear layers multiply in the dtype that is fastest for factors of `dtype`."""
-    with _WideProducts() if product_dtype(dtype, device_type) != dtype else nullcontext():
-        yield
+def take_product_buffers() -> None:
+    """Multiply large fp32 matrices once, before anything else does.
 
-
-class _WideProducts(TorchFunctionMode):
-    """Diverts `linear`, and `addmm` as the transposed linear layers of GPT-2 call it."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is functional.linear and _widens(args, kwargs):
-            return _wide_linear(args[0], args[1], args[2] if len(args) > 2 else None)
-        if func is torch.addmm and len(args) == 3 and _widens(args[1:], kwargs) and args[0].dim() == 1:
-            return _wide_linear(args[1], args[2].t(), args[0])
-        return func(*args, **(kwargs or {}))
-
-
-def _widens(factors: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
-    """Whether these are plain matrices of a dtype that is multiplied faster in a wider one."""
-    if kwargs or len(factors) < 2:
-        return False
-    x, weight = factors[:2]
-    same = weight.dim() == 2 and x.dim() > 0 and x.numel() > 0 and x.dtype == weight.dtype
-    return bool(same and product_dtype(x.dtype, x.device.type) != x.dtype)
+    MKL keeps the memory into which it packs factors, and takes more whenever a product is larger than those before: growing
+    products leave 24 MiB of buffers behind, the largest one first leaves 7 (20 ms).
+    """
+    torch.mm(torch.zeros(512, 1536), torch.zeros(1536, 1536))
 
 
 class _Scratch(threading.local):
@@ -95,58 +68,87 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-class _WideLinear(torch.autograd.Function):
-    """`x @ weight.T + bias` for `x` [..., in], `weight` [out, in], `bias` [out] or None."""
+@torch.library.custom_op("zeromesh::wide_linear", mutates_args=())
+def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x @ weight.T + bias` for `x` [..., in], `weight` [out, in] and `bias` [out] of one 16-bit dtype, multiplied in fp32.
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.bias = None if bias is None else bias.dtype
-        flat = x.reshape(-1, x.shape[-1])
-        out = x.new_empty(flat.shape[0], weight.shape[0])
-        for tokens in _cut(flat.shape[0], flat.shape[1], _TOKEN_TILE):
-            wide = _scratch.wide("tokens", flat[tokens])
-            for rows in row_blocks(*weight.shape):
-                product = _scratch.tile("product", wide.shape[0], rows.stop - rows.start)
-                torch.mm(wide, _scratch.wide("weight", weight[rows]).t(), out=product)
-                out[tokens, rows] = product if bias is None else product.add_(bias[rows])
-        return out.view(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        flat = grad.reshape(-1, grad.shape[-1])
-        of_x, of_weight, of_bias = ctx.needs_input_grad
-        return (
-            _grad_x(flat, weight).view(x.shape) if of_x else None,
-            _grad_weight(flat, x.reshape(-1, x.shape[-1]), weight) if of_weight else None,
-            flat.sum(dim=0, dtype=torch.float32).to(ctx.bias) if of_bias else None,
-        )
+    One operator for PyTorch, so that it can be compiled around and kept by selective activation checkpointing.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    out = x.new_empty(flat.shape[0], weight.shape[0])
+    for tokens in _cut(flat.shape[0], flat.shape[1], _TOKEN_TILE):
+        wide = _scratch.wide("tokens", flat[tokens])
+        for rows in row_blocks(*weight.shape):
+            product = _scratch.tile("product", wide.shape[0], rows.stop - rows.start)
+            torch.mm(wide, _scratch.wide("weight", weight[rows]).t(), out=product)
+            out[tokens, rows] = product if bias is None else product.add_(bias[rows])
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
-_wide_linear: Callable[..., torch.Tensor] = _WideLinear.apply
-
-
+@torch.library.custom_op("zeromesh::wide_linear_grad_x", mutates_args=())
 def _grad_x(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`grad @ weight`."""
-    out = grad.new_empty(grad.shape[0], weight.shape[1])
-    for tokens in _cut(grad.shape[0], max(weight.shape), _TOKEN_TILE):
+    flat = grad.reshape(-1, grad.shape[-1])
+    out = grad.new_empty(flat.shape[0], weight.shape[1])
+    for tokens in _cut(flat.shape[0], max(weight.shape), _TOKEN_TILE):
         total = _scratch.tile("tokens", tokens.stop - tokens.start, weight.shape[1])
         for rows in row_blocks(*weight.shape):
-            part = _scratch.wide("product", grad[tokens, rows])
+            part = _scratch.wide("product", flat[tokens, rows])
             total.addmm_(part, _scratch.wide("weight", weight[rows]), beta=float(rows.start > 0))
         out[tokens] = total
-    return out
+    return out.view(*grad.shape[:-1], weight.shape[1])
 
 
-def _grad_weight(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`grad.T @ x`."""
-    out = torch.empty_like(weight)
-    for rows in row_blocks(*weight.shape):
-        total = _scratch.tile("weight", rows.stop - rows.start, weight.shape[1])
-        for tokens in _cut(grad.shape[0], max(weight.shape), _TOKEN_TILE):
-            part = _scratch.wide("product", grad[tokens, rows]).t()
-            total.addmm_(part, _scratch.wide("tokens", x[tokens]), beta=float(tokens.start > 0))
+@torch.library.custom_op("zeromesh::wide_linear_grad_weight", mutates_args=())
+def _grad_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`grad.T @ x`, over all dims but the last."""
+    flat, factor = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    out = x.new_empty(flat.shape[1], factor.shape[1])
+    for rows in row_blocks(*out.shape):
+        total = _scratch.tile("weight", rows.stop - rows.start, out.shape[1])
+        for tokens in _cut(flat.shape[0], max(out.shape), _TOKEN_TILE):
+            part = _scratch.wide("product", flat[tokens, rows]).t()
+            total.addmm_(part, _scratch.wide("tokens", factor[tokens]), beta=float(tokens.start > 0))
         out[rows] = total
     return out
+
+
+@wide_linear.register_fake
+def _shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@_grad_x.register_fake
+def _shape_of_grad_x(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return grad.new_empty(*grad.shape[:-1], weight.shape[1])
+
+
+@_grad_weight.register_fake
+def _shape_of_grad_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(grad.shape[-1], x.shape[-1])
+
+
+def _keep(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    of_x, of_weight, of_bias = ctx.needs_input_grad
+    return (
+        _grad_x(grad, weight) if of_x else None,
+        _grad_weight(grad, x) if of_weight else None,
+        grad.flatten(0, -2).sum(dim=0, dtype=torch.float32).to(grad.dtype) if of_bias else None,
+    )
+
+
+wide_linear.register_autograd(_gradients, setup_context=_keep)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`torch.nn.functional.linear`, in the dtype in which it is fastest."""
+    narrow = x.dtype == weight.dtype and x.dim() > 1 and x.numel() > 0
+    if narrow and product_dtype(x.dtype, x.device.type) != x.dtype:
+        wide: torch.Tensor = wide_linear(x, weight, bias)
+        return wide
+    return functional.linear(x, weight, bias)

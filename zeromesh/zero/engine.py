@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from zeromesh.flat.placement import Placement
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
 from zeromesh.optim.sharded import GroupRules
-from zeromesh.tensor.products import fastest_products
 from zeromesh.zero.access import StateAccess
 from zeromesh.zero.build import Built, build_units
 from zeromesh.zero.hooks import Hooks, on_gradient_of
@@ -72,7 +70,6 @@ class ZeroEngine:
         self._sharded = options.placements.parameters is Placement.SHARDED
         self._unit_of = {id(bucket): unit for unit in self.units for bucket in unit.buckets}
         self.updater = Updater(self.units, mesh, options, built.ledger)
-        self._fastest_products = partial(fastest_products, options.precision.compute, mesh.device.type)
         self._order = GatherOrder()
         self._mode = Mode.IDLE
         self._updating = False
@@ -146,7 +143,7 @@ class ZeroEngine:
         self._begin_pass(Mode.FORWARD, "train")
         self._microbatch = microbatch
         try:
-            with _own_randomness(), self._fastest_products(), torch.enable_grad():
+            with _own_randomness(), torch.enable_grad():
                 loss = run()
                 self._backward(loss, seed * self.updater.scaler.scale, microbatch)
             self._end_pass()
@@ -235,7 +232,7 @@ class ZeroEngine:
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Forward passes under no_grad, on all ranks alike; units are gathered around use as in training."""
-        with torch.no_grad(), self._fastest_products():
+        with torch.no_grad():
             self._begin_pass(Mode.EVALUATION, "eval")
             try:
                 yield

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import ParameterSpec
@@ -60,7 +61,7 @@ def plan_model(
     """Cut `model` into units.
 
     `group_of` gives a parameter's optimizer group from its name. The model's main dtype becomes `compute_dtype`; parameters of
-    a wider dtype keep theirs, and so do those the model asks to keep in fp32 and those that are no floating-point numbers.
+    a wider dtype keep theirs, and so do those to be kept in fp32 and those that are no floating-point numbers.
 
     Raises:
         LayoutError: when the model has no parameters.
@@ -104,20 +105,23 @@ def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
     return counts.most_common(1)[0][0] if counts else torch.float32
 
 
-def _kept_in_fp32(model: nn.Module) -> tuple[str, ...]:
-    """Name parts of modules that a transformers model wants in fp32 whatever the rest computes in."""
-    names: set[str] = set()
+def _kept_in_fp32(model: nn.Module) -> frozenset[str]:
+    """Names of parameters that stay in fp32 whatever the rest computes in: those that a transformers model names, and those of
+    batch norms, whose running statistics are fp32 buffers (PyTorch takes 16-bit inputs beside fp32 weights, not the reverse)."""
+    parts: set[str] = set()
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-        names.update(getattr(model, attribute, None) or ())
-    return tuple(names)
+        parts.update(getattr(model, attribute, None) or ())
+    named = {fqn for fqn, _ in model.named_parameters(remove_duplicate=False) if any(part in fqn for part in parts)}
+    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    return frozenset(named.union(f"{name}.{leaf}" for name, module in norms for leaf, _ in module.named_parameters()))
 
 
 def _dtype_of(
-    parameter: nn.Parameter, fqn: str, main: torch.dtype, compute: torch.dtype, keep: tuple[str, ...]
+    parameter: nn.Parameter, fqn: str, main: torch.dtype, compute: torch.dtype, keep: frozenset[str]
 ) -> torch.dtype:
     if not parameter.is_floating_point():
         return parameter.dtype
-    if compute.itemsize < 4 and any(part in fqn for part in keep):
+    if compute.itemsize < 4 and fqn in keep:
         return torch.float32
     if parameter.dtype != main and parameter.dtype.itemsize > main.itemsize:
         return parameter.dtype if parameter.dtype.itemsize > compute.itemsize else compute
