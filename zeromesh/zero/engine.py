@@ -9,7 +9,6 @@ What a stage changes is where things lie (`options.placements`), never which cod
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,10 +30,12 @@ from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.order import GatherOrder
 from zeromesh.zero.phase import Phase
 from zeromesh.zero.plan import plan_model
+from zeromesh.zero.randomness import own_randomness, seed_forward
 from zeromesh.zero.reduction import GradientReducer
 from zeromesh.zero.sources import BuiltSource, ParameterSource
 from zeromesh.zero.unit import Bucket, Unit
 from zeromesh.zero.update import StepOutcome, Updater
+from zeromesh.zero.walk import Walk
 
 
 class Mode(Enum):
@@ -75,14 +76,9 @@ class ZeroEngine:
         self._updating = False
         self._entry: nn.Module | None = None
         self._microbatch: Microbatch | None = None
-        self._visited: list[int] = []
-        self._backward_seen: set[int] = set()
-        self._reductions_left: dict[int, int] = {}
+        self._walk = Walk()
         self._last_reductions: list[int] = []
         self._reductions_settled = False
-        self._calls: list[tuple[Unit, int]] = []
-        self._first_visits: dict[int, int] = {}
-        self._in_backward: list[int] = []
         self._gradients = GradientReducer(
             self._reduction.reducer,
             options.precision.reduce,
@@ -143,7 +139,7 @@ class ZeroEngine:
         self._begin_pass(Mode.FORWARD, "train")
         self._microbatch = microbatch
         try:
-            with _own_randomness(), torch.enable_grad():
+            with own_randomness(), torch.enable_grad():
                 loss = run()
                 self._backward(loss, seed * self.updater.scaler.scale, microbatch)
             self._end_pass()
@@ -154,26 +150,21 @@ class ZeroEngine:
 
     def _backward(self, loss: torch.Tensor, seed: float, microbatch: Microbatch) -> None:
         self._mode = Mode.BACKWARD
-        self._backward_seen = set()
-        self._in_backward = []
-        self._first_visits = {}
-        for place, index in enumerate(self._visited):
-            self._first_visits.setdefault(index, place)
         self.updater.begin_backward(last=microbatch.last)
         reduce = microbatch.last or self.options.placements.accumulating is Placement.SHARDED
-        order = self._reduction_order()
+        order = self._walk.reduction_order(range(len(self.units)))
         self._reductions_settled = order == self._last_reductions
         self._last_reductions = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
-        self._reductions_left = {unit.index: len(unit.trainable) for unit in self.units}
+        self._walk.turn({unit.index: len(unit.trainable) for unit in self.units})
         self._gradients.begin(buckets, reduce=reduce, first=microbatch.first)
         if loss.requires_grad:
             torch.autograd.backward(loss, torch.full_like(loss, seed))
         else:
             # A microbatch without targets may have a constant for its loss; its gradients are zeros. Nothing is computed, but
             # peers gather units around their backward.
-            for unit, place in reversed(self._calls):
-                self.before_backward(unit, place)
+            for index, place in reversed(self._walk.calls):
+                self.before_backward(self.units[index], place)
         self._gradients.flush()
         self.updater.end_backward(self.units)
 
@@ -255,8 +246,7 @@ class ZeroEngine:
         if self._mode is not Mode.IDLE:
             raise PhaseError(f"a pass cannot begin during {self._mode.value}")
         self._mode = mode
-        self._visited = []
-        self._calls = []
+        self._walk = Walk()
         self._order.begin(kind)
 
     def _end_pass(self) -> None:
@@ -302,7 +292,7 @@ class ZeroEngine:
             return
         if self._mode is Mode.IDLE:
             self._begin_users_pass(unit.module)
-        self._visited.append(unit.index)
+        self._walk.visit(unit.index)
         self._need(unit)
         self.mesh.post(Activity.FORWARD, unit.index)
         self._seed(unit)
@@ -335,9 +325,9 @@ class ZeroEngine:
         if self._mode is Mode.BACKWARD:
             return
         if self._mode is Mode.FORWARD:
-            place = len(self._visited) - 1
+            place = self._walk.place
             if on_gradient_of(output, lambda: self.before_backward(unit, place)):
-                self._calls.append((unit, place))
+                self._walk.calls.append((unit.index, place))
         if self._sharded and unit.index != 0 and unit.phase is Phase.LIVE:
             unit.release()
             unit.enter(Phase.RESTING)
@@ -350,31 +340,18 @@ class ZeroEngine:
             raise PhaseError(
                 f"backward reached unit {unit.name} outside a training step; let the trainer call backward"
             )
-        self._leave_passed(place)
-        if unit.index in self._backward_seen:
+        for index in self._walk.leave_passed(place):
+            self._leave_backward(self.units[index])
+        if not self._walk.reach(unit.index):
             return
-        self._backward_seen.add(unit.index)
         self._need_in_backward(unit)
         if self.options.overlap:
             self._gradients.pump()
         self.mesh.post(Activity.BACKWARD, unit.index)
 
     def _need_in_backward(self, unit: Unit) -> None:
-        if unit.index not in self._in_backward:
-            self._in_backward.append(unit.index)
+        if self._walk.enter(unit.index):
             self._need(unit)
-
-    def _leave_passed(self, place: int) -> None:
-        """Be done with the units that forward began to use only after call number `place`: backward has reached what was before.
-
-        Autograd takes what is ready in the reverse order of its creation, so nothing of them is still to come. That a
-        parameter has its gradient does not tell: a weight may be frozen, or be read through `detach`.
-        """
-        passed = [index for index in self._in_backward if self._first_visits.get(index, 0) > place]
-        for index in passed:
-            if self._reductions_left[index] == 0:
-                self._in_backward.remove(index)
-                self._leave_backward(self.units[index])
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """Autograd has a parameter's gradient."""
@@ -382,18 +359,13 @@ class ZeroEngine:
 
     # Gradients
 
-    def _reduction_order(self) -> list[int]:
-        """Units in the reverse order of forward; what forward did not touch comes last."""
-        seen = dict.fromkeys(self._visited)
-        return [*reversed(seen), *(unit.index for unit in self.units if unit.index not in seen)]
-
     def _announce_reduction(self, bucket: Bucket) -> None:
         """A bucket's sum over its group is about to start."""
         self._event(Activity.REDUCE, self._unit_of[id(bucket)], settled=self._reductions_settled)
 
     def _on_complete(self, bucket: Bucket) -> None:
         """All gradients of a bucket have arrived."""
-        self._reductions_left[self._unit_of[id(bucket)].index] -= 1
+        self._walk.complete(self._unit_of[id(bucket)].index)
 
     def _leave_backward(self, unit: Unit) -> None:
         if unit.phase is not Phase.LIVE:
@@ -415,8 +387,7 @@ class ZeroEngine:
         """Seed what a unit's forward draws, by what it computes and not by who does."""
         at = self._microbatch
         if at is not None:
-            text = f"{self.options.seed}/{at.step}/{at.first_sample}/{unit.name}"
-            torch.manual_seed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1)
+            seed_forward(self.options.seed, at.step, at.first_sample, unit.name)
 
     def close(self) -> None:
         """Take the hooks off and give shared memory back."""
@@ -424,13 +395,3 @@ class ZeroEngine:
         self.transport.close()
         if self._reduction is not self.transport:
             self._reduction.close()
-
-
-@contextmanager
-def _own_randomness() -> Iterator[None]:
-    """Dropout is seeded per unit; what the user draws elsewhere is not disturbed."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
