@@ -12,7 +12,7 @@ help:
 	@echo 'make setup     install zeromesh and its tools into $(VENV)'
 	@echo 'make train     train a small Llama on the standard library with two ranks at stage 3'
 	@echo 'make test      lint, and the tests of a few minutes'
-	@echo 'make test-all  lint, and the whole matrix'
+	@echo 'make test-all  lint, and the whole matrix, whose table goes to docs/conformance.md'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make bench     step time and memory beside FSDP2, DDP and, where it can be built, DeepSpeed'
 	@echo 'make clean     remove $(VENV) and what tools have cached'
@@ -39,7 +39,8 @@ test: lint
 	$(BIN)/python -m pytest -m 'not full'
 
 test-all: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --junitxml=.pytest_cache/all.xml
+	$(BIN)/python scripts/matrix_table.py .pytest_cache/all.xml docs/conformance.md
 
 # DeepSpeed's own build wants torch to be there, and fails on some machines: then the comparison goes on without it.
 bench: setup

@@ -87,44 +87,45 @@ def check_ranks_agree(result: Result) -> None:
         assert len(set(said)) == 1, f"ranks disagree on {key}: {said}"
 
 
-def check_equal(found: Result, wanted: Result, problem: Problem, tolerance: float = EXACT) -> None:
-    """Losses, norms, every gradient and every parameter by name, within `tolerance`.
+def check_equal(found: Result, wanted: Result, problem: Problem, tolerance: float = EXACT) -> float:
+    """Losses, norms, every gradient and every parameter by name, within `tolerance`; returns the largest difference.
 
-    A parameter of n elements may differ by tolerance x (|p| + lr x steps x sqrt(n)) in norms.
+    Differences are relative. A parameter of n elements counts as (|p| + lr x steps x sqrt(n)) large in norms.
     """
     check_ranks_agree(found)
-    wrong = _wrong_numbers(found, wanted, tolerance)
+    differences = _of_numbers(found, wanted)
     assert found.parameters.keys() == wanted.parameters.keys()
     for name, value in wanted.parameters.items():
         scale = float(value.norm()) + LEARNING_RATE * problem.steps * value.numel() ** 0.5
-        wrong += _wrong(f"parameter {name}", found.parameters[name], value, tolerance * scale)
+        differences[f"parameter {name}"] = _difference(found.parameters[name], value, scale)
     if wanted.gradients and found.gradients:
         assert found.gradients.keys() == wanted.gradients.keys()
         norm = torch.stack([value.norm() for value in wanted.gradients.values()]).norm()
         for name, value in wanted.gradients.items():
-            bound = tolerance * float(value.norm() + norm)
-            wrong += _wrong(f"gradient {name}", found.gradients[name], value, bound)
-    assert not wrong, "\n".join(wrong)
+            differences[f"gradient {name}"] = _difference(found.gradients[name], value, float(value.norm() + norm))
+    wrong = {what: difference for what, difference in differences.items() if not difference <= tolerance}
+    assert not wrong, f"relative differences above {tolerance:g}: {wrong}"
+    return max(differences.values())
 
 
-def _wrong_numbers(found: Result, wanted: Result, tolerance: float) -> list[str]:
-    wrong = []
+def _of_numbers(found: Result, wanted: Result) -> dict[str, float]:
+    differences = {}
     for what, ours, theirs in (
         ("loss", found.losses, wanted.losses),
         ("gradient norm", found.norms, wanted.norms),
         ("loss afterwards", [found.final_loss], [wanted.final_loss]),
     ):
         for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            if not abs(a - b) <= tolerance * abs(b):
-                wrong.append(f"{what} of step {step}: {a!r}, the reference {b!r}")
-    return wrong
+            differences[f"{what} of step {step}"] = abs(a - b) / abs(b) if a != b else 0.0
+    return differences
 
 
-def _wrong(what: str, found: torch.Tensor, wanted: torch.Tensor, bound: float) -> list[str]:
+def _difference(found: torch.Tensor, wanted: torch.Tensor, scale: float) -> float:
+    """Distance as a part of `scale`; infinite for another shape or dtype."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
-        return [f"{what}: {found.dtype} {tuple(found.shape)}, the reference {wanted.dtype} {tuple(wanted.shape)}"]
+        return float("inf")
     distance = float((found - wanted).norm())
-    return [] if distance <= bound else [f"{what}: differs by {distance:.3g}, allowed {bound:.3g}"]
+    return distance / scale if distance else 0.0
 
 
 def check_same_bits(found: Result, wanted: Result, *keys: str) -> None:

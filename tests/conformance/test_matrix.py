@@ -6,7 +6,9 @@ transport together, with the other factors drawn.
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable
 from itertools import combinations, product
 from typing import Any
 
@@ -64,13 +66,13 @@ def name_of(row: Row) -> str:
     return f"{row['model']}-{place}-{row['transport']}-{clip}-{groups}-{row['optimizer']}"
 
 
-def run_row(laboratory: Laboratory, row: Row) -> None:
-    """Train both ways and compare."""
+def run_row(laboratory: Laboratory, row: Row) -> float:
+    """Train both ways and compare; returns the largest difference."""
     problem = Problem(**{name: row[name] for name in ("model", "optimizer", "clip", "decay")})
     names = ("stage", "accumulation", "budget", "overlap")
     transport = "auto" if row["size"] == 1 else row["transport"]
     layout = Layout(transport=transport, **{name: row[name] for name in names})
-    check_equal(laboratory.train(row["size"], problem, layout), laboratory.reference(problem), problem)
+    return check_equal(laboratory.train(row["size"], problem, layout), laboratory.reference(problem), problem)
 
 
 COVER = pairwise(FACTORS, idle)
@@ -91,5 +93,7 @@ def test_pairwise(laboratory: Laboratory, row: Row) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", whole_matrix(), ids=name_of)
-def test_whole_matrix(laboratory: Laboratory, row: Row) -> None:
-    run_row(laboratory, row)
+def test_whole_matrix(laboratory: Laboratory, row: Row, record_property: Callable[[str, object], None]) -> None:
+    """What is recorded goes into the table of docs/conformance.md."""
+    record_property("row", json.dumps(row))
+    record_property("difference", run_row(laboratory, row))
