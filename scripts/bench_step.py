@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from bench import report
 from bench.launch import Run, RunError, installed, run_system
+from bench.options import list_of
 from bench.workload import TORCH_DTYPES, Workload
 
 _SYSTEMS = ("zeromesh", "deepspeed", "fsdp2", "fsdp2-keep", "ddp", "local")
@@ -48,9 +49,9 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--systems", type=_list_of(_SYSTEMS), default=list(_DEFAULT_SYSTEMS), metavar="A,B,...")
-    parser.add_argument("--stages", type=_list_of(("0", "1", "2", "3")), default=["3"], metavar="N,N,...")
-    parser.add_argument("--dtype", type=_list_of(tuple(TORCH_DTYPES)), default=["bf16", "fp32"], metavar="bf16,fp32")
+    parser.add_argument("--systems", type=list_of(_SYSTEMS), default=list(_DEFAULT_SYSTEMS), metavar="A,B,...")
+    parser.add_argument("--stages", type=list_of(("0", "1", "2", "3")), default=["3"], metavar="N,N,...")
+    parser.add_argument("--dtype", type=list_of(tuple(TORCH_DTYPES)), default=["bf16", "fp32"], metavar="bf16,fp32")
     parser.add_argument("--transport", choices=("auto", "shared", "gloo", "nccl"), default="auto", help="of zeromesh")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=2)
@@ -64,19 +65,6 @@ def _arguments() -> argparse.Namespace:
         "--out", type=Path, default=Path("runs/bench_step"), help="directory of the JSON file and picture"
     )
     return parser.parse_args()
-
-
-def _list_of(allowed: tuple[str, ...]):  # type: ignore[no-untyped-def]
-    def parse(text: str) -> list[str]:
-        values = text.split(",")
-        wrong = [value for value in values if value not in allowed]
-        if wrong:
-            raise argparse.ArgumentTypeError(
-                f"{', '.join(wrong)}: allowed are {', '.join(allowed)}, separated by commas"
-            )
-        return values
-
-    return parse
 
 
 def _systems(names: list[str], stages: list[str]) -> list[str]:

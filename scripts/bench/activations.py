@@ -1,8 +1,8 @@
 """What one forward and backward of the workload allocates by itself: no engine, no ranks, no optimizer.
 
-The model is an ordinary one in the compute dtype, its loss is the one that zeromesh's trainer takes, and every gradient is freed
-as soon as autograd has it, as the engine does. PyTorch's profiler tells of every allocation of the CPU allocator, so the highest
-sum is exact and has nothing in it of libraries or of the C library's heap.
+The model is an ordinary one in the compute dtype, its products and its loss are those that zeromesh's trainer takes, and every
+gradient is freed as soon as autograd has it, as the engine does. PyTorch's profiler tells of every allocation of the CPU
+allocator, so the highest sum is exact and has nothing in it of libraries or of the C library's heap.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 from bench.workload import Workload
 from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
 from zeromesh.trainer.hf.losses import make_loss
+from zeromesh.trainer.hf.products import use_fastest_products
+
+RESULT = "ACTIVATIONS "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +38,7 @@ def measure(workload: Workload) -> Activations:
     """One step after a first one, which fills the libraries' caches."""
     torch.manual_seed(workload.seed)
     model = workload.build_model().to(workload.compute).train()
+    use_fastest_products(model, workload.compute, "cpu")
     enable_activation_checkpointing(model, "block" if workload.checkpointing else "none")
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_forget)
@@ -75,4 +79,4 @@ def _running(profiled: Any) -> list[int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(asdict(measure(Workload.from_json(sys.argv[1])))))
+    print(RESULT + json.dumps(asdict(measure(Workload.from_json(sys.argv[1])))))

@@ -14,11 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import activations
+from bench.activations import Activations
 from bench.worker import RESULT
 from bench.workload import Workload
 
 _SCRIPTS = Path(__file__).resolve().parent.parent
 _LAST_LINES = 25
+_LAST_CHARACTERS = 4000
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 class RunError(RuntimeError):
@@ -44,6 +48,24 @@ class Run:
 def installed(system: str) -> bool:
     """Whether a system can run here."""
     return not system.startswith("deepspeed-") or importlib.util.find_spec("deepspeed") is not None
+
+
+def measure_activations(workload: Workload, *, timeout: float = 900.0) -> Activations:
+    """What forward and backward of `workload` allocate by themselves, in one fresh process.
+
+    Raises:
+        RunError: when it fails, or does not end within `timeout` seconds.
+    """
+    command = [sys.executable, "-m", "bench.activations", workload.to_json()]
+    variables = {**os.environ, **_ONE_THREAD, "PYTHONPATH": _python_path(), "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"activations did not end within {timeout:g} seconds") from error
+    lines = [line for line in done.stdout.splitlines() if line.startswith(activations.RESULT)]
+    if done.returncode or not lines:
+        raise RunError(f"activations failed\n{done.stderr[-_LAST_CHARACTERS:]}")
+    return Activations(**json.loads(lines[-1].removeprefix(activations.RESULT)))
 
 
 def run_system(system: str, workload: Workload, *, timeout: float = 900.0) -> Run:
@@ -76,8 +98,7 @@ def _start(system: str, workload: Workload, logs: list[Path]) -> list[subprocess
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workload.ranks, "LOCAL_WORLD_SIZE": workload.ranks}
         variables = {name: str(number) for name, number in numbers.items()}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-        variables |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        variables["PYTHONPATH"] = os.pathsep.join([str(_SCRIPTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        variables |= {**_ONE_THREAD, "PYTHONPATH": _python_path()}
         if workload.device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
         with log.open("wb") as output:
@@ -92,6 +113,10 @@ def _start(system: str, workload: Workload, logs: list[Path]) -> list[subprocess
                 )
             )
     return processes
+
+
+def _python_path() -> str:
+    return os.pathsep.join([str(_SCRIPTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> bool:

@@ -40,6 +40,8 @@ class Workload:
     seed: int = 0
     checkpointing: bool = False
     """Whether blocks are recomputed in backward."""
+    in_backward: bool = True
+    """Whether zeromesh updates inside backward, as soon as a bucket is reduced; others have no choice."""
     transport: str = "auto"
     """How zeromesh's ranks exchange tensors; others have no choice."""
     device: Literal["cpu", "cuda"] = "cpu"

@@ -38,10 +38,6 @@ class Footprint:
     that can be there."""
     gathered: int
     """The most that parameters gathered around their use take beside that."""
-    unit_parameters: tuple[int, ...]
-    """What each unit's parameters take while they are gathered; 0 for those that stay."""
-    unit_shards: tuple[int, ...]
-    """What each unit's gradient shards take."""
 
     @property
     def total(self) -> int:
@@ -94,14 +90,9 @@ def predict_memory(
         Purpose.PARTIAL_GRADIENTS: sum(_partial_bytes(layout, setting) for layout in trained),
         Purpose.GRADIENT_BUCKETS: _ring_bytes(trained, setting),
     }
-    passing = _passing_bytes(layouts, setting)
     return Footprint(
         terms={purpose: nbytes for purpose, nbytes in terms.items() if nbytes},
-        gathered=_most_gathered(passing, options.prefetch),
-        unit_parameters=passing,
-        unit_shards=tuple(
-            sum(lengths) * options.precision.reduce.itemsize for lengths in _own_lengths(layouts, setting)
-        ),
+        gathered=_passing_bytes(layouts, setting),
     )
 
 
@@ -141,18 +132,13 @@ def _moment_bytes(layout: BucketLayout, setting: _Setting) -> int:
 def _gradient_bytes(layouts: Sequence[Sequence[BucketLayout]], setting: _Setting) -> int:
     """Gradient shards. Where each lives only from its reduction to its update, there are as many as reductions in flight; with
     nothing to reduce, those of the root and of the unit that backward is in. Stage 0 completes them all at the end."""
-    units = _own_lengths(layouts, setting)
+    units = [[setting.own(layout) for layout in unit if _spec(layout).requires_grad] for unit in layouts]
     lengths = [length for unit in units for length in unit]
     if setting.options.gradients_pass_through and setting.parts == 1:
         lengths = [sum(units[0]), max((sum(unit) for unit in units[1:]), default=0)]
     elif setting.options.gradients_pass_through and not setting.replicated:
         lengths = [max(lengths, default=0)] * min(len(lengths), setting.options.gradient_slots)
     return sum(lengths) * setting.options.precision.reduce.itemsize
-
-
-def _own_lengths(layouts: Sequence[Sequence[BucketLayout]], setting: _Setting) -> list[list[int]]:
-    """Elements of each trained bucket, by unit, that a rank updates."""
-    return [[setting.own(layout) for layout in unit if _spec(layout).requires_grad] for unit in layouts]
 
 
 def _partial_bytes(layout: BucketLayout, setting: _Setting) -> int:
@@ -172,14 +158,11 @@ def _ring_bytes(trained: Sequence[BucketLayout], setting: _Setting) -> int:
     return (2 if setting.transport == "gloo" else 1) * options.gradient_slots * max(sizes, default=0)
 
 
-def _passing_bytes(layouts: Sequence[Sequence[BucketLayout]], setting: _Setting) -> tuple[int, ...]:
-    return tuple(
+def _passing_bytes(layouts: Sequence[Sequence[BucketLayout]], setting: _Setting) -> int:
+    """The root, and the largest `prefetch` + 1 units that follow each other, of those that are not kept."""
+    root, *others = [
         0 if stays else int(setting.share * sum(_gathered_bytes(layout) for layout in unit))
         for unit, stays in zip(layouts, setting.kept, strict=True)
-    )
-
-
-def _most_gathered(units: Sequence[int], prefetch: int) -> int:
-    """The root, and the largest `prefetch` + 1 units that follow each other."""
-    root, *others = units
-    return root + max((sum(others[start : start + prefetch + 1]) for start in range(len(others))), default=0)
+    ]
+    window = setting.options.prefetch + 1
+    return root + max((sum(others[start : start + window]) for start in range(len(others))), default=0)

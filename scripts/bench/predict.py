@@ -1,0 +1,27 @@
+"""What a rank's memory will be, from the plan of the workload's model."""
+
+from __future__ import annotations
+
+import torch
+
+from bench.account import Prediction
+from bench.ours import configuration
+from bench.workload import Workload
+from zeromesh.offload import Purpose
+from zeromesh.optim.sharded import GroupRules
+from zeromesh.trainer.config_file import load_config
+from zeromesh.trainer.setup import engine_options
+from zeromesh.zero.footprint import predict_memory
+from zeromesh.zero.plan import plan_model
+
+
+def predict(workload: Workload, stage: int, activations: int) -> Prediction:
+    """Bytes of each rank of `workload` at a ZeRO stage, whose activations were measured alone. Nothing is allocated."""
+    options = engine_options(load_config(configuration(workload, stage, "runs")), accumulation=1)
+    with torch.device("meta"):
+        model = workload.build_model()
+    plan = plan_model(model, workload.compute, GroupRules(options.optimizer).group_of)
+    footprint = predict_memory(plan, options, parts=workload.ranks, transport=workload.transport)
+    staying = {purpose.name: nbytes for purpose, nbytes in footprint.terms.items()}
+    shards = staying.pop(Purpose.GRADIENTS.name) if options.gradients_pass_through else 0
+    return Prediction(staying=staying, passing=footprint.gathered + shards, activations=activations)
