@@ -3,7 +3,7 @@
 Useful by itself; knows no rank and no model.
 """
 
-from zeromesh.offload.device import allocate_lasting
+from zeromesh.offload.device import PassingMemory, allocate_lasting
 from zeromesh.offload.ledger import Entry, Ledger, Purpose, Tier
 from zeromesh.offload.process import (
     available_bytes,
@@ -18,6 +18,7 @@ from zeromesh.offload.process import (
 __all__ = [
     "Entry",
     "Ledger",
+    "PassingMemory",
     "Purpose",
     "Tier",
     "allocate_lasting",

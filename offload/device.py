@@ -20,7 +20,39 @@ def allocate_lasting(shape: int | tuple[int, ...], dtype: torch.dtype, device: t
     count = math.prod(shape) if isinstance(shape, tuple) else shape
     if device.type != "cpu" or count * dtype.itemsize < _LEAST_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, count * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(_own_pages(count * dtype.itemsize), dtype=dtype, count=count).view(shape)
+
+
+def _own_pages(nbytes: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
+    return pages
+
+
+class PassingMemory:
+    """Memory that comes and goes at one address: `full`, `[count]`, whose views stay valid also while it has no memory.
+
+    On CPU it is pages of its own, zero when they come back, for the reason that states are. Elsewhere its storage is resized.
+    """
+
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._nbytes = count * dtype.itemsize
+        self._pages = _own_pages(self._nbytes) if device.type == "cpu" and self._nbytes else None
+        if self._pages is not None:
+            self.full = torch.frombuffer(self._pages, dtype=dtype, count=count)
+        else:
+            self.full = torch.empty(count, dtype=dtype, device=device)
+
+    def take(self) -> None:
+        """Have memory, whose contents are undefined."""
+        storage = self.full.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self._nbytes)
+
+    def give_back(self) -> None:
+        """Have none."""
+        if self._pages is not None:
+            self._pages.madvise(mmap.MADV_DONTNEED)
+        else:
+            self.full.untyped_storage().resize_(0)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from zeromesh import __version__
 from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.mesh.axes import MeshShape
-from zeromesh.mesh.launch import LaunchEnvironment, read_environment
+from zeromesh.mesh.launch import LaunchEnvironment, allocator_environment, begin_again, read_environment
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_file import load_config
 
@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "config":
             sys.stdout.write(load_config(options.config, options.overrides).to_yaml())
             return 0
+        if arguments is None:  # This process is the command, so it may begin anew.
+            begin_again(allocator_environment())
         return _train(options)
     except KeyboardInterrupt:
         if not options.worker:

@@ -285,6 +285,27 @@ class RunSection(Section):
     )
 
 
+class CheckpointSection(Section):
+    """What is kept of a run, so that nothing is lost: whole directories that transformers loads, in `checkpoints`."""
+
+    every_steps: CountOrOff = Field(
+        default=100, description="Steps between checkpoints; the last step has one too. 0 = no checkpoints."
+    )
+    keep_last: Count = Field(default=3, description="Newest checkpoints that are kept.")
+    keep_best: CountOrOff = Field(
+        default=0, description="Checkpoints with the lowest evaluation loss that are kept beside them. 0 = off."
+    )
+    asynchronous: bool = Field(default=True, description="Write while training goes on, straight from the live states.")
+    resume: Literal["auto", "never"] | Text = Field(
+        default="auto",
+        description="auto goes on from the run's newest whole checkpoint; never refuses to run over an old one; a path of a "
+        "checkpoint or a run starts from there.",
+    )
+    max_failures: CountOrOff = Field(
+        default=3, description="Saves in a row that may fail before the run ends. 0 = it never ends for that."
+    )
+
+
 class TrainerConfig(Section):
     """The whole configuration. Every key has a default, so `TrainerConfig()` is the quick-start run."""
 
@@ -297,6 +318,7 @@ class TrainerConfig(Section):
     schedule: ScheduleSection = Field(default_factory=ScheduleSection)
     batch: BatchSection = Field(default_factory=BatchSection)
     run: RunSection = Field(default_factory=RunSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
 
     @model_validator(mode="before")
     @classmethod

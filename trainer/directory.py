@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +35,32 @@ class RunDirectory:
 
     def _unwritable(self, reason: str) -> StorageError:
         return StorageError(f"{str(self.path)!r} cannot be written ({reason}); change run.output_dir")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """No other run writes here inside the block; the lock goes with the process, however that ends.
+
+        Raises:
+            StorageError: when another run has it.
+        """
+        if not self._writes:
+            yield
+            return
+        path = self.path / "run.lock"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+                raise StorageError(
+                    f"{str(self.path)!r} belongs to a run that is going on ({holder}); wait for it, or give another run.name"
+                ) from error
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            yield
+        finally:
+            os.close(descriptor)
 
     @contextmanager
     def open(self, config: TrainerConfig, step: int) -> Iterator[MetricsWriter | None]:

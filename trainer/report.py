@@ -17,6 +17,7 @@ class FitReport:
     final_step: int
     final_loss: float
     losses: tuple[float, ...]
+    """Those of this process; a run that was resumed has the earlier ones in `metrics.jsonl`."""
     eval_loss: float | None
     """Of the evaluation after the last step; None without evaluation data."""
     tokens: int
@@ -38,6 +39,29 @@ class Progress:
         self._tokens = 0
         self._skipped = 0
         self._in_a_row = 0
+        self._earlier = 0
+        self._last_loss: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens since the start of training."""
+        return self._tokens
+
+    @property
+    def skipped(self) -> int:
+        """Steps without an update since the start of training."""
+        return self._skipped
+
+    @property
+    def last_loss(self) -> float | None:
+        """The latest step's loss."""
+        return self._losses[-1] if self._losses else self._last_loss
+
+    def resume(self, *, tokens: int, skipped: int, loss: float | None) -> None:
+        """Go on from an earlier process's counts and its last loss."""
+        self._tokens = self._earlier = tokens
+        self._skipped = skipped
+        self._last_loss = loss
 
     def add(self, result: StepResult, step: int, lr: float, peak: int) -> StepMetrics:
         """Count a step; returns its line. `peak`: bytes that the rank with the most has needed so far."""
@@ -74,10 +98,10 @@ class Progress:
     def report(self, final_step: int, eval_loss: float | None, peak: int) -> FitReport:
         """The run's report."""
         steady = self._seconds[1:] or self._seconds
-        per_step = self._tokens / max(1, len(self._seconds))
+        per_step = (self._tokens - self._earlier) / max(1, len(self._seconds))
         return FitReport(
             final_step=final_step,
-            final_loss=self._losses[-1] if self._losses else float("nan"),
+            final_loss=float("nan") if self.last_loss is None else self.last_loss,
             losses=tuple(self._losses),
             eval_loss=eval_loss,
             tokens=self._tokens,

@@ -20,6 +20,7 @@ from zeromesh.tensor.products import take_product_buffers
 from zeromesh.trainer import setup
 from zeromesh.trainer.attributes import KeptAttributes
 from zeromesh.trainer.batching import BatchPlan
+from zeromesh.trainer.checkpoints import RunCheckpoints
 from zeromesh.trainer.collate import Collate, MapDataset, check_dataset, check_first_batch
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.console import RunConsole, human_bytes, human_count, make_console
@@ -28,10 +29,11 @@ from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
 from zeromesh.trainer.hf.losses import ComputeLoss, LabelLoss, make_loss
 from zeromesh.trainer.hf.products import use_fastest_products
 from zeromesh.trainer.hf.save import save_pretrained
+from zeromesh.trainer.loop import TrainingLoop
 from zeromesh.trainer.memory import require_memory
-from zeromesh.trainer.metrics import MetricsWriter
 from zeromesh.trainer.report import FitReport, Progress
-from zeromesh.trainer.schedules import Schedule
+from zeromesh.trainer.signals import leave, stop_requests
+from zeromesh.trainer.state import settings_of
 from zeromesh.trainer.step import EvaluationResult, Feed, Stepper
 from zeromesh.trainer.takes import Takes
 from zeromesh.trainer.watched_source import WatchedSource
@@ -58,13 +60,13 @@ class Run:
     """A model on a mesh with its data, from before the first step to after the last."""
 
     def __init__(self, config: TrainerConfig, mesh: Mesh, given: Given, call: Call) -> None:
-        self.config, self.mesh, self.given, self._call = config, mesh, given, call
+        self.config, self.mesh, self.given, self.call = config, mesh, given, call
         self.console: RunConsole = make_console(mesh.rank)
         if mesh.device.type == "cpu":
             reuse_freed_memory()
             take_product_buffers()
         self.step = 0
-        self._progress = Progress(config.run.max_nonfinite)
+        self.progress = Progress(config.run.max_nonfinite)
         self.report: FitReport | None = None
         self.gradients_ready = False
         self._broken = ""
@@ -195,7 +197,11 @@ class Run:
     # Training
 
     def fit(self, directory: RunDirectory) -> FitReport:
-        """Train up to the last step. A run that was interrupted goes on where it was; one that has ended says so."""
+        """Train up to the last step. A run that was interrupted goes on where it was; one that has ended says so.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: after a step and its checkpoint, when some rank was told to stop.
+        """
         if self.report is not None:
             self.console.note(f"already finished at step {self.step}; a new Trainer trains this model further")
             return self.report
@@ -203,18 +209,38 @@ class Run:
         if feed is None:
             raise setup.no_training_data()
         setup.require_trained_parameters(self.model)
-        with self.guarded(), directory.open(self.config, self.step) as writer, self.console:
-            return self._fit(feed, writer)
+        with self.guarded(), directory.locked(), stop_requests(self.console.note) as request:
+            checkpoints = RunCheckpoints(
+                self.config.checkpoint, directory.path, self.mesh, self.require_engine(), self.console.note
+            )
+            eval_loss = self._resume(checkpoints) if self.step == 0 else None
+            stopped = 0
+            if self.step < self.config.run.max_steps:
+                with directory.open(self.config, self.step) as writer, self.console:
+                    loop = TrainingLoop(self, feed, writer=writer, checkpoints=checkpoints, request=request)
+                    stopped = loop.go()
+                    eval_loss = loop.eval_loss
+            report = None if stopped else self._end(eval_loss)
+        if report is None:
+            self.console.note(f"stopped after step {self.step}")
+            leave(stopped)
+        return report
 
-    def _fit(self, feed: Feed, writer: MetricsWriter | None) -> FitReport:
-        total, schedule = self.config.run.max_steps, setup.learning_rate_schedule(self.config)
-        self._call("on_train_begin")
-        self.console.start(total_steps=total, first_step=self.step)
-        while self.step < total:
-            self._train_one(feed, schedule, writer)
-        eval_loss = self._evaluate_and_tell() if self.data.eval is not None else None
-        self._call("on_train_end")
-        report = self._progress.report(self.step, eval_loss, self._peak_memory())
+    def _resume(self, checkpoints: RunCheckpoints) -> float | None:
+        """Go to where an earlier process was, if there was one; the evaluation loss there."""
+        self.console.status("looking for checkpoints")
+        state = checkpoints.resume(self.settings)
+        if state is None:
+            return None
+        self.step = state.step
+        self.progress.resume(tokens=state.tokens, skipped=state.skipped, loss=state.loss)
+        finished = state.step >= self.config.run.max_steps
+        where = f"already finished at step {state.step}" if finished else f"resumed from step {state.step}"
+        self.console.note(f"{where} ({human_count(state.tokens)} tokens)")
+        return state.eval_loss
+
+    def _end(self, eval_loss: float | None) -> FitReport:
+        report = self.progress.report(self.step, eval_loss, self.peak_memory())
         self.console.note(
             f"done: {report.final_step} steps, loss {report.final_loss:.4f}, "
             f"{human_count(report.tokens_per_second)} tokens/s, peak memory {human_bytes(report.peak_memory_bytes)} a rank"
@@ -223,47 +249,33 @@ class Run:
         self.report = report
         return report
 
-    def _train_one(self, feed: Feed, schedule: Schedule, writer: MetricsWriter | None) -> None:
-        number = self.step + 1
-        self._call("on_step_begin", number)
-        factor = schedule.factor(self.step)
-        result = self.stepper.train_step(feed, self.step, factor, lambda: self._before_update(number))
-        self.step = number
-        every = self.config.run.log_every
-        logged = bool(every) and (number % every == 0 or number == self.config.run.max_steps)
-        peak = self._peak_memory() if logged else 0
-        metrics = self._progress.add(result, number, self.config.optimizer.lr * factor, peak)
-        if logged:
-            if writer is not None:
-                writer.write(metrics)
-            self.console.step(metrics)
-        else:
-            self.console.advance(number)
-        self._call("on_step_end", number, metrics.record())
-        self._progress.check(number)
-        every = self.config.run.eval_every
-        if every and number % every == 0 and number < self.config.run.max_steps and self.data.eval is not None:
-            self._evaluate_and_tell()
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What another process that goes on with this run must have the same."""
+        model, data = setup.description_of(self.model), self.data.description(shuffle=self.config.data.shuffle)
+        return settings_of(self.config, model=model, data=data)
 
-    def _before_update(self, number: int) -> None:
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer that is saved with the model."""
+        given = self.given.processing_class
+        return given if given is not None else self.data.processing_class
+
+    def require_engine(self) -> ZeroEngine:
+        """The engine. Raises `PhaseError` once the model is whole."""
+        if self.engine is None:
+            raise PhaseError("the model is whole again, and no longer trained")
+        return self.engine
+
+    def before_update(self, number: int) -> None:
+        """Between the last backward of a step and its update."""
         self.gradients_ready = True
         try:
-            self._call("on_pre_optimizer_step", number)
+            self.call("on_pre_optimizer_step", number)
         finally:
             self.gradients_ready = False
 
-    def _evaluate_and_tell(self) -> float:
-        result = self.evaluate(None)
-        text = f"step {self.step}: evaluation loss {result.loss:.4f} over {human_count(result.targets)} targets"
-        loaded = self.data.loaded
-        if loaded is not None and loaded.byte_pair_entropy is not None:
-            word = "below" if result.loss < loaded.byte_pair_entropy else "above"
-            text += f", {word} the byte-pair entropy {loaded.byte_pair_entropy:.4f}"
-        self.console.note(text)
-        self._call("on_evaluate", self.step, result.loss)
-        return result.loss
-
-    def _peak_memory(self) -> int:
+    def peak_memory(self) -> int:
         """Bytes of the rank that has needed most so far."""
         device = self.mesh.device
         mine = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_bytes()
@@ -318,14 +330,13 @@ class Run:
 
     def save(self, path: Path) -> None:
         """See `Trainer.save`."""
-        given = self.given.processing_class
         with self.guarded():
             failure = save_pretrained(
                 self.model,
                 self.state_dict(),
                 path,
                 self.mesh,
-                processing_class=given if given is not None else self.data.processing_class,
+                processing_class=self.processing_class,
                 master=self.engine.options.precision.master if self.engine else None,
             )
         if failure:

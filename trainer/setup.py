@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -132,6 +133,26 @@ class Data:
         """The Hugging Face tokenizer that the configuration names, to be saved with the model."""
         tokenizer = self.tokenizer
         return tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None
+
+    def description(self, *, shuffle: bool) -> dict[str, Any]:
+        """What a run that goes on must train on: the same samples in the same order, wherever the files are now."""
+        if self.loaded is not None:
+            packed = self.loaded.train
+            return {"train": packed.fingerprint(), "sequence_length": packed.sequence_length, "shuffle": shuffle}
+        return {"train_samples": 0 if self.train is None else len(self.train), "shuffle": shuffle}
+
+
+def description_of(model: nn.Module) -> dict[str, Any]:
+    """What a run that goes on must have for a model: its class and its configuration, without what says where it came from."""
+    config: Any = getattr(model, "config", None)
+    values = config.to_dict() if hasattr(config, "to_dict") else {}
+    described = {f"config.{name}": value for name, value in values.items() if name not in _NOT_OF_THE_MODEL}
+    return {"class": type(model).__name__, **json.loads(json.dumps(described, default=str))}
+
+
+_NOT_OF_THE_MODEL = frozenset(
+    {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache"}
+)
 
 
 def prepare_data(

@@ -7,10 +7,11 @@ update divides.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from zeromesh.mesh.groups import Mesh
 from zeromesh.trainer.batching import BatchPlan, Microbatch, SampleOrder
 from zeromesh.trainer.collate import Collate, MapDataset, fetch_microbatch
 from zeromesh.trainer.hf.losses import Loss
-from zeromesh.zero.engine import Microbatch as EngineMicrobatch
 from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.walk import Microbatch as EngineMicrobatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +53,19 @@ class Feed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Votes:
+    """How many ranks were asked to stop, by which signal."""
+
+    terminate: int = 0
+    interrupt: int = 0
+
+    @classmethod
+    def of(cls, number: int) -> Votes:
+        """One rank's vote after signal `number`; 0: none."""
+        return cls(terminate=int(number == signal.SIGTERM), interrupt=int(number == signal.SIGINT))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
     """What a step did, over all ranks. `loss` is the mean over `targets`; `tokens` counts inputs."""
 
@@ -62,6 +76,7 @@ class StepResult:
     skipped: bool
     loss_scale: float
     seconds: float
+    votes: Votes = field(default_factory=Votes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,9 +102,14 @@ class Stepper:
         """What gradients have to be multiplied by, between the last backward and the update, to be the loss's."""
 
     def train_step(
-        self, feed: Feed, step: int, lr_factor: float, before_update: Callable[[], None] = lambda: None
+        self,
+        feed: Feed,
+        step: int,
+        lr_factor: float,
+        before_update: Callable[[], None] = lambda: None,
+        vote: Votes = Votes(),
     ) -> StepResult:
-        """Run step `step` (from 0). `before_update` is called between the last backward and the update.
+        """Run step `step` (from 0). `before_update` is called between the last backward and the update; votes are counted.
 
         Raises:
             DataError: for a batch that cannot be trained on.
@@ -102,7 +122,7 @@ class Stepper:
         count = self._known_count(microbatches, batches)
         seed = 1.0 if count is None else 1.0 / max(1, count)
         engine.begin_step(step, lr_factor)
-        sums = torch.zeros(3, dtype=torch.float64)
+        sums = torch.tensor([0, 0, 0, vote.terminate, vote.interrupt], dtype=torch.float64)
         for number, (microbatch, batch) in enumerate(zip(microbatches, batches, strict=True)):
             weight = microbatch.weight
             where = EngineMicrobatch(
@@ -113,7 +133,7 @@ class Stepper:
             )
             loss = self._forward_backward(engine, batch, seed * weight, where)
             if weight:
-                sums += torch.tensor([float(loss), self._loss.last_count, _tokens(batch)], dtype=torch.float64)
+                sums[:3] += torch.tensor([float(loss), self._loss.last_count, _tokens(batch)], dtype=torch.float64)
         self._mesh.data.sum_(sums, "sum of the loss")
         total, targets = float(sums[0]), int(sums[1])
         factor = 1.0 if count is not None else 1.0 / max(1, targets)
@@ -124,6 +144,7 @@ class Stepper:
             loss=total / targets if targets else float("nan"),
             targets=targets,
             tokens=int(sums[2]),
+            votes=Votes(terminate=int(sums[3]), interrupt=int(sums[4])),
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
             loss_scale=outcome.loss_scale,
@@ -142,7 +163,7 @@ class Stepper:
                 batch = self._to_device(feed.fetch(microbatch))
                 loss = self._forward(batch)
                 if microbatch.weight:
-                    sums += torch.tensor([float(loss), self._loss.last_count], dtype=torch.float64)
+                    sums[:3] += torch.tensor([float(loss), self._loss.last_count], dtype=torch.float64)
                 on_done(number, len(microbatches))
         self._mesh.data.sum_(sums, "sum of the evaluation loss")
         targets = int(sums[1])

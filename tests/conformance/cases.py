@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from zeromesh.mesh.groups import Mesh
-from zeromesh.zero.engine import Microbatch, StepOutcome, ZeroEngine
+from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.update import StepOutcome
+from zeromesh.zero.walk import Microbatch
 
 from . import reference
 from .models import SUBJECTS, Batch

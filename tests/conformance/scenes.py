@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from zeromesh.errors import LayoutError, PhaseError, ZeromeshError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.offload import resident_bytes
-from zeromesh.zero.engine import Microbatch, ZeroEngine
+from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.phase import Phase
+from zeromesh.zero.walk import Microbatch
 
 from . import reference
 from .cases import Run, digest

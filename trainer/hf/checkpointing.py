@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from zeromesh.errors import ConfigError
+from zeromesh.offload import allocate_lasting
 
 Mode = Literal["none", "block", "selective"]
 
@@ -73,9 +74,38 @@ def enable_activation_checkpointing(model: nn.Module, mode: Mode, *, blocks: Seq
 
 def _checkpoint_function(mode: Mode) -> Callable[..., Any]:
     if mode == "block":
-        return partial(checkpoint, use_reentrant=False)
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
-    return partial(checkpoint, use_reentrant=False, context_fn=contexts)
+        run = partial(checkpoint, use_reentrant=False)
+    else:
+        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        run = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+
+    def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return run(function, *map(_kept, args), **kwargs)
+
+    return checkpointed
+
+
+class _Keep(torch.autograd.Function):
+    """A copy of a block's input in memory of its own.
+
+    It lives until backward, while all that the block computes goes at once: on the C library's heap every input would leave a
+    hole behind it that the next block's results do not fit into.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return allocate_lasting(tuple(given.shape), given.dtype, given.device).copy_(given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def _kept(value: Any) -> Any:
+    """What a block keeps of an argument: hidden states in memory of their own, everything else as it is."""
+    if isinstance(value, torch.Tensor) and value.requires_grad and value.device.type == "cpu" and not value.is_leaf:
+        return _Keep.apply(value)  # type: ignore[no-untyped-call]
+    return value
 
 
 def _policy(_context: object, operation: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:

@@ -138,7 +138,7 @@ class _Writer:
                 os.fsync(self._descriptor)
                 os.close(self._descriptor)
             if not failure:
-                _save_configuration(model, self._main_dtype(), processing_class, self._directory)
+                save_configuration(model, self._main_dtype(), processing_class, self._directory)
                 self._move()
         except (OSError, ValueError) as error:
             failure = failure or f"{str(self._path)!r} cannot be written ({getattr(error, 'strerror', None) or error})"
@@ -162,7 +162,7 @@ class _Writer:
             (self._path / stale).unlink(missing_ok=True)
 
 
-def _save_configuration(model: nn.Module, dtype: torch.dtype | None, processing_class: Any, directory: Path) -> None:
+def save_configuration(model: nn.Module, dtype: torch.dtype | None, processing_class: Any, directory: Path) -> None:
     """What `from_pretrained` reads beside the weights. The configuration says their dtype and the model's class."""
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if hasattr(config, "save_pretrained"):

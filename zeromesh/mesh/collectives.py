@@ -7,6 +7,7 @@ half the bytes, and a local sum in rank order in `precision.reduce`. NCCL's own 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,26 +23,55 @@ from zeromesh.mesh.transport import (
     sum_in_order,
 )
 from zeromesh.mesh.watch import Watch, Work
-from zeromesh.offload import allocate_lasting
+from zeromesh.offload import PassingMemory, allocate_lasting
 
 # torch 2.13 deprecates the names that torch 2.11 has alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _allocate_passing(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(count, dtype=dtype, device=device)
+class _Broadcasts:
+    """An all-gather over gloo, as one broadcast of each shard from its rank.
+
+    gloo's own gathers into memory of its own, as large as the whole buffer, and copies from there.
+    """
+
+    def __init__(self, full: torch.Tensor, group: ProcessSet, process_group: dist.ProcessGroup | None) -> None:
+        self._works: list[dist.Work] = [
+            dist.broadcast(part, src=rank, group=process_group, async_op=True)
+            for rank, part in zip(group.ranks, full.chunk(group.size), strict=True)
+        ]
+
+    def is_completed(self) -> bool:
+        """Whether all are done, or one has failed."""
+        done = [work for work in self._works if work.is_completed()]
+        return len(done) == len(self._works) or not all(work.is_success() for work in done)
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        """Returns once all are done. Raises RuntimeError after `timeout`, or when one has failed."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+
+def _start_gather(
+    full: torch.Tensor, own: torch.Tensor, group: ProcessSet, process_group: dist.ProcessGroup | None
+) -> Work:
+    if group.on_stream:
+        work: Work = _all_gather(full, own, group=process_group, async_op=True)
+        return work
+    return _Broadcasts(full, group, process_group)
 
 
 class CollectiveBuffer:
     """A buffer that an all-gather fills."""
 
     def __init__(self, request: BufferRequest, group: ProcessSet, device: torch.device) -> None:
-        # Zeros, since gaps between parameters are nobody's and persistent memory may hold the master weights themselves.
-        make = allocate_lasting if request.persistent else _allocate_passing
-        self.full = make(request.padded, request.dtype, device)
         self.persistent = request.persistent
-        self._nbytes = self.full.untyped_storage().nbytes()
+        self._memory = None if request.persistent else PassingMemory(request.padded, request.dtype, device)
+        # Zeros, since gaps between parameters are nobody's and persistent memory may hold the master weights themselves.
+        kept = allocate_lasting(request.padded, request.dtype, device) if self._memory is None else self._memory.full
+        self.full = kept
         self._group = group
         self._watch = _watch_of(group)
         self._what = f"all-gather of {request.name}"
@@ -49,17 +79,15 @@ class CollectiveBuffer:
         self._current = False
         shard = request.padded // group.size
         self._own = (group.index * shard, (group.index + 1) * shard)
-        if not self.persistent:
-            self.full.untyped_storage().resize_(0)
+        if self._memory is not None:
+            self._memory.give_back()
 
     def carve(self, places: Sequence[Interval]) -> list[torch.Tensor]:
-        storage = self.full.untyped_storage()
-        empty = storage.nbytes() == 0
-        if empty:
-            storage.resize_(self._nbytes)  # A view of memory that is not there cannot be made, only kept.
+        if self._memory is not None:
+            self._memory.take()  # A view of memory that is not there cannot be made, only kept.
         views = [self.full[place.start : place.end] for place in places]
-        if empty:
-            storage.resize_(0)
+        if self._memory is not None:
+            self._memory.give_back()
         return views
 
     def own(self) -> torch.Tensor:
@@ -75,13 +103,12 @@ class CollectiveBuffer:
     def gather(self, shard: torch.Tensor) -> None:
         if self._current or self._work is not None:
             return
-        storage = self.full.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self._nbytes)
+        if self._memory is not None:
+            self._memory.take()
         own = self.own()
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        self._work = _all_gather(self.full, own, group=self._group.data, async_op=True)
+        self._work = _start_gather(self.full, own, self._group, self._group.data)
 
     def wait(self) -> None:
         if self._work is not None:
@@ -90,9 +117,9 @@ class CollectiveBuffer:
             self._current = True
 
     def release(self) -> None:
-        if not self.persistent:
+        if self._memory is not None:
             self.wait()
-            self.full.untyped_storage().resize_(0)
+            self._memory.give_back()
             self._current = False
 
     def retire(self) -> None:
@@ -127,7 +154,7 @@ class _Exchange:
     def settle(self) -> None:
         group, own = self._reducer.group, self._own_part()
         if own.numel() != self._out.numel():
-            work = _all_gather(self._out, own, group=group.reduce_group, async_op=True)
+            work = _start_gather(self._out, own, group, group.reduce_group)
             wait_for(work, self._reducer.watch, group, "all-gather of summed gradients")
 
     def _own_part(self) -> torch.Tensor:
@@ -145,8 +172,9 @@ class GlooReducer:
         self.group = group
         self.watch = _watch_of(group)
         self.finished = 0
-        self._send = [torch.empty(ring.nbytes, dtype=torch.uint8) for _ in range(ring.slots)]
-        self._receive = [torch.empty(ring.nbytes, dtype=torch.uint8) for _ in range(ring.slots)]
+        cpu = torch.device("cpu")
+        self._send = [allocate_lasting(ring.nbytes, torch.uint8, cpu) for _ in range(ring.slots)]
+        self._receive = [allocate_lasting(ring.nbytes, torch.uint8, cpu) for _ in range(ring.slots)]
 
     def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
         # The caller finishes what it launched before it blocks, so a slot can only be missing while it does not.

@@ -62,6 +62,18 @@ class ProcessSet:
         self.watch.wait_work(work, self.ranks, f"exchange over axis {self.name}")
         return [tensor.tolist() for tensor in everyone]
 
+    def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
+        """Every rank's `payload`, of any length, in the order of the set. All ranks hold all of them."""
+        if self.control is None or self.watch is None:
+            return [payload]
+        lengths = [row[0] for row in self.gather_integers([len(payload)])]
+        mine = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        mine[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
+        everyone = [torch.empty_like(mine) for _ in self.ranks]
+        work = dist.all_gather(everyone, mine, group=self.control, async_op=True)
+        self.watch.wait_work(work, self.ranks, what)
+        return [tensor[:length].numpy().tobytes() for tensor, length in zip(everyone, lengths, strict=True)]
+
     def sum_(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """Sum a small CPU tensor over the set, in place; bitwise the same on all ranks."""
         return self._all_reduce(tensor, dist.ReduceOp.SUM, what)

@@ -30,7 +30,6 @@ from zeromesh.errors import CollectiveError, ZeromeshError
 from zeromesh.mesh.launch import LOOPBACK, exported, setting, worker_environment
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_SHUTDOWN_SECONDS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -53,10 +52,7 @@ def launch_workers(arguments: Sequence[str], *, processes: int) -> WorkersFailed
     Returns 0 when all succeed, what failed when one does not, and 128 plus the signal's number when this
     process was told to stop; the workers are gone then.
     """
-    variables = worker_environment(processes)
-    if setting(_SHUTDOWN_SECONDS) is None:
-        variables[_SHUTDOWN_SECONDS] = "5"
-    with exported(variables), _quiet_elastic(), _kept_signal_handlers():
+    with exported(worker_environment(processes)), _quiet_elastic(), _kept_signal_handlers():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

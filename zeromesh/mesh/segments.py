@@ -45,7 +45,7 @@ def require_memory(label: str, nbytes: int) -> None:
     if nbytes > available > 0:
         raise StorageError(
             f"shared memory for {label}: {nbytes:,} bytes cannot be reserved, {available:,} are available; "
-            "use more ranks, a smaller model or a higher zero.stage"
+            "more ranks, a smaller model or zero.stage: 3 need less"
         )
 
 

@@ -26,6 +26,7 @@ class Activity(IntEnum):
     OPTIMIZER = 5
     AGREE = 6
     SAVE = 7
+    LOAD = 8
 
     @property
     def phrase(self) -> str:
@@ -41,8 +42,9 @@ _PHRASES = {
     Activity.OPTIMIZER: "updating",
     Activity.AGREE: "agreeing on",
     Activity.SAVE: "saving the model",
+    Activity.LOAD: "loading a checkpoint",
 }
-_WITHOUT_UNIT = (Activity.IDLE, Activity.SAVE)
+_WITHOUT_UNIT = (Activity.IDLE, Activity.SAVE, Activity.LOAD)
 
 
 _UNIT_BITS = 28

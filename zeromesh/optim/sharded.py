@@ -109,6 +109,14 @@ class BucketOptimizer:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state.update({name: moment[where] for name, moment in self.moments.items()})
 
+    def set_steps(self, count: int) -> None:
+        """The moments are those after `count` updates."""
+        if self._optimizer is not None:
+            for parameter, _ in self._segments:
+                state = self._optimizer.state[parameter]
+                if "step" in state:
+                    state["step"].fill_(count)
+
     def step(self, grad: torch.Tensor, lr_factor: float) -> None:
         """Update the master weights from `grad`, `[shard]`; learning rates are the groups' times `lr_factor`."""
         if self._optimizer is None:

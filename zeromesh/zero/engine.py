@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
+from zeromesh import faults
 from zeromesh.errors import ConfigError, NonFiniteError, PhaseError
 from zeromesh.flat.placement import Placement
 from zeromesh.mesh.groups import Mesh
@@ -25,6 +24,7 @@ from zeromesh.mesh.watch import Activity
 from zeromesh.optim.sharded import GroupRules
 from zeromesh.zero.access import StateAccess
 from zeromesh.zero.build import Built, build_units
+from zeromesh.zero.holdings import StateHoldings
 from zeromesh.zero.hooks import Hooks, on_gradient_of
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.order import GatherOrder
@@ -33,28 +33,9 @@ from zeromesh.zero.plan import plan_model
 from zeromesh.zero.randomness import own_randomness, seed_forward
 from zeromesh.zero.reduction import GradientReducer
 from zeromesh.zero.sources import BuiltSource, ParameterSource
-from zeromesh.zero.unit import Bucket, Unit
+from zeromesh.zero.unit import Bucket, Unit, all_buckets
 from zeromesh.zero.update import StepOutcome, Updater
-from zeromesh.zero.walk import Walk
-
-
-class Mode(Enum):
-    """What the engine is in the middle of."""
-
-    IDLE = "idle"
-    EVALUATION = "evaluation"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Microbatch:
-    """Where a microbatch stands: its first sample's global index seeds dropout, whatever rank runs it."""
-
-    step: int
-    first_sample: int
-    first: bool
-    last: bool
+from zeromesh.zero.walk import Microbatch, Mode, Walk
 
 
 class ZeroEngine:
@@ -120,6 +101,11 @@ class ZeroEngine:
     def state(self) -> StateAccess:
         """Whole parameters and gradients by name."""
         return StateAccess(self.model, self.units, self.mesh)
+
+    @property
+    def holdings(self) -> StateHoldings:
+        """This rank's part of all states, by the names of whole tensors."""
+        return StateHoldings(self.model, self.units, self.updater, self.mesh, self.options)
 
     # A step
 
@@ -214,6 +200,22 @@ class ZeroEngine:
             self._gather_all()
         self.transport.poll()
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside the block this rank's shards may be overwritten, on all ranks alike; afterwards all is gathered anew."""
+        for unit in self.units:
+            if unit.phase is Phase.GATHERING:
+                unit.wait()
+        buckets = all_buckets(self.units)
+        for bucket in buckets:
+            bucket.buffer.retire()
+        for bucket in buckets:
+            bucket.buffer.begin_write()
+        yield
+        for bucket in buckets:
+            bucket.publish()
+        self._next_generation()
+
     def _gather_all(self) -> None:
         for unit in self.units:
             self._start_gather(unit, settled=True)
@@ -292,6 +294,7 @@ class ZeroEngine:
             return
         if self._mode is Mode.IDLE:
             self._begin_users_pass(unit.module)
+        faults.visit("forward")
         self._walk.visit(unit.index)
         self._need(unit)
         self.mesh.post(Activity.FORWARD, unit.index)
@@ -361,6 +364,7 @@ class ZeroEngine:
 
     def _announce_reduction(self, bucket: Bucket) -> None:
         """A bucket's sum over its group is about to start."""
+        faults.visit("reduce")
         self._event(Activity.REDUCE, self._unit_of[id(bucket)], settled=self._reductions_settled)
 
     def _on_complete(self, bucket: Bucket) -> None:

@@ -22,11 +22,17 @@ class LossScaler:
     def __init__(self, settings: ScalerSettings | None) -> None:
         self._settings = settings
         self.scale = settings.initial if settings else 1.0
-        self._good_steps = 0
+        self.good_steps = 0
+        """Steps without an overflow since the scale has changed."""
 
     @property
     def dynamic(self) -> bool:
         return self._settings is not None
+
+    def load(self, scale: float, good_steps: int) -> None:
+        """Go on from an earlier run's. A scale that is fixed here stays."""
+        if self._settings is not None:
+            self.scale, self.good_steps = scale, good_steps
 
     def update(self, *, overflow: bool) -> None:
         """Learn from a step; all ranks call it with the same verdict."""
@@ -35,9 +41,9 @@ class LossScaler:
             return
         if overflow:
             self.scale = max(settings.smallest, self.scale * settings.backoff)
-            self._good_steps = 0
+            self.good_steps = 0
             return
-        self._good_steps += 1
-        if self._good_steps == settings.growth_interval:
+        self.good_steps += 1
+        if self.good_steps == settings.growth_interval:
             self.scale *= settings.growth
-            self._good_steps = 0
+            self.good_steps = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zeromesh import faults
 from zeromesh.errors import NonFiniteError, PhaseError
 from zeromesh.flat.placement import Placement
 from zeromesh.mesh.groups import Mesh
@@ -50,11 +51,24 @@ class Updater:
         self._in_backward = False
         self._lr_factor = 1.0
         self._squares = 0.0
+        self.updates = 0
+        """Updates that were made: steps that were not skipped."""
+        self.last_order: list[Bucket] = []
+        """Buckets in the order in which the latest step has updated them."""
+        self.before_change: Callable[[Bucket], None] = _do_nothing
+        """Called before a bucket's states change: whoever reads them beside training has to have done so."""
+
+    def resume(self, updates: int) -> None:
+        """The states are those after `updates` updates."""
+        self.updates = updates
+        for optimizer in self._optimizers.values():
+            optimizer.set_steps(updates)
 
     def begin_step(self, lr_factor: float) -> None:
         """Learning rates of this step are the optimizer groups' times `lr_factor`."""
         self._lr_factor = lr_factor
         self._squares = 0.0
+        self.last_order = []
 
     def begin_backward(self, *, last: bool) -> None:
         """Backward begins; buckets that it reduces are updated at once if it is the step's last and options say so."""
@@ -116,6 +130,7 @@ class Updater:
             factor *= clip_factor(norm, options.clip_norm)
             for bucket in self._buckets:
                 self._update(bucket, factor)
+        self.updates += finite
         return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale)
 
     def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:
@@ -162,6 +177,9 @@ class Updater:
                 self._ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -grad.nbytes)
 
     def _update(self, bucket: Bucket, factor: float) -> None:
+        faults.visit("optimizer")
+        self.before_change(bucket)
+        self.last_order.append(bucket)
         grad = gradient_of(bucket)
         if factor != 1.0:
             grad.mul_(factor)
@@ -169,6 +187,10 @@ class Updater:
         bucket.buffer.begin_write()
         self._optimizers[id(bucket)].step(grad, self._lr_factor)
         bucket.publish()
+
+
+def _do_nothing(bucket: Bucket) -> None:
+    """Nobody reads the states beside training."""
 
 
 def gradient_of(bucket: Bucket) -> torch.Tensor:

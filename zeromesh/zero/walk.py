@@ -7,6 +7,27 @@ backward    reaches the calls in reverse; done with what forward began to use on
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Mode(Enum):
+    """What the engine is in the middle of."""
+
+    IDLE = "idle"
+    EVALUATION = "evaluation"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Microbatch:
+    """Where a microbatch stands: its first sample's global index seeds dropout, whatever rank runs it."""
+
+    step: int
+    first_sample: int
+    first: bool
+    last: bool
 
 
 class Walk:

@@ -1,0 +1,144 @@
+"""Positional I/O: whole transfers at byte offsets of a file, past the page cache where the file system allows it.
+
+    O_DIRECT      needs addresses, offsets and lengths in whole blocks, and moves bytes at the disk's own speed
+    buffered      for a file's tail that is no whole block, and where the file system refuses O_DIRECT
+
+Transfers release the interpreter's lock, so a few threads keep a disk busy while others compute.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from zeromesh.errors import StorageError
+
+BLOCK = 4096
+"""Bytes. Offsets, lengths and addresses that are multiples of it go past the page cache."""
+
+
+class PositionalFile:
+    """A file that is read or written at offsets. Its methods may be called from several threads.
+
+    Raises:
+        StorageError: wherever the system refuses, with the file, the bytes and the reason; where a file ends too early.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, write: bool = False, size: int | None = None) -> None:
+        """Open for reading, or for writing: then `size` bytes are reserved, the file is made where there is none.
+
+        A link is not followed.
+        """
+        self.path = os.fspath(path)
+        flags = (os.O_RDWR | os.O_CREAT if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._direct = -1
+        try:
+            self._buffered = os.open(self.path, flags, 0o644)
+        except OSError as error:
+            raise _failed("opened", self.path, error) from error
+        try:
+            if write and size:
+                os.posix_fallocate(self._buffered, 0, size)
+        except OSError as error:
+            self.close()
+            raise _failed(f"given {size:,} bytes", self.path, error) from error
+        self._direct = _open_direct(self.path, flags)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self._buffered).st_size
+
+    def write(self, data: torch.Tensor, offset: int) -> None:
+        """Write all bytes of `data`, 1-D uint8 on CPU, at `offset`."""
+        view = memoryview(data.numpy().data)
+        try:
+            done = self._direct_part(os.pwritev, view, data.data_ptr(), offset)
+            while done < len(view):
+                done += os.pwritev(self._buffered, [view[done:]], offset + done)
+        except OSError as error:
+            raise _failed(f"written ({len(view):,} bytes at {offset:,})", self.path, error) from error
+
+    def read(self, data: torch.Tensor, offset: int) -> None:
+        """Fill `data`, 1-D uint8 on CPU, from `offset`."""
+        view = memoryview(data.numpy().data)
+        try:
+            done = self._direct_part(os.preadv, view, data.data_ptr(), offset)
+            while done < len(view):
+                count = os.preadv(self._buffered, [view[done:]], offset + done)
+                if count == 0:
+                    raise StorageError(
+                        f"{self.path!r} ends after {offset + done:,} bytes; {len(view):,} were to be read at {offset:,}"
+                    )
+                done += count
+        except OSError as error:
+            raise _failed(f"read ({len(view):,} bytes at {offset:,})", self.path, error) from error
+
+    def _direct_part(self, move: Callable[..., int], view: memoryview, address: int, offset: int) -> int:
+        """Move the whole blocks of `view` past the page cache; returns how many bytes that were."""
+        whole = len(view) - len(view) % BLOCK
+        if self._direct < 0 or offset % BLOCK or address % BLOCK:
+            return 0
+        done = 0
+        while done < whole:
+            try:
+                count = move(self._direct, [view[done:whole]], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                count = 0  # Some file systems open with O_DIRECT and refuse then.
+            if count % BLOCK or not count:
+                break
+            done += count
+        return done
+
+    def sync(self) -> None:
+        """Return when what was written is on the disk."""
+        try:
+            os.fsync(self._buffered)
+        except OSError as error:
+            raise _failed("brought to the disk", self.path, error) from error
+
+    def close(self) -> None:
+        """Close the file; closing twice is allowed."""
+        for descriptor in (self._direct, self._buffered):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._direct = self._buffered = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _open_direct(path: str, flags: int) -> int:
+    """A second descriptor, for whole blocks; -1 where the file system has no O_DIRECT."""
+    try:
+        return os.open(path, flags & ~os.O_CREAT | os.O_DIRECT)
+    except OSError:
+        return -1
+
+
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Return when the names in a directory are on the disk. Raises `StorageError`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise _failed("brought to the disk", os.fspath(path), error) from error
+
+
+def _failed(what: str, path: str, error: OSError) -> StorageError:
+    return StorageError(f"{path!r} cannot be {what}: {error.strerror or error}")

@@ -1,0 +1,36 @@
+"""A bounded number of page-aligned buffers that bytes pass through on their way to and from files."""
+
+from __future__ import annotations
+
+import mmap
+from queue import SimpleQueue
+
+import torch
+
+PAGE = mmap.PAGESIZE
+
+
+class StagingPool:
+    """`count` buffers of `nbytes` bytes, handed out one by one: whatever passes through, memory stays bounded.
+
+    Buffers are 1-D uint8 tensors on pages of their own, as `O_DIRECT` needs them. Threads may share a pool.
+    """
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        """Raises `ValueError` for a pool without buffers, or buffers that are not whole pages."""
+        if count < 1 or nbytes < PAGE or nbytes % PAGE:
+            raise ValueError(f"{count} buffers of {nbytes} bytes; give 1 or more, of a multiple of {PAGE} bytes")
+        self.nbytes = nbytes
+        self.total = count * nbytes
+        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
+        for _ in range(count):
+            pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._free.put(torch.frombuffer(pages, dtype=torch.uint8))
+
+    def take(self) -> torch.Tensor:
+        """A free buffer, `[nbytes]`, waiting for one."""
+        return self._free.get()
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Hand a buffer back."""
+        self._free.put(buffer)

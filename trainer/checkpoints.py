@@ -1,0 +1,221 @@
+"""When a run saves, what it keeps, and how it goes on: checkpoints of a run's directory, by its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zeromesh import __version__
+from zeromesh.checkpoint.loader import Loader
+from zeromesh.checkpoint.reader import CheckpointReader
+from zeromesh.checkpoint.saver import Content, Saved, Saver
+from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.errors import CheckpointError, ConfigError, StorageError, ZeromeshError
+from zeromesh.mesh.groups import Mesh
+from zeromesh.trainer.config import CheckpointSection
+from zeromesh.trainer.console import human_bytes
+from zeromesh.trainer.hf.save import save_configuration
+from zeromesh.trainer.state import NAME, TrainerState, differences
+from zeromesh.zero.engine import ZeroEngine
+
+FOLDER = "checkpoints"
+
+
+class RunCheckpoints:
+    """Saves and resumes a run, all ranks together. `note` tells a person."""
+
+    def __init__(
+        self, section: CheckpointSection, directory: Path, mesh: Mesh, engine: ZeroEngine, note: Callable[[str], None]
+    ) -> None:
+        self.store = CheckpointStore(directory / FOLDER)
+        self._section = section
+        self._mesh = mesh
+        self._engine = engine
+        self._note = note
+        self._saver = Saver(self.store, mesh)
+        self._metrics: dict[int, float] = {}
+        self._failures = 0
+        self.latest: int | None = None
+        """The step of the newest checkpoint that is whole."""
+        engine.updater.before_change = lambda bucket: self._release(bucket)
+
+    # Going on
+
+    def resume(self, settings: Mapping[str, Any]) -> TrainerState | None:
+        """Load the newest checkpoint that is whole into the engine; None where the run begins.
+
+        Raises:
+            ConfigError: when the settings of that run are not these, or there is an old run that was not to be resumed.
+            LayoutError: when the model or the optimizer is another.
+            CheckpointError: when there are checkpoints and none can be used.
+        """
+        loader = Loader(self._mesh)
+        if self._mesh.rank == 0:
+            self.store.clean()
+        steps = loader.candidates(self.store)
+        if self._section.resume == "never" and steps:
+            raise ConfigError(
+                f"{self.store.root} holds checkpoints of an earlier run, up to step {steps[0]}, and checkpoint.resume is never; "
+                "give this run another run.name, move them away, or set checkpoint.resume: auto"
+            )
+        reasons: list[str] = []
+        for step in steps:
+            try:
+                state = self._load(loader, self.store.path(step), settings, strict=True)
+            except CheckpointError as error:
+                reasons.append(str(error))
+                self._note(f"checkpoint of step {step} skipped: {error}")
+                continue
+            self.latest = step
+            return state
+        if reasons:
+            raise CheckpointError(
+                f"no checkpoint in {self.store.root} can be used, and a new run would replace them; move them away, or give "
+                f"this run another run.name. The newest: {reasons[0]}"
+            )
+        if self._section.resume not in ("auto", "never"):
+            return self._load(loader, _directory_of(self._section.resume), settings, strict=False)
+        return None
+
+    def _load(self, loader: Loader, path: Path, settings: Mapping[str, Any], *, strict: bool) -> TrainerState:
+        reader = loader.open(path)
+        state = TrainerState.from_json(reader.document(NAME), str(path))
+        differ = differences(state.settings, settings)
+        if differ and strict:
+            lines = "\n".join(f"  - {line}" for line in differ)
+            raise ConfigError(
+                f"{path.parent} is of a run with other settings:\n{lines}\nundo these changes, give this run another run.name, "
+                f"or name the checkpoint to go on from it all the same: checkpoint.resume: {path}"
+            )
+        for line in differ:
+            self._note(f"resumed with another setting: {line}")
+        holdings = self._engine.holdings
+        with self._engine.loading():
+            loader.fill(reader, holdings.tensors(reading=True), holdings.wanted())
+        self._engine.updater.resume(state.updates)
+        self._engine.updater.scaler.load(state.loss_scale, state.good_steps)
+        if state.metric is not None:
+            self._metrics[state.step] = state.metric
+        return state
+
+    # Saving
+
+    def due(self, step: int) -> bool:
+        """Whether the state after `step`, which is not the last one, is to be kept."""
+        return bool(self._section.every_steps) and step % self._section.every_steps == 0
+
+    def save(self, state: TrainerState, model: nn.Module, processing_class: Any, *, wait: bool) -> None:
+        """Begin to save the state after a step; `wait` for it, or else go on and let `poll` end it.
+
+        Raises:
+            StorageError: after `checkpoint.max_failures` saves in a row that failed, and where the last one has to succeed.
+        """
+        self._ended(self._saver.finish())
+        if state.metric is not None:
+            self._metrics[state.step] = state.metric
+        holdings = self._engine.holdings
+
+        def documents(directory: Path) -> None:
+            save_configuration(model, self._engine.options.precision.compute, processing_class, directory)
+            (directory / NAME).write_bytes(state.to_json())
+
+        content = Content(
+            tensors=holdings.tensors(),
+            holdings=holdings.written(),
+            order=holdings.order(),
+            documents=documents,
+            aliases=holdings.aliases(),
+            layout=self._layout(),
+            after=lambda: self._retire(state.step),
+        )
+        try:
+            self._saver.begin(state.step, content)
+        except (CheckpointError, StorageError) as error:
+            self._failed(str(error))
+            return
+        if wait or not self._section.asynchronous:
+            self._ended(self._saver.finish())
+
+    def poll(self) -> None:
+        """Between two steps: end the save in flight if it can end. Raises as `save` does."""
+        self._ended(self._saver.poll())
+
+    def finish(self) -> None:
+        """Wait for the save in flight. Raises as `save` does."""
+        self._ended(self._saver.finish())
+
+    def _ended(self, saved: Saved | None) -> None:
+        if saved is None:
+            return
+        if saved.failure:
+            self._failed(f"the checkpoint of step {saved.step} was not written: {saved.failure}")
+            return
+        self._failures = 0
+        self.latest = saved.step
+        if saved.warning:
+            self._note(f"WARNING: old checkpoints could not be removed: {saved.warning}")
+        self._note(f"step {saved.step}: checkpoint of {human_bytes(saved.nbytes)} in {self.store.path(saved.step)}")
+
+    def _failed(self, why: str) -> None:
+        self._failures += 1
+        limit = self._section.max_failures
+        if limit and self._failures >= limit:
+            raise StorageError(
+                f"{why} ({self._failures} saves in a row have failed, checkpoint.max_failures is {limit})"
+            )
+        kept = f"the newest is of step {self.latest}" if self.latest is not None else "there is none yet"
+        self._note(f"WARNING: {why}; {kept}. Training goes on")
+
+    def _release(self, bucket: Any) -> None:
+        if self._saver.in_flight is not None:
+            self._saver.release(self._engine.holdings.owner_of(bucket))
+
+    def _retire(self, newest: int) -> None:
+        """Remove what neither `keep_last` nor `keep_best` keeps. Runs on rank 0, once the newest is there."""
+        steps = self.store.steps()
+        keep = set(steps[: self._section.keep_last]) | {newest}
+        for step in steps:
+            if self._section.keep_best and step not in self._metrics:
+                self._metrics[step] = _metric_of(self.store.path(step))
+        ranked = sorted(
+            (step for step in steps if self._metrics.get(step, _NONE) < _NONE), key=self._metrics.__getitem__
+        )
+        self.store.retire(keep | set(ranked[: self._section.keep_best]))
+
+    def _layout(self) -> dict[str, Any]:
+        shape, options = self._mesh.shape, self._engine.options
+        return {
+            "zeromesh": __version__,
+            "ranks": self._mesh.world_size,
+            "mesh": dict(zip(("pipeline", "replicate", "shard", "tensor"), shape.sizes, strict=True)),
+            "stage": options.stage,
+            "compute": str(options.precision.compute).removeprefix("torch."),
+            "master": str(options.precision.master).removeprefix("torch."),
+        }
+
+
+_NONE = float("inf")
+"""The metric of a checkpoint that has none: never the best."""
+
+
+def _metric_of(path: Path) -> float:
+    """The metric that a checkpoint of an earlier process carries."""
+    try:
+        reader = CheckpointReader(path)
+        metric = TrainerState.from_json(reader.document(NAME), str(path)).metric
+    except ZeromeshError:
+        return _NONE
+    return _NONE if metric is None else metric
+
+
+def _directory_of(given: str) -> Path:
+    """A checkpoint's directory: given itself, or the newest of the run whose directory is given."""
+    path = Path(given).expanduser()
+    for root in (path / FOLDER, path):
+        steps = CheckpointStore(root).steps()
+        if steps:
+            return CheckpointStore(root).path(steps[0])
+    return path

@@ -1,0 +1,65 @@
+"""Stopping in order: a first SIGTERM or SIGINT ends the run after the step that is going on, a second one at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+_SAME_SECONDS = 1.0
+"""A terminal and a launcher both pass the same Ctrl-C on; within this time it is one."""
+
+
+class StopRequest:
+    """Whether this process was asked to stop, and by which signal."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.signal = 0
+        self._tell = tell
+        self._at = 0.0
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Remember the first request; leave at the second."""
+        now = time.monotonic()
+        if not self.signal:
+            self.signal, self._at = number, now
+            name = signal.Signals(number).name
+            self._tell(f"{name}: stopping after this step; a second one stops at once")
+        elif now - self._at > _SAME_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+@contextmanager
+def stop_requests(tell: Callable[[str], None]) -> Iterator[StopRequest]:
+    """Inside the block signals become requests, where nobody else handles them; `tell` is called with a line for a person."""
+    request = StopRequest(tell)
+    kept = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            handler = signal.getsignal(number)
+            if handler in (signal.SIG_DFL, signal.default_int_handler):
+                kept[number] = handler
+                signal.signal(number, request.receive)
+    try:
+        yield request
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def leave(number: int) -> NoReturn:
+    """End as a process ends that the signal has ended, but through `finally` blocks.
+
+    Raises:
+        KeyboardInterrupt: for SIGINT.
+        SystemExit: else, with 128 plus the signal's number.
+    """
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)

@@ -1,0 +1,105 @@
+"""`trainer_state.json`: the counters that decide everything about the rest of a run, and the settings that it depends on.
+
+Nothing in it depends on the layout. Batches, learning rates and what forward draws are functions of the step and the seed, so there
+is no generator whose state would have to be kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from zeromesh.errors import CheckpointError
+from zeromesh.trainer.config import TrainerConfig
+
+NAME = "trainer_state.json"
+_SCHEMA = 1
+_ABSENT = "(absent)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerState:
+    """Where a run is, after `step` steps.
+
+    `samples` and `tokens` count from the start of training, `updates` are steps that were not skipped. Losses are the last ones.
+    `metric` is what `checkpoint.keep_best` compares. `settings` are those that a run must have to go on from here.
+    """
+
+    step: int
+    samples: int
+    tokens: int
+    updates: int
+    skipped: int
+    loss: float | None = None
+    eval_loss: float | None = None
+    metric: float | None = None
+    loss_scale: float = 1.0
+    good_steps: int = 0
+    seed: int = 0
+    learning_rate: float = 0.0
+    tracker: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        """Strict JSON; a loss that is not finite is null."""
+        values = {**asdict(self), "tracker": dict(self.tracker), "settings": dict(self.settings)}
+        for name in ("loss", "eval_loss", "metric"):
+            value = values[name]
+            values[name] = value if value is not None and value - value == 0 else None
+        return json.dumps({"schema": _SCHEMA, **values}, indent=1, allow_nan=False).encode()
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], where: str) -> TrainerState:
+        """Raises `CheckpointError` for an object that is no state, or one of a newer version."""
+        values = dict(content)
+        schema = values.pop("schema", None)
+        if type(schema) is not int or schema > _SCHEMA:
+            raise CheckpointError(f"{where}: {NAME} has schema {schema!r}; this version reads {_SCHEMA}")
+        try:
+            state = cls(**values)
+        except TypeError as error:
+            raise CheckpointError(f"{where}: {NAME} has other fields than this version writes ({error})") from None
+        counters = (state.step, state.samples, state.tokens, state.updates, state.skipped, state.good_steps, state.seed)
+        numbers = [value for value in (state.loss, state.eval_loss, state.metric) if value is not None]
+        numbers += [state.loss_scale, state.learning_rate]
+        if (
+            not all(type(count) is int and count >= 0 for count in counters)
+            or not all(isinstance(number, int | float) for number in numbers)
+            or not isinstance(state.settings, dict)
+            or not isinstance(state.tracker, dict)
+        ):
+            raise CheckpointError(f"{where}: {NAME} has fields of other types than this version writes")
+        return state
+
+
+def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the weights of a step, flat, by the names of the configuration: two runs that agree compute the same.
+
+    `model` and `data` describe what was built, so that moved files are no difference.
+    """
+    optimizer = config.optimizer.model_dump(mode="json", exclude={"in_backward", "granularity"})
+    schedule = config.schedule.model_dump(mode="json")
+    sections = {"model": model, "data": data, "optimizer": optimizer, "schedule": schedule}
+    flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+    return flat | {
+        "batch.global_size": config.batch.global_size,
+        "run.seed": config.run.seed,
+        "run.clip_norm": config.run.clip_norm,
+    }
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One line for each setting that differs."""
+    names = [*then, *(name for name in now if name not in then)]
+    return [
+        f"{name}: {_shown(then.get(name, _ABSENT))} then, {_shown(now.get(name, _ABSENT))} now"
+        for name in names
+        if then.get(name, _ABSENT) != now.get(name, _ABSENT)
+    ]
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

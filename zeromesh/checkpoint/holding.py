@@ -1,0 +1,25 @@
+"""What a rank holds of a checkpoint's tensors: the one thing that engine and checkpoint tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from zeromesh.checkpoint.regions import Region
+from zeromesh.checkpoint.tensor_files import TensorSpec
+from zeromesh.flat.split import Interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holding:
+    """`memory`, 1-D, has the elements `interval` of the flattened local tensor that `region` takes of the tensor `spec`.
+
+    `owner` numbers the bucket whose update changes them; None for what no update changes.
+    """
+
+    spec: TensorSpec
+    region: Region
+    interval: Interval
+    memory: torch.Tensor
+    owner: int | None = None

@@ -1,0 +1,131 @@
+"""Loading a checkpoint by all ranks together: one choice, verified by every rank, for any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeromesh.checkpoint.holding import Holding
+from zeromesh.checkpoint.manifest import StoredTensor
+from zeromesh.checkpoint.reader import CheckpointReader, Target
+from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.checkpoint.tensor_files import TensorSpec
+from zeromesh.errors import CheckpointError, LayoutError, StorageError, ZeromeshError
+from zeromesh.mesh.groups import Mesh
+from zeromesh.mesh.watch import Activity
+
+_FALLBACKS = {"master": "model"}
+"""Where master weights equal the parameters they are stored once, as parameters."""
+_NAMED = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skipped:
+    """A checkpoint that cannot be used, and why."""
+
+    step: int
+    reason: str
+
+
+class Loader:
+    """Opens and reads checkpoints; all ranks call its methods alike, and get the same answers and errors."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def candidates(self, store: CheckpointStore) -> list[int]:
+        """Steps of the checkpoints that rank 0 sees, newest first."""
+        steps = store.steps() if self._mesh.rank == 0 else []
+        text = self._mesh.world.gather_bytes(",".join(map(str, steps)).encode(), "choice of a checkpoint")[0]
+        return [int(word) for word in text.decode().split(",") if word]
+
+    def open(self, directory: Path) -> CheckpointReader:
+        """The checkpoint in a directory, as all ranks see it.
+
+        Raises:
+            CheckpointError: when it is not whole, or ranks see different ones.
+        """
+        found: list[CheckpointReader] = []
+        with self._together(f"opening {directory}"):
+            found.append(CheckpointReader(directory))
+        reader = found[0]
+        digests = self._mesh.world.gather_bytes(reader.digest.encode(), "comparison of checkpoints")
+        apart = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if apart:
+            raise CheckpointError(
+                f"{directory} is another checkpoint on rank {apart[0]} than on rank 0; give all hosts the same directory"
+            )
+        return reader
+
+    def fill(self, reader: CheckpointReader, tensors: Sequence[TensorSpec], holdings: Sequence[Holding]) -> None:
+        """Fill what ranks hold of `tensors` with the checkpoint's values, of which each rank verifies what it reads.
+
+        Raises:
+            LayoutError: when its tensors are not those of the model and the optimizer; nothing has been read then.
+            CheckpointError: when some rank found damage; the holdings are then in part those of the checkpoint.
+        """
+        targets: list[Target] = []
+        with self._together("comparison with the checkpoint"):
+            _compare(reader, tensors)
+            targets.extend(_targets(reader, holdings))
+        with self._together(f"reading {reader.directory}"):
+            reader.read(targets, self._tell())
+
+    def _tell(self) -> Callable[[], None]:
+        return lambda: self._mesh.post(Activity.LOAD)
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """What one rank cannot do, no rank goes on from: all raise its error."""
+        failure: ZeromeshError | None = None
+        try:
+            yield
+        except ZeromeshError as error:
+            failure = error
+        except OSError as error:
+            failure = StorageError(f"{error.filename or what}: {error.strerror or error}")
+        mine = f"{int(isinstance(failure, LayoutError))}{failure}" if failure else ""
+        every = [text.decode() for text in self._mesh.world.gather_bytes(mine.encode(), what)]
+        found = [(rank, text) for rank, text in enumerate(every) if text]
+        if not found:
+            return
+        rank, text = next((pair for pair in found if pair[1][0] == "1"), found[0])
+        kind = LayoutError if text[0] == "1" else CheckpointError
+        raise kind(text[1:] if len(found) == len(every) else f"rank {rank}: {text[1:]}") from failure
+
+
+def _compare(reader: CheckpointReader, tensors: Sequence[TensorSpec]) -> None:
+    """Raise `LayoutError` that names the parameters that are missing in the checkpoint, of another shape, or too many."""
+    problems: list[str] = []
+    for spec in tensors:
+        stored = _stored(reader, spec.kind, spec.name)
+        if stored is None:
+            problems.append(f"{spec.name} has no {spec.kind} in it")
+        elif stored.spec.shape != spec.shape:
+            problems.append(f"{spec.name} is {list(stored.spec.shape)} in it and {list(spec.shape)} here ({spec.kind})")
+    names = {spec.name for spec in tensors}
+    extra = {tensor.spec.name for tensor in reader.manifest.tensors} - names - set(reader.manifest.aliases)
+    problems += [f"{name} is in it and not in the model" for name in sorted(extra)]
+    if problems:
+        shown = "; ".join(problems[:_NAMED]) + (
+            f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+        )
+        raise LayoutError(f"{reader.directory} does not fit this model and optimizer: {shown}")
+
+
+def _targets(reader: CheckpointReader, holdings: Sequence[Holding]) -> Iterator[Target]:
+    """Where each run of elements comes from."""
+    for holding in holdings:
+        stored = _stored(reader, holding.spec.kind, holding.spec.name)
+        if stored is None:
+            raise LayoutError(f"{reader.directory} has no {holding.spec.kind} of {holding.spec.name}")
+        for run in holding.region.runs(holding.interval):
+            first = run.local - holding.interval.start
+            yield Target(tensor=stored, first=run.logical, memory=holding.memory[first : first + run.length])
+
+
+def _stored(reader: CheckpointReader, kind: str, name: str) -> StoredTensor | None:
+    found = reader.tensor(kind, name)
+    return found if found is not None or kind not in _FALLBACKS else reader.tensor(_FALLBACKS[kind], name)

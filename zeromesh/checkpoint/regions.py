@@ -1,0 +1,142 @@
+"""Which elements of a logical tensor a rank holds, and where they lie in it: integer arithmetic alone.
+
+A rank's part of a tensor is cut twice. Tensor parallelism takes slices of dims (several of one dim where projections are packed),
+which make a local tensor of their own; ZeRO then takes an interval of that local tensor, flattened. A checkpoint knows whole
+tensors, so both are undone here: an interval of a local tensor is a list of runs, each contiguous in the local and in the logical
+tensor.
+
+    logical [4, 6]         region: all of dim 0, [0, 2) and [4, 6) of dim 1         local [4, 4], interval [2, 9)
+      0  1  .  .  4  5                                                               run  local 2   logical 4   length 2
+      6  7  .  . 10 11                                                               run  local 4   logical 6   length 2
+     12 13  .  . 16 17                                                               run  local 6   logical 10  length 2
+     18 19  .  . 22 23                                                               run  local 8   logical 12  length 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from zeromesh.errors import LayoutError
+from zeromesh.flat.split import Interval, round_up
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """`length` elements that lie together from `local` on in a flattened local tensor and from `logical` on in the logical one."""
+
+    local: int
+    logical: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """Slices of the dims of a logical tensor of `shape`; `dims` has the intervals of each dim in the local tensor's order.
+
+    Raises:
+        LayoutError: at construction, for intervals outside the shape or that overlap.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[tuple[Interval, ...], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.dims) != len(self.shape):
+            raise LayoutError(f"a region of {len(self.dims)} dims in a tensor of shape {list(self.shape)}")
+        for dim, (size, intervals) in enumerate(zip(self.shape, self.dims, strict=True)):
+            end = 0
+            for interval in sorted(intervals, key=lambda each: (each.start, each.end)):
+                if interval.start < end or interval.end > size:
+                    raise LayoutError(
+                        f"dim {dim} of {size}: [{interval.start}, {interval.end}) overlaps another interval or ends beyond it"
+                    )
+                end = interval.end
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Region:
+        """All of a tensor."""
+        return cls(shape=shape, dims=tuple((Interval(start=0, end=size),) for size in shape))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple(sum(interval.length for interval in intervals) for intervals in self.dims)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.local_shape)
+
+    def runs(self, interval: Interval) -> Iterator[Run]:
+        """Runs of elements `interval` of the flattened local tensor, in its order, each as long as it can be.
+
+        Raises:
+            LayoutError: for an interval beyond the local tensor.
+        """
+        if interval.end > self.numel:
+            raise LayoutError(f"elements [{interval.start}, {interval.end}) of a local tensor of {self.numel}")
+        found: Run | None = None
+        for run in self._pieces(interval):
+            if found is not None and run.logical == found.logical + found.length:
+                found = Run(local=found.local, logical=found.logical, length=found.length + run.length)
+                continue
+            if found is not None:
+                yield found
+            found = run
+        if found is not None:
+            yield found
+
+    def _pieces(self, interval: Interval) -> Iterator[Run]:
+        """As `runs`, but neighbours may still continue each other."""
+        if not interval.length:
+            return
+        split = self._last_split()
+        if split < 0:
+            yield Run(local=interval.start, logical=interval.start, length=interval.length)
+            return
+        inner = prod(self.shape[split + 1 :])
+        row = self.local_shape[split] * inner
+        for number in range(interval.start // row, (interval.end - 1) // row + 1):
+            at, base = number * row, self._logical_row(number, split)
+            for taken in self.dims[split]:
+                here = Interval(start=at, end=at + taken.length * inner).intersect(interval)
+                if here.length:
+                    logical = base + taken.start * inner + here.start - at
+                    yield Run(local=here.start, logical=logical, length=here.length)
+                at += taken.length * inner
+
+    def _last_split(self) -> int:
+        """The last dim that is not taken whole; -1 when all are."""
+        for dim in range(len(self.shape) - 1, -1, -1):
+            if self.dims[dim] != (Interval(start=0, end=self.shape[dim]),):
+                return dim
+        return -1
+
+    def _logical_row(self, number: int, split: int) -> int:
+        """The logical position of the first element of local row `number`, rows being indices of the dims before `split`."""
+        at, stride = 0, prod(self.shape[split:])
+        for dim in range(split - 1, -1, -1):
+            number, index = divmod(number, self.local_shape[dim])
+            at += _logical_index(self.dims[dim], index) * stride
+            stride *= self.shape[dim]
+        return at
+
+
+def _logical_index(intervals: tuple[Interval, ...], index: int) -> int:
+    for interval in intervals:
+        if index < interval.length:
+            return interval.start + index
+        index -= interval.length
+    raise LayoutError(f"index {index} lies beyond the intervals of its dim")
+
+
+def share_of(interval: Interval, parts: int, index: int, alignment: int) -> Interval:
+    """Part `index` of an interval that `parts` ranks hold alike: each writes its share, and together all of it once.
+
+    Shares begin at multiples of `alignment` from the interval's start. Some are empty where the interval is short.
+    """
+    if parts < 1 or not 0 <= index < parts:
+        raise LayoutError(f"part {index} of {parts} does not exist")
+    length = round_up(-(-interval.length // parts), alignment)
+    start = min(interval.start + index * length, interval.end)
+    return Interval(start=start, end=min(start + length, interval.end))

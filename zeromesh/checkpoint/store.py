@@ -1,0 +1,170 @@
+"""A directory of checkpoints: which are there, making one all at once or not at all, and removing old ones.
+
+checkpoints/step-00000100/        a checkpoint
+            step-00000200.tmp/    being written, or left behind by a kill: never read, removed at the next start
+            .trash-00000050/      being removed: never read, removed at the next start
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from zeromesh import faults
+from zeromesh.checkpoint import manifest as manifests
+from zeromesh.checkpoint.blocks import pieces
+from zeromesh.checkpoint.manifest import FileRecord, Manifest, Piece, checksum
+from zeromesh.checkpoint.tensor_files import FileLayout
+from zeromesh.errors import StorageError
+from zeromesh.flat.split import Interval
+from zeromesh.offload.aio import PositionalFile, sync_directory
+
+_STEP = re.compile(r"step-(\d{8,})")
+_TMP = re.compile(r"step-\d{8,}\.tmp")
+_TRASH = re.compile(r"\.trash-.+")
+_SPARE_BYTES = 16 << 20
+"""For the manifest and other small files."""
+
+
+class CheckpointStore:
+    """Checkpoints in `root`. Only the process that holds the run's lock may change it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints that are there, newest first, whole or not."""
+        if not self.root.is_dir():
+            return []
+        found = [_STEP.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir()]
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def path(self, step: int) -> Path:
+        """The directory of a checkpoint."""
+        return self.root / f"step-{step:08d}"
+
+    def temporary(self, step: int) -> Path:
+        """Where it is written."""
+        return self.root / f"step-{step:08d}.tmp"
+
+    def clean(self) -> list[str]:
+        """Remove what dead runs left behind; returns the names."""
+        if not self.root.is_dir():
+            return []
+        left = [path for path in self.root.iterdir() if _TMP.fullmatch(path.name) or _TRASH.fullmatch(path.name)]
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True)
+        return sorted(path.name for path in left)
+
+    def create(self, step: int, files: Sequence[FileLayout]) -> Path:
+        """The temporary directory of a checkpoint, with its files at their full sizes.
+
+        Raises:
+            StorageError: where there is no room, or it cannot be written.
+        """
+        faults.visit("before-tmp")
+        directory = self.temporary(step)
+        needed = sum(file.nbytes for file in files) + _SPARE_BYTES
+        try:
+            shutil.rmtree(directory, ignore_errors=True)
+            for folder in {directory, *((directory / file.path).parent for file in files)}:
+                folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(directory).free
+        except OSError as error:
+            raise StorageError(f"{str(directory)!r} cannot be written: {error.strerror or error}") from error
+        if free < needed:
+            raise StorageError(
+                f"{str(self.root)!r}: a checkpoint takes {needed:,} bytes and {free:,} are free; make room, lower "
+                "checkpoint.keep_last, or set run.output_dir to a larger disk"
+            )
+        for file in files:
+            PositionalFile(directory / file.path, write=True, size=file.nbytes).close()
+        return directory
+
+    def commit(self, step: int, manifest: Manifest) -> None:
+        """Make the temporary directory the checkpoint: the manifest last, everything on the disk, then the name.
+
+        `manifest` has the records of the tensor files; those of all other files in the directory are added.
+
+        Raises:
+            StorageError, CheckpointError: before the name appears.
+        """
+        directory, final = self.temporary(step), self.path(step)
+        try:
+            small = {path: _seal(directory / path, path) for path in _small_files(directory, manifest.files)}
+            whole = Manifest(
+                step=step,
+                files={**manifest.files, **small},
+                tensors=manifest.tensors,
+                aliases=manifest.aliases,
+                layout=manifest.layout,
+                part=manifest.part,
+            )
+            faults.visit("before-manifest")
+            text = whole.to_json()
+            manifests.parse(directory / manifests.NAME, text)  # What no reader would take is no checkpoint.
+            (directory / manifests.NAME).write_bytes(text)
+            _seal(directory / manifests.NAME, manifests.NAME)
+            for folder in {directory, *(path.parent for path in directory.glob("*/*"))}:
+                sync_directory(folder)
+            faults.visit("before-rename")
+            self.remove(step)
+            directory.rename(final)
+            sync_directory(self.root)
+        except OSError as error:
+            raise StorageError(f"{str(directory)!r} cannot be written: {error.strerror or error}") from error
+        faults.visit("after-rename", *_largest(final, whole))
+
+    def abandon(self, step: int) -> None:
+        """Remove what was written of a checkpoint that failed."""
+        shutil.rmtree(self.temporary(step), ignore_errors=True)
+
+    def retire(self, keep: Iterable[int]) -> list[int]:
+        """Remove all checkpoints but these steps; returns the steps that are gone."""
+        kept = set(keep)
+        gone = [step for step in self.steps() if step not in kept]
+        for step in gone:
+            self.remove(step)
+        return gone
+
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint, if it is there. It is renamed first, so that no half of it is ever read."""
+        path = self.path(step)
+        if not path.exists():
+            return
+        trash = self.root / f".trash-{step:08d}-{os.getpid()}"
+        path.rename(trash)
+        faults.visit("during-retention")
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def _small_files(directory: Path, known: Iterable[str]) -> list[str]:
+    names = set(known)
+    found = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
+    return sorted(name for name in found if name not in names and name != manifests.NAME)
+
+
+def _seal(path: Path, name: str) -> FileRecord:
+    """Bring a small file to the disk; its record, written by rank 0."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.fchmod(descriptor, 0o644)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    data = path.read_bytes()
+    return FileRecord(
+        nbytes=len(data),
+        pieces=tuple(
+            Piece(path=name, begin=cut.start, end=cut.end, checksum=checksum(data[cut.start : cut.end]), rank=0)
+            for cut in pieces(Interval(start=0, end=len(data)))
+        ),
+    )
+
+
+def _largest(directory: Path, manifest: Manifest) -> tuple[Path, int, int]:
+    path, record = max(manifest.files.items(), key=lambda item: item[1].nbytes)
+    return directory / path, 0, record.nbytes

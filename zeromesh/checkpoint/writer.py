@@ -1,0 +1,273 @@
+"""Streams a rank's part of a checkpoint from live shards to files: fill a staging buffer, checksum it, write it.
+
+There is no second copy of the state. What a training step is about to change is written first, and the step waits for what is not
+written yet (`release`); buffers in flight are the only memory that a save takes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zeromesh import faults
+from zeromesh.checkpoint.blocks import GRID, edges, merged, overlapping, pieces, written_blocks
+from zeromesh.checkpoint.manifest import Piece, checksum
+from zeromesh.checkpoint.tensor_files import FileLayout
+from zeromesh.errors import CheckpointError, StorageError, ZeromeshError
+from zeromesh.flat.split import Interval
+from zeromesh.offload.aio import PositionalFile
+from zeromesh.offload.pool import StagingPool
+
+STAGING_BUFFERS = 4
+_IO_THREADS = 2
+_TELL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Elements in memory that are the bytes of file number `file` from `begin` on, as `dtype`.
+
+    `owner` is the bucket whose update changes them; None for what stays during a save.
+    """
+
+    file: int
+    begin: int
+    memory: torch.Tensor
+    dtype: torch.dtype
+    owner: int | None = None
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.memory.numel() * self.dtype.itemsize
+
+    def copy_into(self, out: torch.Tensor, begin: int, end: int) -> None:
+        """Put bytes [begin, end) of the file, which hold whole elements, into `out`, 1-D uint8 of that length."""
+        size = self.dtype.itemsize
+        first, last = (begin - self.begin) // size, (end - self.begin) // size
+        out.view(self.dtype).copy_(self.memory[first:last])
+
+    def bytes_of(self, interval: Interval) -> bytes:
+        """These bytes of the file, as far as they are this source's."""
+        begin, end = max(interval.start, self.begin), min(interval.end, self.end)
+        if begin >= end:
+            return b""
+        out = torch.empty(end - begin, dtype=torch.uint8)
+        self.copy_into(out, begin, end)
+        return out.numpy().tobytes()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edge:
+    """Bytes of file number `file` from `begin` on that another rank writes."""
+
+    file: int
+    begin: int
+    data: bytes
+
+
+def edges_of(sources: Sequence[Source]) -> list[Edge]:
+    """What this rank has of blocks that other ranks write."""
+    found = []
+    for file, members in _by_file(sources).items():
+        for edge in edges(_extents(members)):
+            data = b"".join(source.bytes_of(edge) for source in members)
+            found.append(Edge(file=file, begin=edge.start, data=data))
+    return found
+
+
+def _by_file(sources: Sequence[Source]) -> dict[int, list[Source]]:
+    found: dict[int, list[Source]] = {}
+    for source in sorted(sources, key=lambda each: (each.file, each.begin)):
+        if source.memory.numel():
+            found.setdefault(source.file, []).append(source)
+    return found
+
+
+def _extents(sources: Sequence[Source]) -> list[Interval]:
+    return merged(Interval(start=source.begin, end=source.end) for source in sources)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cell:
+    """One piece of a file to be written, and the buckets that it holds elements of."""
+
+    file: int
+    where: Interval
+    owners: frozenset[int]
+
+
+class ShardWriter:
+    """Writes what one rank writes of one checkpoint. `start`, then `release` before updates, and `join` at the end."""
+
+    def __init__(
+        self,
+        directory: Path,
+        files: Sequence[FileLayout],
+        sources: Sequence[Source],
+        received: Sequence[Edge],
+        order: Mapping[int, int],
+        rank: int,
+    ) -> None:
+        """`received` are the other ranks' edges; `order` has the position of each owner in the next update."""
+        self._directory = directory
+        self._files = files
+        self._rank = rank
+        given = [
+            Source(file=edge.file, begin=edge.begin, memory=_as_tensor(edge.data), dtype=torch.uint8)
+            for edge in received
+        ]
+        own = _by_file(sources)
+        self._blocks = {file: written_blocks(_extents(members), files[file].nbytes) for file, members in own.items()}
+        self._content = _by_file([*sources, *given])
+        self._cells = self._cut(order)
+        self._left = Counter(owner for cell in self._cells for owner in cell.owners)
+        self._changed = threading.Condition()
+        self._failure: ZeromeshError | None = None
+        self._pieces: list[Piece] = []
+        self._done = 0
+        self._thread = threading.Thread(target=self._run, name="zeromesh-save", daemon=True)
+
+    def _cut(self, order: Mapping[int, int]) -> list[_Cell]:
+        cells = [
+            _Cell(file=file, where=piece, owners=self._owners(file, piece))
+            for file, blocks in self._blocks.items()
+            for block in blocks
+            for piece in pieces(block)
+        ]
+        last = len(order)
+        return sorted(cells, key=lambda cell: min((order.get(owner, last) for owner in cell.owners), default=last))
+
+    def _owners(self, file: int, piece: Interval) -> frozenset[int]:
+        found = overlapping(self._content[file], piece.start, piece.end)
+        return frozenset(source.owner for source in found if source.owner is not None)
+
+    def start(self) -> None:
+        """Begin to write, in a thread of its own."""
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether there is more to write."""
+        return self._thread.is_alive()
+
+    @property
+    def progress(self) -> int:
+        """Pieces written so far."""
+        return self._done
+
+    def release(self, owner: int, tell: Callable[[], None]) -> float:
+        """Return when what `owner` holds is written, or the save has failed, so that it may change.
+
+        `tell` is called now and then while writing goes on. Returns the seconds that it took.
+        """
+        if not self._left.get(owner):
+            return 0.0
+        return self._wait(lambda: not self._left.get(owner), tell)
+
+    def join(self, tell: Callable[[], None]) -> list[Piece]:
+        """Return when all is on the disk: the pieces that this rank has written.
+
+        Raises:
+            StorageError, CheckpointError: what went wrong in the thread.
+        """
+        self._wait(lambda: not self._thread.is_alive(), tell)
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return sorted(self._pieces, key=lambda piece: (piece.path, piece.begin))
+
+    def _wait(self, over: Callable[[], bool], tell: Callable[[], None]) -> float:
+        began = time.monotonic()
+        seen = -1
+        while not over():
+            if (
+                self._done != seen
+            ):  # Peers are patient with a rank whose disk is at work, not with one whose disk hangs.
+                seen = self._done
+                tell()
+            with self._changed:
+                self._changed.wait_for(over, timeout=_TELL_SECONDS)
+        return time.monotonic() - began
+
+    def _run(self) -> None:
+        try:
+            self._write_all()
+        except ZeromeshError as error:
+            self._failure = error
+        except OSError as error:
+            self._failure = StorageError(f"{str(self._directory)!r} cannot be written: {error.strerror or error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, training has to see it
+            self._failure = CheckpointError(
+                f"saving to {str(self._directory)!r} failed: {type(error).__name__}: {error}"
+            )
+        finally:
+            with self._changed:
+                self._left.clear()
+                self._changed.notify_all()
+
+    def _write_all(self) -> None:
+        pool = StagingPool(STAGING_BUFFERS, GRID)
+        files = {file: PositionalFile(self._directory / self._files[file].path, write=True) for file in self._blocks}
+        try:
+            with ThreadPoolExecutor(_IO_THREADS) as threads:
+                flying: deque[Future[None]] = deque()
+                for cell in self._cells:
+                    buffer = pool.take()
+                    data = buffer[: cell.where.length]
+                    self._fill(cell, data)
+                    flying.append(threads.submit(self._store, files[cell.file], cell, data, buffer, pool))
+                    while flying and (flying[0].done() or len(flying) > STAGING_BUFFERS):
+                        flying.popleft().result()
+                for future in flying:
+                    future.result()
+                for future in [threads.submit(file.sync) for file in files.values()]:
+                    future.result()
+        finally:
+            for file in files.values():
+                file.close()
+
+    def _fill(self, cell: _Cell, data: torch.Tensor) -> None:
+        """Put the bytes of a cell into `data`; what they came from may change afterwards."""
+        filled = 0
+        start, end = cell.where.start, cell.where.end
+        for source in overlapping(self._content[cell.file], start, end):
+            begin, stop = max(start, source.begin), min(end, source.end)
+            source.copy_into(data[begin - start : stop - start], begin, stop)
+            filled += stop - begin
+        if filled != cell.where.length:
+            raise CheckpointError(
+                f"{self._files[cell.file].path}: {filled} of the bytes [{start}, {end}) belong to some rank; the ranks' "
+                "parts do not make whole tensors"
+            )
+        with self._changed:
+            for owner in cell.owners:
+                self._left[owner] -= 1
+            self._changed.notify_all()
+
+    def _store(
+        self, file: PositionalFile, cell: _Cell, data: torch.Tensor, buffer: torch.Tensor, pool: StagingPool
+    ) -> None:
+        """Checksum and write what is in a staging buffer, and hand the buffer back."""
+        try:
+            digest = checksum(data)
+            file.write(data, cell.where.start)
+            path = self._files[cell.file].path
+            faults.visit("mid-write", Path(file.path), cell.where.start, cell.where.end)
+            piece = Piece(path=path, begin=cell.where.start, end=cell.where.end, checksum=digest, rank=self._rank)
+        finally:
+            pool.give(buffer)
+        with self._changed:
+            self._pieces.append(piece)
+            self._done += 1
+            self._changed.notify_all()
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

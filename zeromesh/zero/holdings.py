@@ -1,0 +1,145 @@
+"""What this rank's shards hold of the tensors that a checkpoint is made of, to be written or to be filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from zeromesh.checkpoint.holding import Holding
+from zeromesh.checkpoint.regions import Region, share_of
+from zeromesh.checkpoint.tensor_files import TensorSpec
+from zeromesh.flat.layout import Piece
+from zeromesh.flat.placement import Placement
+from zeromesh.flat.split import ALIGNMENT, Interval
+from zeromesh.mesh.groups import Mesh
+from zeromesh.zero.options import ZeroOptions
+from zeromesh.zero.unit import Bucket, Unit, all_buckets
+from zeromesh.zero.update import Updater
+
+MODEL, MASTER = "model", "master"
+
+
+class StateHoldings:
+    """Parameters, master weights and moments of an engine as whole tensors by name, and this rank's part of each.
+
+    Parameters are stored in the dtype that the model computes with, and beside them master weights where these differ.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], updater: Updater, mesh: Mesh, options: ZeroOptions
+    ) -> None:
+        self._model = model
+        self._buckets = all_buckets(units)
+        self._numbers = {id(bucket): number for number, bucket in enumerate(self._buckets)}
+        self._updater = updater
+        self._mesh = mesh
+        self._options = options
+
+    def tensors(self, *, reading: bool = False) -> list[TensorSpec]:
+        """Every tensor, the same on all ranks, in the order of buckets: neighbours in a shard are neighbours in a file.
+
+        `reading`: only what the engine's states are made of again, without the parameters that follow from master weights.
+        """
+        found = [
+            TensorSpec(kind=kind, name=slot.spec.fqn, dtype=dtype, shape=slot.spec.shape)
+            for bucket in self._buckets
+            for kind, dtype, _ in self._kinds(bucket, reading=reading)
+            for slot in bucket.layout.slots
+        ]
+        return [*found, *(_spec_of(name, buffer) for name, buffer in saved_buffers(self._model).items())]
+
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied parameters, to the name under which they are stored."""
+        specs = [slot.spec for bucket in self._buckets for slot in bucket.layout.slots]
+        return {alias: spec.fqn for spec in specs for alias in spec.aliases}
+
+    def written(self) -> list[Holding]:
+        """What this rank writes: a share of what several ranks hold alike, so that together every element comes once."""
+        replicated = self._options.placements.optimizer is Placement.REPLICATED
+        holders, index = self._mesh.replicate.size, self._mesh.replicate.index
+        if replicated:
+            holders, index = self._mesh.data.size, self._mesh.data_index
+        found: list[Holding] = []
+        for bucket in self._buckets:
+            found += self._of(bucket, share_of(bucket.interval, holders, index, ALIGNMENT))
+        if self._mesh.rank == 0:
+            # Forward may change a buffer while it is written.
+            found += [_of_buffer(name, buffer.clone()) for name, buffer in saved_buffers(self._model).items()]
+        return found
+
+    def wanted(self) -> list[Holding]:
+        """What this rank needs: its whole shards, master weights rather than parameters, and all buffers."""
+        found: list[Holding] = []
+        for bucket in self._buckets:
+            found += self._of(bucket, bucket.interval, reading=True)
+        return [*found, *(_of_buffer(name, buffer) for name, buffer in saved_buffers(self._model).items())]
+
+    def order(self) -> dict[int, int]:
+        """The position of each bucket in the next update, as far as the last one tells."""
+        return {self.owner_of(bucket): place for place, bucket in enumerate(self._updater.last_order)}
+
+    def owner_of(self, bucket: Bucket) -> int:
+        """The number of a bucket."""
+        return self._numbers[id(bucket)]
+
+    def _kinds(self, bucket: Bucket, *, reading: bool = False) -> list[tuple[str, torch.dtype, torch.Tensor]]:
+        """Kind, stored dtype and memory of what a bucket's shard holds."""
+        master = bucket.master
+        found = [(MASTER, master.dtype, master)] if bucket.trainable else []
+        if not reading and master.dtype == bucket.dtype:
+            found = []
+        if not (reading and bucket.trainable):
+            found.insert(0, (MODEL, bucket.dtype, master))
+        optimizer = self._updater.optimizer_of(bucket)
+        moments = optimizer.moments if optimizer is not None else {}
+        return [*found, *((name, moment.dtype, moment) for name, moment in moments.items())]
+
+    def _of(self, bucket: Bucket, interval: Interval, *, reading: bool = False) -> Iterator[Holding]:
+        pieces = bucket.layout.pieces(interval)
+        offset = interval.start - bucket.interval.start
+        owner = self.owner_of(bucket) if bucket.trainable else None
+        for kind, dtype, memory in self._kinds(bucket, reading=reading):
+            own = memory.detach()[offset : offset + interval.length]
+            yield from (_of_piece(kind, dtype, own, piece, owner) for piece in pieces)
+
+
+def _of_piece(kind: str, dtype: torch.dtype, memory: torch.Tensor, piece: Piece, owner: int | None) -> Holding:
+    shape = piece.spec.shape
+    return Holding(
+        spec=TensorSpec(kind=kind, name=piece.spec.fqn, dtype=dtype, shape=shape),
+        region=Region.whole(shape),
+        interval=piece.in_parameter,
+        memory=memory[piece.in_shard.start : piece.in_shard.end],
+        owner=owner,
+    )
+
+
+def _spec_of(name: str, buffer: torch.Tensor) -> TensorSpec:
+    return TensorSpec(kind=MODEL, name=name, dtype=buffer.dtype, shape=tuple(buffer.shape))
+
+
+def _of_buffer(name: str, buffer: torch.Tensor) -> Holding:
+    spec = _spec_of(name, buffer)
+    if not buffer.is_contiguous():
+        buffer.data = buffer.data.contiguous()
+    return Holding(
+        spec=spec,
+        region=Region.whole(spec.shape),
+        interval=Interval(start=0, end=buffer.numel()),
+        memory=buffer.detach().reshape(-1),
+    )
+
+
+def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Persistent buffers, as `state_dict` has them, each once."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for fqn, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            found[f"{fqn}.{name}" if fqn else name] = buffer
+    return found
