@@ -59,6 +59,7 @@ def settings(folder: str, **sections: Mapping[str, Any]) -> dict[str, Any]:
         "batch": {"global_size": 8, "micro_size": 2},
         "run": {"output_dir": folder, "name": "run", "max_steps": 4, "clip_norm": 0.5, "seed": 5},
         "parallel": {"timeout_seconds": 10},
+        "checkpoint": {"every_steps": 0},
     }
     for name, section in sections.items():
         base[name] = {**base.get(name, {}), **section}

@@ -1,0 +1,66 @@
+"""Cases of saving and resuming that workers run: each trains something tiny, with checkpoints, and says what it saw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from trainer_cases import gpt2, llama, sentences, settings
+
+from zeromesh import Callback, Trainer
+from zeromesh.checkpoint.saver import Content, Saver
+from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.mesh.groups import Mesh
+from zeromesh.trainer.metrics import read_metrics
+
+MODELS = {"llama": llama, "gpt2": lambda: gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.0)}
+
+
+class Mirror(Callback):
+    """Saves again what was loaded, before the first step: the bytes have to be those that were read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        engine = trainer.engine
+        assert engine is not None
+        holdings = engine.holdings
+        saver = Saver(CheckpointStore(self._folder), trainer.mesh)
+        content = Content(
+            tensors=holdings.tensors(),
+            holdings=holdings.written(),
+            order={},
+            documents=lambda directory: None,
+            after=lambda: None,
+        )
+        saver.begin(0, content)
+        saved = saver.finish()
+        assert saved is not None and not saved.failure, saved
+
+
+def configured(folder: str, steps: int, sections: Mapping[str, Any]) -> dict[str, Any]:
+    """A run of `steps` steps with a checkpoint after every fifth."""
+    base = settings(
+        folder,
+        run={"max_steps": steps, "log_every": 1},
+        schedule={"name": "constant", "warmup_steps": 0},
+        checkpoint={"every_steps": 5},
+    )
+    for name, section in sections.items():
+        base[name] = {**base.get(name, {}), **section}
+    return base
+
+
+def trained(
+    mesh: Mesh, *, folder: str, steps: int, sections: dict[str, Any], kind: str = "llama", mirror: str | None = None
+) -> dict[str, Any]:
+    """Train up to `steps`, going on from what is there; the losses of this process and where it began."""
+    torch.manual_seed(7)
+    callbacks = [Mirror(Path(mirror))] if mirror else []
+    with Trainer(MODELS[kind](), configured(folder, steps, sections), sentences(), callbacks=callbacks) as trainer:
+        report = trainer.fit()
+    losses = [line["loss"] for line in read_metrics(Path(folder) / "run" / "metrics.jsonl")]
+    return {"losses": list(report.losses), "all": losses, "step": report.final_step}

@@ -1,0 +1,113 @@
+"""A run that is cut and resumed computes what an uninterrupted one does, whatever the layouts of its parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from workers import Workers
+
+BF16 = {"compute": "bfloat16", "master": "float32", "reduce": "float32"}
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by kind and name, as the safetensors library reads them."""
+    found = {}
+    for path in sorted(checkpoint.rglob("*.safetensors")):
+        kind = path.relative_to(checkpoint).as_posix().partition("-0")[0]
+        found |= {f"{kind} {name}": tensor for name, tensor in load_file(path).items()}
+    return found
+
+
+def unequal(left: Path, right: Path) -> list[str]:
+    """Names of tensors that are not the same bit by bit."""
+    a, b = tensors(left), tensors(right)
+    assert len(a) > 20
+    return [name for name in {*a, *b} if name not in a or name not in b or not torch.equal(a[name], b[name])]
+
+
+def step(folder: Path, number: int) -> Path:
+    return folder / "run" / "checkpoints" / f"step-{number:08d}"
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "sections", "kind"),
+    [
+        (2, 0, {}, "llama"),
+        (2, 1, {}, "llama"),
+        (3, 2, {}, "gpt2"),
+        (2, 3, {}, "gpt2"),
+        (1, 3, {}, "llama"),
+        (2, 3, {"precision": BF16}, "llama"),
+        (2, 1, {"precision": {**BF16, "compute": "float16"}}, "llama"),
+        (2, 2, {"optimizer": {"name": "sgd", "momentum": 0.9, "lr": 0.1}}, "llama"),
+        (2, 3, {"optimizer": {"name": "adagrad"}}, "llama"),
+        (2, 3, {"checkpoint": {"asynchronous": False}}, "llama"),
+        (2, 3, {"optimizer": {"in_backward": True}, "run": {"clip_norm": 0.0, "on_nonfinite": "stop"}}, "llama"),
+        (2, 3, {"parallel": {"transport": "gloo"}}, "llama"),
+    ],
+)
+def test_half_and_half_is_the_whole_bit_by_bit(
+    workers: Workers, tmp_path: Path, size: int, stage: int, sections: dict[str, Any], kind: str
+) -> None:
+    case = {"sections": {"zero": {"stage": stage}, **sections}, "kind": kind}
+    straight = workers.run(size, "checkpoint_cases:trained", folder=f"{tmp_path}/a", steps=20, **case)[0]
+    first = workers.run(size, "checkpoint_cases:trained", folder=f"{tmp_path}/b", steps=10, **case)[0]
+    second = workers.run(size, "checkpoint_cases:trained", folder=f"{tmp_path}/b", steps=20, **case)[0]
+    assert first["losses"] + second["losses"] == straight["losses"] == second["all"]
+    assert len(second["losses"]) == 10
+    assert unequal(step(tmp_path / "a", 20), step(tmp_path / "b", 20)) == []
+    assert unequal(step(tmp_path / "a", 15), step(tmp_path / "a", 20)) != []
+
+
+def test_hybrid_sharding_resumes_bit_by_bit(workers: Workers, tmp_path: Path) -> None:
+    case = {"sections": {"parallel": {"replicate": 2}}}
+    for folder, steps in (("a", 10), ("b", 5), ("b", 10)):
+        workers.run(4, "checkpoint_cases:trained", replicate=2, folder=f"{tmp_path}/{folder}", steps=steps, **case)
+    assert unequal(step(tmp_path / "a", 10), step(tmp_path / "b", 10)) == []
+
+
+LAYOUTS = ((4, 3), (2, 1), (3, 2), (1, 3), (5, 3), (4, 0), (2, 2), (3, 1))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-9), ("float32", 1e-5)])
+def test_any_sequence_of_sizes_and_stages(workers: Workers, tmp_path: Path, dtype: str, bound: float) -> None:
+    sections: dict[str, Any] = {"precision": {"compute": dtype, "master": dtype, "reduce": dtype}}
+    total = 5 * len(LAYOUTS)
+    straight = workers.run(2, "checkpoint_cases:trained", folder=f"{tmp_path}/a", steps=total, sections=sections)[0]
+    losses: list[float] = []
+    for number, (size, stage) in enumerate(LAYOUTS):
+        mirror = tmp_path / f"mirror-{number}"
+        found = workers.run(
+            size,
+            "checkpoint_cases:trained",
+            folder=f"{tmp_path}/b",
+            steps=5 * number + 5,
+            sections={**sections, "zero": {"stage": stage}},
+            mirror=str(mirror),
+        )[0]
+        losses += found["losses"]
+        if number:
+            assert unequal(step(tmp_path / "b", 5 * number), mirror / "step-00000000") == []
+    assert len(losses) == total
+    assert max(abs(a - b) / abs(b) for a, b in zip(losses, straight["losses"], strict=True)) <= bound
+
+
+@pytest.mark.parametrize(("before", "after"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "float16")])
+def test_master_weights_cross_a_change_of_precision(
+    workers: Workers, tmp_path: Path, before: str, after: str
+) -> None:
+    folder = str(tmp_path / "b")
+    first = {"precision": {**BF16, "compute": before}}
+    second = {"precision": {**BF16, "compute": after}}
+    workers.run(2, "checkpoint_cases:trained", folder=folder, steps=5, sections=first)
+    workers.run(3, "checkpoint_cases:trained", folder=folder, steps=6, sections=second, mirror=str(tmp_path / "m"))
+    was, now = tensors(step(tmp_path / "b", 5)), tensors(tmp_path / "m" / "step-00000000")
+    for name in (name.removeprefix("model ") for name in was if name.startswith("model ")):
+        old = was.get(f"optimizer/master {name}", was[f"model {name}"])
+        new = now.get(f"optimizer/master {name}", now[f"model {name}"])
+        assert old.dtype == new.dtype == torch.float32
+        assert torch.equal(old, new), name
