@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +13,7 @@ from typing import Any
 import torch
 from trainer_cases import gpt2, llama, sentences, settings
 
-from zeromesh import Callback, Trainer
+from zeromesh import Callback, Trainer, faults
 from zeromesh.checkpoint.saver import Content, Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.mesh.groups import Mesh
@@ -41,6 +45,19 @@ class Mirror(Callback):
         assert saved is not None and not saved.failure, saved
 
 
+class Slow(Callback):
+    """Leaves time for a kill: says when training begins, and rests after every step."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self._marker.write_text("")
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        time.sleep(0.03)
+
+
 def configured(folder: str, steps: int, sections: Mapping[str, Any]) -> dict[str, Any]:
     """A run of `steps` steps with a checkpoint after every fifth."""
     base = settings(
@@ -55,12 +72,35 @@ def configured(folder: str, steps: int, sections: Mapping[str, Any]) -> dict[str
 
 
 def trained(
-    mesh: Mesh, *, folder: str, steps: int, sections: dict[str, Any], kind: str = "llama", mirror: str | None = None
+    mesh: Mesh,
+    *,
+    folder: str,
+    steps: int,
+    sections: dict[str, Any],
+    kind: str = "llama",
+    mirror: str | None = None,
+    marker: str | None = None,
 ) -> dict[str, Any]:
     """Train up to `steps`, going on from what is there; the losses of this process and where it began."""
     torch.manual_seed(7)
-    callbacks = [Mirror(Path(mirror))] if mirror else []
+    callbacks: list[Callback] = [Mirror(Path(mirror))] if mirror else []
+    callbacks += [Slow(Path(marker))] if marker else []
     with Trainer(MODELS[kind](), configured(folder, steps, sections), sentences(), callbacks=callbacks) as trainer:
         report = trainer.fit()
     losses = [line["loss"] for line in read_metrics(Path(folder) / "run" / "metrics.jsonl")]
     return {"losses": list(report.losses), "all": losses, "step": report.final_step}
+
+
+def struck(mesh: Mesh, *, fault: str, **arguments: Any) -> dict[str, Any]:
+    """As `trained`, with a fault as the environment would ask for it."""
+    os.environ["ZEROMESH_FAULT"] = fault
+    faults._fault.cache_clear()
+    return trained(mesh, **arguments)
+
+
+def noted(mesh: Mesh, *, fault: str = "", **arguments: Any) -> dict[str, Any]:
+    """As `trained`, with what the console said."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        found = struck(mesh, fault=fault, **arguments) if fault else trained(mesh, **arguments)
+    return {**found, "said": said.getvalue()}

@@ -17,7 +17,7 @@ from zeromesh.checkpoint import manifest as manifests
 from zeromesh.checkpoint.blocks import GRID, overlapping
 from zeromesh.checkpoint.manifest import Manifest, Piece, StoredTensor, checksum
 from zeromesh.checkpoint.tensor_files import parse_json
-from zeromesh.errors import CheckpointError
+from zeromesh.errors import CheckpointError, ZeromeshError
 from zeromesh.offload.aio import PositionalFile
 from zeromesh.offload.pool import StagingPool
 
@@ -50,21 +50,29 @@ class Target:
 class CheckpointReader:
     """A checkpoint whose manifest is sound and whose files are all there, at their sizes.
 
+    `checked` False takes also parts, and directories whose files are not right (`problems` says how): for tools that look closer.
+
     Raises:
         CheckpointError: at construction, that names the first thing that is wrong.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, checked: bool = True) -> None:
         self.directory = directory
         self.digest, self.manifest = _manifest_of(directory)
-        if self.manifest.part[1] > 1:
+        if checked and self.manifest.part[1] > 1:
             index, count = self.manifest.part
             raise CheckpointError(
                 f"{directory} is part {index + 1} of {count}, one of each host; put them together first: "
                 "`zeromesh checkpoint merge PART PART ... --out DIR`"
             )
-        self._check_files()
+        if checked:
+            for _, problem in self.problems():
+                raise CheckpointError(problem)
         self._tensors = {(tensor.spec.kind, tensor.spec.name): tensor for tensor in self.manifest.tensors}
+
+    def pieces(self) -> list[Piece]:
+        """Every piece of every file, those of a file in order."""
+        return [piece for record in self.manifest.files.values() for piece in record.pieces]
 
     def tensor(self, kind: str, name: str) -> StoredTensor | None:
         """A stored tensor, under its own name or that of a tied one."""
@@ -80,7 +88,7 @@ class CheckpointReader:
         if record is None:
             raise CheckpointError(f"{self.directory} has no {path}")
         parts: list[bytes] = []
-        self._stream(record.pieces, lambda piece, data: parts.append(data.numpy().tobytes()), lambda: None)
+        self.stream(record.pieces, lambda piece, data: parts.append(data.numpy().tobytes()), lambda: None)
         return b"".join(parts)
 
     def read(self, targets: Iterable[Target], tell: Callable[[], None]) -> None:
@@ -101,12 +109,11 @@ class CheckpointReader:
                 _copy_out(target, piece, data)
             tell()
 
-        self._stream(needed, use, tell)
+        self.stream(needed, use, tell)
 
     def verify(self, tell: Callable[[], None] = lambda: None) -> None:
         """Read and verify everything. Raises as `read` does."""
-        every = [piece for record in self.manifest.files.values() for piece in record.pieces]
-        self._stream(every, lambda piece, data: None, tell)
+        self.stream(self.pieces(), lambda piece, data: None, tell)
 
     def _covering(self, path: str, targets: Sequence[Target]) -> Iterator[Piece]:
         """Pieces of a file that hold a byte of the targets, which are in order."""
@@ -118,10 +125,17 @@ class CheckpointReader:
                     yield piece
                     last = piece
 
-    def _stream(
-        self, pieces: Sequence[Piece], use: Callable[[Piece, torch.Tensor], None], tell: Callable[[], None]
+    def stream(
+        self,
+        pieces: Sequence[Piece],
+        use: Callable[[Piece, torch.Tensor], None],
+        tell: Callable[[], None],
+        failed: Callable[[Piece, ZeromeshError], None] | None = None,
     ) -> None:
-        """Read and verify pieces in order, a few ahead, and hand each to `use`."""
+        """Read and verify pieces in order, a few ahead, and hand each to `use`, 1-D uint8.
+
+        `failed`, if given, gets the pieces that are not what was written and why, instead of this method raising as `read` does.
+        """
         largest = max((piece.end - piece.begin for piece in pieces), default=0)
         if largest > GRID:
             raise CheckpointError(f"{self.directory}: a piece of {largest:,} bytes; the format's grid is {GRID:,}")
@@ -132,13 +146,13 @@ class CheckpointReader:
             try:
                 for piece in pieces:
                     if len(flying) == _STAGING_BUFFERS:
-                        _finish(flying, pool, use)
+                        _finish(flying, pool, use, failed)
                     if piece.path not in files:
                         files[piece.path] = PositionalFile(self.directory / piece.path)
                     buffer = pool.take()
                     flying.append((piece, buffer, threads.submit(self._fetch, files[piece.path], piece, buffer)))
                 while flying:
-                    _finish(flying, pool, use)
+                    _finish(flying, pool, use, failed)
             finally:
                 threads.shutdown(cancel_futures=True)
                 for file in files.values():
@@ -163,27 +177,38 @@ class CheckpointReader:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return f"; they hold {', '.join(names[:3])}{more}" if names else ""
 
-    def _check_files(self) -> None:
-        """Every file is a plain file of its size, and none that holds weights comes from elsewhere."""
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Files that are not plain files of their sizes, or that hold weights and come from elsewhere: each path, and what it is.
+
+        Of a part, files that have no piece in it may be absent.
+        """
         for path, record in self.manifest.files.items():
-            where = self.directory / path
-            try:
-                if path.count("/") and not stat.S_ISDIR(where.parent.lstat().st_mode):
-                    raise CheckpointError(f"{where.parent} is no directory")
-                found = where.lstat()
-            except OSError as error:
-                raise CheckpointError(f"{where} cannot be read: {error.strerror or error}") from error
-            if not stat.S_ISREG(found.st_mode):
-                raise CheckpointError(f"{where} is a link or no file")
-            if found.st_size != record.nbytes:
-                raise CheckpointError(f"{where} has {found.st_size:,} bytes, {record.nbytes:,} were written")
+            if record.pieces or self.manifest.part[1] == 1:
+                problem = self._problem(path, record.nbytes)
+                if problem:
+                    yield path, problem
         foreign = [path for path in _files_in(self.directory) if Path(path).suffix in _PAYLOADS]
         foreign = [path for path in foreign if path not in self.manifest.files]
         if foreign:
-            raise CheckpointError(
+            yield (
+                foreign[0],
                 f"{self.directory} holds {', '.join(foreign[:3])}, which {manifests.NAME} does not name; "
-                "move what is not of this checkpoint elsewhere"
+                "move what is not of this checkpoint elsewhere",
             )
+
+    def _problem(self, path: str, nbytes: int) -> str:
+        where = self.directory / path
+        try:
+            if path.count("/") and not stat.S_ISDIR(where.parent.lstat().st_mode):
+                return f"{where.parent} is no directory"
+            found = where.lstat()
+        except OSError as error:
+            return f"{where} cannot be read: {error.strerror or error}"
+        if not stat.S_ISREG(found.st_mode):
+            return f"{where} is a link or no file"
+        if found.st_size != nbytes:
+            return f"{where} has {found.st_size:,} bytes, {nbytes:,} were written"
+        return ""
 
 
 def _manifest_of(directory: Path) -> tuple[str, Manifest]:
@@ -209,11 +234,18 @@ def _finish(
     flying: deque[tuple[Piece, torch.Tensor, Future[None]]],
     pool: StagingPool,
     use: Callable[[Piece, torch.Tensor], None],
+    failed: Callable[[Piece, ZeromeshError], None] | None,
 ) -> None:
     """Wait for the oldest read, use it, and hand its buffer back."""
     piece, buffer, future = flying.popleft()
-    future.result()
-    use(piece, buffer[: piece.end - piece.begin])
+    try:
+        future.result()
+    except ZeromeshError as error:
+        if failed is None:
+            raise
+        failed(piece, error)
+    else:
+        use(piece, buffer[: piece.end - piece.begin])
     pool.give(buffer)
 
 

@@ -6,10 +6,10 @@ tensors, so both are undone here: an interval of a local tensor is a list of run
 tensor.
 
     logical [4, 6]         region: all of dim 0, [0, 2) and [4, 6) of dim 1         local [4, 4], interval [2, 9)
-      0  1  .  .  4  5                                                               run  local 2   logical 4   length 2
-      6  7  .  . 10 11                                                               run  local 4   logical 6   length 2
-     12 13  .  . 16 17                                                               run  local 6   logical 10  length 2
-     18 19  .  . 22 23                                                               run  local 8   logical 12  length 1
+      0  1  .  .  4  5                                                               run  local 2   logical 4   length 4
+      6  7  .  . 10 11                                                               run  local 6   logical 10  length 3
+     12 13  .  . 16 17
+     18 19  .  . 22 23
 """
 
 from __future__ import annotations

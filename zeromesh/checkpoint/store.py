@@ -50,14 +50,24 @@ class CheckpointStore:
         """Where it is written."""
         return self.root / f"step-{step:08d}.tmp"
 
-    def clean(self) -> list[str]:
-        """Remove what dead runs left behind; returns the names."""
+    @staticmethod
+    def is_checkpoint(path: Path) -> bool:
+        """Whether a path has the name of a checkpoint, and is a directory."""
+        return bool(_STEP.fullmatch(path.name)) and path.is_dir()
+
+    def leftovers(self) -> list[str]:
+        """Names of what is being written or removed, or was when a run was killed."""
         if not self.root.is_dir():
             return []
-        left = [path for path in self.root.iterdir() if _TMP.fullmatch(path.name) or _TRASH.fullmatch(path.name)]
-        for path in left:
-            shutil.rmtree(path, ignore_errors=True)
-        return sorted(path.name for path in left)
+        names = [path.name for path in self.root.iterdir()]
+        return sorted(name for name in names if _TMP.fullmatch(name) or _TRASH.fullmatch(name))
+
+    def clean(self) -> list[str]:
+        """Remove what dead runs left behind; returns the names."""
+        left = self.leftovers()
+        for name in left:
+            shutil.rmtree(self.root / name, ignore_errors=True)
+        return left
 
     def create(self, step: int, files: Sequence[FileLayout]) -> Path:
         """The temporary directory of a checkpoint, with its files at their full sizes.

@@ -77,7 +77,7 @@ def edges_of(sources: Sequence[Source]) -> list[Edge]:
     found = []
     for file, members in _by_file(sources).items():
         for edge in edges(_extents(members)):
-            data = b"".join(source.bytes_of(edge) for source in members)
+            data = b"".join(source.bytes_of(edge) for source in overlapping(members, edge.start, edge.end))
             found.append(Edge(file=file, begin=edge.start, data=data))
     return found
 

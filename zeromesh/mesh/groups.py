@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from zeromesh.errors import CollectiveError, ConfigError, StorageError
+from zeromesh.errors import CollectiveError, ConfigError, StorageError, ZeromeshError
 from zeromesh.mesh.axes import Axis, MeshShape
 from zeromesh.mesh.board import SharedBoard, Store, StoreBoard
 from zeromesh.mesh.launch import LaunchEnvironment
@@ -135,12 +135,20 @@ class Mesh:
         self._owns_group = False
         self.watch: Watch | None = None
         self._one_host = True
-        if self.world_size > 1:
-            self._connect(timeout_seconds)
-        self.world = self._process_set("world", ("pipeline", "replicate", "shard", "tensor"))
-        self.data = self._process_set("data", ("replicate", "shard"))
-        self.shard = self._process_set("shard", ("shard",))
-        self.replicate = self._process_set("replicate", ("replicate",))
+        try:
+            if self.world_size > 1:
+                self._connect(timeout_seconds)
+            self.world = self._process_set("world", ("pipeline", "replicate", "shard", "tensor"))
+            self.data = self._process_set("data", ("replicate", "shard"))
+            self.shard = self._process_set("shard", ("shard",))
+            self.replicate = self._process_set("replicate", ("replicate",))
+        except ZeromeshError:
+            raise
+        except RuntimeError as error:  # torch has no narrower kind for what gloo and the store meet
+            raise CollectiveError(
+                f"rank {self.rank} could not join the others at {environment.master_address}:{environment.master_port} "
+                f"({str(error).splitlines()[0]}); a rank has ended meanwhile, or cannot be reached"
+            ) from error
         self.data_index = shape.data_index(self.rank)
 
     def _connect(self, timeout_seconds: float) -> None:

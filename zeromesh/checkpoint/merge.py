@@ -1,0 +1,130 @@
+"""One checkpoint from the parts that hosts without a shared disk have written.
+
+Each part is a directory with the same files at their full sizes, of which its manifest lists the pieces that are in it:
+
+    part 0 of 2    pieces  [0, 4 MiB)               [8 MiB, 9 MiB)
+    part 1 of 2    pieces            [4 MiB, 8 MiB)
+    merged         pieces  [0, 4 MiB) [4 MiB, 8 MiB) [8 MiB, 9 MiB)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from zeromesh.checkpoint import manifest as manifests
+from zeromesh.checkpoint.fresh import fresh_directory, write_synced
+from zeromesh.checkpoint.manifest import FileRecord, Manifest, Piece
+from zeromesh.checkpoint.reader import CheckpointReader
+from zeromesh.errors import CheckpointError
+from zeromesh.offload.aio import PositionalFile
+
+
+def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:
+    """The parts of one checkpoint, in order.
+
+    Raises:
+        CheckpointError: when they are not of one checkpoint, one is absent, or their pieces are not each byte once.
+    """
+    readers = [CheckpointReader(directory, checked=False) for directory in directories]
+    first = readers[0]
+    found: dict[int, CheckpointReader] = {}
+    for reader in readers:
+        for _, problem in reader.problems():
+            raise CheckpointError(problem)
+        _check_same(first, reader)
+        index, count = reader.manifest.part
+        if count == 1:
+            raise CheckpointError(
+                f"{reader.directory} is a whole checkpoint, not a part of one; there is nothing to merge"
+            )
+        if index in found:
+            raise CheckpointError(
+                f"{found[index].directory} and {reader.directory} are both part {index + 1} of {count}"
+            )
+        found[index] = reader
+    count = first.manifest.part[1]
+    absent = [str(index + 1) for index in range(count) if index not in found]
+    if absent:
+        raise CheckpointError(f"part {', '.join(absent[:5])} of {count} is missing; give the directories of all hosts")
+    return [found[index] for index in range(count)]
+
+
+def _check_same(first: CheckpointReader, other: CheckpointReader) -> None:
+    one, two = first.manifest, other.manifest
+    shared = one.files.keys() & two.files.keys()
+    sizes = [{path: each.files[path].nbytes for path in shared} for each in (one, two)]
+    differ = [
+        what
+        for what, here, there in (
+            ("step", one.step, two.step),
+            ("number of parts", one.part[1], two.part[1]),
+            ("the sizes of files", sizes[0], sizes[1]),
+            ("tensors", set(one.tensors), set(two.tensors)),
+            ("aliases", dict(one.aliases), dict(two.aliases)),
+            ("layout", dict(one.layout), dict(two.layout)),
+        )
+        if here != there
+    ]
+    if differ:
+        raise CheckpointError(
+            f"{first.directory} and {other.directory} are not parts of one checkpoint: they differ in {', '.join(differ)}"
+        )
+
+
+def merged_manifest(parts: Sequence[CheckpointReader]) -> Manifest:
+    """The manifest of the whole. Raises `CheckpointError` where pieces overlap or leave a gap."""
+    one = parts[0].manifest
+    files = {}
+    for path in {path: None for part in parts for path in part.manifest.files}:
+        records = [part.manifest.files[path] for part in parts if path in part.manifest.files]
+        pieces = tuple(sorted((piece for each in records for piece in each.pieces), key=lambda piece: piece.begin))
+        _check_tiles(path, pieces, records[0].nbytes)
+        files[path] = FileRecord(nbytes=records[0].nbytes, pieces=pieces)
+    return replace(one, files=files, part=(0, 1))
+
+
+def _check_tiles(path: str, pieces: Sequence[Piece], nbytes: int) -> None:
+    end = 0
+    for begin, stop in [*((piece.begin, piece.end) for piece in pieces), (nbytes, nbytes)]:
+        if begin > end:
+            raise CheckpointError(
+                f"{path}: bytes [{end:,}, {begin:,}) are in no part: the checkpoint was never complete"
+            )
+        if begin < end:
+            raise CheckpointError(f"{path}: bytes [{begin:,}, {end:,}) are in two parts")
+        end = stop
+
+
+def merge(parts: Sequence[CheckpointReader], out: Path, tell: Callable[[int], None]) -> Manifest:
+    """Write the whole checkpoint to `out`, verifying every piece on its way; `tell` gets the bytes of each.
+
+    Raises:
+        CheckpointError: when a piece is not what was written, or pieces are not each byte once.
+        ConfigError, StorageError: where `out` cannot be written.
+    """
+    whole = merged_manifest(parts)
+    text = whole.to_json()
+    manifests.parse(out / manifests.NAME, text)
+    with fresh_directory(out, whole.nbytes) as directory:
+        for path, record in whole.files.items():
+            (directory / path).parent.mkdir(exist_ok=True)
+            with PositionalFile(directory / path, write=True, size=record.nbytes) as file:
+                _copy(parts, path, file, tell)
+                file.sync()
+        write_synced(directory / manifests.NAME, text)
+    return whole
+
+
+def _copy(parts: Sequence[CheckpointReader], path: str, file: PositionalFile, tell: Callable[[int], None]) -> None:
+    def use(piece: Piece, data: torch.Tensor) -> None:
+        file.write(data, piece.begin)
+        tell(data.numel())
+
+    for part in parts:
+        record = part.manifest.files.get(path)
+        if record is not None:
+            part.stream(record.pieces, use, lambda: None)
