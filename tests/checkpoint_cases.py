@@ -42,20 +42,22 @@ class Mirror(Callback):
         )
         saver.begin(0, content)
         saved = saver.finish()
-        assert saved is not None and not saved.failure, saved
+        assert saved is not None
+        assert not saved.failure, saved
 
 
 class Slow(Callback):
     """Leaves time for a kill: says when training begins, and rests after every step."""
 
-    def __init__(self, marker: Path) -> None:
+    def __init__(self, marker: Path, rest: float) -> None:
         self._marker = marker
+        self._rest = rest
 
     def on_train_begin(self, trainer: Trainer) -> None:
         self._marker.write_text("")
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-        time.sleep(0.03)
+        time.sleep(self._rest)
 
 
 def configured(folder: str, steps: int, sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,11 +82,12 @@ def trained(
     kind: str = "llama",
     mirror: str | None = None,
     marker: str | None = None,
+    rest: float = 0.03,
 ) -> dict[str, Any]:
     """Train up to `steps`, going on from what is there; the losses of this process and where it began."""
     torch.manual_seed(7)
     callbacks: list[Callback] = [Mirror(Path(mirror))] if mirror else []
-    callbacks += [Slow(Path(marker))] if marker else []
+    callbacks += [Slow(Path(marker), rest)] if marker else []
     with Trainer(MODELS[kind](), configured(folder, steps, sections), sentences(), callbacks=callbacks) as trainer:
         report = trainer.fit()
     losses = [line["loss"] for line in read_metrics(Path(folder) / "run" / "metrics.jsonl")]

@@ -108,7 +108,13 @@ def resumes_or_keeps_one(
 )
 @pytest.mark.parametrize("site", ["mid-write", "after-rename"])
 def test_damage_is_named_and_the_checkpoint_before_it_used(
-    workers: Workers, fresh: Any, tmp_path: Path, undisturbed: tuple[Path, list[float]], kind: str, words: str, site: str
+    workers: Workers,
+    fresh: Any,
+    tmp_path: Path,
+    undisturbed: tuple[Path, list[float]],
+    kind: str,
+    words: str,
+    site: str,
 ) -> None:
     # The write that is damaged is of the second of two checkpoints: it is found when the run is resumed.
     count = pieces_of(step(undisturbed[0], 5), 0) + 1 if site == "mid-write" else 2
@@ -155,16 +161,16 @@ def test_saves_that_always_fail_end_the_run(fresh: Any, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_in_a_save_is_named(fresh: Any, tmp_path: Path) -> None:
-    outcomes = fresh(
-        "struck", stuck=(1,), fault="hang@mid-write:1:2", folder=str(tmp_path), steps=STEPS, sections={}
-    )
+    outcomes = fresh("struck", stuck=(1,), fault="hang@mid-write:1:2", folder=str(tmp_path), steps=STEPS, sections={})
     assert outcomes[0].error == "CollectiveError"
     assert "rank 1" in outcomes[0].message
 
 
 def test_other_settings_are_refused_and_listed(workers: Workers, fresh: Any, tmp_path: Path) -> None:
     workers.run(2, "checkpoint_cases:trained", folder=str(tmp_path), steps=5, sections={})
-    outcomes = fresh("trained", folder=str(tmp_path), steps=10, sections={"optimizer": {"lr": 0.5}, "batch": {"global_size": 4}})
+    outcomes = fresh(
+        "trained", folder=str(tmp_path), steps=10, sections={"optimizer": {"lr": 0.5}, "batch": {"global_size": 4}}
+    )
     assert {outcome.error for outcome in outcomes} == {"ConfigError"}
     assert "optimizer.lr: 0.01 then, 0.5 now" in outcomes[0].message
     assert "batch.global_size: 8 then, 4 now" in outcomes[0].message
@@ -234,9 +240,50 @@ def test_kills_at_random_instants(workers: Workers, tmp_path: Path, kills: int) 
     assert unequal(step(tmp_path / "a", 8 * kills), step(tmp_path / "b", 8 * kills)) == []
 
 
-def kill_later(marker: Path, pid: int, seconds: float) -> None:
-    """Kill a process a while after training has begun."""
+def kill_later(marker: Path, pid: int, seconds: float, *signals: signal.Signals) -> None:
+    """Signal a process a while after training has begun, and again after as long."""
     while not marker.exists():
         time.sleep(0.01)
-    time.sleep(seconds)
-    os.kill(pid, signal.SIGKILL)
+    for number in signals or (signal.SIGKILL,):
+        time.sleep(seconds)
+        os.kill(pid, number)
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "words"), [(signal.SIGTERM, "SystemExit", "143"), (signal.SIGINT, "KeyboardInterrupt", "")]
+)
+def test_a_signal_to_one_rank_saves_and_ends_all(
+    workers: Workers,
+    tmp_path: Path,
+    undisturbed: tuple[Path, list[float]],
+    number: signal.Signals,
+    error: str,
+    words: str,
+) -> None:
+    marker = tmp_path / "started"
+    run = {"folder": str(tmp_path), "steps": STEPS, "sections": {"checkpoint": {"every_steps": 100}}}
+    with workers.fresh(PoolOptions(size=2, timeout_seconds=5.0)) as pool:
+        killer = threading.Thread(target=kill_later, args=(marker, pool.pids[1], 0.5, number))
+        killer.start()
+        outcomes = pool.outcomes("checkpoint_cases:trained", timeout=60, marker=str(marker), rest=0.2, **run)
+        killer.join()
+    assert [(outcome.error, outcome.message) for outcome in outcomes] == [(error, words)] * 2
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert 1 <= int(saved.name.removeprefix("step-")) < STEPS
+    found = workers.run(2, "checkpoint_cases:trained", **run)[0]
+    assert found["all"] == undisturbed[1]
+    assert unequal(step(tmp_path, STEPS), step(undisturbed[0], STEPS)) == []
+
+
+def test_a_second_signal_ends_a_rank_at_once(workers: Workers, tmp_path: Path) -> None:
+    marker = tmp_path / "started"
+    run = {"folder": str(tmp_path), "steps": STEPS, "sections": {}}
+    with workers.fresh(PoolOptions(size=1)) as pool:
+        signals = (signal.SIGTERM, signal.SIGTERM)
+        killer = threading.Thread(target=kill_later, args=(marker, pool.pids[0], 1.2, *signals))
+        killer.start()
+        began = time.monotonic()
+        outcomes = pool.outcomes("checkpoint_cases:trained", timeout=60, marker=str(marker), rest=30.0, **run)
+        killer.join()
+    assert outcomes[0].error == "died"
+    assert time.monotonic() - began < 15

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,7 +18,7 @@ from zeromesh.trainer.checkpoint_places import plain
 from zeromesh.trainer.checkpoint_show import state_of
 from zeromesh.trainer.console import RunConsole
 from zeromesh.trainer.state import TrainerState
-from zeromesh.trainer.throughput import Throughput
+from zeromesh.trainer.throughput import Throughput, one_core
 
 _WINDOW_BYTES = 32 << 20
 """Of both checkpoints' elements together that are in memory at once."""
@@ -77,23 +78,22 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Run
     readers = (CheckpointReader(one), CheckpointReader(two))
     console.note(f"A: {one}")
     console.note(f"B: {two}")
-    lines = [*_state_lines(state_of(readers[0]), state_of(readers[1]), tolerance), *_alias_lines(*readers)]
     missing, common = _paired(*readers)
-    compared = _compare(readers, common, console)
+    said = [*_state_lines(state_of(readers[0]), state_of(readers[1]), tolerance), _alias_lines(*readers), missing]
+    with one_core():
+        compared = _compare(readers, common, console)
     apart = sorted((each for each in compared if not each.within(tolerance)), key=lambda each: -each.largest)
-    _tell(console, lines)
-    _tell(console, missing)
-    _tell(console, [each.line() for each in apart])
-    count = sum(each.one.spec.numel for each in compared)
-    same = not (lines or missing or apart)
-    if same:
+    said.append([each.line() for each in apart])
+    for lines in said:
+        _tell(console, lines)
+    if not any(said):
         how = "bit by bit" if tolerance is None else f"within {tolerance:g}"
+        count = sum(each.one.spec.numel for each in compared)
         console.note(f"the same {how}: {len(compared):,} tensors, {count:,} elements")
-    elif apart:
-        console.note(f"{len(apart):,} of {len(compared):,} tensors that both have differ")
-    elif compared:
-        console.note(f"the {len(compared):,} tensors that both have are the same")
-    return same
+        return True
+    both = f"{len(compared):,} tensors that both have"
+    console.note(f"{len(apart):,} of {both} differ" if apart or not compared else f"the {both} are the same")
+    return False
 
 
 def _tell(console: RunConsole, lines: Sequence[str]) -> None:
@@ -106,13 +106,14 @@ def _tell(console: RunConsole, lines: Sequence[str]) -> None:
 # Counters, settings and names
 
 
-def _state_lines(one: TrainerState | None, two: TrainerState | None, tolerance: float | None) -> list[str]:
+def _state_lines(one: TrainerState | None, two: TrainerState | None, tolerance: float | None) -> list[list[str]]:
+    """Lines for counters, and lines for settings."""
     if one is None or two is None:
         names = [name for name, state in (("A", one), ("B", two)) if state is None]
-        return [f"{names[0]} has no trainer_state.json"] if len(names) == 1 else []
+        return [[f"{names[0]} has no trainer_state.json"]] if len(names) == 1 else []
     counters = [field.name for field in fields(one) if field.name not in ("settings", "tracker")]
     first, second = ({name: getattr(state, name) for name in counters} for state in (one, two))
-    return [*_differences(first, second, tolerance), *_differences(one.settings, two.settings, None)]
+    return [[*_differences(first, second, tolerance)], [*_differences(one.settings, two.settings, None)]]
 
 
 def _differences(one: Mapping[str, Any], two: Mapping[str, Any], tolerance: float | None) -> Iterator[str]:
@@ -131,8 +132,7 @@ def _alias_lines(one: CheckpointReader, two: CheckpointReader) -> list[str]:
 def _paired(one: CheckpointReader, two: CheckpointReader) -> tuple[list[str], list[_Apart]]:
     """Lines for tensors that only one has or that have other shapes, and the others, as they lie in A."""
     first, second = ({(t.spec.kind, t.spec.name): t for t in each.manifest.tensors} for each in (one, two))
-    lines = [f"{kind} {name}: only in A" for kind, name in first if (kind, name) not in second]
-    lines += [f"{kind} {name}: only in B" for kind, name in second if (kind, name) not in first]
+    lines = [*_only(first, second, "A"), *_only(second, first, "B")]
     common = []
     for key, tensor in first.items():
         other = second.get(key)
@@ -141,6 +141,17 @@ def _paired(one: CheckpointReader, two: CheckpointReader) -> tuple[list[str], li
         elif other is not None:
             common.append(_Apart(one=tensor, two=other))
     return lines, sorted(common, key=lambda each: (each.one.path, each.one.begin))
+
+
+def _only(here: Iterable[tuple[str, str]], there: Iterable[tuple[str, str]], which: str) -> Iterator[str]:
+    """Lines for what only one has: a kind that the other has nothing of is one line."""
+    others = set(there)
+    kinds = {kind for kind, _ in others}
+    absent = Counter(kind for kind, _ in here if kind not in kinds)
+    yield from (f"{kind} ({count:,} tensors): only in {which}" for kind, count in absent.items())
+    yield from (
+        f"{kind} {name}: only in {which}" for kind, name in here if kind in kinds and (kind, name) not in others
+    )
 
 
 # Elements
@@ -184,8 +195,10 @@ def _note(part: _Part, here: torch.Tensor, there: torch.Tensor) -> None:
     """Take these elements of both into account."""
     apart = part.apart
     if here.dtype == there.dtype:
-        bits = _BITS[here.dtype.itemsize]
-        places = (here.view(bits) != there.view(bits)).nonzero()[:, 0]
+        bits = [each.view(_BITS[each.dtype.itemsize]) for each in (here, there)]
+        if torch.equal(*bits):
+            return
+        places = (bits[0] != bits[1]).nonzero()[:, 0]
     else:
         here, there = here.double(), there.double()
         places = ((here != there) & ~(here.isnan() & there.isnan())).nonzero()[:, 0]

@@ -18,7 +18,6 @@ from bench import activations
 from bench.activations import Activations
 from bench.worker import RESULT
 from bench.workload import Workload
-from zeromesh.mesh.launch import allocator_environment
 
 _SCRIPTS = Path(__file__).resolve().parent.parent
 _LAST_LINES = 25
@@ -100,8 +99,6 @@ def _start(system: str, workload: Workload, logs: list[Path]) -> list[subprocess
         variables = {name: str(number) for name, number in numbers.items()}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
         variables |= {**_ONE_THREAD, "PYTHONPATH": _python_path()}
-        if system.startswith("zeromesh"):
-            variables |= allocator_environment()  # as `zeromesh train` begins
         if workload.device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
         with log.open("wb") as output:

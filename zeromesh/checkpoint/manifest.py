@@ -24,7 +24,15 @@ from typing import Any
 import torch
 import xxhash
 
-from zeromesh.checkpoint.tensor_files import DTYPE_NAMES, DTYPES, TensorSpec, parse_json
+from zeromesh.checkpoint.tensor_files import (
+    DTYPE_NAMES,
+    DTYPES,
+    MAX_DIMS,
+    TensorSpec,
+    check_names,
+    is_size,
+    parse_json,
+)
 from zeromesh.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -32,7 +40,6 @@ FORMAT = "zeromesh-checkpoint"
 SCHEMA = 1
 MAX_BYTES = 1 << 30
 _MAX_FILES = 1_000_000
-_MAX_DIMS = 64
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}"
 _PATH = re.compile(rf"{_PART}(/{_PART})?")
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
@@ -109,7 +116,7 @@ class Manifest:
             "layout": dict(self.layout),
             "part": list(self.part),
         }
-        return json.dumps({**content, "sha256": _hash_of(content)}, separators=(",", ":")).encode()
+        return _signed(content, _hash_of(content))
 
 
 def _tensor_rows(tensors: Iterable[StoredTensor]) -> dict[str, dict[str, list[Any]]]:
@@ -119,6 +126,10 @@ def _tensor_rows(tensors: Iterable[StoredTensor]) -> dict[str, dict[str, list[An
         row = [tensor.path, tensor.begin, DTYPE_NAMES[spec.dtype], list(spec.shape)]
         rows.setdefault(spec.kind, {})[spec.name] = row
     return rows
+
+
+def _signed(content: Mapping[str, Any], digest: str) -> bytes:
+    return json.dumps({**content, "sha256": digest}, separators=(",", ":")).encode()
 
 
 def _hash_of(content: Mapping[str, Any]) -> str:
@@ -135,14 +146,17 @@ def parse(path: Path, raw: bytes) -> Manifest:
     content = parse_json(path, raw)
     found = content.pop("sha256", None)
     if content.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is no manifest of zeromesh: its format is {content.get('format')!r}")
+        raise CheckpointError(f"{path} is no manifest of zeromesh: its format is {content.get('format')!r:.50}")
     schema = content.get("schema")
-    if type(schema) is int and schema > SCHEMA:
-        raise CheckpointError(
-            f"{path} has schema {schema}, this version reads up to {SCHEMA}; use a newer zeromesh to read it"
-        )
-    if found != _hash_of(content):
+    if type(schema) is not int or not 1 <= schema <= SCHEMA:
+        cure = "; use a newer zeromesh to read it" if type(schema) is int and schema > SCHEMA else ""
+        raise CheckpointError(f"{path} has schema {schema!r:.50}, this version reads up to {SCHEMA}{cure}")
+    digest = _hash_of(content)
+    if found != digest:
         raise CheckpointError(f"{path} does not agree with its own sha256: it was changed or is damaged")
+    # The hash is that of the content: a blank at the end or `1E-5` for `1e-5` does not change it.
+    if raw != _signed(content, digest):
+        raise CheckpointError(f"{path} is not written as it was: bytes were added or changed")
     fields = _Fields(path, content)
     part = tuple(fields.integers("part", 2))
     if not 0 <= part[0] < part[1]:
@@ -178,7 +192,7 @@ class _Fields:
 
     def integers(self, name: str, count: int) -> list[int]:
         value = self._content.get(name)
-        if not isinstance(value, list) or len(value) != count or not all(_is_size(item) for item in value):
+        if not isinstance(value, list) or len(value) != count or not all(is_size(item) for item in value):
             raise self._wrong(name, f"a list of {count} whole numbers, 0 or more")
         return value
 
@@ -195,23 +209,19 @@ class _Fields:
         return value
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
-
-
 def _file(path: Path, name: str, value: Any, *, whole: bool) -> FileRecord:
     if not _PATH.fullmatch(name) or name == NAME:
-        raise CheckpointError(f"{path} names the file {name!r}, which is no plain name inside the checkpoint")
+        raise CheckpointError(f"{path} names the file {name[:300]!r}, which is no plain name inside the checkpoint")
     rows = value.get("pieces") if isinstance(value, dict) else None
     nbytes = value.get("bytes") if isinstance(value, dict) else None
-    if not isinstance(rows, list) or not isinstance(nbytes, int) or not _is_size(nbytes):
+    if not isinstance(rows, list) or not isinstance(nbytes, int) or not is_size(nbytes):
         raise CheckpointError(f"{path}: {name} should have a number of bytes and a list of pieces")
     found, end = [], 0
     for row in rows:
         if (
             not isinstance(row, list)
             or len(row) != 4
-            or not (_is_size(row[0]) and _is_size(row[1]) and _is_size(row[3]))
+            or not (is_size(row[0]) and is_size(row[1]) and is_size(row[3]))
             or not isinstance(row[2], str)
             or not _CHECKSUM.fullmatch(row[2])
         ):
@@ -233,7 +243,8 @@ def _tensors(path: Path, kinds: Mapping[str, Any], files: Mapping[str, FileRecor
     found = []
     for kind, rows in kinds.items():
         if not re.fullmatch(_PART, kind) or not isinstance(rows, dict):
-            raise CheckpointError(f"{path}: tensors {kind!r} should be an object, under a plain name")
+            raise CheckpointError(f"{path}: tensors {kind[:300]!r} should be an object, under a plain name")
+        check_names(path, rows)
         found += [_tensor(path, kind, name, row, files) for name, row in rows.items()]
     end, last = 0, ""
     for tensor in sorted(found, key=lambda tensor: (tensor.path, tensor.begin, tensor.end)):
@@ -250,12 +261,12 @@ def _tensor(path: Path, kind: str, name: str, row: Any, files: Mapping[str, File
     if (
         not isinstance(file, str)
         or file not in files
-        or not _is_size(begin)
+        or not is_size(begin)
         or not isinstance(dtype, str)
         or dtype not in DTYPES
         or not isinstance(shape, list)
-        or len(shape) > _MAX_DIMS
-        or not all(_is_size(size) for size in shape)
+        or len(shape) > MAX_DIMS
+        or not all(is_size(size) for size in shape)
     ):
         raise CheckpointError(f"{path}: {kind} {name} is {row!r:.200}, no file of it, byte, dtype and shape")
     spec = TensorSpec(kind=kind, name=name, dtype=DTYPES[dtype], shape=tuple(shape))

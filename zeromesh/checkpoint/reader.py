@@ -21,6 +21,8 @@ from zeromesh.errors import CheckpointError, ZeromeshError
 from zeromesh.offload.aio import PositionalFile
 from zeromesh.offload.pool import StagingPool
 
+MAX_CONTENT_BYTES = 256 << 20
+"""Of a file that is read into memory as a whole."""
 _STAGING_BUFFERS = 4
 _IO_THREADS = 2
 _PAYLOADS = frozenset(
@@ -87,6 +89,10 @@ class CheckpointReader:
         record = self.manifest.files.get(path)
         if record is None:
             raise CheckpointError(f"{self.directory} has no {path}")
+        if record.nbytes > MAX_CONTENT_BYTES:
+            raise CheckpointError(
+                f"{self.directory / path} has {record.nbytes:,} bytes; at most {MAX_CONTENT_BYTES:,} are read at once"
+            )
         parts: list[bytes] = []
         self.stream(record.pieces, lambda piece, data: parts.append(data.numpy().tobytes()), lambda: None)
         return b"".join(parts)
@@ -136,9 +142,11 @@ class CheckpointReader:
 
         `failed`, if given, gets the pieces that are not what was written and why, instead of this method raising as `read` does.
         """
-        largest = max((piece.end - piece.begin for piece in pieces), default=0)
-        if largest > GRID:
-            raise CheckpointError(f"{self.directory}: a piece of {largest:,} bytes; the format's grid is {GRID:,}")
+        for piece in pieces:
+            if piece.end - piece.begin > GRID:
+                raise CheckpointError(
+                    f"{self.directory / piece.path} has a piece of {piece.end - piece.begin:,} bytes; the format's grid is {GRID:,}"
+                )
         pool = StagingPool(_STAGING_BUFFERS, GRID)
         files: dict[str, PositionalFile] = {}
         flying: deque[tuple[Piece, torch.Tensor, Future[None]]] = deque()
@@ -187,12 +195,11 @@ class CheckpointReader:
                 problem = self._problem(path, record.nbytes)
                 if problem:
                     yield path, problem
-        foreign = [path for path in _files_in(self.directory) if Path(path).suffix in _PAYLOADS]
-        foreign = [path for path in foreign if path not in self.manifest.files]
+        foreign = [path for path in _files_in(self.directory) if path not in self.manifest.files and _has_weights(path)]
         if foreign:
             yield (
                 foreign[0],
-                f"{self.directory} holds {', '.join(foreign[:3])}, which {manifests.NAME} does not name; "
+                f"{self.directory} holds {', '.join(map(repr, foreign[:3]))}, which {manifests.NAME} does not name; "
                 "move what is not of this checkpoint elsewhere",
             )
 
@@ -225,6 +232,11 @@ def _manifest_of(directory: Path) -> tuple[str, Manifest]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
+def _has_weights(path: str) -> bool:
+    name = Path(path).name.lower()
+    return name in _PAYLOADS or Path(name).suffix in _PAYLOADS
+
+
 def _files_in(directory: Path) -> Iterator[str]:
     for folder, _, names in os.walk(directory, followlinks=False):
         yield from ((Path(folder) / name).relative_to(directory).as_posix() for name in names)
@@ -252,8 +264,8 @@ def _finish(
 def _copy_out(target: Target, piece: Piece, data: torch.Tensor) -> None:
     dtype = target.tensor.spec.dtype
     begin, end = max(target.begin, piece.begin), min(target.end, piece.end)
-    # An element of a hostile file might lie across two pieces; those that are written here never do.
-    if begin % dtype.itemsize or end % dtype.itemsize:
+    # Of a hostile manifest, an element might lie across two pieces, or not aligned in memory; those written here never do.
+    if any(at % dtype.itemsize for at in (begin, end, begin - piece.begin)):
         raise CheckpointError(
             f"{piece.path}: the piece [{piece.begin}, {piece.end}) cuts an element of {target.tensor.spec.name}"
         )

@@ -24,6 +24,8 @@ from zeromesh.flat.split import round_up
 from zeromesh.offload.aio import BLOCK
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_DIMS = 64
+_MAX_NAME = 1000
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -168,6 +170,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise CheckpointError(f"{path} says that its header has {length} bytes, but the file has {size}")
         content = parse_json(path, file.read(length))
     content.pop("__metadata__", None)
+    check_names(path, content)
     entries = {name: _entry(path, name, fields, 8 + length) for name, fields in content.items()}
     position = 8 + length
     for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
@@ -188,14 +191,30 @@ def _entry(path: Path, name: str, fields: Any, origin: int) -> Entry:
         raise CheckpointError(f"{path} has no dtype, shape and two data_offsets for {name}") from None
     if not isinstance(code, str) or code not in DTYPES:
         hint = "; quantized weights are dequantized first" if str(code).startswith(("F8", "F4", "F6")) else ""
-        raise CheckpointError(f"{path} holds {name} as {code!r}; known are {', '.join(DTYPES)}{hint}")
+        raise CheckpointError(f"{path} holds {name} as {code!r:.50}; known are {', '.join(DTYPES)}{hint}")
     numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise CheckpointError(f"{path} has a shape or offsets for {name} that are not whole numbers")
+    if len(numbers) > MAX_DIMS + 2:
+        raise CheckpointError(f"{path} gives {name} {len(shape):,} dims; at most {MAX_DIMS} are allowed")
+    if not all(is_size(number) for number in numbers):
+        raise CheckpointError(f"{path} has a shape or offsets for {name} that are not whole numbers below 2**62")
     if end - begin != math.prod(shape) * DTYPES[code].itemsize:
         raise CheckpointError(f"{path} gives {name} {end - begin} bytes, {code}{shape} has another size")
     dtype = DTYPES[code]
     return Entry(name=name, path=path, dtype=dtype, shape=tuple(shape), begin=origin + begin, end=origin + end)
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value from an untrusted file can be a number of bytes or elements."""
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def check_names(path: Path, names: Iterable[str]) -> None:
+    """Raise `CheckpointError` for a tensor's name that would not stay what it is on a terminal or in UTF-8."""
+    for name in names:
+        if len(name) > _MAX_NAME or not name.isprintable():
+            raise CheckpointError(
+                f"{path} has a tensor called {name[:100]!r}; names are of at most {_MAX_NAME:,} printable characters"
+            )
 
 
 def parse_json(path: Path, raw: bytes) -> dict[str, Any]:

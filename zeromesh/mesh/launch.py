@@ -100,26 +100,6 @@ def worker_environment(
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
 
-def allocator_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variable that a process needs at its birth for freed activations to be used again; none where it is set.
-
-    glibc before 2.38 splits a few bytes off every aligned block. Its cache for small blocks keeps them apart for ever, and what is
-    left is too small for the next block of that size: see docs/decisions/0009-no-cache-for-small-blocks.md.
-    """
-    environ = os.environ if environ is None else environ
-    if sys.platform != "linux" or environ.get("GLIBC_TUNABLES"):
-        return {}
-    return {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"}
-
-
-def begin_again(variables: Mapping[str, str]) -> None:
-    """Start this process's program again, in its place, with more variables; returns at once where there are none."""
-    if variables:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **variables})
-
-
 @contextmanager
 def exported(variables: Mapping[str, str]) -> Iterator[None]:
     """Set variables for the processes that start inside the context, and put the old ones back after it."""

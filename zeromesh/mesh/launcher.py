@@ -24,12 +24,18 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from zeromesh.errors import CollectiveError, ZeromeshError
 from zeromesh.mesh.launch import LOOPBACK, exported, setting, worker_environment
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_RENDEZVOUS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""With the shared store a launcher that joins later never learns where the workers' store is (torch 2.13)."""
+_STOPPED = {128 + int(number): number.name for number in (signal.SIGINT, signal.SIGTERM)}
+_LAST_CALL_SECONDS = 1
+"""How long launchers wait for further ones once enough are there. torch's 30 seconds pass after every change."""
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -42,37 +48,71 @@ class WorkersFailed:
     exit_code: int
 
     def __str__(self) -> str:
+        if not self.ranks:
+            return self.message
         who = "rank" if len(self.ranks) == 1 else "ranks"
         return f"{who} {', '.join(map(str, self.ranks))}: {self.message}"
 
 
-def launch_workers(arguments: Sequence[str], *, processes: int) -> WorkersFailed | int:
-    """Run `python ARGUMENTS` as ranks 0 to `processes` - 1 of this host, and wait for all of them.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nodes:
+    """Launchers that start a run together, each its own workers, and that may come and go while it runs.
+
+    `endpoint` is `HOST:PORT` of the launcher that the others find; all give the same `run_id`. After a failure, and when
+    launchers come or go, all workers start again, failures at most `max_restarts` times.
+    """
+
+    least: int = 1
+    most: int = 1
+    endpoint: str = f"{LOOPBACK}:0"
+    run_id: str = ""
+    max_restarts: int = 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one launcher."""
+        return self.most == 1
+
+
+def launch_workers(arguments: Sequence[str], *, processes: int, nodes: Nodes = Nodes()) -> WorkersFailed | int:
+    """Run `python ARGUMENTS` as `processes` ranks on this host, with those of other nodes, and wait for all of them.
 
     Returns 0 when all succeed, what failed when one does not, and 128 plus the signal's number when this
     process was told to stop; the workers are gone then.
     """
-    with exported(worker_environment(processes)), _quiet_elastic(), _kept_signal_handlers():
+    with exported({**worker_environment(processes), **_RENDEZVOUS}), _quiet_elastic(), _kept_signal_handlers():
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
+            min_nodes=nodes.least,
+            max_nodes=nodes.most,
             nproc_per_node=processes,
-            run_id=uuid.uuid4().hex,
+            run_id=nodes.run_id or uuid.uuid4().hex,
             rdzv_backend="c10d",
-            rdzv_endpoint=f"{LOOPBACK}:0",
-            local_addr=LOOPBACK,
-            max_restarts=0,
+            rdzv_endpoint=nodes.endpoint,
+            rdzv_configs={"last_call_timeout": _LAST_CALL_SECONDS},
+            local_addr=LOOPBACK if nodes.endpoint.rpartition(":")[0] in (LOOPBACK, "localhost") else None,
+            max_restarts=nodes.max_restarts,
             monitor_interval=0.1,
         )
         try:
             elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
             return _first_failure(error.failures)
+        except RendezvousError as error:
+            return WorkersFailed(ranks=(), message=_lost_meeting(nodes, error), exit_code=1)
         except SignalException as error:
             return 128 + int(error.sigval)
         except KeyboardInterrupt:
             return 128 + int(signal.SIGINT)
     return 0
+
+
+def _lost_meeting(nodes: Nodes, error: RendezvousError) -> str:
+    if isinstance(error, RendezvousTimeoutError):
+        return f"fewer than {nodes.least} of the hosts (--nnodes) have come to {nodes.endpoint} in time"
+    return (
+        f"the launcher at {nodes.endpoint}, which the others meet at, cannot be reached ({str(error).splitlines()[0]}); start it "
+        "and the others again, and the run goes on from its newest checkpoint"
+    )
 
 
 def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:
@@ -143,8 +183,11 @@ def _said(failure: ProcessFailure) -> _Said:
             distance=int(details["zeromesh_distance"]),
         )
     if failure.exitcode >= 0:
+        stopped = _STOPPED.get(failure.exitcode)
         return _Said(
-            text=f"ended with exit code {failure.exitcode} and no Python error",
+            text=f"was stopped by {stopped}"
+            if stopped
+            else f"ended with exit code {failure.exitcode} and no Python error",
             time=float(failure.timestamp),
             exit_code=failure.exitcode or 1,
             distance=0,
