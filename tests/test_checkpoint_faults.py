@@ -18,6 +18,7 @@ from test_resume import step, unequal
 from workers import Outcome, Pool, PoolOptions, Workers
 
 STEPS = 15
+FULL = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ SITES = ("before-tmp", "mid-write", "before-manifest", "before-rename", "after-r
 
 
 @pytest.mark.parametrize("site", [*SITES, "forward", "reduce", "optimizer"])
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=FULL), True])
 def test_a_kill_anywhere_loses_nothing_that_was_saved(
     workers: Workers, fresh: Any, tmp_path: Path, undisturbed: tuple[Path, list[float]], site: str, asynchronous: bool
 ) -> None:
@@ -106,7 +107,7 @@ def resumes_or_keeps_one(
         ("truncate", "were written|are not what rank"),  # what others write behind the cut makes the file long again
     ],
 )
-@pytest.mark.parametrize("site", ["mid-write", "after-rename"])
+@pytest.mark.parametrize("site", ["mid-write", pytest.param("after-rename", marks=FULL)])
 def test_damage_is_named_and_the_checkpoint_before_it_used(
     workers: Workers,
     fresh: Any,
@@ -126,8 +127,10 @@ def test_damage_is_named_and_the_checkpoint_before_it_used(
     assert "resumed from step 5" in found["said"]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("site", ["before-tmp", "mid-write", "before-manifest", "before-rename"])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=FULL), True])
+@pytest.mark.parametrize(
+    "site", ["before-tmp", "mid-write", "before-manifest", pytest.param("before-rename", marks=FULL)]
+)
 def test_a_full_disk_is_said_and_training_goes_on(
     workers: Workers, fresh: Any, tmp_path: Path, undisturbed: tuple[Path, list[float]], site: str, asynchronous: bool
 ) -> None:

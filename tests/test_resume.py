@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from workers import Workers
 
+FULL = pytest.mark.full
 BF16 = {"compute": "bfloat16", "master": "float32", "reduce": "float32"}
 
 
@@ -36,18 +37,18 @@ def step(folder: Path, number: int) -> Path:
 @pytest.mark.parametrize(
     ("size", "stage", "sections", "kind"),
     [
-        (2, 0, {}, "llama"),
-        (2, 1, {}, "llama"),
+        pytest.param(2, 0, {}, "llama", marks=FULL),
+        pytest.param(2, 1, {}, "llama", marks=FULL),
         (3, 2, {}, "gpt2"),
         (2, 3, {}, "gpt2"),
-        (1, 3, {}, "llama"),
+        pytest.param(1, 3, {}, "llama", marks=FULL),
         (2, 3, {"precision": BF16}, "llama"),
-        (2, 1, {"precision": {**BF16, "compute": "float16"}}, "llama"),
+        pytest.param(2, 1, {"precision": {**BF16, "compute": "float16"}}, "llama", marks=FULL),
         (2, 2, {"optimizer": {"name": "sgd", "momentum": 0.9, "lr": 0.1}}, "llama"),
-        (2, 3, {"optimizer": {"name": "adagrad"}}, "llama"),
-        (2, 3, {"checkpoint": {"asynchronous": False}}, "llama"),
+        pytest.param(2, 3, {"optimizer": {"name": "adagrad"}}, "llama", marks=FULL),
+        pytest.param(2, 3, {"checkpoint": {"asynchronous": False}}, "llama", marks=FULL),
         (2, 3, {"optimizer": {"in_backward": True}, "run": {"clip_norm": 0.0, "on_nonfinite": "stop"}}, "llama"),
-        (2, 3, {"parallel": {"transport": "gloo"}}, "llama"),
+        pytest.param(2, 3, {"parallel": {"transport": "gloo"}}, "llama", marks=FULL),
     ],
 )
 def test_half_and_half_is_the_whole_bit_by_bit(
@@ -73,7 +74,7 @@ def test_hybrid_sharding_resumes_bit_by_bit(workers: Workers, tmp_path: Path) ->
 LAYOUTS = ((4, 3), (2, 1), (3, 2), (1, 3), (5, 3), (4, 0), (2, 2), (3, 1))
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-9), ("float32", 1e-5)])
+@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-9), pytest.param("float32", 1e-5, marks=FULL)])
 def test_any_sequence_of_sizes_and_stages(workers: Workers, tmp_path: Path, dtype: str, bound: float) -> None:
     sections: dict[str, Any] = {"precision": {"compute": dtype, "master": dtype, "reduce": dtype}}
     total = 5 * len(LAYOUTS)
@@ -96,10 +97,11 @@ def test_any_sequence_of_sizes_and_stages(workers: Workers, tmp_path: Path, dtyp
     assert max(abs(a - b) / abs(b) for a, b in zip(losses, straight["losses"], strict=True)) <= bound
 
 
-@pytest.mark.parametrize(("before", "after"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "float16")])
-def test_master_weights_cross_a_change_of_precision(
-    workers: Workers, tmp_path: Path, before: str, after: str
-) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("float32", "bfloat16"), ("bfloat16", "float32"), pytest.param("bfloat16", "float16", marks=FULL)],
+)
+def test_master_weights_cross_a_change_of_precision(workers: Workers, tmp_path: Path, before: str, after: str) -> None:
     folder = str(tmp_path / "b")
     first = {"precision": {**BF16, "compute": before}}
     second = {"precision": {**BF16, "compute": after}}

@@ -19,7 +19,8 @@ def store_at(path: Path) -> CheckpointStore:
         store = CheckpointStore(root)
         if store.steps() or store.leftovers():
             return store
-    raise ConfigError(f"{path} holds no checkpoints: neither step-* nor {FOLDER}/step-*")
+    hint = "; it is one: `inspect` shows it" if (path / manifests.NAME).exists() else ""
+    raise ConfigError(f"{path} holds no checkpoints: neither step-* nor {FOLDER}/step-*{hint}")
 
 
 def checkpoints_at(path: Path) -> list[Path]:

@@ -125,6 +125,7 @@ class TrainingLoop:
             loss_scale=scaler.scale,
             good_steps=scaler.good_steps,
             seed=run.config.run.seed,
+            max_steps=self._last,
             learning_rate=run.config.optimizer.lr * self._schedule.factor(max(0, run.step - 1)),
             settings=run.settings,
         )

@@ -32,6 +32,7 @@ from zeromesh.trainer.hf.save import save_pretrained
 from zeromesh.trainer.loop import TrainingLoop
 from zeromesh.trainer.memory import require_memory
 from zeromesh.trainer.report import FitReport, Progress
+from zeromesh.trainer.schedules import STEADY
 from zeromesh.trainer.signals import leave, stop_requests
 from zeromesh.trainer.state import settings_of
 from zeromesh.trainer.step import EvaluationResult, Feed, Stepper
@@ -234,6 +235,9 @@ class Run:
             return None
         self.step = state.step
         self.progress.resume(tokens=state.tokens, skipped=state.skipped, loss=state.loss)
+        if state.max_steps != self.config.run.max_steps and self.config.schedule.name not in STEADY:
+            now = f"{state.max_steps} then, {self.config.run.max_steps} now"
+            self.console.note(f"run.max_steps: {now}; the learning rate follows the curve of the new one from here on")
         finished = state.step >= self.config.run.max_steps
         where = f"already finished at step {state.step}" if finished else f"resumed from step {state.step}"
         self.console.note(f"{where} ({human_count(state.tokens)} tokens)")

@@ -151,6 +151,8 @@ _CURVES: dict[str, tuple[Callable[[Schedule, int], float], frozenset[str]]] = {
 }
 
 SCHEDULE_NAMES = tuple(_CURVES)
+STEADY = ("constant", "constant_with_warmup", "inverse_sqrt")
+"""Curves that do not depend on the length of the run."""
 
 
 def _name_problems(schedule: Schedule) -> list[str]:

@@ -38,6 +38,7 @@ class TrainerState:
     loss_scale: float = 1.0
     good_steps: int = 0
     seed: int = 0
+    max_steps: int = 0
     learning_rate: float = 0.0
     tracker: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -61,11 +62,12 @@ class TrainerState:
             state = cls(**values)
         except TypeError as error:
             raise CheckpointError(f"{where}: {NAME} has other fields than this version writes ({error})") from None
-        counters = (state.step, state.samples, state.tokens, state.updates, state.skipped, state.good_steps, state.seed)
+        counters = (state.samples, state.tokens, state.updates, state.skipped, state.good_steps, state.seed)
+        steps = (state.step, state.max_steps)
         numbers = [value for value in (state.loss, state.eval_loss, state.metric) if value is not None]
         numbers += [state.loss_scale, state.learning_rate]
         if (
-            not all(type(count) is int and count >= 0 for count in counters)
+            not all(type(count) is int and count >= 0 for count in (*steps, *counters))
             or not all(isinstance(number, int | float) for number in numbers)
             or not isinstance(state.settings, dict)
             or not isinstance(state.tracker, dict)
