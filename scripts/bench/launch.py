@@ -74,24 +74,32 @@ def run_system(system: str, workload: Workload, *, timeout: float = 900.0) -> Ru
     Raises:
         RunError: when a rank fails, or does not end within `timeout` seconds.
     """
+    return _collect(system, run_ranks("bench.worker", workload, [system, workload.to_json()], timeout=timeout))
+
+
+def run_ranks(module: str, workload: Workload, arguments: list[str], *, timeout: float = 900.0) -> list[Any]:
+    """Run a module as the workload's ranks, each a fresh process; what each printed as its result.
+
+    Raises:
+        RunError: when a rank fails, or does not end within `timeout` seconds.
+    """
     with tempfile.TemporaryDirectory(prefix="zeromesh-bench-") as folder:
         logs = [Path(folder, f"rank{rank}") for rank in range(workload.ranks)]
-        processes = _start(system, workload, logs)
+        processes = _start([sys.executable, "-m", module, *arguments], workload, logs)
         try:
             for process in processes:
                 if process.wait(timeout=timeout):
                     break
         except subprocess.TimeoutExpired as error:
-            raise RunError(f"{system} did not end within {timeout:g} seconds\n{_tails(logs)}") from error
+            raise RunError(f"{arguments[0]} did not end within {timeout:g} seconds\n{_tails(logs)}") from error
         finally:
             failed = _end(processes)
         if failed:
-            raise RunError(f"{system} failed\n{_tails(logs)}")
-        return _collect(system, [_result(log) for log in logs])
+            raise RunError(f"{arguments[0]} failed\n{_tails(logs)}")
+        return [_result(log) for log in logs]
 
 
-def _start(system: str, workload: Workload, logs: list[Path]) -> list[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "bench.worker", system, workload.to_json()]
+def _start(command: list[str], workload: Workload, logs: list[Path]) -> list[subprocess.Popen[bytes]]:
     port = str(_free_port())
     processes = []
     for rank, log in enumerate(logs):
@@ -134,12 +142,11 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> bool:
     return failed or any(process.returncode for process in processes)
 
 
-def _result(log: Path) -> dict[str, Any]:
+def _result(log: Path) -> Any:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(RESULT)]
     if not lines:
         raise RunError(f"a rank ended without a result\n{_tails([log])}")
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix(RESULT))
-    return found
+    return json.loads(lines[-1].removeprefix(RESULT))
 
 
 def _collect(system: str, ranks: list[dict[str, Any]]) -> Run:

@@ -35,7 +35,7 @@ def make_peer(system: str, workload: Workload, device: torch.device) -> Step:
     if system.startswith("deepspeed-"):
         return _deepspeed(model, workload, int(system.removeprefix("deepspeed-")))
     if system.startswith("fsdp2"):
-        return _plain_step(_sharded(model, workload, keep=system == "fsdp2-keep"), workload)
+        return _plain_step(sharded(model, workload, keep=system == "fsdp2-keep"), workload)
     model.to(workload.compute)
     if system == "ddp":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -72,7 +72,8 @@ def _plain_step(net: Any, workload: Workload) -> Step:
     return step
 
 
-def _sharded(model: Any, workload: Workload, *, keep: bool) -> Any:
+def sharded(model: Any, workload: Workload, *, keep: bool) -> Any:
+    """The model with every block and the root sharded."""
     policy = MixedPrecisionPolicy()
     if workload.dtype == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -83,7 +84,8 @@ def _sharded(model: Any, workload: Workload, *, keep: bool) -> Any:
     return model
 
 
-def _deepspeed(model: Any, workload: Workload, stage: int) -> Step:
+def deepspeed_engine(model: Any, workload: Workload, stage: int) -> Any:
+    """DeepSpeed's engine around the model."""
     import deepspeed
 
     settings = {
@@ -103,7 +105,11 @@ def _deepspeed(model: Any, workload: Workload, stage: int) -> Step:
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
     }
-    engine: Any = deepspeed.initialize(model=model, config=settings, model_parameters=model.parameters())[0]
+    return deepspeed.initialize(model=model, config=settings, model_parameters=model.parameters())[0]
+
+
+def _deepspeed(model: Any, workload: Workload, stage: int) -> Step:
+    engine = deepspeed_engine(model, workload, stage)
 
     def step(tokens: Tensor) -> Tensor:
         loss: Tensor = engine(input_ids=tokens, labels=tokens).loss
