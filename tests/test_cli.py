@@ -11,7 +11,7 @@ import pytest
 
 import zeromesh.trainer
 from zeromesh.errors import CollectiveError, ConfigError, DataError, ZeromeshError
-from zeromesh.mesh.launcher import WorkersFailed
+from zeromesh.mesh.launcher import Nodes, WorkersFailed
 from zeromesh.trainer import TrainerConfig
 from zeromesh.trainer.cli import exit_code_of, main
 
@@ -47,7 +47,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The commands that would have been started; the last entry of `results` is what the launcher returns."""
     calls: list[Any] = []
 
-    def launch_workers(arguments: Any, *, processes: int) -> int:
+    def launch_workers(arguments: Any, *, processes: int, nodes: Nodes) -> int:
         calls.append((processes, tuple(arguments)))
         return 0
 

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,8 @@ from zeromesh.trainer.state import NAME, TrainerState
 
 _COLUMNS = ("step", "date (UTC)", "size", "loss", "eval loss", "tokens", "written by", "state")
 _NUMBERS = frozenset({"step", "size", "loss", "eval loss", "tokens", "tensors", "parameters", "bytes"})
-_COUNTERS = (
-    "samples",
-    "tokens",
-    "updates",
-    "skipped",
-    "loss",
-    "eval_loss",
-    "metric",
-    "learning_rate",
-    "loss_scale",
-    "seed",
-)
+_APART = frozenset({"step", "tracker", "settings"})
+"""Of the counters, what has lines of its own."""
 
 
 def list_checkpoints(path: Path, *, as_json: bool) -> str:
@@ -212,9 +202,9 @@ def _writers(reader: CheckpointReader, tensor: StoredTensor) -> list[int]:
 def _rows(reader: CheckpointReader, tensors: Sequence[StoredTensor]) -> list[list[str]]:
     rows = []
     for tensor in tensors:
-        fields = _tensor(reader, tensor)
-        ranks = fields.pop("ranks")
-        rows.append([*(str(value) for value in fields.values()), _ranks_text(ranks)])
+        place = _tensor(reader, tensor)
+        ranks = place.pop("ranks")
+        rows.append([*(str(value) for value in place.values()), _ranks_text(ranks)])
     return rows
 
 
@@ -230,7 +220,7 @@ def _lines(reader: CheckpointReader, state: TrainerState | None) -> list[str]:
     part = f" (part {index + 1} of {count})" if count > 1 else ""
     lines = [f"{reader.directory}{part}", f"step           {manifest.step}"]
     if state is not None:
-        values = {name: getattr(state, name) for name in _COUNTERS}
+        values = {field.name: getattr(state, field.name) for field in fields(state) if field.name not in _APART}
         lines += [f"{name:<14} {value}" for name, value in values.items() if value is not None]
         lines += [f"{'tracker ' + name:<14} {value}" for name, value in state.tracker.items()]
     lines.append(f"{'written by':<14} {_layout_text(manifest.layout) or 'unknown'}")

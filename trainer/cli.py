@@ -1,4 +1,4 @@
-"""The `zeromesh` command: `train` runs a configuration, `config` prints it resolved.
+"""The `zeromesh` command: `train` runs a configuration, `config` prints it resolved, `checkpoint` looks after what runs saved.
 
 Exit codes: 0 done, 2 the configuration or the command line is wrong, 1 anything else, 128 plus the signal's
 number when stopped by one.
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from zeromesh import __version__
 from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.mesh.axes import MeshShape
-from zeromesh.mesh.launch import LaunchEnvironment, allocator_environment, begin_again, read_environment
+from zeromesh.mesh.launch import LaunchEnvironment, read_environment
+from zeromesh.trainer.checkpoint_cli import add_checkpoint_command, run_checkpoint
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_file import load_config
 
@@ -26,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "config":
             sys.stdout.write(load_config(options.config, options.overrides).to_yaml())
             return 0
-        if arguments is None:  # This process is the command, so it may begin anew.
-            begin_again(allocator_environment())
+        if options.command == "checkpoint":
+            return run_checkpoint(options)
         return _train(options)
     except KeyboardInterrupt:
         if not options.worker:
@@ -56,6 +57,21 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="N",
         help="processes to start on this host when no launcher has (default 1)",
     )
+    train.add_argument(
+        "--nnodes",
+        type=_nodes,
+        default=(1, 1),
+        metavar="N|MIN:MAX",
+        help="hosts that run this command together; with MIN:MAX they may come and go (default 1)",
+    )
+    train.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: one of the hosts and a free port")
+    train.add_argument("--rdzv-id", default="zeromesh", metavar="NAME", help="the same on all hosts (default zeromesh)")
+    train.add_argument(
+        "--max-restarts",
+        type=_natural,
+        metavar="N",
+        help="times that all ranks start again from the newest checkpoint after a failure (default 0; 3 with MIN:MAX)",
+    )
     # Set on the command line of the workers that this command starts.
     train.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     config = commands.add_parser("config", help="print a configuration with every default filled in")
@@ -63,12 +79,28 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     for command in (train, config):
         command.add_argument("config", metavar="CONFIG", help="a YAML or JSON file")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys to change, values in YAML")
+    add_checkpoint_command(commands)
     # argparse takes overrides after an option for unknown arguments.
     options, rest = parser.parse_known_args(list(arguments))
-    if any(word.startswith("-") for word in rest):
-        parser.error(f"unknown arguments: {' '.join(word for word in rest if word.startswith('-'))}")
+    unknown = [word for word in rest if word.startswith("-") or options.command == "checkpoint"]
+    if unknown:
+        parser.error(f"unknown arguments: {' '.join(unknown)}")
     options.overrides += rest
     return options
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    least, _, most = text.partition(":")
+    most = most or least
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed is a number of hosts, or MIN:MAX")
+    return int(least), int(most)
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed is an integer >= 0")
+    return int(text)
 
 
 def _positive(text: str) -> int:
@@ -86,7 +118,17 @@ def _train(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     environment = read_environment()
     processes = _processes(options, environment)
-    # A mesh that does not fit is an error here, before any process or group exists.
+    if options.nnodes[1] == 1:
+        _check_mesh(config, processes)
+    if not options.worker and (processes > environment.world_size or options.nnodes[1] > 1 or options.max_restarts):
+        return _launch(options, processes)
+    if not options.worker and environment.rank == 0:
+        _hint("loading torch and transformers")
+    return _fit(config)
+
+
+def _check_mesh(config: TrainerConfig, processes: int) -> None:
+    """A mesh that does not fit is an error here, before any process or group exists."""
     parallel = config.parallel
     MeshShape.resolve(
         processes,
@@ -95,11 +137,6 @@ def _train(options: argparse.Namespace) -> int:
         shard=parallel.shard,
         tensor=parallel.tensor,
     )
-    if processes > environment.world_size:
-        return _launch(options, processes)
-    if not options.worker and environment.rank == 0:
-        _hint("loading torch and transformers")
-    return _fit(config)
 
 
 def _processes(options: argparse.Namespace, environment: LaunchEnvironment) -> int:
@@ -120,10 +157,16 @@ def _processes(options: argparse.Namespace, environment: LaunchEnvironment) -> i
 
 def _launch(options: argparse.Namespace, processes: int) -> int:
     _hint(f"starting {processes} processes")
-    from zeromesh.mesh.launcher import WorkersFailed, launch_workers, python_arguments
+    from zeromesh.mesh.launcher import Nodes, WorkersFailed, launch_workers, python_arguments
 
+    least, most = options.nnodes
+    if most > 1 and not options.rdzv_endpoint:
+        raise ConfigError("--nnodes of several hosts needs --rdzv-endpoint HOST:PORT, the same on all of them")
+    restarts = options.max_restarts if options.max_restarts is not None else 3 * (most > least)
+    meeting = {"endpoint": options.rdzv_endpoint, "run_id": options.rdzv_id} if options.rdzv_endpoint else {}
+    nodes = Nodes(least=least, most=most, max_restarts=restarts, **meeting)
     command = ("train", "--worker", "--", options.config, *options.overrides)
-    result = launch_workers(python_arguments("zeromesh", command), processes=processes)
+    result = launch_workers(python_arguments("zeromesh", command), processes=processes, nodes=nodes)
     if isinstance(result, WorkersFailed):
         _say(str(result))
         return result.exit_code
