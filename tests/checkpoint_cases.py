@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -107,3 +108,25 @@ def noted(mesh: Mesh, *, fault: str = "", **arguments: Any) -> dict[str, Any]:
     with contextlib.redirect_stdout(said):
         found = struck(mesh, fault=fault, **arguments) if fault else trained(mesh, **arguments)
     return {**found, "said": said.getvalue()}
+
+
+def slowed(mesh: Mesh, *, folder: str, rank: int, seconds: float) -> dict[str, Any]:
+    """13 steps in which one rank is slow; what the console said, and the file of ranks in between."""
+    during: list[dict[str, Any]] = []
+
+    class Late(Callback):
+        def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
+            if mesh.rank == rank:
+                time.sleep(seconds)
+
+        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+            path = Path(folder) / "run" / "ranks.json"
+            if step == 13 and path.exists():
+                during.extend(json.loads(path.read_text())["ranks"])
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        config = configured(folder, 13, {"checkpoint": {"every_steps": 0}})
+        with Trainer(llama(), config, sentences(), callbacks=[Late()]) as trainer:
+            trainer.fit()
+    return {"said": said.getvalue(), "during": during}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from typing import Any
@@ -134,7 +135,17 @@ def _bytes_held(transport: Transport) -> int:
     segments = getattr(transport, "_segments", None)
     if segments is not None:
         return os.fstat(segments[0].descriptor).st_blocks * 512
-    return sum(buffer.full.untyped_storage().nbytes() for buffer in transport.buffers)
+    return sum(_resident(buffer.full) for buffer in transport.buffers)
+
+
+def _resident(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's pages that are in memory, by mincore(2)."""
+    start = tensor.data_ptr() // PAGE * PAGE
+    pages = -(-(tensor.data_ptr() + tensor.nbytes - start) // PAGE)
+    found = (ctypes.c_ubyte * pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * PAGE), found) == 0
+    return PAGE * sum(each & 1 for each in found)
 
 
 def refusals(mesh: Mesh) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""The `zeromesh` command: `train` runs a configuration, `config` prints it resolved, `checkpoint` looks after what runs saved.
+"""The `zeromesh` command: `train` runs a configuration, `config` prints it resolved, `checkpoint` looks after what runs saved,
+`status` shows where a run is.
 
 Exit codes: 0 done, 2 the configuration or the command line is wrong, 1 anything else, 128 plus the signal's
 number when stopped by one.
@@ -29,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.command == "checkpoint":
             return run_checkpoint(options)
+        if options.command == "status":
+            return _status(options)
         return _train(options)
     except KeyboardInterrupt:
         if not options.worker:
@@ -79,13 +82,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     for command in (train, config):
         command.add_argument("config", metavar="CONFIG", help="a YAML or JSON file")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys to change, values in YAML")
+    status = commands.add_parser("status", help="where a run that goes on is, rank by rank")
+    status.add_argument("run", metavar="RUN", help="the run's directory")
+    status.set_defaults(worker=False)
     add_checkpoint_command(commands)
     # argparse takes overrides after an option for unknown arguments.
     options, rest = parser.parse_known_args(list(arguments))
-    unknown = [word for word in rest if word.startswith("-") or options.command == "checkpoint"]
+    unknown = [word for word in rest if word.startswith("-") or options.command in ("checkpoint", "status")]
     if unknown:
         parser.error(f"unknown arguments: {' '.join(unknown)}")
-    options.overrides += rest
+    if rest:
+        options.overrides += rest
     return options
 
 
@@ -189,6 +196,14 @@ def _rank_prefix() -> str:
     except ConfigError:
         return ""
     return f"rank {environment.rank}: " if environment.world_size > 1 else ""
+
+
+def _status(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from zeromesh.trainer.status import show_status
+
+    return show_status(Path(options.run))
 
 
 def _hint(message: str) -> None:

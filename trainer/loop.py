@@ -12,6 +12,7 @@ from zeromesh.trainer.metrics import MetricsWriter
 from zeromesh.trainer.signals import StopRequest
 from zeromesh.trainer.state import TrainerState
 from zeromesh.trainer.step import Feed, Votes
+from zeromesh.trainer.stragglers import Stragglers
 
 if TYPE_CHECKING:
     from zeromesh.trainer.run import Run
@@ -36,6 +37,9 @@ class TrainingLoop:
         self._request = request
         self._schedule = setup.learning_rate_schedule(run.config)
         self._last = run.config.run.max_steps
+        self._stragglers = Stragglers()
+        self._seconds = 0.0
+        """Of steps since ranks were last looked at."""
         self._evaluated: tuple[int, float] | None = None
         """The latest evaluation: after which step, and its loss."""
 
@@ -71,12 +75,18 @@ class TrainingLoop:
         run.step = number
         every = run.config.run.log_every
         logged = bool(every) and (number % every == 0 or number == self._last)
-        peak = run.peak_memory() if logged else 0
+        self._seconds += result.seconds
+        figures = run.rank_figures() if logged else None
+        peak = figures.peak_bytes if figures else 0
         metrics = run.progress.add(result, number, run.config.optimizer.lr * factor, peak)
-        if logged:
+        if figures:
+            slow = self._stragglers.look(number, self._seconds, figures.waited)
+            self._seconds = 0.0
             if self._writer is not None:
                 self._writer.write(metrics)
             run.console.step(metrics)
+            if slow:
+                run.console.note(slow)
         else:
             run.console.advance(number)
         run.call("on_step_end", number, metrics.record())

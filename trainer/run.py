@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from zeromesh.errors import ConfigError, PhaseError, StorageError
 from zeromesh.mesh.axes import AXES
 from zeromesh.mesh.groups import Mesh
+from zeromesh.mesh.monitor import NAME as RANKS
+from zeromesh.mesh.monitor import StateMonitor
 from zeromesh.mesh.select import choose_transport
 from zeromesh.offload import available_bytes, peak_bytes, return_freed_memory, reuse_freed_memory
 from zeromesh.tensor.products import take_product_buffers
@@ -36,6 +38,7 @@ from zeromesh.trainer.schedules import STEADY
 from zeromesh.trainer.signals import leave, stop_requests
 from zeromesh.trainer.state import settings_of
 from zeromesh.trainer.step import EvaluationResult, Feed, Stepper
+from zeromesh.trainer.stragglers import RankFigures
 from zeromesh.trainer.takes import Takes
 from zeromesh.trainer.watched_source import WatchedSource
 from zeromesh.zero.engine import ZeroEngine
@@ -217,7 +220,7 @@ class Run:
             eval_loss = self._resume(checkpoints) if self.step == 0 else None
             stopped = 0
             if self.step < self.config.run.max_steps:
-                with directory.open(self.config, self.step) as writer, self.console:
+                with directory.open(self.config, self.step) as writer, self.monitored(directory), self.console:
                     loop = TrainingLoop(self, feed, writer=writer, checkpoints=checkpoints, request=request)
                     stopped = loop.go()
                     eval_loss = loop.eval_loss
@@ -244,7 +247,7 @@ class Run:
         return state.eval_loss
 
     def _end(self, eval_loss: float | None) -> FitReport:
-        report = self.progress.report(self.step, eval_loss, self.peak_memory())
+        report = self.progress.report(self.step, eval_loss, self.rank_figures().peak_bytes)
         self.console.note(
             f"done: {report.final_step} steps, loss {report.final_loss:.4f}, "
             f"{human_count(report.tokens_per_second)} tokens/s, peak memory {human_bytes(report.peak_memory_bytes)} a rank"
@@ -279,11 +282,22 @@ class Run:
         finally:
             self.gradients_ready = False
 
-    def peak_memory(self) -> int:
-        """Bytes of the rank that has needed most so far."""
-        device = self.mesh.device
-        mine = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_bytes()
-        return int(self.mesh.world.max_(torch.tensor([mine]), "peak memory")[0])
+    def rank_figures(self) -> RankFigures:
+        """What ranks tell one another now and then."""
+        device, watch = self.mesh.device, self.mesh.watch
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_bytes()
+        waited = int(1e6 * watch.waited) if watch is not None else 0
+        rows = self.mesh.world.gather_integers([peak, waited])
+        return RankFigures(peak_bytes=max(row[0] for row in rows), waited=tuple(row[1] / 1e6 for row in rows))
+
+    @contextmanager
+    def monitored(self, directory: RunDirectory) -> Iterator[None]:
+        """Inside the block a file says where every rank is."""
+        if self.mesh.rank or self.mesh.watch is None:
+            yield
+            return
+        with StateMonitor(self.mesh.watch, self.mesh.world.ranks, directory.path / RANKS):
+            yield
 
     # When something goes wrong
 

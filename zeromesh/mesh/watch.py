@@ -6,6 +6,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from itertools import product
@@ -65,6 +66,17 @@ def _when(step: int) -> str:
     return f"at step {step}" if step else "before the first step"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankState:
+    """What a rank last said of itself. `step` counts from 1; `progress` moves while it works."""
+
+    pid: int
+    step: int
+    doing: str
+    progress: int
+    failure: str
+
+
 class Work(Protocol):
     """An asynchronous collective, as torch.distributed returns it."""
 
@@ -92,6 +104,8 @@ class Watch:
         self._step = 0  # Counted from 1, as everything that a person reads; 0 before the first.
         self._doing = (Activity.IDLE, -1)
         self._events: dict[int, tuple[int, int]] = {}
+        self.waited = 0.0
+        """Seconds that this rank has waited for others so far."""
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
@@ -144,10 +158,11 @@ class Watch:
                 return
         pause = 0.0
         patience = _Patience(self, peers, what)
-        while not done():
-            time.sleep(pause)
-            pause = min(pause + 2e-6, 2e-4)
-            patience.check()
+        with self._waiting():
+            while not done():
+                time.sleep(pause)
+                pause = min(pause + 2e-6, 2e-4)
+                patience.check()
 
     def wait_work(self, work: Work, peers: Sequence[int], what: str) -> None:
         """Wait for a collective that runs in the background.
@@ -157,15 +172,24 @@ class Watch:
         """
         patience = _Patience(self, peers, what)
         piece = timedelta(seconds=self.SLICE_SECONDS)
-        while True:
-            try:
-                work.wait(piece)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    self._finish(work, peers, what)
+        with self._waiting():
+            while True:
+                try:
+                    work.wait(piece)
                     return
-            patience.check(force=True)
+                except RuntimeError:
+                    if work.is_completed():
+                        self._finish(work, peers, what)
+                        return
+                patience.check(force=True)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited += time.perf_counter() - began
 
     def _finish(self, work: Work, peers: Sequence[int], what: str) -> None:
         """A collective is over: it failed, or it succeeded just after a wait for it had given up."""
@@ -182,12 +206,19 @@ class Watch:
         """Stop publishing and give the board's memory back."""
         self._board.close()
 
-    def describe(self, rank: int) -> str:
-        """One line on what a rank last said of itself."""
+    def state(self, rank: int) -> RankState:
+        """What a rank last said of itself."""
         row = self._board.row(rank)
         where = self._unit_name(row.unit)
         doing = Activity(row.activity).phrase + ("" if row.activity in _WITHOUT_UNIT else f" {where}")
-        return f"rank {rank} (pid {row.pid}) was {doing} {_when(row.step)}"
+        return RankState(
+            pid=row.pid, step=row.step, doing=doing, progress=self._board.progress(rank), failure=row.failure
+        )
+
+    def describe(self, rank: int) -> str:
+        """The same as a line."""
+        state = self.state(rank)
+        return f"rank {rank} (pid {state.pid}) was {state.doing} {_when(state.step)}"
 
     def _unit_name(self, unit: int) -> str:
         return self._names[unit] if 0 <= unit < len(self._names) else "the run's counters"

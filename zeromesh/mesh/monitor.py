@@ -1,0 +1,82 @@
+"""`StateMonitor`: where every rank is, in one file, so that a lost, hung or slow rank shows while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from zeromesh.mesh.watch import Watch
+
+NAME = "ranks.json"
+
+
+class StateMonitor:
+    """Writes `path` every `period` seconds, from a thread of its own, whole each time.
+
+        {"time": 1790000000.0, "ranks": [{"rank": 0, "pid": 17, "step": 12, "doing": "in forward of unit layers.3",
+                                          "seconds_without_progress": 0.1, "failure": ""}, ...]}
+
+    What it cannot write it does not write: nothing depends on it.
+    """
+
+    def __init__(self, watch: Watch, ranks: Sequence[int], path: Path, *, period: float = 1.0) -> None:
+        self._watch = watch
+        self._ranks = tuple(ranks)
+        self._path = path
+        self._period = period
+        self._progress = dict.fromkeys(self._ranks, (-1, time.monotonic()))
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="zeromesh-monitor", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def states(self) -> list[dict[str, Any]]:
+        """One mapping for each rank."""
+        now = time.monotonic()
+        found = []
+        for rank in self._ranks:
+            state = self._watch.state(rank)
+            before, since = self._progress[rank]
+            if state.progress != before:
+                since = now
+                self._progress[rank] = (state.progress, now)
+            found.append(
+                {
+                    "rank": rank,
+                    "pid": state.pid,
+                    "step": state.step,
+                    "doing": state.doing,
+                    "seconds_without_progress": round(now - since, 1),
+                    "failure": state.failure,
+                }
+            )
+        return found
+
+    def _run(self) -> None:
+        while True:
+            self._write()
+            if self._ended.wait(self._period):
+                self._write()
+                return
+
+    def _write(self) -> None:
+        replacement = self._path.with_name(f".{self._path.name}.tmp")
+        try:
+            replacement.write_text(json.dumps({"time": time.time(), "ranks": self.states()}), encoding="utf-8")
+            os.replace(replacement, self._path)
+        except OSError:
+            return  # A full disk is reported by what matters.
