@@ -6,13 +6,16 @@ import contextlib
 import io
 import json
 import os
+import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from trainer_cases import gpt2, llama, sentences, settings
+from transformers import AutoModelForCausalLM
 
 from zeromesh import Callback, Trainer, faults
 from zeromesh.checkpoint.saver import Content, Saver
@@ -61,6 +64,16 @@ class Slow(Callback):
         time.sleep(self._rest)
 
 
+def noised(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Stack samples, and leave labels out by all the generators that a collator may draw from."""
+    batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    for row in batch["labels"]:
+        row[random.randrange(len(row))] = -100
+        row[np.random.randint(len(row))] = -100
+        row[torch.rand(len(row)) < 0.1] = -100
+    return batch
+
+
 def configured(folder: str, steps: int, sections: Mapping[str, Any]) -> dict[str, Any]:
     """A run of `steps` steps with a checkpoint after every fifth."""
     base = settings(
@@ -84,12 +97,19 @@ def trained(
     mirror: str | None = None,
     marker: str | None = None,
     rest: float = 0.03,
+    noisy: bool = False,
 ) -> dict[str, Any]:
     """Train up to `steps`, going on from what is there; the losses of this process and where it began."""
     torch.manual_seed(7)
     callbacks: list[Callback] = [Mirror(Path(mirror))] if mirror else []
     callbacks += [Slow(Path(marker), rest)] if marker else []
-    with Trainer(MODELS[kind](), configured(folder, steps, sections), sentences(), callbacks=callbacks) as trainer:
+    with Trainer(
+        MODELS[kind](),
+        configured(folder, steps, sections),
+        sentences(),
+        data_collator=noised if noisy else None,
+        callbacks=callbacks,
+    ) as trainer:
         report = trainer.fit()
     losses = [line["loss"] for line in read_metrics(Path(folder) / "run" / "metrics.jsonl")]
     return {"losses": list(report.losses), "all": losses, "step": report.final_step}
@@ -130,3 +150,27 @@ def slowed(mesh: Mesh, *, folder: str, rank: int, seconds: float) -> dict[str, A
         with Trainer(llama(), config, sentences(), callbacks=[Late()]) as trainer:
             trainer.fit()
     return {"said": said.getvalue(), "during": during}
+
+
+def opened(mesh: Mesh, *, folder: str, compute: str) -> dict[str, bool]:
+    """Whether transformers alone makes the trained model of a checkpoint, and a run starts from it as from any model."""
+    torch.manual_seed(7)
+    precision = {"compute": compute, "master": "float32", "reduce": "float32"}
+    checkpoint = Path(folder) / "run" / "checkpoints" / "step-00000005"
+    ids = torch.arange(12).reshape(1, 12)
+    with Trainer(llama(), configured(folder, 5, {"precision": precision}), sentences()) as trainer:
+        trainer.fit()
+        theirs = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+        dtype = theirs.dtype
+        ours = trainer.model.eval()
+        for parameter in ours.parameters():
+            parameter.data = parameter.data.to(dtype)
+        with torch.no_grad():
+            same = torch.equal(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
+    model = {"source": str(checkpoint), "config": None}
+    sections = {"model": model, "precision": precision, "run": {"name": "second"}}
+    with Trainer(None, configured(folder, 2, sections), sentences()) as second:
+        before = second.evaluate(sentences()).loss
+        second.fit()
+        after = second.evaluate(sentences()).loss
+    return {"logits": same, "dtype": str(dtype) == f"torch.{compute}", "learns on": after < before < 4.0}

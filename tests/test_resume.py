@@ -97,6 +97,16 @@ def test_any_sequence_of_sizes_and_stages(workers: Workers, tmp_path: Path, dtyp
     assert max(abs(a - b) / abs(b) for a, b in zip(losses, straight["losses"], strict=True)) <= bound
 
 
+def test_what_collators_draw_depends_on_neither_layout_nor_interruption(workers: Workers, tmp_path: Path) -> None:
+    case: dict[str, Any] = {"sections": {}, "noisy": True}
+    one = workers.run(1, "checkpoint_cases:trained", folder=f"{tmp_path}/a", steps=10, **case)[0]
+    workers.run(3, "checkpoint_cases:trained", folder=f"{tmp_path}/b", steps=5, **case)
+    other = workers.run(2, "checkpoint_cases:trained", folder=f"{tmp_path}/b", steps=10, **case)[0]
+    assert max(abs(a - b) / b for a, b in zip(one["all"], other["all"], strict=True)) <= 1e-9
+    plain = workers.run(1, "checkpoint_cases:trained", folder=f"{tmp_path}/c", steps=10, sections={})[0]
+    assert max(abs(a - b) for a, b in zip(one["all"], plain["all"], strict=True)) > 1e-3
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [("float32", "bfloat16"), ("bfloat16", "float32"), pytest.param("bfloat16", "float16", marks=FULL)],
@@ -113,3 +123,9 @@ def test_master_weights_cross_a_change_of_precision(workers: Workers, tmp_path: 
         new = now.get(f"optimizer/master {name}", now[f"model {name}"])
         assert old.dtype == new.dtype == torch.float32
         assert torch.equal(old, new), name
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_checkpoint_is_a_model_of_transformers(workers: Workers, tmp_path: Path, compute: str) -> None:
+    found = workers.run(2, "checkpoint_cases:opened", folder=str(tmp_path), compute=compute)[0]
+    assert found == {"logits": True, "dtype": True, "learns on": True}

@@ -23,6 +23,7 @@ from zeromesh.trainer.batching import BatchPlan, Microbatch, SampleOrder
 from zeromesh.trainer.collate import Collate, MapDataset, fetch_microbatch
 from zeromesh.trainer.hf.losses import Loss
 from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.randomness import data_randomness
 from zeromesh.zero.walk import Microbatch as EngineMicrobatch
 
 
@@ -41,14 +42,15 @@ class Feed:
 
     def fetch(self, microbatch: Microbatch) -> dict[str, Any]:
         """The checked batch of a microbatch, on CPU."""
-        batch = fetch_microbatch(
-            self.dataset,
-            self.order,
-            microbatch,
-            collate=self.collate,
-            vocab_size=self.vocab_size,
-            causal=self.causal,
-        )
+        with data_randomness(self.order.seed, microbatch.first_sample):
+            batch = fetch_microbatch(
+                self.dataset,
+                self.order,
+                microbatch,
+                collate=self.collate,
+                vocab_size=self.vocab_size,
+                causal=self.causal,
+            )
         return {name: value for name, value in batch.items() if self.fields is None or name in self.fields}
 
 

@@ -43,6 +43,8 @@ _LARGEST_FILE = 4 << 30
 """Bytes. A tensor is never cut, so a file may be larger by one."""
 _LEAST_FILE = 64 << 20
 """Bytes. Below this more files would not make writing faster."""
+_MOST_FOR_WRITERS = 64
+"""Files of a kind for the sake of their writers. Every rank has a part of each bucket, and so opens all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +108,7 @@ def plan_files(specs: Iterable[TensorSpec], writers: int) -> tuple[FileLayout, .
     files: list[FileLayout] = []
     for kind, members in kinds.items():
         total = sum(spec.nbytes for spec in members)
-        count = max(-(-total // _LARGEST_FILE), min(writers, total // _LEAST_FILE), 1)
+        count = max(-(-total // _LARGEST_FILE), min(writers, _MOST_FOR_WRITERS, total // _LEAST_FILE), 1)
         groups = _balanced(members, count)
         for number, group in enumerate(groups, start=1):
             path = f"{kind_stem(kind)}-{number:05d}-of-{len(groups):05d}.safetensors"

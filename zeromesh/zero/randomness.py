@@ -1,18 +1,43 @@
-"""What forward draws depends on what is computed, and not on who computes it."""
+"""What forward and the data draw depends on what is computed, and not on who computes it."""
 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 
 def seed_forward(seed: int, step: int, first_sample: int, unit: str) -> None:
     """Seed the generators before a unit's forward on the microbatch whose first sample has the global index `first_sample`."""
-    text = f"{seed}/{step}/{first_sample}/{unit}"
-    torch.manual_seed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1)
+    torch.manual_seed(_number(f"{seed}/{step}/{first_sample}/{unit}"))
+
+
+def _number(text: str) -> int:
+    """63 bits that look random."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def data_randomness(seed: int, first_sample: int) -> Iterator[None]:
+    """Inside the block datasets and collators draw numbers that belong to the microbatch whose first sample has this index.
+
+    That holds for the global generators of PyTorch, NumPy and Python, which are afterwards as they were.
+    """
+    python, numpy = random.getstate(), np.random.get_state()
+    number = _number(f"{seed}/data/{first_sample}")
+    with own_randomness():
+        torch.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number & 0xFFFFFFFF)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 @contextmanager
