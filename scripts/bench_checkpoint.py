@@ -4,7 +4,11 @@ Systems run in turn, each in fresh processes, and save and load the states of on
 many bytes with the same processes past the page cache and does nothing else. Printed are medians over rounds (lowest, highest),
 bandwidth against plain's, and how far memory rose. `--out` gets the same as JSON. Progress goes to the standard error.
 
+Then zeromesh trains the default workload of bench_step.py (bf16, stage 3), in turn with an asynchronous checkpoint every 20 steps
+and without: how much longer 100 steps take, and whether each checkpoint was there before the next was due.
+
     --systems   plain, zeromesh, deepspeed (stage 3, save_checkpoint), fsdp2 (torch.distributed.checkpoint)
+    --training  rounds of 100 steps with and without checkpoints; 0: none
 """
 
 from __future__ import annotations
@@ -16,16 +20,18 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.launch import RunError, installed, run_ranks
+from bench.launch import RunError, installed, run_ranks, run_system
 from bench.options import list_of
 from bench.workload import Workload
 
 _SYSTEMS = ("plain", "zeromesh", "deepspeed", "fsdp2")
 _MEBIBYTE = 1 << 20
 _BYTES_PER_PARAMETER = 12
+_STEPS, _EVERY = 100, 20
 
 
 def main() -> int:
@@ -57,8 +63,11 @@ def main() -> int:
         f"{nbytes / 1e9:.2f} GB of states, {options.ranks} ranks; medians of {options.rounds} rounds (lowest, highest)\n"
     )
     print("\n".join(_table(found, nbytes)), flush=True)
+    training = [_train(number, options, failures) for number in range(options.training)]
+    if any(training):
+        print("\n".join(_training_lines([each for each in training if each])), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    record = {"bytes": nbytes, "ranks": options.ranks, "rounds": found}
+    record = {"bytes": nbytes, "ranks": options.ranks, "rounds": found, "training": training}
     (options.out / "checkpoint.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     for failure in failures:
         print(failure, file=sys.stderr)
@@ -76,6 +85,56 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/bench_checkpoint"), help="directory of the JSON file")
     return parser.parse_args()
+
+
+def _train(number: int, options: argparse.Namespace, failures: list[str]) -> dict[str, Any]:
+    """Seconds of 100 steps with and without checkpoints, one after the other, and how long after its step each was there."""
+    workload = Workload(ranks=options.ranks, warmup=3, timed=_STEPS, sampled=0)
+    found: dict[str, Any] = {}
+    for every in (0, _EVERY) if number % 2 else (_EVERY, 0):
+        with tempfile.TemporaryDirectory(prefix="zeromesh-bench-", dir=options.directory) as folder:
+            began = time.perf_counter()
+            try:
+                run = run_system("zeromesh-3", replace(workload, checkpoint_every=every, checkpoint_folder=folder))
+            except RunError as error:
+                failures.append(f"training with a checkpoint every {every} steps: {error}")
+                return {}
+            found["with" if every else "without"] = sum(run.step_seconds)
+            if every:
+                found["commits"] = _commits(Path(folder, "bench", "checkpoints"))
+        print(
+            f"100 steps, checkpoints every {every} ({time.perf_counter() - began:.0f} s)", file=sys.stderr, flush=True
+        )
+    return found
+
+
+def _commits(checkpoints: Path) -> list[dict[str, float]]:
+    """When each checkpoint was begun, and there, by the clocks of its files."""
+    return [
+        {
+            "step": int(path.name.removeprefix("step-")),
+            "begun": (path / "trainer_state.json").stat().st_mtime,
+            "there": (path / "manifest.json").stat().st_mtime,
+        }
+        for path in sorted(checkpoints.glob("step-*"))
+    ]
+
+
+def _training_lines(rounds: list[dict[str, Any]]) -> list[str]:
+    ratios = [each["with"] / each["without"] for each in rounds]
+    took = [commit["there"] - commit["begun"] for each in rounds for commit in each["commits"]]
+    spans = [
+        after["begun"] - before["there"]
+        for each in rounds
+        for before, after in zip(each["commits"], each["commits"][1:], strict=False)
+    ]
+    return [
+        "",
+        f"{_STEPS} steps with an asynchronous checkpoint every {_EVERY} took {statistics.median(ratios):.3f} of the time without "
+        f"({min(ratios):.3f}, {max(ratios):.3f}; {len(rounds)} rounds)",
+        f"a checkpoint was there {statistics.median(took):.2f} s after it was begun ({max(took):.2f} s at most), and at least "
+        f"{min(spans):.2f} s before the next one",
+    ]
 
 
 def _slowest(ranks: tuple[dict[str, Any], ...]) -> dict[str, float]:

@@ -79,12 +79,14 @@ def configuration(workload: Workload, stage: int, output_dir: str) -> dict[str, 
             "on_nonfinite": "stop",
             "seed": workload.seed,
         },
+        "checkpoint": {"every_steps": workload.checkpoint_every, "keep_last": 100},
     }
 
 
 def train(workload: Workload, stage: int, probe: Probe) -> None:
     """Run the workload at a ZeRO stage."""
-    with tempfile.TemporaryDirectory() as output_dir:
+    with tempfile.TemporaryDirectory() as temporary:
+        output_dir = workload.checkpoint_folder or temporary
         trainer = Trainer(
             workload.build_model,
             configuration(workload, stage, output_dir),

@@ -44,6 +44,10 @@ class Workload:
     """Whether zeromesh updates inside backward, as soon as a bucket is reduced; others have no choice."""
     transport: str = "auto"
     """How zeromesh's ranks exchange tensors; others have no choice."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints that zeromesh writes while it trains; 0: none."""
+    checkpoint_folder: str = ""
+    """Where to."""
     device: Literal["cpu", "cuda"] = "cpu"
     warmup: int = 3
     timed: int = 8

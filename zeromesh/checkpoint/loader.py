@@ -87,7 +87,7 @@ class Loader:
         except OSError as error:
             failure = StorageError(f"{error.filename or what}: {error.strerror or error}")
         mine = f"{int(isinstance(failure, LayoutError))}{failure}" if failure else ""
-        every = [text.decode() for text in self._mesh.world.gather_bytes(mine.encode(), what)]
+        every = [text.decode() for text in self._mesh.world.gather_bytes(mine.encode(errors="backslashreplace"), what)]
         found = [(rank, text) for rank, text in enumerate(every) if text]
         if not found:
             return

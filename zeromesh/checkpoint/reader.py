@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from zeromesh.checkpoint import manifest as manifests
 from zeromesh.checkpoint.blocks import GRID, overlapping
 from zeromesh.checkpoint.manifest import Manifest, Piece, StoredTensor, checksum
 from zeromesh.checkpoint.tensor_files import parse_json
-from zeromesh.errors import CheckpointError, ZeromeshError
+from zeromesh.errors import CheckpointError, LayoutError, ZeromeshError
 from zeromesh.offload.aio import PositionalFile
 from zeromesh.offload.pool import StagingPool
 
@@ -101,6 +102,7 @@ class CheckpointReader:
         """Fill all targets. `tell` is called after every piece. A target is filled only with bytes that were verified.
 
         Raises:
+            LayoutError: when two targets want the same elements; nothing has been read then.
             CheckpointError: naming the file, the bytes and a tensor in them, when a piece is not what was written.
             StorageError: when the system cannot read.
         """
@@ -108,6 +110,13 @@ class CheckpointReader:
         for target in sorted(targets, key=lambda each: (each.tensor.path, each.begin)):
             if target.memory.numel():
                 by_file.setdefault(target.tensor.path, []).append(target)
+        for members in by_file.values():
+            for one, other in pairwise(members):
+                if other.begin < one.end:  # `overlapping` would leave a part of one unfilled.
+                    name = other.tensor.spec.name
+                    raise LayoutError(
+                        f"{name}: elements from {other.first:,} on are wanted twice; read them once and copy"
+                    )
         needed = [piece for path, members in by_file.items() for piece in self._covering(path, members)]
 
         def use(piece: Piece, data: torch.Tensor) -> None:

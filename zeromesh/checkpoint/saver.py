@@ -143,7 +143,10 @@ class Saver:
             raise CheckpointError(f"the checkpoint of step {step} was not written: {said}")
 
     def _failures(self, failure: str) -> str:
-        every = [text.decode() for text in self._mesh.world.gather_bytes(failure.encode(), "end of saving")]
+        every = [
+            text.decode()
+            for text in self._mesh.world.gather_bytes(failure.encode(errors="backslashreplace"), "end of saving")
+        ]
         found = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text]
         return found[0] + (f" (and {len(found) - 1} more ranks)" if len(found) > 1 else "") if found else ""
 

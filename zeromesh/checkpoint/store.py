@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -145,7 +146,7 @@ class CheckpointStore:
         path = self.path(step)
         if not path.exists():
             return
-        trash = self.root / f".trash-{step:08d}-{os.getpid()}"
+        trash = self.root / f".trash-{step:08d}-{os.getpid()}-{time.monotonic_ns()}"
         path.rename(trash)
         faults.visit("during-retention")
         shutil.rmtree(trash, ignore_errors=True)
