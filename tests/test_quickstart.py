@@ -75,10 +75,11 @@ def test_a_command_with_two_processes(here: Path) -> None:
     ]
 
 
-def test_a_second_run_into_a_directory_begins_anew(workers: Workers, here: Path) -> None:
+def test_a_second_run_without_checkpoints_begins_anew(workers: Workers, here: Path) -> None:
     path = str(ROOT / "configs/zero1.yaml")
     for steps in (4, 2):
-        words = ["train", path, *shortened(here, run__name="twice", run__log_every=0 if steps == 4 else 1)]
+        changes = {"run__name": "twice", "run__log_every": 0 if steps == 4 else 1, "checkpoint__every_steps": 0}
+        words = ["train", path, *shortened(here, **changes)]
         (found,) = workers.run(1, "input_cases:command", words=[*words, f"run.max_steps={steps}"])
         assert found["code"] == 0
         assert ("step 1/" in found["out"]) == (steps == 2)
