@@ -9,6 +9,7 @@ import torch
 from conformance import reference
 from conformance.cases import Run
 from conformance.recipe import Layout, Problem
+from mesh_cases import resident
 
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.select import choose_transport
@@ -71,7 +72,8 @@ def _gathered_bytes(bucket: Bucket, *, shared: bool) -> int:
     """Of shared pages, this rank's own part."""
     if shared:
         return _bytes(bucket.buffer.own()) if bucket.buffer.persistent else 0
-    return bucket.buffer.full.untyped_storage().nbytes()
+    full = bucket.buffer.full
+    return full.untyped_storage().nbytes() if bucket.buffer.persistent else resident(full)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

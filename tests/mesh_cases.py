@@ -135,10 +135,10 @@ def _bytes_held(transport: Transport) -> int:
     segments = getattr(transport, "_segments", None)
     if segments is not None:
         return os.fstat(segments[0].descriptor).st_blocks * 512
-    return sum(_resident(buffer.full) for buffer in transport.buffers)
+    return sum(resident(buffer.full) for buffer in transport.buffers)
 
 
-def _resident(tensor: torch.Tensor) -> int:
+def resident(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's pages that are in memory, by mincore(2)."""
     start = tensor.data_ptr() // PAGE * PAGE
     pages = -(-(tensor.data_ptr() + tensor.nbytes - start) // PAGE)
