@@ -1,13 +1,13 @@
 """Saving and loading beside plain sequential I/O and other systems: `python scripts/bench_checkpoint.py`.
 
-Systems run in turn, each in fresh processes, and save and load the states of one model several times. `plain` writes and reads as
-many bytes with the same processes past the page cache and does nothing else. Printed are medians over rounds (lowest, highest),
-bandwidth against plain's, and how far memory rose. `--out` gets the same as JSON. Progress goes to the standard error.
+Each system runs in fresh processes and saves and loads the states of one model several times, in turn with plain sequential writes
+and reads of as many bytes by the same processes, past the page cache. Printed are medians over rounds (lowest, highest), the
+ratio to plain I/O of the same round, and how far memory rose. `--out` gets the same as JSON. Progress goes to the standard error.
 
 Then zeromesh trains the default workload of bench_step.py (bf16, stage 3), in turn with an asynchronous checkpoint every 20 steps
 and without: how much longer 100 steps take, and whether each checkpoint was there before the next was due.
 
-    --systems   plain, zeromesh, deepspeed (stage 3, save_checkpoint), fsdp2 (torch.distributed.checkpoint)
+    --systems   zeromesh, deepspeed (stage 3, save_checkpoint), fsdp2 (torch.distributed.checkpoint)
     --training  rounds of 100 steps with and without checkpoints; 0: none
 """
 
@@ -28,7 +28,7 @@ from bench.launch import RunError, installed, run_ranks, run_system
 from bench.options import list_of
 from bench.workload import Workload
 
-_SYSTEMS = ("plain", "zeromesh", "deepspeed", "fsdp2")
+_SYSTEMS = ("zeromesh", "deepspeed", "fsdp2")
 _MEBIBYTE = 1 << 20
 _BYTES_PER_PARAMETER = 12
 _STEPS, _EVERY = 100, 20
@@ -40,7 +40,7 @@ def main() -> int:
     workload = Workload(
         dtype="fp32", hidden=1024, intermediate=2816, heads=16, layers=options.layers, ranks=options.ranks
     )
-    found: dict[str, list[dict[str, float]]] = {}
+    found: dict[str, list[dict[str, dict[str, float]]]] = {}
     failures = []
     with tempfile.TemporaryDirectory(prefix="zeromesh-bench-", dir=options.directory) as folder:
         for system in options.systems:
@@ -80,6 +80,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=12, help="of hidden 1024; 12 are 2 GB of states")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--training", type=int, default=3)
     parser.add_argument(
         "--directory", type=Path, default=None, help="where to write (default: the system's for temporary files)"
     )
@@ -137,9 +138,9 @@ def _training_lines(rounds: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _slowest(ranks: tuple[dict[str, Any], ...]) -> dict[str, float]:
-    """One round: what the rank that needed most has needed."""
-    return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+def _slowest(ranks: tuple[dict[str, Any], ...]) -> dict[str, dict[str, float]]:
+    """One round of a system and of plain I/O: what the rank that needed most has needed."""
+    return {which: {name: max(rank[which][name] for rank in ranks) for name in ranks[0][which]} for which in ranks[0]}
 
 
 def _state_bytes(workload: Workload) -> int:
@@ -149,7 +150,7 @@ def _state_bytes(workload: Workload) -> int:
         return _BYTES_PER_PARAMETER * sum(parameter.numel() for parameter in workload.build_model().parameters())
 
 
-def _table(found: dict[str, list[dict[str, float]]], nbytes: int) -> list[str]:
+def _table(found: dict[str, list[dict[str, dict[str, float]]]], nbytes: int) -> list[str]:
     lines = [
         "| system | save, GB/s | of plain | load, GB/s | of plain | memory in saving, MiB | in loading, MiB |",
         "|---|---|---|---|---|---|---|",
@@ -157,13 +158,19 @@ def _table(found: dict[str, list[dict[str, float]]], nbytes: int) -> list[str]:
     for system, rounds in found.items():
         cells = [system]
         for action in ("save", "load"):
-            speeds = [nbytes / 1e9 / each[f"{action}_seconds"] for each in rounds]
-            cells.append(f"{statistics.median(speeds):.2f} ({min(speeds):.2f}, {max(speeds):.2f})")
-            plain = [nbytes / 1e9 / each[f"{action}_seconds"] for each in found.get("plain", [])]
-            cells.append(f"{statistics.median(speeds) / statistics.median(plain):.2f}" if plain else "-")
-        memory = [statistics.median(each[f"{action}_memory"] for each in rounds) for action in ("save", "load")]
+            seconds = [each["system"][f"{action}_seconds"] for each in rounds]
+            plain = [each["plain"][f"{action}_seconds"] for each in rounds]
+            cells.append(_spread([nbytes / 1e9 / value for value in seconds]))
+            cells.append(_spread([theirs / ours for ours, theirs in zip(seconds, plain, strict=True)]))
+        memory = [
+            statistics.median(each["system"][f"{action}_memory"] for each in rounds) for action in ("save", "load")
+        ]
         lines.append(f"| {' | '.join([*cells, *(f'{value / _MEBIBYTE:.0f}' for value in memory)])} |")
     return lines
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}, {max(values):.2f})"
 
 
 if __name__ == "__main__":

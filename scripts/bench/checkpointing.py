@@ -1,7 +1,8 @@
 """One rank of one system that saves and loads: `python -m bench.checkpointing SYSTEM WORKLOAD FOLDER ROUNDS`.
 
-Nothing is trained: states are as after their first step. Before every load the system is asked to drop what it has cached of
-files. A round ends when all ranks have ended, with everything on the disk.
+States are as after the first step. In every round plain I/O of as many bytes is timed beside the system, in the same processes:
+disks are faster at one moment than at another. Before every load the operating system is asked to drop what it has cached of
+files. A transfer ends when all ranks have ended, with everything on the disk.
 """
 
 from __future__ import annotations
@@ -58,8 +59,14 @@ def main() -> None:
     else:
         dist.init_process_group("gloo")
     system = _SYSTEMS[name](workload)
-    found = [_round(system, folder / f"{number}") for number in range(rounds)]
-    print(RESULT + json.dumps([asdict(transfer) for transfer in found]), flush=True)
+    plain = _plain(workload)
+    found = []
+    for number in range(rounds):
+        pair = {}
+        for which in ("plain", "system") if number % 2 else ("system", "plain"):
+            pair[which] = asdict(_round(plain if which == "plain" else system, folder / f"{which}-{number}"))
+        found.append(pair)
+    print(RESULT + json.dumps(found), flush=True)
     dist.destroy_process_group()
 
 
@@ -172,6 +179,9 @@ def _deepspeed(workload: Workload) -> System:
     from bench import peers
 
     engine: Any = peers.deepspeed_engine(workload.build_model(), workload, 3)
+    tokens = workload.tokens()[0, : workload.micro]
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()  # without one it has no moments to save
 
     def save(folder: Path) -> None:
         engine.save_checkpoint(str(folder))
@@ -218,7 +228,6 @@ def _sync(folder: Path) -> None:
 
 
 _SYSTEMS: dict[str, Callable[[Workload], System]] = {
-    "plain": _plain,
     "zeromesh": _zeromesh,
     "deepspeed": _deepspeed,
     "fsdp2": _fsdp2,
