@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -199,3 +200,20 @@ def interleaved_runs(mesh: Mesh) -> list[bool]:
     first.close()
     second.close()
     return equal
+
+
+def threads_of_meshes(mesh: Mesh, end: str) -> list[int]:
+    """How many threads this process has after each of a few meshes that ended in the way named."""
+    counts = []
+    for _ in range(4):
+        other = Mesh(mesh.shape, mesh.environment, device=mesh.device, timeout_seconds=10)
+        other.world.barrier("a moment together")
+        if end == "closed":
+            other.close()
+        elif end == "refused":
+            other.refuse(ValueError("not begun"))
+        del other
+        gc.collect()
+        mesh.world.barrier("between two meshes")
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts

@@ -368,3 +368,8 @@ class TestTransports:
 
     def test_two_transports_do_not_disturb_each_other(self, workers: Workers) -> None:
         assert all(all(equal) for equal in workers.run(2, "mesh_cases:interleaved_runs"))
+
+    @pytest.mark.parametrize("end", ["closed", "refused", "forgotten"])
+    def test_a_mesh_that_is_over_keeps_no_threads(self, workers: Workers, end: str) -> None:
+        for counts in workers.run(2, "mesh_cases:threads_of_meshes", end=end):
+            assert counts == counts[:1] * 4

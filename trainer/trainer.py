@@ -95,7 +95,7 @@ class Trainer:
             NonFiniteError: when gradients are not finite and the configuration says to stop.
         """
         mesh = self._connect()
-        with _telling(mesh):
+        with self._beginning(mesh):
             directory = RunDirectory(Path(self.config.run.output_dir).expanduser() / self.config.run.name, mesh.rank)
         return self._prepare().fit(directory)
 
@@ -183,26 +183,24 @@ class Trainer:
     def _prepare(self) -> Run:
         if self._run is None:
             mesh = self._connect()
-            self._mesh = None  # Of no use after an error below, which the other ranks will have been told.
-            with _telling(mesh), said_once(mesh.rank):
+            with self._beginning(mesh), said_once(mesh.rank):
                 self._run = Run(self.config, mesh, self._given, self._call)
-            self._mesh = mesh
         self._run.require_sound()
         return self._run
+
+    @contextmanager
+    def _beginning(self, mesh: Mesh) -> Iterator[None]:
+        """An error of this rank is told to the others, which wait for it; the mesh is of no use afterwards."""
+        try:
+            yield
+        except BaseException as error:
+            self._mesh = None
+            mesh.refuse(error)
+            raise
 
     def _call(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self, *arguments)
-
-
-@contextmanager
-def _telling(mesh: Mesh) -> Iterator[None]:
-    """An error of this rank is told to the others, which wait for it."""
-    try:
-        yield
-    except BaseException as error:
-        mesh.fail(error)
-        raise
 
 
 def _checked(callbacks: Sequence[Any]) -> list[Callback]:

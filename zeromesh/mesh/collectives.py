@@ -108,7 +108,7 @@ class CollectiveBuffer:
         own = self.own()
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        self._work = _start_gather(self.full, own, self._group, self._group.data)
+        self._work = _start_gather(self.full, own, self._group, self._group.data_group)
 
     def wait(self) -> None:
         if self._work is not None:

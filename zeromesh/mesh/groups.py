@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import platform
 import socket
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import cache
 from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from zeromesh.errors import CollectiveError, ConfigError, StorageError, ZeromeshError
 from zeromesh.mesh.axes import Axis, MeshShape
 from zeromesh.mesh.board import SharedBoard, Store, StoreBoard
 from zeromesh.mesh.launch import LaunchEnvironment
+from zeromesh.mesh.links import START_SECONDS, Link, Links
 from zeromesh.mesh.segments import Segment
 from zeromesh.mesh.watch import Activity, Watch
-
-_NUMBERS = itertools.count()
-_START_SECONDS = 300
-"""Start-up may wait longer than a step: processes import and read models at different speeds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +31,8 @@ class ProcessSet:
     index: int
     """This rank's position in `ranks`."""
     watch: Watch | None
-    control: dist.ProcessGroup | None
-    """CPU group for agreements."""
-    data: dist.ProcessGroup | None
-    """Group that gathers parameters."""
-    reduce_group: dist.ProcessGroup | None
-    """Group that reduces gradients. Reductions start as gradients arrive, so their order relative to gathers differs between
-    ranks; a common group would match one with the other."""
+    link: Link | None
+    """The process groups; None for a set of one rank."""
     one_host: bool
     on_stream: bool
     """Whether the groups that move parameters and gradients do so on streams of a device."""
@@ -52,25 +41,35 @@ class ProcessSet:
     def size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """Group that gathers parameters."""
+        return self.link.data if self.link else None
+
+    @property
+    def reduce_group(self) -> dist.ProcessGroup | None:
+        """Group that reduces gradients."""
+        return self.link.reduce if self.link else None
+
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's `values`, in the order of the set; all give equally many."""
-        if self.control is None or self.watch is None:
+        if self.link is None or self.watch is None:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.int64)
         everyone = [torch.empty_like(mine) for _ in self.ranks]
-        work = dist.all_gather(everyone, mine, group=self.control, async_op=True)
+        work = dist.all_gather(everyone, mine, group=self.link.control, async_op=True)
         self.watch.wait_work(work, self.ranks, f"exchange over axis {self.name}")
         return [tensor.tolist() for tensor in everyone]
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Every rank's `payload`, of any length, in the order of the set. All ranks hold all of them."""
-        if self.control is None or self.watch is None:
+        if self.link is None or self.watch is None:
             return [payload]
         lengths = [row[0] for row in self.gather_integers([len(payload)])]
         mine = torch.zeros(max(1, *lengths), dtype=torch.uint8)
         mine[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
         everyone = [torch.empty_like(mine) for _ in self.ranks]
-        work = dist.all_gather(everyone, mine, group=self.control, async_op=True)
+        work = dist.all_gather(everyone, mine, group=self.link.control, async_op=True)
         self.watch.wait_work(work, self.ranks, what)
         return [tensor[:length].numpy().tobytes() for tensor, length in zip(everyone, lengths, strict=True)]
 
@@ -87,16 +86,16 @@ class ProcessSet:
         self.sum_(torch.zeros(1, dtype=torch.int64), what)
 
     def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str) -> torch.Tensor:
-        if self.control is not None and self.watch is not None:
-            work = dist.all_reduce(tensor, op=op, group=self.control, async_op=True)
+        if self.link is not None and self.watch is not None:
+            work = dist.all_reduce(tensor, op=op, group=self.link.control, async_op=True)
             self.watch.wait_work(work, self.ranks, what)
         return tensor
 
     def start_sum(self, tensor: torch.Tensor, what: str) -> Callable[[], None]:
         """Begin to sum a large tensor over the set, in place, on whatever device; the returned call waits for it."""
-        if self.data is None or self.watch is None:
+        if self.link is None or self.watch is None:
             return lambda: None
-        work = dist.all_reduce(tensor, group=self.data, async_op=True)
+        work = dist.all_reduce(tensor, group=self.link.data, async_op=True)
         if tensor.is_cuda:
             return lambda: _wait_on_stream(work)
         watch, ranks = self.watch, self.ranks
@@ -104,10 +103,10 @@ class ProcessSet:
 
     def all_gather_flat(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
         """Concatenate the ranks' flat `shard`s into `full`, on whatever device they lie."""
-        if self.data is None or self.watch is None:
+        if self.link is None or self.watch is None:
             full.copy_(shard)
             return
-        work = dist.all_gather(list(full.chunk(self.size)), shard, group=self.data, async_op=True)
+        work = dist.all_gather(list(full.chunk(self.size)), shard, group=self.link.data, async_op=True)
         self.watch.wait_work(work, self.ranks, what)
 
 
@@ -132,9 +131,10 @@ class Mesh:
         self.device = device
         self.rank = environment.rank
         self.world_size = environment.world_size
-        self._owns_group = False
-        self.watch: Watch | None = None
         self._one_host = True
+        self._links = Links(environment, device)
+        # A mesh that is forgotten without having been closed leaves its groups too; the end of the process needs no leaving.
+        weakref.finalize(self, self._links.leave).atexit = False
         try:
             if self.world_size > 1:
                 self._connect(timeout_seconds)
@@ -143,6 +143,7 @@ class Mesh:
             self.shard = self._process_set("shard", ("shard",))
             self.replicate = self._process_set("replicate", ("replicate",))
         except ZeromeshError:
+            self.close()
             raise
         except RuntimeError as error:  # torch has no narrower kind for what gloo and the store meet
             raise CollectiveError(
@@ -152,31 +153,13 @@ class Mesh:
         self.data_index = shape.data_index(self.rank)
 
     def _connect(self, timeout_seconds: float) -> None:
-        environment = self.environment
-        if not dist.is_initialized():
-            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-            # A later group must not find the addresses that an earlier one has left in the store.
-            prefix = f"zeromesh/group-{next(_NUMBERS)}"
-            dist.init_process_group(
-                backend,
-                store=dist.distributed_c10d.PrefixStore(prefix, _rendezvous_store(environment)),
-                rank=environment.rank,
-                world_size=environment.world_size,
-                timeout=timedelta(seconds=_START_SECONDS),
-            )
-            self._owns_group = True
-        if dist.get_world_size() != self.world_size:
-            raise ConfigError(
-                f"the process group has {dist.get_world_size()} ranks, the launch environment {self.world_size}"
-            )
+        self._links.join()
         identity = _host_identity()
-        # A process may make one mesh after another: what an earlier one has stored must not be taken for this one's.
-        prefix = f"zeromesh/mesh-{next(_NUMBERS)}"
-        store = cast(Store, dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store()))
+        store = cast(Store, self._links.store())
         store.set(f"host/{self.rank}", identity)
         self._hosts = [store.get(f"host/{rank}").decode() for rank in range(self.world_size)]
         self._one_host = len(set(self._hosts)) == 1
-        self.watch = self._make_watch(store, timeout_seconds)
+        self._links.watch = self._make_watch(store, timeout_seconds)
 
     def _make_watch(self, store: Store, timeout_seconds: float) -> Watch:
         if self._one_host:
@@ -207,39 +190,22 @@ class Mesh:
 
     def _process_set(self, name: str, axes: tuple[Axis, ...]) -> ProcessSet:
         mine: tuple[int, ...] = (self.rank,)
-        control: dist.ProcessGroup | None = None
-        data: dist.ProcessGroup | None = None
-        reduce: dist.ProcessGroup | None = None
+        link: Link | None = None
         for ranks in self.shape.groups(*axes):
             if len(ranks) > 1:
-                made = self._new_groups(ranks)
-                if self.rank in ranks:
-                    mine, (control, data, reduce) = ranks, made
+                made = self._links.between(ranks)
+                if made is not None:
+                    mine, link = ranks, made
         one_host = len({self._hosts[rank] for rank in mine}) == 1 if len(mine) > 1 else True
         return ProcessSet(
             name=name,
             ranks=mine,
             index=mine.index(self.rank),
             watch=self.watch if len(mine) > 1 else None,
-            control=control,
-            data=data,
-            reduce_group=reduce,
+            link=link,
             one_host=one_host and self._one_host,
             on_stream=self.device.type == "cuda",
         )
-
-    def _new_groups(self, ranks: tuple[int, ...]) -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
-        """Groups for agreements, gathers and reductions."""
-
-        def new(backend: str) -> dist.ProcessGroup:
-            made: dist.ProcessGroup = dist.new_group(
-                list(ranks), backend=backend, timeout=timedelta(seconds=_START_SECONDS)
-            )
-            return made
-
-        control = new("gloo")
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        return control, new(backend), new(backend)
 
     def post(self, activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
         """Say on the board what this rank does now; `step` counts from 0."""
@@ -249,37 +215,29 @@ class Mesh:
     def meet(self, what: str) -> None:
         """Wait for all ranks, longer than within a step: until here they read and build at speeds of their own."""
         if self.watch is not None:
-            with self.watch.patience(_START_SECONDS):
+            with self.watch.patience(START_SECONDS):
                 self.world.barrier(what)
 
+    @property
+    def watch(self) -> Watch | None:
+        """Bounds waits for the others; None on a single rank, and once the mesh is closed."""
+        return self._links.watch
+
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one stops."""
+        """Tell the other ranks why this one stops amid what they do together."""
         if self.watch is not None:
+            self.watch.in_doubt = True
             self.watch.fail(error)
 
-    def close(self) -> None:
-        """Leave the process groups; called once, when no collective is in flight."""
+    def refuse(self, error: BaseException) -> None:
+        """Tell the other ranks why this one does not begin, and leave; the mesh is over."""
         if self.watch is not None:
-            self.watch.close()
-            self.watch = None
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
-            self._owns_group = False
+            self.watch.fail(error)
+        self.close()
 
-
-@cache
-def _rendezvous_store(environment: LaunchEnvironment) -> dist.distributed_c10d.Store:
-    """The store of the launch, kept for as long as the process lives.
-
-    Rank 0 serves it where the launcher does not: were it made anew for each group, a fast rank would join the group to come in
-    the store of the one before, which is about to go.
-    """
-    address = f"tcp://{environment.master_address}:{environment.master_port}"
-    url = "env://" if environment.launcher == "torchrun" else address
-    patience = timedelta(seconds=_START_SECONDS)
-    store: dist.distributed_c10d.Store
-    store, _, _ = next(rendezvous(url, environment.rank, environment.world_size, timeout=patience))
-    return store
+    def close(self) -> None:
+        """Leave the process groups; called when no collective is in flight. The mesh is over."""
+        self._links.leave()
 
 
 def _wait_on_stream(work: dist.Work) -> None:

@@ -106,6 +106,8 @@ class Watch:
         self._events: dict[int, tuple[int, int]] = {}
         self.waited = 0.0
         """Seconds that this rank has waited for others so far."""
+        self.in_doubt = False
+        """Whether collectives may be in flight that will not end: a wait ended with an error, or this rank stopped amid a step."""
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
@@ -188,6 +190,9 @@ class Watch:
         began = time.perf_counter()
         try:
             yield
+        except CollectiveError:
+            self.in_doubt = True
+            raise
         finally:
             self.waited += time.perf_counter() - began
 
@@ -261,6 +266,7 @@ class Watch:
         for peer, (stream, (number, word)) in product(peers, self._events.items()):
             theirs = self._board.event_of(peer, stream, number)
             if theirs is not None and theirs != word:
+                self.in_doubt = True
                 raise self._parted(peer, stream, number, word, theirs)
 
     def _parted(self, peer: int, stream: int, number: int, mine: int, theirs: int) -> CollectiveError:
