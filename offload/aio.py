@@ -29,10 +29,11 @@ class PositionalFile:
         StorageError: wherever the system refuses, with the file, the bytes and the reason; where a file ends too early.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, write: bool = False, size: int | None = None) -> None:
-        """Open for reading, or for writing: then `size` bytes are reserved, the file is made where there is none.
-
-        A link is not followed.
+    def __init__(
+        self, path: str | os.PathLike[str], *, write: bool = False, size: int | None = None, sparse: bool = False
+    ) -> None:
+        """Open for reading, or for writing: the file is made where there is none, with `size` bytes, which are reserved unless it
+        is to be `sparse`. A link is not followed.
         """
         self.path = os.fspath(path)
         flags = (os.O_RDWR | os.O_CREAT if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -43,7 +44,10 @@ class PositionalFile:
             raise _failed("opened", self.path, error) from error
         try:
             if write and size:
-                os.posix_fallocate(self._buffered, 0, size)
+                if sparse:
+                    os.ftruncate(self._buffered, size)
+                else:
+                    os.posix_fallocate(self._buffered, 0, size)
         except OSError as error:
             self.close()
             raise _failed(f"given {size:,} bytes", self.path, error) from error

@@ -10,16 +10,19 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
-from trainer_cases import gpt2, llama, sentences, settings
+from trainer_cases import gpt2, llama, sentence_loss, sentences, settings
 from transformers import AutoModelForCausalLM
 
 from zeromesh import Callback, Trainer, faults
 from zeromesh.checkpoint.saver import Content, Saver
 from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.errors import ZeromeshError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.trainer.metrics import read_metrics
 
@@ -42,7 +45,7 @@ class Mirror(Callback):
             holdings=holdings.written(),
             order={},
             documents=lambda directory: None,
-            after=lambda: None,
+            keep=set,
         )
         saver.begin(0, content)
         saved = saver.finish()
@@ -62,6 +65,17 @@ class Slow(Callback):
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
         time.sleep(self._rest)
+
+
+class LostDisk(Callback):
+    """Takes the directory of checkpoints away once training begins."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self._folder.rmdir()
+        self._folder.write_text("a file where the directory should be")
 
 
 def noised(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -98,11 +112,18 @@ def trained(
     marker: str | None = None,
     rest: float = 0.03,
     noisy: bool = False,
+    disks: Sequence[int] = (),
+    lost_disk: bool = False,
 ) -> dict[str, Any]:
-    """Train up to `steps`, going on from what is there; the losses of this process and where it began."""
+    """Train up to `steps`, going on from what is there; the losses of this process and where it began.
+
+    `disks`: for each rank, the disk that its host has; the folder is then another on each disk.
+    """
+    folder = f"{folder}/disk-{disks[mesh.rank]}" if disks else folder
     torch.manual_seed(7)
     callbacks: list[Callback] = [Mirror(Path(mirror))] if mirror else []
     callbacks += [Slow(Path(marker), rest)] if marker else []
+    callbacks += [LostDisk(Path(folder) / "run" / "checkpoints")] if lost_disk and mesh.rank == 0 else []
     with Trainer(
         MODELS[kind](),
         configured(folder, steps, sections),
@@ -111,7 +132,8 @@ def trained(
         callbacks=callbacks,
     ) as trainer:
         report = trainer.fit()
-    losses = [line["loss"] for line in read_metrics(Path(folder) / "run" / "metrics.jsonl")]
+    metrics = Path(folder) / "run" / "metrics.jsonl"
+    losses = [line["loss"] for line in read_metrics(metrics)] if metrics.exists() else []
     return {"losses": list(report.losses), "all": losses, "step": report.final_step}
 
 
@@ -174,3 +196,46 @@ def opened(mesh: Mesh, *, folder: str, compute: str) -> dict[str, bool]:
         second.fit()
         after = second.evaluate(sentences()).loss
     return {"logits": same, "dtype": str(dtype) == f"torch.{compute}", "learns on": after < before < 4.0}
+
+
+def cramped(mesh: Mesh, *, folder: str, free: int) -> dict[str, Any]:
+    """As `trained`, on a disk that has so many bytes free."""
+    with patch("shutil.disk_usage", lambda path: SimpleNamespace(free=free)):
+        return trained(mesh, folder=folder, steps=5, sections={})
+
+
+def after_damage(mesh: Mesh, *, folder: str, steps: int) -> list[str]:
+    """What a trainer says that found no whole checkpoint, and what it says to one who wants its weights all the same."""
+    torch.manual_seed(7)
+    said = []
+    with Trainer(llama(), configured(folder, steps, {}), sentences()) as trainer:
+        for act in (trainer.fit, lambda: dict(trainer.state_dict()), trainer.fit):
+            try:
+                act()
+                said.append("")
+            except ZeromeshError as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def signalled(mesh: Mesh, *, folder: str, number: int) -> dict[str, Any]:
+    """A run that is told to stop in the middle of its first evaluation; what it was doing, and how far evaluation had got."""
+    seen: list[int] = []
+
+    def loss(model: Any, batch: Any) -> Any:
+        if not model.training:
+            seen.append(1)
+            if len(seen) == 3 and mesh.rank == 1:
+                os.kill(os.getpid(), number)
+        return sentence_loss(model, batch)
+
+    section = {"run": {"max_steps": 8, "eval_every": 4, "log_every": 1}, "batch": {"micro_size": 1, "global_size": 4}}
+    ended = ""
+    try:
+        with Trainer(
+            llama(), configured(folder, 8, section), sentences(), eval_dataset=sentences(), compute_loss=loss
+        ) as trainer:
+            trainer.fit()
+    except (SystemExit, KeyboardInterrupt) as end:
+        ended = f"{type(end).__name__} {getattr(end, 'code', '')}".strip()
+    return {"ended": ended, "batches": len(seen), "all": len(sentences()) // mesh.world_size}

@@ -152,12 +152,27 @@ def test_a_full_disk_is_said_and_training_goes_on(
     assert unequal(step(tmp_path, STEPS), step(undisturbed[0], STEPS)) == []
 
 
-def test_saves_that_always_fail_end_the_run(fresh: Any, tmp_path: Path) -> None:
+def test_where_no_checkpoint_could_be_written_no_step_is_made(fresh: Any, tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").parent.mkdir()
     (tmp_path / "run" / "checkpoints").write_text("a file where the directory should be")
-    outcomes = fresh(
-        "trained", folder=str(tmp_path), steps=20, sections={"checkpoint": {"max_failures": 2, "asynchronous": False}}
-    )
+    for outcome in fresh("trained", folder=str(tmp_path), steps=20, sections={}):
+        assert outcome.error == "StorageError"
+        assert "checkpoints' cannot be written: File exists" in outcome.message
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_disk_that_is_too_small_is_found_before_the_first_step(fresh: Any, tmp_path: Path) -> None:
+    for outcome in fresh("cramped", folder=str(tmp_path), free=1 << 20):
+        assert outcome.error == "StorageError"
+        assert re.search(
+            r"rank 0: .*a checkpoint takes [0-9,]+ bytes and 1,048,576 are free; make room", outcome.message
+        )
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_saves_that_always_fail_end_the_run(fresh: Any, tmp_path: Path) -> None:
+    sections = {"checkpoint": {"max_failures": 2, "asynchronous": False}}
+    outcomes = fresh("trained", folder=str(tmp_path), steps=20, sections=sections, lost_disk=True)
     assert [outcome.error for outcome in outcomes] == ["StorageError", "StorageError"]
     assert "2 saves in a row have failed" in outcomes[0].message
     assert "checkpoints" in outcomes[0].message
@@ -276,6 +291,17 @@ def test_a_signal_to_one_rank_saves_and_ends_all(
     found = workers.run(2, "checkpoint_cases:trained", **run)[0]
     assert found["all"] == undisturbed[1]
     assert unequal(step(tmp_path, STEPS), step(undisturbed[0], STEPS)) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGTERM, "SystemExit 143"), (signal.SIGINT, "KeyboardInterrupt")]
+)
+def test_a_signal_in_an_evaluation_does_not_wait_for_its_end(
+    workers: Workers, tmp_path: Path, number: signal.Signals, words: str
+) -> None:
+    for found in workers.run(2, "checkpoint_cases:signalled", folder=str(tmp_path), number=int(number)):
+        assert found == {"ended": words, "batches": 3, "all": 11}
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
 
 
 def test_a_second_signal_ends_a_rank_at_once(workers: Workers, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,28 @@ def test_master_weights_cross_a_change_of_precision(workers: Workers, tmp_path: 
 def test_a_checkpoint_is_a_model_of_transformers(workers: Workers, tmp_path: Path, compute: str) -> None:
     found = workers.run(2, "checkpoint_cases:opened", folder=str(tmp_path), compute=compute)[0]
     assert found == {"logits": True, "dtype": True, "learns on": True}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_a_damaged_checkpoint_has_half_overwritten_is_not_used(
+    workers: Workers, tmp_path: Path, size: int
+) -> None:
+    workers.run(size, "checkpoint_cases:trained", folder=str(tmp_path), steps=5, sections={})
+    victim = max(step(tmp_path, 5).rglob("*.safetensors"), key=lambda path: path.name)
+    content = bytearray(victim.read_bytes())
+    content[-1] ^= 1
+    victim.write_bytes(content)
+    for found in workers.run(size, "checkpoint_cases:after_damage", folder=str(tmp_path), steps=10):
+        assert "are not what rank" in found[0]
+        assert all(
+            said.startswith("PhaseError: this run ended after 0 whole steps with CheckpointError") for said in found[1:]
+        )
+
+
+def test_a_checkpoint_under_another_name_is_not_taken_for_it(workers: Workers, tmp_path: Path) -> None:
+    run = {"folder": str(tmp_path), "sections": {}}
+    workers.run(2, "checkpoint_cases:trained", steps=5, **run)
+    shutil.copytree(step(tmp_path, 5), step(tmp_path, 7))
+    said = " ".join(workers.run(2, "checkpoint_cases:noted", steps=10, **run)[0]["said"].split())
+    assert "step-00000007 is of step 5 by its manifest" in said
+    assert "resumed from step 5" in said

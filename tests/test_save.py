@@ -9,13 +9,27 @@ from workers import Workers
 
 
 @pytest.mark.parametrize(
-    ("size", "kind", "compute"),
-    [(1, "llama", "float32"), (2, "llama", "bfloat16"), (2, "gpt2", "float64"), (3, "gpt2", "bfloat16")],
+    ("size", "kind", "compute", "files"),
+    [
+        (1, "llama", "float32", 1),
+        (2, "llama", "bfloat16", 2),
+        pytest.param(2, "gpt2", "float64", 2, marks=pytest.mark.full),
+        (3, "gpt2", "bfloat16", 1),
+    ],
 )
 def test_what_is_saved_is_what_was_trained(
-    workers: Workers, tmp_path: Path, size: int, kind: str, compute: str
+    workers: Workers, tmp_path: Path, size: int, kind: str, compute: str, files: int
 ) -> None:
-    found = workers.run(size, "trainer_cases:saved", folder=str(tmp_path), kind=kind, compute=compute)[0]
+    run = {"folder": str(tmp_path), "kind": kind, "compute": compute, "largest": 1 << 30 if files == 1 else 40_000}
+    found = workers.run(size, "trainer_cases:saved", **run)[0]
+    weights = found.pop("weights")
+    if files == 1:
+        assert weights == ["model.safetensors"]
+    else:
+        count = len(weights) - 1
+        assert count > 1
+        numbered = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        assert weights == [*numbered, "model.safetensors.index.json"]
     dtype = "float64" if compute == "float64" else "float32"
     config = found.pop("config")
     assert config["dtype"] == dtype

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers as tf
@@ -496,8 +497,8 @@ def broken(mesh: Mesh, folder: str) -> dict[str, Any]:
 # Saving
 
 
-def saved(mesh: Mesh, folder: str, kind: str, compute: str) -> dict[str, Any]:
-    """Save before, in and after a run; load with transformers, and as a run's `model.source`."""
+def saved(mesh: Mesh, folder: str, kind: str, compute: str, largest: int) -> dict[str, Any]:
+    """Save before, in and after a run, in files of at most `largest` bytes; load with transformers, and as `model.source`."""
     wide = "float64" if compute == "float64" else "float32"
     precision = {"compute": compute, "master": wide, "reduce": wide}
     build = {"llama": llama, "gpt2": gpt2}[kind]
@@ -513,7 +514,10 @@ def saved(mesh: Mesh, folder: str, kind: str, compute: str) -> dict[str, Any]:
     save, model = Save(), seeded(build)
     if compute == "bfloat16":
         model = seeded(lambda: type(model)._from_config(model.config, dtype=torch.bfloat16))
-    with Trainer(model, settings(folder, precision=precision), data, callbacks=[save]) as trainer:
+    with (
+        patch("zeromesh.checkpoint.tensor_files._LARGEST_FILE", largest),
+        Trainer(model, settings(folder, precision=precision), data, callbacks=[save]) as trainer,
+    ):
         trainer.save(root / "before")
         trainer.fit()
         trainer.save(root / "after")
@@ -537,6 +541,7 @@ def saved(mesh: Mesh, folder: str, kind: str, compute: str) -> dict[str, Any]:
             found[f"source {name}"] = digest({key: value.clone() for key, value in trainer.state_dict()}) == state
             trainer.fit()
     found["files"] = sorted(path.name for path in root.iterdir())
+    found["weights"] = sorted(path.name for path in (root / "after").glob("*model*"))
     return found
 
 

@@ -25,7 +25,11 @@ FOLDER = "checkpoints"
 
 
 class RunCheckpoints:
-    """Saves and resumes a run, all ranks together. `note` tells a person."""
+    """Saves and resumes a run, all ranks together. `note` tells a person.
+
+    Raises:
+        StorageError: at construction, where no checkpoint could be written.
+    """
 
     def __init__(
         self, section: CheckpointSection, directory: Path, mesh: Mesh, engine: ZeroEngine, note: Callable[[str], None]
@@ -35,7 +39,10 @@ class RunCheckpoints:
         self._mesh = mesh
         self._engine = engine
         self._note = note
-        self._saver = Saver(self.store, mesh)
+        self._saver: Saver | None = None
+        if section.every_steps:
+            self._saver = Saver(self.store, mesh)
+            self._saver.require_room(engine.holdings.tensors())
         self._metrics: dict[int, float] = {}
         self._failures = 0
         self.latest: int | None = None
@@ -53,7 +60,7 @@ class RunCheckpoints:
             CheckpointError: when there are checkpoints and none can be used.
         """
         loader = Loader(self._mesh)
-        if self._mesh.rank == 0:
+        if self._saver is not None and self._saver.sharing.leads:
             self.store.clean()
         steps = loader.candidates(self.store)
         if self._section.resume == "never" and steps:
@@ -81,8 +88,14 @@ class RunCheckpoints:
         return None
 
     def _load(self, loader: Loader, path: Path, settings: Mapping[str, Any], *, strict: bool) -> TrainerState:
+        step = self.store.step_of(path)
         reader = loader.open(path)
-        state = TrainerState.from_json(reader.document(NAME), str(path))
+        state = TrainerState.from_json(loader.document(reader, NAME), str(path))
+        if not reader.manifest.step == state.step == (step if step is not None else state.step):
+            raise CheckpointError(
+                f"{path} is of step {reader.manifest.step} by its manifest, and of step {state.step} by its {NAME}; "
+                "give it the name that it had, or move it away"
+            )
         differ = differences(state.settings, settings)
         if differ and strict:
             lines = "\n".join(f"  - {line}" for line in differ)
@@ -113,7 +126,10 @@ class RunCheckpoints:
         Raises:
             StorageError: after `checkpoint.max_failures` saves in a row that failed, and where the last one has to succeed.
         """
-        self._ended(self._saver.finish())
+        saver = self._saver
+        if saver is None:
+            return
+        self._ended(saver.finish())
         if state.metric is not None:
             self._metrics[state.step] = state.metric
         holdings = self._engine.holdings
@@ -129,23 +145,25 @@ class RunCheckpoints:
             documents=documents,
             aliases=holdings.aliases(),
             layout=self._layout(),
-            after=lambda: self._retire(state.step),
+            keep=self._kept,
         )
         try:
-            self._saver.begin(state.step, content)
+            saver.begin(state.step, content)
         except (CheckpointError, StorageError) as error:
             self._failed(str(error))
             return
         if wait or not self._section.asynchronous:
-            self._ended(self._saver.finish())
+            self._ended(saver.finish())
 
     def poll(self) -> None:
         """Between two steps: end the save in flight if it can end. Raises as `save` does."""
-        self._ended(self._saver.poll())
+        if self._saver is not None:
+            self._ended(self._saver.poll())
 
     def finish(self) -> None:
         """Wait for the save in flight. Raises as `save` does."""
-        self._ended(self._saver.finish())
+        if self._saver is not None:
+            self._ended(self._saver.finish())
 
     def _ended(self, saved: Saved | None) -> None:
         if saved is None:
@@ -156,7 +174,7 @@ class RunCheckpoints:
         self._failures = 0
         self.latest = saved.step
         if saved.warning:
-            self._note(f"WARNING: old checkpoints could not be removed: {saved.warning}")
+            self._note(f"WARNING: old checkpoints were not removed: {saved.warning}")
         self._note(f"step {saved.step}: checkpoint of {human_bytes(saved.nbytes)} in {self.store.path(saved.step)}")
 
     def _failed(self, why: str) -> None:
@@ -170,20 +188,20 @@ class RunCheckpoints:
         self._note(f"WARNING: {why}; {kept}. Training goes on")
 
     def _release(self, bucket: Any) -> None:
-        if self._saver.in_flight is not None:
+        if self._saver is not None and self._saver.in_flight is not None:
             self._saver.release(self._engine.holdings.owner_of(bucket))
 
-    def _retire(self, newest: int) -> None:
-        """Remove what neither `keep_last` nor `keep_best` keeps. Runs on rank 0, once the newest is there."""
+    def _kept(self) -> set[int]:
+        """What `keep_last` and `keep_best` keep, once the newest is there; called on rank 0."""
         steps = self.store.steps()
-        keep = set(steps[: self._section.keep_last]) | {newest}
+        keep = set(steps[: self._section.keep_last])
         for step in steps:
             if self._section.keep_best and step not in self._metrics:
                 self._metrics[step] = _metric_of(self.store.path(step))
         ranked = sorted(
             (step for step in steps if self._metrics.get(step, _NONE) < _NONE), key=self._metrics.__getitem__
         )
-        self.store.retire(keep | set(ranked[: self._section.keep_best]))
+        return keep | set(ranked[: self._section.keep_best])
 
     def _layout(self) -> dict[str, Any]:
         shape, options = self._mesh.shape, self._engine.options

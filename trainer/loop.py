@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 from typing import TYPE_CHECKING
+
+import torch
 
 from zeromesh.trainer import setup
 from zeromesh.trainer.checkpoints import RunCheckpoints
@@ -38,6 +39,8 @@ class TrainingLoop:
         self._schedule = setup.learning_rate_schedule(run.config)
         self._last = run.config.run.max_steps
         self._stragglers = Stragglers()
+        self._stopped = 0
+        """The signal by which some rank was asked to stop."""
         self._seconds = 0.0
         """Of steps since ranks were last looked at."""
         self._evaluated: tuple[int, float] | None = None
@@ -53,19 +56,16 @@ class TrainingLoop:
         run = self._run
         run.call("on_train_begin")
         run.console.start(total_steps=self._last, first_step=run.step)
-        while run.step < self._last:
-            votes = self._train_one()
-            stopped = signal.SIGTERM if votes.terminate else signal.SIGINT if votes.interrupt else 0
-            if stopped:
-                self._save(wait=True)
-                return int(stopped)
-        if run.data.eval is not None:
+        while run.step < self._last and not self._stopped:
+            self._train_one()
+        if run.data.eval is not None and not self._stopped:
             self._evaluate()
         self._save(wait=True)
-        run.call("on_train_end")
-        return 0
+        if not self._stopped:
+            run.call("on_train_end")
+        return self._stopped
 
-    def _train_one(self) -> Votes:
+    def _train_one(self) -> None:
         run = self._run
         number = run.step + 1
         run.call("on_step_begin", number)
@@ -73,6 +73,7 @@ class TrainingLoop:
         wish = Votes.of(self._request.signal)
         result = run.stepper.train_step(self._feed, run.step, factor, lambda: run.before_update(number), wish)
         run.step = number
+        self._note_stop(result.votes.number)
         every = run.config.run.log_every
         logged = bool(every) and (number % every == 0 or number == self._last)
         self._seconds += result.seconds
@@ -92,16 +93,27 @@ class TrainingLoop:
         run.call("on_step_end", number, metrics.record())
         run.progress.check(number)
         every = run.config.run.eval_every
-        if every and number % every == 0 and number < self._last and run.data.eval is not None:
+        if every and number % every == 0 and number < self._last and run.data.eval is not None and not self._stopped:
             self._evaluate()
         self._checkpoints.poll()
         if number < self._last and self._checkpoints.due(number):
             self._save(wait=False)
-        return result.votes
+
+    def _note_stop(self, number: int) -> bool:
+        """Whether some rank has been asked to stop, by signal `number` if that is none yet."""
+        self._stopped = self._stopped or number
+        return bool(self._stopped)
+
+    def _asked(self) -> bool:
+        """Whether some rank has been asked to stop; between two microbatches of an evaluation, which may be long."""
+        asked = self._run.mesh.world.max_(torch.tensor([int(self._request.signal)]), "wishes to stop")
+        return self._note_stop(int(asked[0]))
 
     def _evaluate(self) -> None:
         run = self._run
-        result = run.evaluate(None)
+        result = run.evaluate(None, stop=self._asked)
+        if result is None:
+            return
         text = f"step {run.step}: evaluation loss {result.loss:.4f} over {human_count(result.targets)} targets"
         loaded = run.data.loaded
         if loaded is not None and loaded.byte_pair_entropy is not None:
@@ -112,8 +124,6 @@ class TrainingLoop:
         run.call("on_evaluate", run.step, result.loss)
 
     def _save(self, *, wait: bool) -> None:
-        if not self._run.config.checkpoint.every_steps:
-            return
         if self._checkpoints.latest != self._run.step:
             self._checkpoints.save(self._state(), self._run.model, self._run.processing_class, wait=wait)
         if wait:

@@ -326,19 +326,20 @@ class Run:
 
     # Beside and after training
 
-    def evaluate(self, dataset: MapDataset | None) -> EvaluationResult:
-        """See `Trainer.evaluate`."""
+    def evaluate(self, dataset: MapDataset | None, stop: Callable[[], bool] | None = None) -> EvaluationResult | None:
+        """See `Trainer.evaluate`. Ends with None once `stop` is true, which is so on all ranks or on none."""
         if dataset is not None:
             check_dataset(dataset, name="eval_dataset")
         feed = self._eval_feed(dataset if dataset is not None else self.data.eval)
         if feed is None:
             raise ConfigError("there is no evaluation data; give eval_dataset, or set data.eval or data.eval_fraction")
 
-        def tell(done: int, total: int) -> None:
+        def go_on(done: int, total: int) -> bool:
             self.console.status(f"evaluating: {done} of {total} batches")
+            return stop is None or not stop()
 
         with self.guarded():
-            return self.stepper.evaluate(feed, tell)
+            return self.stepper.evaluate(feed, go_on)
 
     def state_dict(self) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer.state_dict`."""

@@ -66,6 +66,11 @@ class Votes:
         """One rank's vote after signal `number`; 0: none."""
         return cls(terminate=int(number == signal.SIGTERM), interrupt=int(number == signal.SIGINT))
 
+    @property
+    def number(self) -> int:
+        """The signal that stops all, the graver one if ranks got different ones; 0: none."""
+        return int(signal.SIGTERM) if self.terminate else int(signal.SIGINT) if self.interrupt else 0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
@@ -153,10 +158,10 @@ class Stepper:
             seconds=time.perf_counter() - began,
         )
 
-    def evaluate(self, feed: Feed, on_done: Callable[[int, int], None] = lambda done, total: None) -> EvaluationResult:
-        """Mean loss over the feed's dataset, each sample once, as one batch of its plan.
+    def evaluate(self, feed: Feed, go_on: Callable[[int, int], bool]) -> EvaluationResult | None:
+        """Mean loss over the feed's dataset, each sample once, as one batch of its plan; None where it was not to go on.
 
-        `on_done(done, total)` is called after each of this rank's microbatches.
+        `go_on(done, total)` is called after each of this rank's microbatches, and answers alike on all ranks.
         """
         microbatches = feed.plan.microbatches(0, self._mesh.data_index)
         sums = torch.zeros(2, dtype=torch.float64)
@@ -166,7 +171,8 @@ class Stepper:
                 loss = self._forward(batch)
                 if microbatch.weight:
                     sums[:3] += torch.tensor([float(loss), self._loss.last_count], dtype=torch.float64)
-                on_done(number, len(microbatches))
+                if not go_on(number, len(microbatches)):
+                    return None
         self._mesh.data.sum_(sums, "sum of the evaluation loss")
         targets = int(sums[1])
         return EvaluationResult(loss=float(sums[0]) / targets if targets else float("nan"), targets=targets)

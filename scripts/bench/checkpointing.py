@@ -159,7 +159,7 @@ def _zeromesh(workload: Workload) -> System:
             holdings=holdings.written(),
             order={},
             documents=lambda directory: None,
-            after=lambda: None,
+            keep=set,
         )
         saver.begin(1, content)
         saved = saver.finish()

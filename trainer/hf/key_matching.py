@@ -23,8 +23,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from zeromesh.checkpoint.tensor_files import Entry
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.hf.safetensors_files import Entry
 from zeromesh.zero.initial import INITIALISER_ERRORS
 from zeromesh.zero.sources import canonical_names
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
+from zeromesh.checkpoint import manifest as manifests
 from zeromesh.checkpoint.holding import Holding
-from zeromesh.checkpoint.manifest import StoredTensor
+from zeromesh.checkpoint.manifest import Manifest, StoredTensor
+from zeromesh.checkpoint.merge import check_parts
+from zeromesh.checkpoint.parts import PartsReader
 from zeromesh.checkpoint.reader import CheckpointReader, Target
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.checkpoint.tensor_files import TensorSpec
@@ -29,6 +33,21 @@ class Skipped:
     reason: str
 
 
+class Opened(Protocol):
+    """A checkpoint that can be read, whole or in parts."""
+
+    manifest: Manifest
+
+    @property
+    def directory(self) -> Path: ...
+
+    def tensor(self, kind: str, name: str) -> StoredTensor | None: ...
+
+    def document(self, path: str) -> dict[str, Any]: ...
+
+    def read(self, targets: Iterable[Target], tell: Callable[[], None]) -> None: ...
+
+
 class Loader:
     """Opens and reads checkpoints; all ranks call its methods alike, and get the same answers and errors."""
 
@@ -41,25 +60,47 @@ class Loader:
         text = self._mesh.world.gather_bytes(",".join(map(str, steps)).encode(), "choice of a checkpoint")[0]
         return [int(word) for word in text.decode().split(",") if word]
 
-    def open(self, directory: Path) -> CheckpointReader:
-        """The checkpoint in a directory, as all ranks see it.
+    def open(self, directory: Path) -> Opened:
+        """The checkpoint in a directory, as all ranks see it; of one that is in parts, each host's directory has its own.
 
         Raises:
             CheckpointError: when it is not whole, or ranks see different ones.
         """
         found: list[CheckpointReader] = []
         with self._together(f"opening {directory}"):
-            found.append(CheckpointReader(directory))
-        reader = found[0]
-        digests = self._mesh.world.gather_bytes(reader.digest.encode(), "comparison of checkpoints")
-        apart = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if apart:
+            found.append(CheckpointReader(directory, parts=True))
+        reader, world = found[0], self._mesh.world
+        index, count = reader.manifest.part
+        rows = [
+            text.decode()
+            for text in world.gather_bytes(f"{index} {reader.digest}".encode(), "comparison of checkpoints")
+        ]
+        holders: dict[str, list[int]] = {}
+        for rank, row in enumerate(rows):
+            holders.setdefault(row, []).append(rank)
+        first = holders[rows[self._mesh.rank]][0] == self._mesh.rank
+        if len(holders) == 1 and count == 1:
+            return reader
+        texts = world.gather_bytes(reader.manifest.to_json() if first else b"", "manifests of the parts")
+        parts = [manifests.parse(directory / manifests.NAME, text) for text in texts if text]
+        seen = [ranks[0] for ranks in holders.values()]
+        if any(part.part[1] == 1 for part in parts) or len({part.part[0] for part in parts}) < len(parts):
             raise CheckpointError(
-                f"{directory} is another checkpoint on rank {apart[0]} than on rank 0; give all hosts the same directory"
+                f"{directory} is another checkpoint on rank {seen[1]} than on rank {seen[0]}; give all hosts the same directory"
             )
-        return reader
+        check_parts([(f"{directory} on rank {rank}", part) for rank, part in zip(seen, parts, strict=True)])
+        order = sorted(range(len(parts)), key=lambda number: parts[number].part[0])
+        ranks = list(holders.values())
+        return PartsReader(reader, [parts[number] for number in order], [ranks[number] for number in order], world)
 
-    def fill(self, reader: CheckpointReader, tensors: Sequence[TensorSpec], holdings: Sequence[Holding]) -> None:
+    def document(self, opened: Opened, path: str) -> dict[str, Any]:
+        """A JSON object among the files. Raises `CheckpointError` on all ranks where one cannot read it."""
+        found: list[dict[str, Any]] = []
+        with self._together(f"reading {opened.directory / path}"):
+            found.append(opened.document(path))
+        return found[0]
+
+    def fill(self, reader: Opened, tensors: Sequence[TensorSpec], holdings: Sequence[Holding]) -> None:
         """Fill what ranks hold of `tensors` with the checkpoint's values, of which each rank verifies what it reads.
 
         Raises:
@@ -96,7 +137,7 @@ class Loader:
         raise kind(text[1:] if len(found) == len(every) else f"rank {rank}: {text[1:]}") from failure
 
 
-def _compare(reader: CheckpointReader, tensors: Sequence[TensorSpec]) -> None:
+def _compare(reader: Opened, tensors: Sequence[TensorSpec]) -> None:
     """Raise `LayoutError` that names the parameters that are missing in the checkpoint, of another shape, or too many."""
     problems: list[str] = []
     for spec in tensors:
@@ -115,7 +156,7 @@ def _compare(reader: CheckpointReader, tensors: Sequence[TensorSpec]) -> None:
         raise LayoutError(f"{reader.directory} does not fit this model and optimizer: {shown}")
 
 
-def _targets(reader: CheckpointReader, holdings: Sequence[Holding]) -> Iterator[Target]:
+def _targets(reader: Opened, holdings: Sequence[Holding]) -> Iterator[Target]:
     """Where each run of elements comes from."""
     for holding in holdings:
         stored = _stored(reader, holding.spec.kind, holding.spec.name)
@@ -126,6 +167,6 @@ def _targets(reader: CheckpointReader, holdings: Sequence[Holding]) -> Iterator[
             yield Target(tensor=stored, first=run.logical, memory=holding.memory[first : first + run.length])
 
 
-def _stored(reader: CheckpointReader, kind: str, name: str) -> StoredTensor | None:
+def _stored(reader: Opened, kind: str, name: str) -> StoredTensor | None:
     found = reader.tensor(kind, name)
     return found if found is not None or kind not in _FALLBACKS else reader.tensor(_FALLBACKS[kind], name)

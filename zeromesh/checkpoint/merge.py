@@ -29,13 +29,9 @@ def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:
     Raises:
         CheckpointError: when they are not of one checkpoint, one is absent, or their pieces are not each byte once.
     """
-    readers = [CheckpointReader(directory, checked=False) for directory in directories]
-    first = readers[0]
+    readers = [CheckpointReader(directory, parts=True) for directory in directories]
     found: dict[int, CheckpointReader] = {}
     for reader in readers:
-        for _, problem in reader.problems():
-            raise CheckpointError(problem)
-        _check_same(first, reader)
         index, count = reader.manifest.part
         if count == 1:
             raise CheckpointError(
@@ -46,18 +42,29 @@ def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:
                 f"{found[index].directory} and {reader.directory} are both part {index + 1} of {count}"
             )
         found[index] = reader
-    count = first.manifest.part[1]
-    absent = [str(index + 1) for index in range(count) if index not in found]
+    check_parts([(str(reader.directory), reader.manifest) for reader in readers])
+    return [found[index] for index in sorted(found)]
+
+
+def check_parts(parts: Sequence[tuple[str, Manifest]]) -> None:
+    """Raise `CheckpointError` unless these, each with a name for messages, are all parts of one checkpoint."""
+    name, first = parts[0]
+    for other, manifest in parts[1:]:
+        differ = _differences(first, manifest)
+        if differ:
+            raise CheckpointError(
+                f"{name} and {other} are not parts of one checkpoint: they differ in {', '.join(differ)}"
+            )
+    there, count = {manifest.part[0] for _, manifest in parts}, first.part[1]
+    absent = [str(index + 1) for index in range(count) if index not in there]
     if absent:
         raise CheckpointError(f"part {', '.join(absent[:5])} of {count} is missing; give the directories of all hosts")
-    return [found[index] for index in range(count)]
 
 
-def _check_same(first: CheckpointReader, other: CheckpointReader) -> None:
-    one, two = first.manifest, other.manifest
+def _differences(one: Manifest, two: Manifest) -> list[str]:
     shared = one.files.keys() & two.files.keys()
     sizes = [{path: each.files[path].nbytes for path in shared} for each in (one, two)]
-    differ = [
+    return [
         what
         for what, here, there in (
             ("step", one.step, two.step),
@@ -69,18 +76,14 @@ def _check_same(first: CheckpointReader, other: CheckpointReader) -> None:
         )
         if here != there
     ]
-    if differ:
-        raise CheckpointError(
-            f"{first.directory} and {other.directory} are not parts of one checkpoint: they differ in {', '.join(differ)}"
-        )
 
 
-def merged_manifest(parts: Sequence[CheckpointReader]) -> Manifest:
+def merged_manifest(parts: Sequence[Manifest]) -> Manifest:
     """The manifest of the whole. Raises `CheckpointError` where pieces overlap or leave a gap."""
-    one = parts[0].manifest
+    one = parts[0]
     files = {}
-    for path in {path: None for part in parts for path in part.manifest.files}:
-        records = [part.manifest.files[path] for part in parts if path in part.manifest.files]
+    for path in {path: None for part in parts for path in part.files}:
+        records = [part.files[path] for part in parts if path in part.files]
         pieces = tuple(sorted((piece for each in records for piece in each.pieces), key=lambda piece: piece.begin))
         _check_tiles(path, pieces, records[0].nbytes)
         files[path] = FileRecord(nbytes=records[0].nbytes, pieces=pieces)
@@ -106,7 +109,7 @@ def merge(parts: Sequence[CheckpointReader], out: Path, tell: Callable[[int], No
         CheckpointError: when a piece is not what was written, or pieces are not each byte once.
         ConfigError, StorageError: where `out` cannot be written.
     """
-    whole = merged_manifest(parts)
+    whole = merged_manifest([part.manifest for part in parts])
     text = whole.to_json()
     manifests.parse(out / manifests.NAME, text)
     with fresh_directory(out, whole.nbytes) as directory:

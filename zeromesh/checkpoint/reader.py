@@ -53,16 +53,17 @@ class Target:
 class CheckpointReader:
     """A checkpoint whose manifest is sound and whose files are all there, at their sizes.
 
-    `checked` False takes also parts, and directories whose files are not right (`problems` says how): for tools that look closer.
+    `parts` True takes also a part of a checkpoint. `checked` False takes that, and directories whose files are not right
+    (`problems` says how): for tools that look closer.
 
     Raises:
         CheckpointError: at construction, that names the first thing that is wrong.
     """
 
-    def __init__(self, directory: Path, *, checked: bool = True) -> None:
+    def __init__(self, directory: Path, *, checked: bool = True, parts: bool = False) -> None:
         self.directory = directory
         self.digest, self.manifest = _manifest_of(directory)
-        if checked and self.manifest.part[1] > 1:
+        if checked and not parts and self.manifest.part[1] > 1:
             index, count = self.manifest.part
             raise CheckpointError(
                 f"{directory} is part {index + 1} of {count}, one of each host; put them together first: "
@@ -121,7 +122,7 @@ class CheckpointReader:
 
         def use(piece: Piece, data: torch.Tensor) -> None:
             for target in overlapping(by_file[piece.path], piece.begin, piece.end):
-                _copy_out(target, piece, data)
+                copy_out(target, piece, data)
             tell()
 
         self.stream(needed, use, tell)
@@ -165,6 +166,7 @@ class CheckpointReader:
                     if len(flying) == _STAGING_BUFFERS:
                         _finish(flying, pool, use, failed)
                     if piece.path not in files:
+                        _close_all_but({each.path for each, _, _ in flying}, files)
                         files[piece.path] = PositionalFile(self.directory / piece.path)
                     buffer = pool.take()
                     flying.append((piece, buffer, threads.submit(self._fetch, files[piece.path], piece, buffer)))
@@ -172,8 +174,7 @@ class CheckpointReader:
                     _finish(flying, pool, use, failed)
             finally:
                 threads.shutdown(cancel_futures=True)
-                for file in files.values():
-                    file.close()
+                _close_all_but(set(), files)
 
     def _fetch(self, file: PositionalFile, piece: Piece, buffer: torch.Tensor) -> None:
         data = buffer[: piece.end - piece.begin]
@@ -251,6 +252,12 @@ def _files_in(directory: Path) -> Iterator[str]:
         yield from ((Path(folder) / name).relative_to(directory).as_posix() for name in names)
 
 
+def _close_all_but(used: set[str], files: dict[str, PositionalFile]) -> None:
+    """A large checkpoint has more files than a process may have open."""
+    for path in files.keys() - used:
+        files.pop(path).close()
+
+
 def _finish(
     flying: deque[tuple[Piece, torch.Tensor, Future[None]]],
     pool: StagingPool,
@@ -270,7 +277,8 @@ def _finish(
     pool.give(buffer)
 
 
-def _copy_out(target: Target, piece: Piece, data: torch.Tensor) -> None:
+def copy_out(target: Target, piece: Piece, data: torch.Tensor) -> None:
+    """Fill what of `target` lies in `piece` from the piece's bytes, 1-D uint8, converted to the target's dtype."""
     dtype = target.tensor.spec.dtype
     begin, end = max(target.begin, piece.begin), min(target.end, piece.end)
     # Of a hostile manifest, an element might lie across two pieces, or not aligned in memory; those written here never do.

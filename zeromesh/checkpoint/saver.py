@@ -2,19 +2,23 @@
 
     begin    all ranks: the files are made, edges exchanged; each rank begins to write its shards
     release  before an update: what it changes is written
-    poll     between steps: once every rank has written, the checksums are collected and the checkpoint is committed
+    poll     between steps: once every rank has written, the checksums are collected and the checkpoint is committed; once it is
+             there, old ones are removed
     finish   the same, waiting
 
+Where each host has a directory of its own, each gets a part: the same files, with what the host's ranks have written in them.
 Threads never take part in collectives: ranks agree between steps, in their own thread.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +26,11 @@ import torch
 
 from zeromesh.checkpoint.holding import Holding
 from zeromesh.checkpoint.manifest import FileRecord, Manifest, Piece, StoredTensor
+from zeromesh.checkpoint.sharing import find_sharing
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.checkpoint.tensor_files import FileLayout, TensorSpec, index_files, plan_files
 from zeromesh.checkpoint.writer import Edge, ShardWriter, Source, edges_of
-from zeromesh.errors import CheckpointError, ZeromeshError
+from zeromesh.errors import CheckpointError, StorageError, ZeromeshError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
 
@@ -35,25 +40,23 @@ class Content:
     """What goes into a checkpoint.
 
     `tensors` is the same on all ranks. `holdings` is what this rank writes; together the ranks' make every tensor once.
-    `order` has each owner's position in the next update. `documents` writes the small files into a directory. `after` is called
-    on rank 0 once the checkpoint is there; what it cannot do does not undo the save.
+    `order` has each owner's position in the next update. `documents` writes the small files into a directory. `keep` says on
+    rank 0, once the checkpoint is there, the steps of those that stay beside it; what cannot be removed does not undo the save.
     """
 
     tensors: Sequence[TensorSpec]
     holdings: Sequence[Holding]
     order: Mapping[int, int]
     documents: Callable[[Path], None]
-    after: Callable[[], None]
+    keep: Callable[[], set[int]]
     aliases: Mapping[str, str] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """How a save ended. `failure` is empty where the checkpoint is there; all ranks get the same.
-
-    `warning` says on rank 0 what went wrong afterwards.
-    """
+    """How a save ended, the same on all ranks: `failure` is empty where the checkpoint is there, `warning` where old ones could
+    be removed too."""
 
     step: int
     nbytes: int
@@ -64,6 +67,7 @@ class Saved:
 class _Stage(Enum):
     WRITING = "writing"
     COMMITTING = "committing"
+    RETIRING = "retiring"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,10 +78,11 @@ class _Save:
     content: Content
     files: Sequence[FileLayout]
     writer: ShardWriter
+    layout: Mapping[str, Any]
     stage: _Stage = _Stage.WRITING
-    commit: threading.Thread | None = None
-    failure: str = ""
-    warning: str = ""
+    task: threading.Thread | None = None
+    problem: str = ""
+    """Why the task could not do its work."""
 
     @property
     def nbytes(self) -> int:
@@ -88,16 +93,52 @@ class _Save:
         """Whether this rank still works on the present stage."""
         if self.stage is _Stage.WRITING:
             return self.writer.running
-        return self.commit is not None and self.commit.is_alive()
+        return self.task is not None and self.task.is_alive()
+
+    def run(self, stage: _Stage, task: Callable[[], object] | None) -> None:
+        """Enter a stage, whose task on this rank, if it has one, runs in a thread."""
+        self.stage, self.task, self.problem = stage, None, ""
+        if task is None:
+            return
+
+        def work() -> None:
+            try:
+                task()
+            except ZeromeshError as error:
+                self.problem = str(error)
+            except Exception as error:  # noqa: BLE001 - the training thread has to see it
+                self.problem = f"{type(error).__name__}: {error}"
+
+        self.task = threading.Thread(target=work, name=f"zeromesh-{stage.value}")
+        self.task.start()
 
 
 class Saver:
-    """Saves to a store. Rank 0 makes directories and commits; all ranks call every method alike."""
+    """Saves to a store; all ranks make one and call every method alike. The first rank that sees a directory makes and commits
+    what is in it."""
 
     def __init__(self, store: CheckpointStore, mesh: Mesh) -> None:
+        """Raises `StorageError` where some rank cannot write to the store."""
         self.store = store
+        self.sharing = find_sharing(store.root, mesh)
         self._mesh = mesh
         self._save: _Save | None = None
+
+    def require_room(self, tensors: Sequence[TensorSpec]) -> None:
+        """Raise `StorageError` on all ranks where a checkpoint of these tensors would not fit on some disk.
+
+        Of several disks, each gets about as much as it has ranks.
+        """
+        nbytes, ranks = sum(spec.nbytes for spec in tensors), self._mesh.world_size
+        problem = ""
+        if self.sharing.leads:
+            try:
+                self.store.require_room(nbytes * len(self.sharing.ranks) // ranks)
+            except StorageError as error:
+                problem = str(error)
+        said = self._said(problem)
+        if said:
+            raise StorageError(said)
 
     @property
     def in_flight(self) -> int | None:
@@ -113,21 +154,32 @@ class Saver:
         if self._save is not None:
             raise CheckpointError(f"the checkpoint of step {self._save.step} is still being written")
         files = plan_files(content.tensors, self._mesh.world_size)
-        failure = self._create(step, content, files) if self._mesh.rank == 0 else ""
-        self._agree(step, failure)
         sources = self._sources(files, content.holdings)
+        share = None
+        if len(self.sharing.places) > 1:
+            written = self._mesh.world.gather_integers([sum(source.nbytes for source in sources)])
+            share = sum(written[rank][0] for rank in self.sharing.ranks)
+        self._agree(step, self._create(step, content, files, share) if self.sharing.leads else "")
         received = self._exchange(edges_of(sources))
         directory = self.store.temporary(step)
         writer = ShardWriter(directory, files, sources, received, content.order, self._mesh.rank)
-        self._save = _Save(step=step, content=content, files=files, writer=writer)
+        self._save = _Save(step=step, content=content, files=files, writer=writer, layout=self._layout(content))
         writer.start()
 
-    def _create(self, step: int, content: Content, files: Sequence[FileLayout]) -> str:
+    def _layout(self, content: Content) -> Mapping[str, Any]:
+        """The layout to note. That of parts says of which save they are: two of one step are not parts of one checkpoint."""
+        if len(self.sharing.places) == 1:
+            return content.layout
+        token = self._mesh.world.gather_bytes(secrets.token_hex(8).encode(), "the name of the save")[0].decode()
+        return {**content.layout, "save": token}
+
+    def _create(self, step: int, content: Content, files: Sequence[FileLayout], share: int | None) -> str:
         try:
-            directory = self.store.create(step, files)
-            content.documents(directory)
-            for path, text in index_files(files).items():
-                (directory / path).write_bytes(text)
+            directory = self.store.create(step, files, share)
+            if self._mesh.rank == 0:
+                content.documents(directory)
+                for path, text in index_files(files).items():
+                    (directory / path).write_bytes(text)
         except ZeromeshError as error:
             return str(error)
         except Exception as error:  # noqa: BLE001 - other people's `save_pretrained` among them; all ranks have to know
@@ -136,13 +188,14 @@ class Saver:
 
     def _agree(self, step: int, failure: str) -> None:
         """Raise `CheckpointError` on all ranks when one has a failure."""
-        said = self._failures(failure)
+        said = self._said(failure)
         if said:
-            if self._mesh.rank == 0:
+            if self.sharing.leads:
                 self.store.abandon(step)
             raise CheckpointError(f"the checkpoint of step {step} was not written: {said}")
 
-    def _failures(self, failure: str) -> str:
+    def _said(self, failure: str) -> str:
+        """What ranks could not do, the same on all of them; empty where each could."""
         every = [
             text.decode()
             for text in self._mesh.world.gather_bytes(failure.encode(errors="backslashreplace"), "end of saving")
@@ -215,15 +268,34 @@ class Saver:
             manifest = self._collect(save)
             if isinstance(manifest, Saved):
                 return manifest
-            save.stage = _Stage.COMMITTING
-            if self._mesh.rank == 0:
-                save.commit = threading.Thread(target=self._commit, args=(save, manifest), name="zeromesh-commit")
-                save.commit.start()
+            save.run(_Stage.COMMITTING, partial(self.store.commit, save.step, manifest) if self.sharing.leads else None)
             return None
-        while save.commit is not None and save.commit.is_alive():
-            save.commit.join(timeout=1.0)
+        while save.task is not None and save.task.is_alive():
+            save.task.join(timeout=1.0)
             self._tell()
-        return self._end(save, self._failures(save.failure))
+        said = self._said(save.problem)
+        if save.stage is _Stage.RETIRING:
+            return self._end(save, warning=said)
+        if said:
+            return self._end(save, failure=said)
+        problem, keep = self._kept(save)
+        if problem:
+            return self._end(save, warning=problem)
+        save.run(_Stage.RETIRING, partial(self.store.retire, keep) if self.sharing.leads else None)
+        return None
+
+    def _kept(self, save: _Save) -> tuple[str, list[int]]:
+        """The steps whose checkpoints stay, as rank 0 has it; or why it cannot say."""
+        mine: tuple[str, list[int]] = ("", [])
+        if self._mesh.rank == 0:
+            try:
+                mine = ("", sorted({save.step, *save.content.keep()}))
+            except (ZeromeshError, OSError) as error:
+                mine = (str(error), [])
+        problem, keep = json.loads(
+            self._mesh.world.gather_bytes(json.dumps(mine).encode(), "the checkpoints that stay")[0]
+        )
+        return problem, keep
 
     def _collect(self, save: _Save) -> Manifest | Saved:
         """The pieces that all ranks have written, as a manifest; or the end of a save that failed."""
@@ -237,31 +309,22 @@ class Saver:
         answers = [json.loads(text) for text in every]
         failed = [f"rank {rank}: {answer[0]}" for rank, answer in enumerate(answers) if answer[0]]
         if failed:
-            return self._end(save, failed[0] + (f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""))
-        return _manifest(save, [row for _, rows in answers for row in rows])
+            more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+            return self._end(save, failure=failed[0] + more)
+        sharing = self.sharing
+        here = [row for rank in sharing.ranks for row in answers[rank][1]]
+        return _manifest(save, here, (sharing.place, len(sharing.places)))
 
-    def _commit(self, save: _Save, manifest: Manifest) -> None:
-        try:
-            self.store.commit(save.step, manifest)
-        except ZeromeshError as error:
-            save.failure = str(error)
-        except Exception as error:  # noqa: BLE001 - the training thread has to see it
-            save.failure = f"{type(error).__name__}: {error}"
-        if save.failure:
-            return
-        try:
-            save.content.after()
-        except Exception as error:  # noqa: BLE001 - as above
-            save.warning = f"{type(error).__name__}: {error}"
-
-    def _end(self, save: _Save, failure: str) -> Saved:
-        if failure and self._mesh.rank == 0:
+    def _end(self, save: _Save, *, failure: str = "", warning: str = "") -> Saved:
+        if failure and self.sharing.leads:
             self.store.abandon(save.step)
+            if save.stage is _Stage.COMMITTING and len(self.sharing.places) > 1:
+                self.store.remove(save.step)  # A part whose siblings are not there.
         self._save = None
-        return Saved(step=save.step, nbytes=save.nbytes, failure=failure, warning=save.warning)
+        return Saved(step=save.step, nbytes=save.nbytes, failure=failure, warning=warning)
 
 
-def _manifest(save: _Save, rows: Sequence[Sequence[Any]]) -> Manifest:
+def _manifest(save: _Save, rows: Sequence[Sequence[Any]], part: tuple[int, int]) -> Manifest:
     pieces: dict[int, list[Piece]] = {}
     for number, begin, end, checksum, rank in sorted(rows, key=lambda row: (row[0], row[1])):
         path = save.files[number].path
@@ -276,5 +339,6 @@ def _manifest(save: _Save, rows: Sequence[Sequence[Any]]) -> Manifest:
             StoredTensor(spec=spec, path=file.path, begin=at) for file in save.files for spec, at in file.places
         ),
         aliases=save.content.aliases,
-        layout=save.content.layout,
+        layout=save.layout,
+        part=part,
     )

@@ -40,8 +40,8 @@ class CheckpointStore:
         """Steps of the checkpoints that are there, newest first, whole or not."""
         if not self.root.is_dir():
             return []
-        found = [_STEP.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir()]
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        found = [self.step_of(path) for path in self.root.iterdir() if path.is_dir()]
+        return sorted((step for step in found if step is not None), reverse=True)
 
     def path(self, step: int) -> Path:
         """The directory of a checkpoint."""
@@ -52,9 +52,15 @@ class CheckpointStore:
         return self.root / f"step-{step:08d}.tmp"
 
     @staticmethod
-    def is_checkpoint(path: Path) -> bool:
+    def step_of(path: Path) -> int | None:
+        """The step that a path has the name of, as checkpoints have one."""
+        match = _STEP.fullmatch(path.name)
+        return int(match[1]) if match else None
+
+    @classmethod
+    def is_checkpoint(cls, path: Path) -> bool:
         """Whether a path has the name of a checkpoint, and is a directory."""
-        return bool(_STEP.fullmatch(path.name)) and path.is_dir()
+        return cls.step_of(path) is not None and path.is_dir()
 
     def leftovers(self) -> list[str]:
         """Names of what is being written or removed, or was when a run was killed."""
@@ -70,30 +76,40 @@ class CheckpointStore:
             shutil.rmtree(self.root / name, ignore_errors=True)
         return left
 
-    def create(self, step: int, files: Sequence[FileLayout]) -> Path:
+    def create(self, step: int, files: Sequence[FileLayout], share: int | None = None) -> Path:
         """The temporary directory of a checkpoint, with its files at their full sizes.
+
+        `share`: how many bytes will be written here, of a part; the rest of its files takes no room. None: all of them.
 
         Raises:
             StorageError: where there is no room, or it cannot be written.
         """
         faults.visit("before-tmp")
         directory = self.temporary(step)
-        needed = sum(file.nbytes for file in files) + _SPARE_BYTES
+        needed = sum(file.nbytes for file in files) if share is None else share
         try:
             shutil.rmtree(directory, ignore_errors=True)
             for folder in {directory, *((directory / file.path).parent for file in files)}:
                 folder.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(directory).free
         except OSError as error:
             raise StorageError(f"{str(directory)!r} cannot be written: {error.strerror or error}") from error
+        self.require_room(needed)
+        for file in files:
+            PositionalFile(directory / file.path, write=True, size=file.nbytes, sparse=share is not None).close()
+        return directory
+
+    def require_room(self, nbytes: int) -> None:
+        """Raise `StorageError` where a checkpoint of so many bytes would not fit."""
+        needed = nbytes + _SPARE_BYTES
+        try:
+            free = shutil.disk_usage(self.root).free
+        except OSError as error:
+            raise StorageError(f"{str(self.root)!r} cannot be read: {error.strerror or error}") from error
         if free < needed:
             raise StorageError(
                 f"{str(self.root)!r}: a checkpoint takes {needed:,} bytes and {free:,} are free; make room, lower "
                 "checkpoint.keep_last, or set run.output_dir to a larger disk"
             )
-        for file in files:
-            PositionalFile(directory / file.path, write=True, size=file.nbytes).close()
-        return directory
 
     def commit(self, step: int, manifest: Manifest) -> None:
         """Make the temporary directory the checkpoint: the manifest last, everything on the disk, then the name.

@@ -44,8 +44,13 @@ class Source:
     owner: int | None = None
 
     @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.memory.numel() * self.dtype.itemsize
+
+    @property
     def end(self) -> int:
-        return self.begin + self.memory.numel() * self.dtype.itemsize
+        return self.begin + self.nbytes
 
     def copy_into(self, out: torch.Tensor, begin: int, end: int) -> None:
         """Put bytes [begin, end) of the file, which hold whole elements, into `out`, 1-D uint8 of that length."""

@@ -207,6 +207,11 @@ class Mesh:
             on_stream=self.device.type == "cuda",
         )
 
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are on one host, and share its memory."""
+        return self._one_host
+
     def post(self, activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
         """Say on the board what this rank does now; `step` counts from 0."""
         if self.watch is not None:

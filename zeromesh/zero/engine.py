@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zeromesh import faults
-from zeromesh.errors import ConfigError, NonFiniteError, PhaseError
+from zeromesh.errors import ConfigError, LayoutError, NonFiniteError, PhaseError
 from zeromesh.flat.placement import Placement
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
@@ -54,7 +54,8 @@ class ZeroEngine:
         self.updater = Updater(self.units, mesh, options, built.ledger)
         self._order = GatherOrder()
         self._mode = Mode.IDLE
-        self._updating = False
+        self._mixed = False
+        """Whether some weights may be of one state and some of another."""
         self._entry: nn.Module | None = None
         self._microbatch: Microbatch | None = None
         self._walk = Walk()
@@ -162,23 +163,23 @@ class ZeroEngine:
         Raises:
             NonFiniteError: under `on_nonfinite: stop`.
         """
-        self._updating = True
+        self._mixed = True
         try:
             outcome = self.updater.finish(self.units, factor)
             self._next_generation()
         except BaseException as error:
-            self._updating = self.options.optimizer_in_backward or not isinstance(error, NonFiniteError)
+            self._mixed = self.options.optimizer_in_backward or not isinstance(error, NonFiniteError)
             self.mesh.fail(error)
             raise
-        self._updating = False
+        self._mixed = False
         return outcome
 
     def abandon_pass(self) -> bool:
         """Forget what an exception has cut short, so that the next pass can begin; for a rank without peers.
 
-        Returns False when an update had begun: some weights may be those of the next step and others not.
+        Returns False where weights are mixed: an update had begun, or loading a checkpoint.
         """
-        if self._updating or (self._mode is Mode.BACKWARD and self.options.optimizer_in_backward):
+        if self._mixed or (self._mode is Mode.BACKWARD and self.options.optimizer_in_backward):
             return False
         for unit in self.units:
             if unit.phase is Phase.REDUCING:
@@ -202,7 +203,10 @@ class ZeroEngine:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside the block this rank's shards may be overwritten, on all ranks alike; afterwards all is gathered anew."""
+        """Inside the block this rank's shards may be overwritten, on all ranks alike; afterwards all is gathered anew.
+
+        After an error they are in part something else until such a block ends well; `LayoutError` says that nothing was read.
+        """
         for unit in self.units:
             if unit.phase is Phase.GATHERING:
                 unit.wait()
@@ -211,7 +215,13 @@ class ZeroEngine:
             bucket.buffer.retire()
         for bucket in buckets:
             bucket.buffer.begin_write()
-        yield
+        mixed, self._mixed = self._mixed, True
+        try:
+            yield
+        except LayoutError:
+            self._mixed = mixed
+            raise
+        self._mixed = False
         for bucket in buckets:
             bucket.publish()
         self._next_generation()

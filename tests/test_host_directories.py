@@ -1,0 +1,165 @@
+"""Hosts without a shared disk: each has a part of every checkpoint, and a run goes on from the parts, whoever has which."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_resume import step, unequal
+from workers import CaseError, Pool, PoolOptions, Workers
+
+from zeromesh.checkpoint.merge import merge, open_parts
+from zeromesh.checkpoint.reader import CheckpointReader
+from zeromesh.errors import CheckpointError, ConfigError
+from zeromesh.trainer.hf.safetensors_files import TensorFiles
+
+STEPS = 15
+ROOT = os.geteuid() == 0
+TWO = [0, 0, 1, 1]
+
+
+@pytest.fixture(scope="module")
+def apart(workers: Workers) -> Iterator[Any]:
+    """Runs a case with ranks that take themselves to be on hosts of their own; a host's disk is what `disks` says."""
+    pools: dict[int, Pool] = {}
+
+    def play(disks: list[int], folder: Path, steps: int = STEPS, case: str = "noted", **arguments: Any) -> list[Any]:
+        size = len(disks)
+        if size not in pools or not pools[size].open:
+            pools[size] = workers.fresh(PoolOptions(size=size, hosts=True, timeout_seconds=10.0))
+        given = {"folder": str(folder), "steps": steps, "disks": disks, "sections": {}, **arguments}
+        return pools[size].run(f"checkpoint_cases:{case}", **given)
+
+    yield play
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of four ranks with one disk that every other one has to become."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    workers.run(4, "checkpoint_cases:trained", folder=str(folder), steps=STEPS, sections={})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def parted(apart: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten steps of four ranks on two disks."""
+    folder = tmp_path_factory.mktemp("parted")
+    apart(TWO, folder, 10)
+    return folder
+
+
+@pytest.fixture
+def copied(parted: Path, tmp_path: Path) -> Path:
+    shutil.copytree(parted, tmp_path / "run", dirs_exist_ok=True)
+    return tmp_path / "run"
+
+
+def whole(folder: Path, number: int, out: Path) -> Path:
+    """The parts of a step put together."""
+    merge(open_parts([step(disk, number) for disk in sorted(folder.glob("disk-*"))]), out, lambda nbytes: None)
+    CheckpointReader(out).verify()
+    return out
+
+
+def test_parts_put_together_are_the_checkpoint(parted: Path, undisturbed: Path, tmp_path: Path) -> None:
+    assert unequal(whole(parted, 10, tmp_path / "out"), step(undisturbed, 10)) == []
+    ours, theirs = (
+        json.loads((path / "trainer_state.json").read_text()) for path in (tmp_path / "out", step(undisturbed, 10))
+    )
+    assert {**ours, "max_steps": 0} == {**theirs, "max_steps": 0}
+
+
+def test_a_part_takes_no_room_for_what_others_write(parted: Path) -> None:
+    used = [
+        sum(path.stat().st_blocks * 512 for path in step(parted / f"disk-{disk}", 10).rglob("*.safetensors"))
+        for disk in (0, 1)
+    ]
+    total = sum(path.stat().st_size for path in step(parted / "disk-0", 10).rglob("*.safetensors"))
+    assert total <= sum(used) < 1.3 * total
+    assert max(used) < 0.8 * total
+
+
+@pytest.mark.parametrize(
+    "disks",
+    [TWO, [0, 1], [1, 0, 1], pytest.param([0, 1, 1, 0, 1], marks=pytest.mark.full)],
+    ids=lambda disks: "-".join(map(str, disks)),
+)
+def test_a_run_goes_on_from_parts(
+    apart: Any, copied: Path, undisturbed: Path, tmp_path: Path, disks: list[int]
+) -> None:
+    """The last of them are other numbers of ranks, which need bytes of parts that they do not see."""
+    found = apart(disks, copied)
+    assert "resumed from step 10" in found[0]["said"]
+    if disks == TWO:
+        assert unequal(whole(copied, STEPS, tmp_path / "out"), step(undisturbed, STEPS)) == []
+    for disk in (0, 1):
+        assert sorted(path.name for path in step(copied / f"disk-{disk}", 5).parent.iterdir()) == [
+            "step-00000005", "step-00000010", "step-00000015"
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        ("flip", "are not what rank"),
+        ("absent", "cannot be read|has no manifest"),
+        ("foreign", "are not parts of one checkpoint"),
+        ("whole", "is another checkpoint on rank"),
+    ],
+)
+def test_a_part_that_is_not_right_is_named_and_the_checkpoint_before_used(
+    apart: Any, copied: Path, undisturbed: Path, tmp_path: Path, harm: str, words: str
+) -> None:
+    victim = step(copied / "disk-1", 10)
+    if harm == "flip":
+        path = next(victim.glob("model-*.safetensors"))
+        piece = json.loads((victim / "manifest.json").read_text())["files"][path.name]["pieces"][0]
+        with path.open("r+b") as file:
+            file.seek(piece[0] + 1)
+            byte = file.read(1)[0]
+            file.seek(piece[0] + 1)
+            file.write(bytes([byte ^ 1]))
+    elif harm == "absent":
+        shutil.rmtree(victim)
+    elif harm == "foreign":  # of another save of the same step
+        apart(TWO, tmp_path / "again", 10)
+        shutil.rmtree(victim)
+        shutil.copytree(step(tmp_path / "again" / "disk-1", 10), victim)
+    else:
+        shutil.rmtree(victim)
+        shutil.copytree(step(undisturbed, 10), victim)
+    said = " ".join(apart(TWO, copied)[0]["said"].split())
+    assert "checkpoint of step 10 skipped" in said
+    assert any(word in said for word in words.split("|")), said
+    assert "resumed from step 5" in said
+    assert unequal(whole(copied, STEPS, tmp_path / "out"), step(undisturbed, STEPS)) == []
+
+
+def test_a_part_that_cannot_be_committed_leaves_no_sibling(apart: Any, tmp_path: Path) -> None:
+    (found, *_) = apart(TWO, tmp_path, 10, fault="disk-full@before-manifest:2:1")
+    assert "the checkpoint of step 5 was not written: rank 2" in " ".join(found["said"].split())
+    for disk in (0, 1):
+        assert [path.name for path in step(tmp_path / f"disk-{disk}", 5).parent.iterdir()] == ["step-00000010"]
+
+
+def test_a_host_that_cannot_write_is_named_before_training(apart: Any, tmp_path: Path) -> None:
+    (tmp_path / "disk-1" / "run").mkdir(parents=True)
+    (tmp_path / "disk-1" / "run" / "checkpoints").write_text("a file")
+    with pytest.raises(CaseError, match=r"rank 2: .*checkpoints' cannot be written: File exists"):
+        apart(TWO, tmp_path)
+
+
+def test_a_part_is_no_model(parted: Path) -> None:
+    """Its files have holes, which would be read as zeros."""
+    with pytest.raises(ConfigError, match=r"is part 2 of 2 of a checkpoint.*zeromesh checkpoint merge"):
+        TensorFiles(step(parted / "disk-1", 10))
+    with pytest.raises(CheckpointError, match="is part 2 of 2"):
+        CheckpointReader(step(parted / "disk-1", 10))
