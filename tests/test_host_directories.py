@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +15,10 @@ from workers import CaseError, Pool, PoolOptions, Workers
 from zeromesh.checkpoint.merge import merge, open_parts
 from zeromesh.checkpoint.reader import CheckpointReader
 from zeromesh.errors import CheckpointError, ConfigError
+from zeromesh.trainer.checkpoint_show import list_checkpoints
 from zeromesh.trainer.hf.safetensors_files import TensorFiles
 
 STEPS = 15
-ROOT = os.geteuid() == 0
 TWO = [0, 0, 1, 1]
 
 
@@ -155,6 +154,12 @@ def test_a_host_that_cannot_write_is_named_before_training(apart: Any, tmp_path:
     (tmp_path / "disk-1" / "run" / "checkpoints").write_text("a file")
     with pytest.raises(CaseError, match=r"rank 2: .*checkpoints' cannot be written: File exists"):
         apart(TWO, tmp_path)
+
+
+def test_a_list_says_what_is_a_part(parted: Path) -> None:
+    text = list_checkpoints(parted / "disk-1" / "run", as_json=False)
+    assert text.count("part 2 of 2") == 2
+    assert "NOT WHOLE" not in text
 
 
 def test_a_part_is_no_model(parted: Path) -> None:

@@ -52,9 +52,17 @@ def _summary(store: CheckpointStore, step: int) -> dict[str, Any]:
     """What is known of a checkpoint without reading its weights."""
     directory = store.path(step)
     found: dict[str, Any] = {"step": step, "path": str(directory), "date": _date(directory), "bytes": _size(directory)}
-    found |= {"whole": False, "reason": None, "loss": None, "eval_loss": None, "tokens": None, "layout": {}}
+    found |= {
+        "whole": False,
+        "part": None,
+        "reason": None,
+        "loss": None,
+        "eval_loss": None,
+        "tokens": None,
+        "layout": {},
+    }
     try:
-        reader = CheckpointReader(directory)
+        reader = CheckpointReader(directory, parts=True)
         found["layout"] = dict(reader.manifest.layout)
         if reader.manifest.step != step:
             raise CheckpointError(f"its manifest is of step {reader.manifest.step}")
@@ -62,7 +70,7 @@ def _summary(store: CheckpointStore, step: int) -> dict[str, Any]:
     except (CheckpointError, StorageError) as error:
         found["reason"] = str(error)
         return found
-    found["whole"] = True
+    found |= {"whole": reader.manifest.part[1] == 1, "part": list(reader.manifest.part)}
     if state is not None:
         found |= {"loss": state.loss, "eval_loss": state.eval_loss, "tokens": state.tokens}
     return found
@@ -96,8 +104,14 @@ def _row(found: Mapping[str, Any]) -> list[str]:
         *("" if number is None else f"{number:.4f}" for number in numbers),
         "" if found["tokens"] is None else human_count(found["tokens"]),
         _layout_text(found["layout"]),
-        "whole" if found["whole"] else f"NOT WHOLE: {found['reason']}",
+        _state_text(found),
     ]
+
+
+def _state_text(found: Mapping[str, Any]) -> str:
+    if found["reason"] is not None:
+        return f"NOT WHOLE: {found['reason']}"
+    return "whole" if found["whole"] else f"part {found['part'][0] + 1} of {found['part'][1]}"
 
 
 def _layout_text(layout: Mapping[str, Any]) -> str:
