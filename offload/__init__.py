@@ -4,14 +4,13 @@ Useful by itself; knows no rank and no model.
 """
 
 from zeromesh.offload.device import PassingMemory, allocate_lasting
+from zeromesh.offload.heap import heap_variables, reuse_freed_memory, settle_heap
 from zeromesh.offload.ledger import Entry, Ledger, Purpose, Tier
 from zeromesh.offload.process import (
     available_bytes,
     peak_bytes,
     proportional_bytes,
     resident_bytes,
-    return_freed_memory,
-    reuse_freed_memory,
     swap_bytes,
 )
 
@@ -23,10 +22,11 @@ __all__ = [
     "Tier",
     "allocate_lasting",
     "available_bytes",
+    "heap_variables",
     "peak_bytes",
     "proportional_bytes",
     "resident_bytes",
-    "return_freed_memory",
     "reuse_freed_memory",
+    "settle_heap",
     "swap_bytes",
 ]

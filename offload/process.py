@@ -1,16 +1,9 @@
-"""What this process and this machine have in memory, and how the C allocator deals with what was freed."""
+"""What this process and this machine have in memory."""
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from pathlib import Path
 
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-_LARGE_BLOCK = 1 << 26
-"""Bytes. Above glibc's own highest threshold, so that activations stay below it."""
-_NEVER = -1
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -68,29 +61,3 @@ def _read_integer(path: Path) -> int | None:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
-
-
-def reuse_freed_memory() -> bool:
-    """Fix glibc's thresholds so that freed activations are used again, and only large blocks come from the system one by one.
-
-    Each such block costs a page fault per 4 KiB every time, and glibc's own threshold moves with what was freed before. Returns
-    False where the C library is another. See docs/decisions/0006-allocator.md for what was measured.
-    """
-    libc = _glibc()
-    if libc is None:
-        return False
-    return bool(libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
-
-
-def return_freed_memory() -> None:
-    """Give the system back what glibc holds free, holes included: after start-up, whose blocks have other sizes than a step's."""
-    libc = _glibc()
-    if libc is not None:
-        libc.malloc_trim(0)
-
-
-def _glibc() -> ctypes.CDLL | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None)
-    return libc if hasattr(libc, "gnu_get_libc_version") else None

@@ -111,7 +111,7 @@ class TrainingLoop:
 
     def _evaluate(self) -> None:
         run = self._run
-        result = run.evaluate(None, stop=self._asked)
+        result = run.evaluate_until(None, self._asked)
         if result is None:
             return
         text = f"step {run.step}: evaluation loss {result.loss:.4f} over {human_count(result.targets)} targets"

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from zeromesh.errors import ConfigError, PhaseError, StorageError
 from zeromesh.mesh.axes import AXES
 from zeromesh.mesh.groups import Mesh
+from zeromesh.mesh.launch import setting
 from zeromesh.mesh.monitor import NAME as RANKS
 from zeromesh.mesh.monitor import StateMonitor
 from zeromesh.mesh.select import choose_transport
-from zeromesh.offload import available_bytes, peak_bytes, return_freed_memory, reuse_freed_memory
+from zeromesh.offload import available_bytes, peak_bytes, reuse_freed_memory, settle_heap
+from zeromesh.offload.heap import TUNABLES
 from zeromesh.tensor.products import take_product_buffers
 from zeromesh.trainer import setup
 from zeromesh.trainer.attributes import KeptAttributes
@@ -104,7 +106,7 @@ class Run:
             raise
         source.close()
         if mesh.device.type == "cpu":
-            return_freed_memory()
+            settle_heap(setting(TUNABLES) or "")
         self.stepper = Stepper(self.model, self.loss, mesh, options.precision.compute, self.engine)
         self.console.note(self._size(self.engine))
 
@@ -326,8 +328,15 @@ class Run:
 
     # Beside and after training
 
-    def evaluate(self, dataset: MapDataset | None, stop: Callable[[], bool] | None = None) -> EvaluationResult | None:
-        """See `Trainer.evaluate`. Ends with None once `stop` is true, which is so on all ranks or on none."""
+    def evaluate(self, dataset: MapDataset | None) -> EvaluationResult:
+        """See `Trainer.evaluate`."""
+        result = self.evaluate_until(dataset, lambda: False)
+        if result is None:
+            raise PhaseError("an evaluation has ended early that nothing was to end")
+        return result
+
+    def evaluate_until(self, dataset: MapDataset | None, stop: Callable[[], bool]) -> EvaluationResult | None:
+        """The same; ends with None once `stop` is true, which is so on all ranks or on none."""
         if dataset is not None:
             check_dataset(dataset, name="eval_dataset")
         feed = self._eval_feed(dataset if dataset is not None else self.data.eval)
@@ -336,7 +345,7 @@ class Run:
 
         def go_on(done: int, total: int) -> bool:
             self.console.status(f"evaluating: {done} of {total} batches")
-            return stop is None or not stop()
+            return not stop()
 
         with self.guarded():
             return self.stepper.evaluate(feed, go_on)

@@ -107,9 +107,7 @@ class Trainer:
         Raises:
             DataError: when there is none, or it cannot be used.
         """
-        result = self._prepare().evaluate(eval_dataset)
-        assert result is not None
-        return result
+        return self._prepare().evaluate(eval_dataset)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the model as a Hugging Face model directory, one parameter at a time; all ranks call it.

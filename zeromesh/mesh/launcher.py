@@ -29,6 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from zeromesh.errors import CollectiveError, ZeromeshError
 from zeromesh.mesh.launch import LOOPBACK, exported, setting, worker_environment
+from zeromesh.offload.heap import TUNABLES, heap_variables
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _RENDEZVOUS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -80,7 +81,8 @@ def launch_workers(arguments: Sequence[str], *, processes: int, nodes: Nodes = N
     Returns 0 when all succeed, what failed when one does not, and 128 plus the signal's number when this
     process was told to stop; the workers are gone then.
     """
-    with exported({**worker_environment(processes), **_RENDEZVOUS}), _quiet_elastic(), _kept_signal_handlers():
+    heap = heap_variables() if setting(TUNABLES) is None else {}
+    with exported({**worker_environment(processes), **heap, **_RENDEZVOUS}), _quiet_elastic(), _kept_signal_handlers():
         config = LaunchConfig(
             min_nodes=nodes.least,
             max_nodes=nodes.most,
