@@ -107,6 +107,8 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(workers: Workers, tmp_path:
     assert line["skipped"] is True
     assert line["loss"] == "inf"
     assert line["grad_norm"] in ("nan", "inf")
+    assert "gradients of unit" in line["cause"]
+    assert line["cause"].endswith("; the loss is not finite on rank 0")
     assert not any("skipped" in found[0]["lines"][index] for index in (0, 2, 3, 4))
 
 
@@ -124,6 +126,7 @@ def test_steps_that_are_not_finite_end_the_run(
     for each in found:
         assert each["error"].startswith("NonFiniteError")
         assert message in each["error"]
+        assert "the loss is not finite on rank 0" in each["error"]
     assert len(found[0]["lines"]) == steps
 
 

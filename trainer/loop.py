@@ -90,6 +90,8 @@ class TrainingLoop:
                 run.console.note(slow)
         else:
             run.console.advance(number)
+        if result.skipped and result.loss_scale == 1.0:
+            run.console.note(f"step {number}: no update on any rank: {result.cause}")
         run.call("on_step_end", number, metrics.record())
         run.progress.check(number)
         every = run.config.run.eval_every

@@ -38,6 +38,7 @@ class Progress:
         self._seconds: list[float] = []
         self._tokens = 0
         self._skipped = 0
+        self._cause = ""
         self._in_a_row = 0
         self._earlier = 0
         self._last_loss: float | None = None
@@ -73,6 +74,8 @@ class Progress:
         extras: dict[str, Any] = {}
         if result.skipped:
             extras["skipped"] = True
+            extras["cause"] = result.cause
+            self._cause = result.cause
         if result.loss_scale != 1.0:
             extras["loss_scale"] = result.loss_scale
         return StepMetrics(
@@ -91,8 +94,9 @@ class Progress:
         """Raise `NonFiniteError` after too many skipped steps in a row."""
         if self._most_nonfinite and self._in_a_row >= self._most_nonfinite:
             raise NonFiniteError(
-                f"gradients were not finite in {self._in_a_row} steps in a row, up to step {step} (run.max_nonfinite); "
-                "no update of these steps was made. Lower optimizer.lr, look at the data, or use precision.compute: bfloat16"
+                f"gradients were not finite in {self._in_a_row} steps in a row, up to step {step} (run.max_nonfinite; in the last, "
+                f"{self._cause}); no update of these steps was made. Lower optimizer.lr, look at the data, or use "
+                "precision.compute: bfloat16"
             )
 
     def report(self, final_step: int, eval_loss: float | None, peak: int) -> FitReport:

@@ -7,6 +7,7 @@ update divides.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -74,7 +75,7 @@ class Votes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a step did, over all ranks. `loss` is the mean over `targets`; `tokens` counts inputs."""
+    """What a step did, over all ranks. `loss` is the mean over `targets`; `tokens` counts inputs; `cause`: why it was skipped."""
 
     loss: float
     targets: int
@@ -83,6 +84,7 @@ class StepResult:
     skipped: bool
     loss_scale: float
     seconds: float
+    cause: str = ""
     votes: Votes = field(default_factory=Votes)
 
 
@@ -141,12 +143,13 @@ class Stepper:
             loss = self._forward_backward(engine, batch, seed * weight, where)
             if weight:
                 sums[:3] += torch.tensor([float(loss), self._loss.last_count, _tokens(batch)], dtype=torch.float64)
+        loss_finite = math.isfinite(sums[0])
         self._mesh.data.sum_(sums, "sum of the loss")
         total, targets = float(sums[0]), int(sums[1])
         factor = 1.0 if count is not None else 1.0 / max(1, targets)
         self.gradient_factor = factor / engine.updater.scaler.scale
         before_update()
-        outcome = engine.finish_step(factor)
+        outcome = engine.finish_step(factor, loss_finite=loss_finite)
         return StepResult(
             loss=total / targets if targets else float("nan"),
             targets=targets,
@@ -154,6 +157,7 @@ class Stepper:
             votes=Votes(terminate=int(sums[3]), interrupt=int(sums[4])),
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
+            cause=outcome.cause,
             loss_scale=outcome.loss_scale,
             seconds=time.perf_counter() - began,
         )

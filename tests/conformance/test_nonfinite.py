@@ -49,7 +49,7 @@ def test_stop_raises_on_all_ranks(fresh_pool: Callable[..., Pool], in_backward: 
         assert outcome.result["step"] == BAD
         # Inside backward one rank may find it first; the other then names that rank and its reason.
         assert "NonFiniteError" in outcome.result["error"] + outcome.result["message"]
-        assert ("gradients of unit " in outcome.result["message"]) == in_backward
+        assert "gradients of unit " in outcome.result["message"]
         assert outcome.result["unchanged"]
 
 

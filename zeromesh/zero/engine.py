@@ -155,17 +155,18 @@ class ZeroEngine:
         self._gradients.flush()
         self.updater.end_backward(self.units)
 
-    def finish_step(self, factor: float = 1.0) -> StepOutcome:
+    def finish_step(self, factor: float = 1.0, *, loss_finite: bool = True) -> StepOutcome:
         """Update the parameters from the gradients, which are first multiplied by `factor`.
 
-        A norm that is not finite skips the update on all ranks, or ends the run where options say so.
+        A norm that is not finite skips the update on all ranks, or ends the run where options say so. Then the outcome, or the
+        error, names units, and ranks with `loss_finite` False: whose own loss was not finite.
 
         Raises:
             NonFiniteError: under `on_nonfinite: stop`.
         """
         self._mixed = True
         try:
-            outcome = self.updater.finish(self.units, factor)
+            outcome = self.updater.finish(self.units, factor, loss_finite=loss_finite)
             self._next_generation()
         except BaseException as error:
             self._mixed = self.options.optimizer_in_backward or not isinstance(error, NonFiniteError)

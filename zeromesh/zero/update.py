@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -24,11 +25,12 @@ from zeromesh.zero.unit import Bucket, Unit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """What `finish` did. `grad_norm` is before clipping; `skipped` when it was not finite."""
+    """What `finish` did. `grad_norm` is before clipping; `skipped` when it was not finite, and then `cause` says where."""
 
     grad_norm: float
     skipped: bool
     loss_scale: float
+    cause: str = ""
 
 
 class Updater:
@@ -105,10 +107,10 @@ class Updater:
         for bucket in self._buckets:
             self._complete(bucket)
 
-    def finish(self, units: Iterable[Unit], factor: float) -> StepOutcome:
+    def finish(self, units: Iterable[Unit], factor: float, *, loss_finite: bool) -> StepOutcome:
         """Clip and update, unless backward has done so; gradients are first multiplied by `factor` and unscaled.
 
-        All ranks see one norm, and so skip, stop and clip together.
+        All ranks see one norm, and so skip, stop and clip together. `loss_finite`: whether this rank's own losses were.
 
         Raises:
             NonFiniteError: for a norm that is not finite, under `on_nonfinite: stop`.
@@ -123,15 +125,35 @@ class Updater:
         factor /= scale
         norm = global_norm(self._squares, owners) * abs(factor)
         finite = math.isfinite(norm)
+        cause = "" if finite else self._cause(norm, loss_finite)
         if not finite and options.on_nonfinite == "stop":
-            raise NonFiniteError(f"the gradient norm is {norm}; no parameter was changed (run.on_nonfinite: stop)")
+            raise NonFiniteError(f"{cause}; no parameter was changed (run.on_nonfinite: stop)")
         self.scaler.update(overflow=not finite)
         if finite and not options.optimizer_in_backward:
             factor *= clip_factor(norm, options.clip_norm)
             for bucket in self._buckets:
                 self._update(bucket, factor)
         self.updates += finite
-        return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale)
+        return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale, cause=cause)
+
+    def _cause(self, norm: float, loss_finite: bool) -> str:
+        """Where the gradients are not finite, and on which ranks the loss is not; all ranks say the same."""
+        found = {
+            self._units[id(bucket)].index: self._units[id(bucket)].name
+            for bucket in self._buckets
+            if bucket.grad is not None and not math.isfinite(squared_norm([bucket.grad]))
+        }
+        mine = json.dumps([not loss_finite, sorted(found.items())]).encode()
+        rows = [json.loads(text) for text in self._mesh.world.gather_bytes(mine, "where gradients are not finite")]
+        names = [name for _, name in sorted({(index, name) for _, units in rows for index, name in units})]
+        text = f"the gradient norm is {norm}"
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            text += f": gradients of unit {names[0]}{more} are not finite"
+        ranks = [str(rank) for rank, (bad, _) in enumerate(rows) if bad]
+        if ranks:
+            text += f"; the loss is not finite on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+        return text
 
     def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:
         """The optimizer of a bucket's shard; None for a frozen bucket."""
