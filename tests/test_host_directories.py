@@ -16,6 +16,7 @@ from zeromesh.checkpoint.merge import merge, open_parts
 from zeromesh.checkpoint.reader import CheckpointReader
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.trainer.checkpoint_show import list_checkpoints
+from zeromesh.trainer.checkpoints import _metric_of
 from zeromesh.trainer.hf.safetensors_files import TensorFiles
 
 STEPS = 15
@@ -109,7 +110,7 @@ def test_a_run_goes_on_from_parts(
     ("harm", "words"),
     [
         ("flip", "are not what rank"),
-        ("absent", "cannot be read|has no manifest"),
+        ("absent", "part 2 of 2 is missing"),
         ("foreign", "are not parts of one checkpoint"),
         ("whole", "is another checkpoint on rank"),
     ],
@@ -140,6 +141,29 @@ def test_a_part_that_is_not_right_is_named_and_the_checkpoint_before_used(
     assert any(word in said for word in words.split("|")), said
     assert "resumed from step 5" in said
     assert unequal(whole(copied, STEPS, tmp_path / "out"), step(undisturbed, STEPS)) == []
+
+
+@pytest.mark.parametrize("disks", [[2, 0, 1], [0, 1, 2]], ids=["first", "last"])
+def test_a_host_that_joins_with_an_empty_disk_gets_what_it_needs(
+    apart: Any, copied: Path, undisturbed: Path, disks: list[int]
+) -> None:
+    found = apart(disks, copied)
+    assert "resumed from step 10" in found[0]["said"]
+    parts = [step(disk, STEPS) for disk in sorted(copied.glob("disk-*"))]
+    assert len(open_parts(parts)) == 3
+
+
+def test_without_a_host_no_new_run_begins(apart: Any, copied: Path) -> None:
+    shutil.rmtree(copied / "disk-0")
+    with pytest.raises(CaseError, match=r"no checkpoint in .* can be used, and a new run would replace them"):
+        apart([0, 1], copied)
+    assert step(copied / "disk-1", 10).exists()
+
+
+def test_the_metric_of_a_checkpoint_is_in_its_first_part(parted: Path) -> None:
+    """What cannot be known must not be taken for the worst, and removed."""
+    assert _metric_of(step(parted / "disk-0", 10)) == float("inf")
+    assert _metric_of(step(parted / "disk-1", 10)) is None
 
 
 def test_a_part_that_cannot_be_committed_leaves_no_sibling(apart: Any, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class RunCheckpoints:
     """Saves and resumes a run, all ranks together. `note` tells a person.
 
     Raises:
-        StorageError: at construction, where no checkpoint could be written.
+        StorageError: at construction, where nothing could be written.
     """
 
     def __init__(
@@ -39,14 +39,13 @@ class RunCheckpoints:
         self._mesh = mesh
         self._engine = engine
         self._note = note
-        self._saver: Saver | None = None
-        if section.every_steps:
-            self._saver = Saver(self.store, mesh)
-            self._saver.require_room(engine.holdings.tensors())
+        self._saver = Saver(self.store, mesh) if section.every_steps else None
+        if mesh.rank == 0 or (self._saver is not None and self._saver.sharing.leads):
+            self.store.clean()
         self._metrics: dict[int, float] = {}
         self._failures = 0
         self.latest: int | None = None
-        """The step of the newest checkpoint that is whole."""
+        """The step of the newest checkpoint that this process has written or read."""
         engine.updater.before_change = lambda bucket: self._release(bucket)
 
     # Going on
@@ -60,8 +59,6 @@ class RunCheckpoints:
             CheckpointError: when there are checkpoints and none can be used.
         """
         loader = Loader(self._mesh)
-        if self._saver is not None and self._saver.sharing.leads:
-            self.store.clean()
         steps = loader.candidates(self.store)
         if self._section.resume == "never" and steps:
             raise ConfigError(
@@ -116,6 +113,11 @@ class RunCheckpoints:
 
     # Saving
 
+    def require_room(self) -> None:
+        """Raise `StorageError` where the run's first checkpoint would not fit."""
+        if self._saver is not None:
+            self._saver.require_room(self._engine.holdings.tensors())
+
     def due(self, step: int) -> bool:
         """Whether the state after `step`, which is not the last one, is to be kept."""
         return bool(self._section.every_steps) and step % self._section.every_steps == 0
@@ -130,6 +132,8 @@ class RunCheckpoints:
         if saver is None:
             return
         self._ended(saver.finish())
+        if self.latest == state.step:
+            return
         if state.metric is not None:
             self._metrics[state.step] = state.metric
         holdings = self._engine.holdings
@@ -159,6 +163,11 @@ class RunCheckpoints:
         """Between two steps: end the save in flight if it can end. Raises as `save` does."""
         if self._saver is not None:
             self._ended(self._saver.poll())
+
+    def give_up(self) -> None:
+        """After an error of a run of one rank, which may go on: end what is being written, and leave nothing of it."""
+        if self._saver is not None:
+            self._saver.give_up()
 
     def finish(self) -> None:
         """Wait for the save in flight. Raises as `save` does."""
@@ -197,7 +206,11 @@ class RunCheckpoints:
         keep = set(steps[: self._section.keep_last])
         for step in steps:
             if self._section.keep_best and step not in self._metrics:
-                self._metrics[step] = _metric_of(self.store.path(step))
+                metric = _metric_of(self.store.path(step))
+                if metric is None:
+                    keep.add(step)
+                else:
+                    self._metrics[step] = metric
         ranked = sorted(
             (step for step in steps if self._metrics.get(step, _NONE) < _NONE), key=self._metrics.__getitem__
         )
@@ -219,10 +232,12 @@ _NONE = float("inf")
 """The metric of a checkpoint that has none: never the best."""
 
 
-def _metric_of(path: Path) -> float:
-    """The metric that a checkpoint of an earlier process carries."""
+def _metric_of(path: Path) -> float | None:
+    """The metric that a checkpoint of an earlier process carries; None where another part has it."""
     try:
-        reader = CheckpointReader(path)
+        reader = CheckpointReader(path, parts=True)
+        if reader.manifest.part[1] > 1 and NAME not in reader.manifest.files:
+            return None
         metric = TrainerState.from_json(reader.document(NAME), str(path)).metric
     except ZeromeshError:
         return _NONE

@@ -222,7 +222,13 @@ class Run:
             eval_loss = self._resume(checkpoints) if self.step == 0 else None
             stopped = 0
             if self.step < self.config.run.max_steps:
-                with directory.open(self.config, self.step) as writer, self.monitored(directory), self.console:
+                checkpoints.require_room()
+                with (
+                    self._ending(checkpoints),
+                    directory.open(self.config, self.step) as writer,
+                    self.monitored(directory),
+                    self.console,
+                ):
                     loop = TrainingLoop(self, feed, writer=writer, checkpoints=checkpoints, request=request)
                     stopped = loop.go()
                     eval_loss = loop.eval_loss
@@ -231,6 +237,16 @@ class Run:
             self.console.note(f"stopped after step {self.step}")
             leave(stopped)
         return report
+
+    @contextmanager
+    def _ending(self, checkpoints: RunCheckpoints) -> Iterator[None]:
+        """An error of a single rank leaves nothing that is still written when it goes on."""
+        try:
+            yield
+        except BaseException:
+            if self.mesh.world_size == 1:
+                checkpoints.give_up()
+            raise
 
     def _resume(self, checkpoints: RunCheckpoints) -> float | None:
         """Go to where an earlier process was, if there was one; the evaluation loss there."""

@@ -194,7 +194,7 @@ class Trainer:
         try:
             yield
         except BaseException as error:
-            self._mesh = None
+            self._mesh = self._run = None
             mesh.refuse(error)
             raise
 

@@ -123,7 +123,7 @@ class _Writer:
                         (self._directory / path).write_bytes(text)
                 save_configuration(model, self._main_dtype(), processing_class, self._directory)
                 self._move()
-        except (OSError, ValueError, StorageError) as error:
+        except Exception as error:  # noqa: BLE001 - other people's `save_pretrained` among them; all ranks have to know
             failure = failure or f"{str(self._path)!r} cannot be written ({getattr(error, 'strerror', None) or error})"
         shutil.rmtree(self._directory, ignore_errors=True)
         return failure

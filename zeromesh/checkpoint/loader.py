@@ -37,9 +37,7 @@ class Opened(Protocol):
     """A checkpoint that can be read, whole or in parts."""
 
     manifest: Manifest
-
-    @property
-    def directory(self) -> Path: ...
+    directory: Path
 
     def tensor(self, kind: str, name: str) -> StoredTensor | None: ...
 
@@ -55,10 +53,12 @@ class Loader:
         self._mesh = mesh
 
     def candidates(self, store: CheckpointStore) -> list[int]:
-        """Steps of the checkpoints that rank 0 sees, newest first."""
-        steps = store.steps() if self._mesh.rank == 0 else []
-        text = self._mesh.world.gather_bytes(",".join(map(str, steps)).encode(), "choice of a checkpoint")[0]
-        return [int(word) for word in text.decode().split(",") if word]
+        """Steps of the checkpoints that some rank sees, newest first: a host that has joined may see none."""
+        steps: list[int] = []
+        with self._together(f"looking into {store.root}"):
+            steps.extend(store.steps())
+        texts = self._mesh.world.gather_bytes(",".join(map(str, steps)).encode(), "choice of a checkpoint")
+        return sorted({int(word) for text in texts for word in text.decode().split(",") if word}, reverse=True)
 
     def open(self, directory: Path) -> Opened:
         """The checkpoint in a directory, as all ranks see it; of one that is in parts, each host's directory has its own.
@@ -68,30 +68,34 @@ class Loader:
         """
         found: list[CheckpointReader] = []
         with self._together(f"opening {directory}"):
-            found.append(CheckpointReader(directory, parts=True))
-        reader, world = found[0], self._mesh.world
-        index, count = reader.manifest.part
-        rows = [
-            text.decode()
-            for text in world.gather_bytes(f"{index} {reader.digest}".encode(), "comparison of checkpoints")
-        ]
+            if directory.is_dir():
+                found.append(CheckpointReader(directory, parts=True))
+        reader, world = (found[0] if found else None), self._mesh.world
+        mine = "" if reader is None else f"{reader.manifest.part[1]} {reader.digest}"
+        rows = [text.decode() for text in world.gather_bytes(mine.encode(), "comparison of checkpoints")]
         holders: dict[str, list[int]] = {}
         for rank, row in enumerate(rows):
             holders.setdefault(row, []).append(rank)
-        first = holders[rows[self._mesh.rank]][0] == self._mesh.rank
-        if len(holders) == 1 and count == 1:
+        blind = holders.pop("", [])
+        in_parts = bool(holders) and all(not row.startswith("1 ") for row in holders)
+        if blind and not in_parts:
+            raise CheckpointError(f"rank {blind[0]} sees no {directory}; give all hosts the same directory")
+        if reader is not None and len(holders) == 1 and not in_parts:
             return reader
-        texts = world.gather_bytes(reader.manifest.to_json() if first else b"", "manifests of the parts")
+        first = reader is not None and holders[rows[self._mesh.rank]][0] == self._mesh.rank
+        text = reader.manifest.to_json() if reader is not None and first else b""
+        texts = world.gather_bytes(text, "manifests of the parts")
         parts = [manifests.parse(directory / manifests.NAME, text) for text in texts if text]
         seen = [ranks[0] for ranks in holders.values()]
-        if any(part.part[1] == 1 for part in parts) or len({part.part[0] for part in parts}) < len(parts):
+        if not in_parts or len({part.part[0] for part in parts}) < len(parts):
             raise CheckpointError(
                 f"{directory} is another checkpoint on rank {seen[1]} than on rank {seen[0]}; give all hosts the same directory"
             )
         check_parts([(f"{directory} on rank {rank}", part) for rank, part in zip(seen, parts, strict=True)])
         order = sorted(range(len(parts)), key=lambda number: parts[number].part[0])
         ranks = list(holders.values())
-        return PartsReader(reader, [parts[number] for number in order], [ranks[number] for number in order], world)
+        ordered, by_part = [parts[number] for number in order], [ranks[number] for number in order]
+        return PartsReader(directory, reader, ordered, by_part, world)
 
     def document(self, opened: Opened, path: str) -> dict[str, Any]:
         """A JSON object among the files. Raises `CheckpointError` on all ranks where one cannot read it."""

@@ -58,7 +58,9 @@ def check_parts(parts: Sequence[tuple[str, Manifest]]) -> None:
     there, count = {manifest.part[0] for _, manifest in parts}, first.part[1]
     absent = [str(index + 1) for index in range(count) if index not in there]
     if absent:
-        raise CheckpointError(f"part {', '.join(absent[:5])} of {count} is missing; give the directories of all hosts")
+        raise CheckpointError(
+            f"of the checkpoint in {name}, part {', '.join(absent[:5])} of {count} is missing; give the directories of all hosts"
+        )
 
 
 def _differences(one: Manifest, two: Manifest) -> list[str]:

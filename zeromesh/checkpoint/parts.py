@@ -24,7 +24,7 @@ from zeromesh.errors import CheckpointError, ZeromeshError
 from zeromesh.mesh.groups import ProcessSet
 
 _ROUND_BYTES = 32 << 20
-"""Served by all ranks together in one round; every rank receives all of it."""
+"""Served by all ranks together in one round, each an equal part of it; every rank receives all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,8 @@ class _Request:
 class PartsReader:
     """Reads a checkpoint from its parts; all ranks make one and call its methods alike.
 
-    `reader` is of the part that this rank sees; `parts` are the manifests of all, in order, and `holders` the ranks that see each.
+    `reader` is of the part that this rank sees in `directory`, None where it sees none; `parts` are the manifests of all, in order,
+    and `holders` the ranks that see each.
 
     Raises:
         CheckpointError: at construction, when the parts do not make a whole.
@@ -48,13 +49,14 @@ class PartsReader:
 
     def __init__(
         self,
-        reader: CheckpointReader,
+        directory: Path,
+        reader: CheckpointReader | None,
         parts: Sequence[Manifest],
         holders: Sequence[Sequence[int]],
         world: ProcessSet,
     ) -> None:
         self.manifest = merged_manifest(parts)
-        self.digest = reader.digest
+        self.directory = directory
         self._reader = reader
         self._world = world
         self._rank = world.ranks[world.index]
@@ -67,17 +69,13 @@ class PartsReader:
             for piece in record.pieces
         }
         self._part_of = [part_of[piece.path, piece.begin] for piece in self._pieces]
-        self._here = {(piece.path, piece.begin) for piece in reader.pieces()}
+        self._here = {(piece.path, piece.begin) for piece in reader.pieces()} if reader is not None else set()
+        self._tensors = {(tensor.spec.kind, tensor.spec.name): tensor for tensor in self.manifest.tensors}
         self._holders = holders
-
-    @property
-    def directory(self) -> Path:
-        """The directory of this rank's part."""
-        return self._reader.directory
 
     def tensor(self, kind: str, name: str) -> StoredTensor | None:
         """As `CheckpointReader.tensor`."""
-        return self._reader.tensor(kind, name)
+        return self._tensors.get((kind, self.manifest.aliases.get(name, name)))
 
     def document(self, path: str) -> dict[str, Any]:
         """As `CheckpointReader.document`."""
@@ -99,7 +97,8 @@ class PartsReader:
         )
 
         def read_here() -> bytes:
-            self._reader.read(wanted, tell)
+            if self._reader is not None:
+                self._reader.read(wanted, tell)
             return json.dumps([[each.piece, each.begin, each.end] for each in self._missing(wanted)]).encode()
 
         rows = self._gather(read_here, "reading this host's part of the checkpoint")
@@ -109,11 +108,17 @@ class PartsReader:
             for piece, begin, end in json.loads(text)
         ]
         by_file = {path: list(members) for path, members in groupby(wanted, key=lambda each: each.tensor.path)}
-        for batch in _rounds(requests):
+        problem: ZeromeshError | None = None
+        for batch in self._rounds(requests):
             for request, data in self._serve(batch, tell):
                 got = replace(self._pieces[request.piece], begin=request.begin, end=request.end)
-                for target in overlapping(by_file[got.path], got.begin, got.end):
-                    copy_out(target, got, data)
+                try:
+                    for target in overlapping(by_file[got.path], got.begin, got.end):
+                        copy_out(target, got, data)
+                except ZeromeshError as error:  # The others go on to the next round, and this rank with them.
+                    problem = problem or error
+        if problem is not None:
+            raise problem
 
     def _missing(self, targets: Iterable[Target]) -> Iterator[_Request]:
         """What of the targets is in no piece of this rank's part."""
@@ -137,6 +142,21 @@ class PartsReader:
                 yield request, torch.frombuffer(bytearray(data), dtype=torch.uint8)
             taken[server] += length
 
+    def _rounds(self, requests: Sequence[_Request]) -> Iterator[list[_Request]]:
+        """Requests in order, as many at a time as a round may have bytes of a server, and one at least."""
+        most = _ROUND_BYTES // self._world.size
+        batch: list[_Request] = []
+        served: dict[int, int] = {}
+        for request in requests:
+            server, length = self._server(request), request.end - request.begin
+            if batch and served.get(server, 0) + length > most:
+                yield batch
+                batch, served = [], {}
+            batch.append(request)
+            served[server] = served.get(server, 0) + length
+        if batch:
+            yield batch
+
     def _server(self, request: _Request) -> int:
         """The rank that reads a piece for others: those that see its part take turns."""
         holders = self._holders[self._part_of[request.piece]]
@@ -155,6 +175,8 @@ class PartsReader:
                 found[number] = data[request.begin - piece.begin : request.end - piece.begin].numpy().tobytes()
             tell()
 
+        if self._reader is None:
+            return b""  # What is not here, nobody asks this rank for.
         self._reader.stream([self._pieces[number] for number in sorted(wanted)], use, tell)
         return b"".join(found)
 
@@ -162,25 +184,10 @@ class PartsReader:
         """What each rank makes. Where one cannot, all raise its error: none may go on to the next exchange alone."""
         try:
             mine = b"+" + make()
-        except ZeromeshError as error:
+        except (ZeromeshError, OSError) as error:
             mine = b"-" + str(error).encode(errors="backslashreplace")
         every = self._world.gather_bytes(mine, what)
         for rank, text in enumerate(every):
             if text[:1] == b"-":
                 raise CheckpointError(f"rank {rank}: {text[1:].decode()}")
         return [text[1:] for text in every]
-
-
-def _rounds(requests: Sequence[_Request]) -> Iterator[list[_Request]]:
-    """Requests in order, as many at a time as a round may have bytes, and one at least."""
-    batch: list[_Request] = []
-    nbytes = 0
-    for request in requests:
-        length = request.end - request.begin
-        if batch and nbytes + length > _ROUND_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(request)
-        nbytes += length
-    if batch:
-        yield batch

@@ -262,6 +262,17 @@ class Saver:
             saved = self._advance(self._save)
         return saved
 
+    def give_up(self) -> None:
+        """Forget the save in flight, without a word to others; returns when no thread works on it any more."""
+        save, self._save = self._save, None
+        if save is None:
+            return
+        save.writer.end()
+        if save.task is not None:
+            save.task.join()
+        if self.sharing.leads:
+            self.store.abandon(save.step)
+
     def _advance(self, save: _Save) -> Saved | None:
         """Complete the present stage, with all ranks; how the save ended, if it has."""
         if save.stage is _Stage.WRITING:

@@ -9,6 +9,7 @@ it sees leads the directory: it makes checkpoints in it and commits them. On one
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def find_sharing(directory: Path, mesh: Mesh) -> Sharing:
         found = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(said) if text]
         if found:
             raise StorageError(found[0])
-        leader = 0 if mesh.one_host else next(rank for rank, mark in enumerate(marks) if mark.exists())
+        leader = 0 if mesh.one_host else next(rank for rank, mark in enumerate(marks) if os.path.exists(mark))
         leaders = [row[0] for row in mesh.world.gather_integers([leader])]
     finally:
         with contextlib.suppress(OSError):

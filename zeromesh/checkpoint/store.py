@@ -26,6 +26,8 @@ from zeromesh.offload.aio import PositionalFile, sync_directory
 _STEP = re.compile(r"step-(\d{8,})")
 _TMP = re.compile(r"step-\d{8,}\.tmp")
 _TRASH = re.compile(r"\.trash-.+")
+MARK = re.compile(r"\.seen-[0-9a-f]+-\d+")
+"""What ranks put there for a moment to find out who else sees it."""
 _SPARE_BYTES = 16 << 20
 """For the manifest and other small files."""
 
@@ -67,13 +69,16 @@ class CheckpointStore:
         if not self.root.is_dir():
             return []
         names = [path.name for path in self.root.iterdir()]
-        return sorted(name for name in names if _TMP.fullmatch(name) or _TRASH.fullmatch(name))
+        return sorted(name for name in names if any(kind.fullmatch(name) for kind in (_TMP, _TRASH, MARK)))
 
     def clean(self) -> list[str]:
         """Remove what dead runs left behind; returns the names."""
         left = self.leftovers()
         for name in left:
-            shutil.rmtree(self.root / name, ignore_errors=True)
+            if MARK.fullmatch(name):
+                (self.root / name).unlink(missing_ok=True)
+            else:
+                shutil.rmtree(self.root / name, ignore_errors=True)
         return left
 
     def create(self, step: int, files: Sequence[FileLayout], share: int | None = None) -> Path:
@@ -138,9 +143,10 @@ class CheckpointStore:
             for folder in {directory, *(path.parent for path in directory.glob("*/*"))}:
                 sync_directory(folder)
             faults.visit("before-rename")
-            self.remove(step)
+            replaced = self._set_aside(step)
             directory.rename(final)
             sync_directory(self.root)
+            self._discard(replaced)
         except OSError as error:
             raise StorageError(f"{str(directory)!r} cannot be written: {error.strerror or error}") from error
         faults.visit("after-rename", *_largest(final, whole))
@@ -159,13 +165,20 @@ class CheckpointStore:
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint, if it is there. It is renamed first, so that no half of it is ever read."""
+        self._discard(self._set_aside(step))
+
+    def _set_aside(self, step: int) -> Path | None:
         path = self.path(step)
         if not path.exists():
-            return
+            return None
         trash = self.root / f".trash-{step:08d}-{os.getpid()}-{time.monotonic_ns()}"
         path.rename(trash)
-        faults.visit("during-retention")
-        shutil.rmtree(trash, ignore_errors=True)
+        return trash
+
+    def _discard(self, trash: Path | None) -> None:
+        if trash is not None:
+            faults.visit("during-retention")
+            shutil.rmtree(trash, ignore_errors=True)
 
 
 def _small_files(directory: Path, known: Iterable[str]) -> list[str]:

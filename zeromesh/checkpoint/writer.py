@@ -188,6 +188,10 @@ class ShardWriter:
             raise self._failure
         return sorted(self._pieces, key=lambda piece: (piece.path, piece.begin))
 
+    def end(self) -> None:
+        """Return when the thread has ended, whatever it came to."""
+        self._thread.join()
+
     def _wait(self, over: Callable[[], bool], tell: Callable[[], None]) -> float:
         began = time.monotonic()
         seen = -1

@@ -133,7 +133,7 @@ class Mesh:
         self.world_size = environment.world_size
         self._one_host = True
         self._links = Links(environment, device)
-        # A mesh that is forgotten without having been closed leaves its groups too; the end of the process needs no leaving.
+        # A mesh that is forgotten without having been closed leaves its own groups too; the end of the process needs no leaving.
         weakref.finalize(self, self._links.leave).atexit = False
         try:
             if self.world_size > 1:
@@ -143,7 +143,7 @@ class Mesh:
             self.shard = self._process_set("shard", ("shard",))
             self.replicate = self._process_set("replicate", ("replicate",))
         except ZeromeshError:
-            self.close()
+            self._links.leave()
             raise
         except RuntimeError as error:  # torch has no narrower kind for what gloo and the store meet
             raise CollectiveError(
@@ -238,11 +238,11 @@ class Mesh:
         """Tell the other ranks why this one does not begin, and leave; the mesh is over."""
         if self.watch is not None:
             self.watch.fail(error)
-        self.close()
+        self._links.leave()
 
     def close(self) -> None:
-        """Leave the process groups; called when no collective is in flight. The mesh is over."""
-        self._links.leave()
+        """Leave the process groups, on all ranks alike, when no collective is in flight. The mesh is over."""
+        self._links.leave(default=True)
 
 
 def _wait_on_stream(work: dist.Work) -> None:

@@ -33,6 +33,19 @@ class Link:
     ranks; a common group would match one with the other."""
 
 
+@dataclass(kw_only=True, slots=True)
+class _Default:
+    """The process's default group, which meshes share."""
+
+    made_here: bool = False
+    users: int = 0
+    in_doubt: bool = False
+    """Whether some mesh has left groups behind in which something may still be in flight."""
+
+
+_DEFAULT = _Default()
+
+
 class Links:
     """What a mesh holds of the others: process groups and the watch. Each group keeps threads, so none may be forgotten."""
 
@@ -40,7 +53,7 @@ class Links:
         self._environment = environment
         self._on_cuda = device.type == "cuda"
         self._links: dict[tuple[int, ...], Link | None] = {}
-        self._owns_default = False
+        self._joined = False
         self.watch: Watch | None = None
 
     def join(self) -> None:
@@ -60,7 +73,9 @@ class Links:
                 world_size=environment.world_size,
                 timeout=timedelta(seconds=START_SECONDS),
             )
-            self._owns_default = True
+            _DEFAULT.made_here = True
+        _DEFAULT.users += 1
+        self._joined = True
         if dist.get_world_size() != environment.world_size:
             raise ConfigError(
                 f"the process group has {dist.get_world_size()} ranks, the launch environment {environment.world_size}"
@@ -80,24 +95,28 @@ class Links:
             self._links[ranks] = Link(control=control, data=data, reduce=reduce) if here else None
         return self._links[ranks]
 
-    def leave(self) -> None:
-        """Leave the groups and the board.
+    def leave(self, *, default: bool = False) -> None:
+        """Leave the board and this mesh's groups; with `default` also the default group, where it was made here for meshes of
+        which this is the last. Leaving twice is allowed.
 
         A group waits for what is in flight in it. After a wait that ended with an error that may be a rank that hangs: then the
-        groups stay until the process ends.
+        groups stay until the process ends. Without `default` ranks need not leave alike.
         """
         links, self._links = self._links, {}
         watch, self.watch = self.watch, None
+        joined, self._joined = self._joined, False
+        _DEFAULT.users -= joined
         if watch is not None:
+            _DEFAULT.in_doubt |= watch.in_doubt
             watch.close()
         if not dist.is_initialized() or (watch is not None and watch.in_doubt):
-            return
-        if self._owns_default:
-            dist.destroy_process_group()
             return
         for link in filter(None, links.values()):
             for group in (link.reduce, link.data, link.control):
                 dist.destroy_process_group(group)
+        if default and joined and _DEFAULT.made_here and not _DEFAULT.users and not _DEFAULT.in_doubt:
+            _DEFAULT.made_here = False
+            dist.destroy_process_group()
 
 
 def _new_group(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:

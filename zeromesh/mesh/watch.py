@@ -190,7 +190,7 @@ class Watch:
         began = time.perf_counter()
         try:
             yield
-        except CollectiveError:
+        except BaseException:
             self.in_doubt = True
             raise
         finally:

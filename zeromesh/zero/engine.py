@@ -137,6 +137,7 @@ class ZeroEngine:
 
     def _backward(self, loss: torch.Tensor, seed: float, microbatch: Microbatch) -> None:
         self._mode = Mode.BACKWARD
+        self._mixed = microbatch.last and self.options.optimizer_in_backward
         self.updater.begin_backward(last=microbatch.last)
         reduce = microbatch.last or self.options.placements.accumulating is Placement.SHARDED
         order = self._walk.reduction_order(range(len(self.units)))
@@ -180,7 +181,7 @@ class ZeroEngine:
 
         Returns False where weights are mixed: an update had begun, or loading a checkpoint.
         """
-        if self._mixed or (self._mode is Mode.BACKWARD and self.options.optimizer_in_backward):
+        if self._mixed:
             return False
         for unit in self.units:
             if unit.phase is Phase.REDUCING:
