@@ -185,7 +185,8 @@ def _launch(options: argparse.Namespace, processes: int) -> int:
 def _fit(config: TrainerConfig) -> int:
     from zeromesh.trainer import Trainer
 
-    Trainer(config=config).fit()
+    with Trainer(config=config) as trainer:
+        trainer.fit()
     return 0
 
 

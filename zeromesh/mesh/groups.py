@@ -133,8 +133,8 @@ class Mesh:
         self.world_size = environment.world_size
         self._one_host = True
         self._links = Links(environment, device)
-        # A mesh that is forgotten without having been closed leaves its own groups too; the end of the process needs no leaving.
-        weakref.finalize(self, self._links.leave).atexit = False
+        # A mesh that is forgotten without having been closed leaves its own groups too, at the latest when the process ends.
+        weakref.finalize(self, self._links.leave)
         try:
             if self.world_size > 1:
                 self._connect(timeout_seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 from dataclasses import dataclass
 from datetime import timedelta
@@ -74,6 +75,7 @@ class Links:
                 timeout=timedelta(seconds=START_SECONDS),
             )
             _DEFAULT.made_here = True
+            atexit.register(_leave_default)
         _DEFAULT.users += 1
         self._joined = True
         if dist.get_world_size() != environment.world_size:
@@ -114,9 +116,15 @@ class Links:
         for link in filter(None, links.values()):
             for group in (link.reduce, link.data, link.control):
                 dist.destroy_process_group(group)
-        if default and joined and _DEFAULT.made_here and not _DEFAULT.users and not _DEFAULT.in_doubt:
-            _DEFAULT.made_here = False
-            dist.destroy_process_group()
+        if default and joined and not _DEFAULT.users:
+            _leave_default()
+
+
+def _leave_default() -> None:
+    """Leave the default group, if it was made here. Its threads must not outlive the interpreter, which could abort the process."""
+    if _DEFAULT.made_here and not _DEFAULT.in_doubt and dist.is_initialized():
+        _DEFAULT.made_here = False
+        dist.destroy_process_group()
 
 
 def _new_group(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
