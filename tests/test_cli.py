@@ -38,6 +38,12 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> list[TrainerConfig]:
         def fit(self) -> None:
             runs.append(self.config)
 
+        def __enter__(self) -> Trainer:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            """Nothing to close."""
+
     monkeypatch.setitem(vars(zeromesh.trainer), "Trainer", Trainer)
     return runs
 
