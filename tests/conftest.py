@@ -33,6 +33,20 @@ def _uses_workers(item: pytest.Item) -> bool:
     return "workers" in getattr(item, "fixturenames", ())
 
 
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint, not to be changed but for a moment."""
+    from damage_cases import made
+
+    return made(tmp_path_factory.mktemp("original"), 7, 1)
+
+
+@pytest.fixture
+def copy(original: Path, tmp_path: Path) -> Path:
+    """The same, to be damaged."""
+    return Path(shutil.copytree(original, tmp_path / "step-00000007"))
+
+
 @pytest.fixture(scope="session")
 def workers(pytestconfig: pytest.Config) -> Iterator[Workers]:
     """Pools of worker processes, kept for the session."""

@@ -22,17 +22,6 @@ from zeromesh.checkpoint.reader import CheckpointReader, Target
 from zeromesh.errors import CheckpointError
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Not to be changed but for a moment."""
-    return made(tmp_path_factory.mktemp("original"), 7, 1)
-
-
-@pytest.fixture
-def copy(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "step-00000007"))
-
-
 def test_what_nobody_touched_is_read(original: Path, copy: Path) -> None:
     CheckpointReader(original).verify()
     resign(copy, lambda content: None)

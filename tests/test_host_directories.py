@@ -96,8 +96,10 @@ def test_a_run_goes_on_from_parts(
     apart: Any, copied: Path, undisturbed: Path, tmp_path: Path, disks: list[int]
 ) -> None:
     """The last of them are other numbers of ranks, which need bytes of parts that they do not see."""
-    found = apart(disks, copied)
+    before = whole(copied, 10, tmp_path / "before")
+    found = apart(disks, copied, mirror=str(tmp_path / "mirror"))
     assert "resumed from step 10" in found[0]["said"]
+    assert unequal(before, tmp_path / "mirror" / "step-00000000") == []
     if disks == TWO:
         assert unequal(whole(copied, STEPS, tmp_path / "out"), step(undisturbed, STEPS)) == []
     for disk in (0, 1):
@@ -145,10 +147,12 @@ def test_a_part_that_is_not_right_is_named_and_the_checkpoint_before_used(
 
 @pytest.mark.parametrize("disks", [[2, 0, 1], [0, 1, 2]], ids=["first", "last"])
 def test_a_host_that_joins_with_an_empty_disk_gets_what_it_needs(
-    apart: Any, copied: Path, undisturbed: Path, disks: list[int]
+    apart: Any, copied: Path, tmp_path: Path, disks: list[int]
 ) -> None:
-    found = apart(disks, copied)
+    before = whole(copied, 10, tmp_path / "before")
+    found = apart(disks, copied, mirror=str(tmp_path / "mirror"))
     assert "resumed from step 10" in found[0]["said"]
+    assert unequal(before, tmp_path / "mirror" / "step-00000000") == []
     parts = [step(disk, STEPS) for disk in sorted(copied.glob("disk-*"))]
     assert len(open_parts(parts)) == 3
 

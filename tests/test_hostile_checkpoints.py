@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from damage_cases import FILE, SPECS, STATE, Json, made, refused, replace, resign
+from damage_cases import FILE, SPECS, STATE, Json, refused, replace, resign
 from stored_cases import split, targets_of, tell, values_of
 
 from zeromesh.checkpoint import manifest as manifests
@@ -26,18 +25,6 @@ from zeromesh.checkpoint.reader import CheckpointReader, Target
 from zeromesh.checkpoint.tensor_files import read_header
 from zeromesh.errors import CheckpointError
 from zeromesh.offload.aio import BLOCK
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Not to be changed but for a moment."""
-    return made(tmp_path_factory.mktemp("original"), 7, 1)
-
-
-@pytest.fixture
-def copy(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "step-00000007"))
-
 
 # Manifests whose own hash is right
 

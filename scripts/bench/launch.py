@@ -18,7 +18,7 @@ from bench import activations
 from bench.activations import Activations
 from bench.worker import RESULT
 from bench.workload import Workload
-from zeromesh.offload import heap_variables
+from zeromesh.offload.heap import TUNABLES, heap_variables
 
 _SCRIPTS = Path(__file__).resolve().parent.parent
 _LAST_LINES = 25
@@ -86,8 +86,9 @@ def run_ranks(module: str, workload: Workload, arguments: list[str], *, timeout:
     """
     with tempfile.TemporaryDirectory(prefix="zeromesh-bench-") as folder:
         logs = [Path(folder, f"rank{rank}") for rank in range(workload.ranks)]
-        # As `zeromesh train` starts its workers.
-        extra = heap_variables() if arguments[0].startswith("zeromesh") else {}
+        # As `zeromesh train` starts its workers: unless the variable is set.
+        ours = arguments[0].startswith("zeromesh") and TUNABLES not in os.environ
+        extra = heap_variables() if ours else {}
         processes = _start([sys.executable, "-m", module, *arguments], workload, logs, extra)
         try:
             for process in processes:
