@@ -54,6 +54,11 @@ class PositionalFile:
         self._direct = _open_direct(self.path, flags)
 
     @property
+    def direct(self) -> bool:
+        """Whether whole blocks go past the page cache."""
+        return self._direct >= 0
+
+    @property
     def size(self) -> int:
         """Bytes of the file."""
         return os.fstat(self._buffered).st_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 
 import torch
 
@@ -43,6 +44,13 @@ class PassingMemory:
             self.full = torch.frombuffer(self._pages, dtype=dtype, count=count)
         else:
             self.full = torch.empty(count, dtype=dtype, device=device)
+
+    def carve(self, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """Views of elements [start, end), which stay valid also while there is no memory."""
+        self.take()  # A view of memory that is not there cannot be made, only kept.
+        views = [self.full[start:end] for start, end in places]
+        self.give_back()
+        return views
 
     def take(self) -> None:
         """Have memory, whose contents are undefined."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
+
+from zeromesh.errors import StorageError
 
 
 class Tier(Enum):
@@ -25,30 +26,30 @@ class Purpose(Enum):
     GRADIENTS = "gradient shards"
     PARTIAL_GRADIENTS = "gradients summed over microbatches"
     GRADIENT_BUCKETS = "gradient buckets in flight"
-    MODULE_BUFFERS = "module buffers"
+    ACTIVATIONS = "kept inputs of blocks"
+    STAGING = "buffers on the way to and from files"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """One allocation. `nbytes` is this process's share where memory is shared between processes."""
-
-    tier: Tier
-    purpose: Purpose
-    label: str
-    nbytes: int
+MEMORY = (Tier.DEVICE, Tier.HOST)
+"""What is memory, and no disk."""
 
 
 class Ledger:
-    """Bytes of this process by tier and purpose, and the highest sum so far."""
+    """Bytes of this process by tier and purpose, and the highest sum in memory so far.
 
-    def __init__(self) -> None:
+    `limits` are bytes that a tier may not exceed: on a machine whose device and host are one memory, a stand-in for a device.
+    """
+
+    def __init__(self, limits: Mapping[Tier, int] | None = None) -> None:
         self._bytes: dict[tuple[Tier, Purpose], int] = defaultdict(int)
+        self._limits = dict(limits or {})
         self._peak = 0
 
     def add(self, tier: Tier, purpose: Purpose, nbytes: int) -> None:
         """Count an allocation (or, negative, its end).
 
         Raises:
+            StorageError: when the tier's limit is exceeded.
             ValueError: when more is taken back than was counted.
         """
         key = (tier, purpose)
@@ -58,19 +59,25 @@ class Ledger:
             )
         self._bytes[key] += nbytes
         self._peak = max(self._peak, self.total())
+        limit = self._limits.get(tier)
+        if limit is not None and nbytes > 0 and self.total(tier) > limit:
+            raise StorageError(
+                f"{purpose.value}: {nbytes:,} bytes more do not fit into the {tier.value} tier, which has {limit:,} and of "
+                f"these {self.total(tier) - nbytes:,} in use"
+            )
 
-    def total(self, tier: Tier | None = None) -> int:
-        """Bytes now, of one tier or of all."""
-        return sum(nbytes for (where, _), nbytes in self._bytes.items() if tier in (None, where))
+    def total(self, *tiers: Tier) -> int:
+        """Bytes now, of some tiers; of all memory where none is named."""
+        return sum(nbytes for (where, _), nbytes in self._bytes.items() if where in (tiers or MEMORY))
 
     def peak(self) -> int:
-        """The highest total so far, in bytes."""
+        """The highest total in memory so far, in bytes."""
         return self._peak
 
-    def by_purpose(self) -> Mapping[Purpose, int]:
-        """Bytes now by purpose, over all tiers; purposes without bytes are left out."""
+    def by_purpose(self, *tiers: Tier) -> Mapping[Purpose, int]:
+        """Bytes now by purpose, of some tiers, or of all memory; purposes without bytes are left out."""
         sums: dict[Purpose, int] = defaultdict(int)
-        for (_, purpose), nbytes in self._bytes.items():
-            if nbytes:
+        for (where, purpose), nbytes in self._bytes.items():
+            if nbytes and where in (tiers or MEMORY):
                 sums[purpose] += nbytes
         return dict(sums)

@@ -27,6 +27,11 @@ class StagingPool:
             pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._free.put(torch.frombuffer(pages, dtype=torch.uint8))
 
+    @property
+    def free(self) -> int:
+        """Buffers that `take` would give at once."""
+        return self._free.qsize()
+
     def take(self) -> torch.Tensor:
         """A free buffer, `[nbytes]`, waiting for one."""
         return self._free.get()

@@ -19,6 +19,8 @@ from zeromesh.zero.footprint import predict_memory
 from zeromesh.zero.plan import plan_model
 from zeromesh.zero.unit import Bucket
 
+CPU = torch.device("cpu")
+
 
 def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
     """Predict, then train three steps: bytes by purpose as predicted, in the ledger before the first step and after the last, and
@@ -58,13 +60,15 @@ def _tensors(run: Run) -> dict[str, int]:
     for unit in run.engine.units:
         for bucket in unit.buckets:
             buffer = bucket.buffer
-            inside = buffer.persistent and bucket.master.data_ptr() == buffer.own().data_ptr()
+            inside = buffer.persistent and bucket.master.load(CPU).data_ptr() == buffer.own().data_ptr()
             found[Purpose.PARAMETERS] += _gathered_bytes(bucket, shared=run.engine.transport.name == "shared")
-            found[Purpose.MASTER] += 0 if inside else _bytes(bucket.master)
+            found[Purpose.MASTER] += 0 if inside else bucket.master.nbytes
             found[Purpose.GRADIENTS] += 0 if bucket.grad is None else _bytes(bucket.grad)
             found[Purpose.PARTIAL_GRADIENTS] += 0 if bucket.partial is None else _bytes(bucket.partial)
             optimizer = run.engine.updater.optimizer_of(bucket) if bucket.trainable else None
-            found[Purpose.MOMENTS] += sum(map(_bytes, optimizer.moments.values())) if optimizer is not None else 0
+            found[Purpose.MOMENTS] += (
+                sum(moment.nbytes for moment in optimizer.moments.values()) if optimizer is not None else 0
+            )
     return _named({purpose: nbytes for purpose, nbytes in found.items() if nbytes})
 
 

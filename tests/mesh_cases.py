@@ -15,6 +15,7 @@ from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.segments import PAGE
 from zeromesh.mesh.select import choose_transport, open_transport
 from zeromesh.mesh.transport import BufferRequest, RingRequest, Transport
+from zeromesh.offload import TieredTensor
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 _LENGTH = 64 * 12
@@ -49,7 +50,7 @@ def gathers(mesh: Mesh, name: str, dtype: str, persistent: bool) -> list[bool]:
                 buffer.begin_write()
                 buffer.own().copy_(part)
                 buffer.end_write()
-            buffer.gather(part)
+            buffer.gather(TieredTensor.of(part))
         wanted = torch.cat([_values(rank, number, length, kind) for rank in range(group.size)])
         for buffer, view, expected in zip(transport.buffers, views, (wanted, wanted[:0]), strict=True):
             buffer.wait()
@@ -123,7 +124,7 @@ def released_memory(mesh: Mesh, name: str) -> dict[str, Any]:
         mesh.world.barrier(moment)
 
     measure("before")
-    buffer.gather(torch.ones(length, dtype=torch.float64))
+    buffer.gather(TieredTensor.of(torch.ones(length, dtype=torch.float64)))
     buffer.wait()
     measure("gathered")
     buffer.release()
@@ -192,7 +193,7 @@ def interleaved_runs(mesh: Mesh) -> list[bool]:
         buffer.begin_write()
         buffer.own().copy_(_values(mesh.rank, number, length, torch.float32))
         buffer.end_write()
-        buffer.gather(buffer.own())
+        buffer.gather(TieredTensor.of(buffer.own()))
         buffer.wait()
         parts = [_values(rank, number, length, torch.float32) for rank in range(mesh.shard.size)]
         equal.append(torch.equal(buffer.full, torch.cat(parts)))

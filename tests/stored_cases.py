@@ -21,6 +21,7 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.checkpoint.tensor_files import DTYPES, FileLayout, TensorSpec, index_files, plan_files
 from zeromesh.checkpoint.writer import ShardWriter, Source, edges_of
 from zeromesh.flat.split import Interval
+from zeromesh.offload import TensorSlice
 from zeromesh.offload.aio import BLOCK
 
 Values = Mapping[TensorSpec, torch.Tensor]
@@ -92,7 +93,9 @@ def split(values: Values, ranks: int, rng: random.Random) -> list[list[Holding]]
             for start, end in pairwise([0, *cuts, region.numel]):
                 interval = Interval(start=start, end=end)
                 memory = local[start:end].clone()
-                holding = Holding(spec=spec, region=region, interval=interval, memory=memory, owner=rng.randrange(3))
+                holding = Holding(
+                    spec=spec, region=region, interval=interval, values=TensorSlice.of(memory), owner=rng.randrange(3)
+                )
                 rng.choice(dealt).append(holding)
     return dealt
 
@@ -129,14 +132,17 @@ def sources_of(files: Sequence[FileLayout], holdings: Sequence[Holding], rank: i
             source = Source(
                 file=number,
                 begin=at + run.logical * holding.spec.dtype.itemsize,
-                memory=holding.memory[first : first + run.length],
+                values=holding.values.slice(first, first + run.length),
                 dtype=holding.spec.dtype,
                 owner=holding.owner,
             )
             found.append(source)
     if rank == 0:
         headers = [torch.frombuffer(bytearray(file.header), dtype=torch.uint8) for file in files]
-        found += [Source(file=n, begin=0, memory=header, dtype=torch.uint8) for n, header in enumerate(headers)]
+        found += [
+            Source(file=n, begin=0, values=TensorSlice.of(header), dtype=torch.uint8)
+            for n, header in enumerate(headers)
+        ]
     return found
 
 
@@ -209,6 +215,6 @@ def targets_of(reader: CheckpointReader, holdings: Sequence[Holding]) -> list[Ta
         assert tensor is not None
         for run in holding.region.runs(holding.interval):
             first = run.local - holding.interval.start
-            memory = holding.memory[first : first + run.length]
-            found.append(Target(tensor=tensor, first=run.logical, memory=memory))
+            values = holding.values.slice(first, first + run.length)
+            found.append(Target(tensor=tensor, first=run.logical, values=values))
     return found

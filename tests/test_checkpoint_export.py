@@ -19,6 +19,7 @@ from trainer_cases import LLAMA
 
 from zeromesh.checkpoint.manifest import FileRecord
 from zeromesh.checkpoint.reader import CheckpointReader, Target
+from zeromesh.offload import TensorSlice
 from zeromesh.trainer.cli import main
 from zeromesh.trainer.hf.revert import HubNames
 
@@ -282,7 +283,7 @@ def test_the_reader_of_the_page_reads_everything(trained: Trained, copied: Calla
         assert len(found) == len(ours.manifest.tensors)
         for stored in ours.manifest.tensors:
             wanted = torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
-            ours.read([Target(tensor=stored, first=0, memory=wanted.view(-1))], lambda: None)
+            ours.read([Target(tensor=stored, first=0, values=TensorSlice.of(wanted.view(-1)))], lambda: None)
             wanted = wanted.float() if wanted.dtype == torch.bfloat16 else wanted
             array = found[stored.spec.kind, stored.spec.name]
             assert array.dtype == wanted.numpy().dtype

@@ -38,6 +38,7 @@ from zeromesh.checkpoint.tensor_files import TensorSpec, index_files, plan_files
 from zeromesh.checkpoint.writer import ShardWriter, Source, edges_of
 from zeromesh.errors import CheckpointError, LayoutError, StorageError
 from zeromesh.flat.split import Interval
+from zeromesh.offload import TensorSlice
 from zeromesh.offload.aio import BLOCK, PositionalFile
 
 FEW = settings(max_examples=20)
@@ -78,11 +79,11 @@ def test_any_other_ranks_read_the_same_elements(
         reader = write(Path(root), 7, split(values, ranks, rng))
         reader.verify()
         for holdings in split(values, readers, rng):
-            expected = [bits(holding.memory) for holding in holdings]
+            expected = [bits(holding.values.memory) for holding in holdings]
             for holding in holdings:
-                holding.memory.view(torch.uint8).zero_()
+                holding.values.memory.view(torch.uint8).zero_()
             reader.read(targets_of(reader, holdings), tell)
-            assert [bits(holding.memory) for holding in holdings] == expected
+            assert [bits(holding.values.memory) for holding in holdings] == expected
 
 
 def test_pieces_of_the_real_grid_are_written_and_read(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_pieces_of_the_real_grid_are_written_and_read(tmp_path: Path) -> None:
     memory = torch.zeros(1_200_000)
     tensor = reader.tensor("model", "a")
     assert tensor is not None
-    reader.read([Target(tensor=tensor, first=400_000, memory=memory)], tell)
+    reader.read([Target(tensor=tensor, first=400_000, values=TensorSlice.of(memory))], tell)
     assert torch.equal(memory, values[spec("a", (1700, 1000))].reshape(-1)[400_000:1_600_000])
 
 
@@ -111,7 +112,7 @@ def test_memory_of_another_dtype_is_converted_on_both_ways(tmp_path: Path) -> No
     memory = torch.zeros(45, dtype=torch.float64)
     tensor = reader.tensor("model", "w")
     assert tensor is not None
-    reader.read([Target(tensor=tensor, first=0, memory=memory)], tell)
+    reader.read([Target(tensor=tensor, first=0, values=TensorSlice.of(memory))], tell)
     assert torch.equal(memory, wide.to(BF16).double().reshape(-1))
 
 
@@ -133,10 +134,12 @@ def test_a_piece_is_read_once_and_only_where_something_of_it_is_wanted(
 
     monkeypatch.setattr(PositionalFile, "read", noted)
     wanted = [(7000, 5), (1030, 7), (6998, 2), (1100, 900), (7005, 100)]
-    targets = [Target(tensor=tensor, first=first, memory=torch.zeros(length)) for first, length in wanted]
+    targets = [
+        Target(tensor=tensor, first=first, values=TensorSlice.of(torch.zeros(length))) for first, length in wanted
+    ]
     reader.read(targets, tell)
     for target in targets:
-        assert torch.equal(target.memory, value[target.first : target.first + target.memory.numel()])
+        assert torch.equal(target.values.memory, value[target.first : target.first + target.values.memory.numel()])
     assert sorted(begun) == [2 * BLOCK, 6 * BLOCK]
 
 
@@ -148,7 +151,7 @@ def test_elements_that_are_wanted_twice_are_refused(tmp_path: Path) -> None:
     assert tensor is not None
     for first, length in ((0, 10 * 1024), (5, 9000), (10 * 1024 - 1, 1)):
         twice = [
-            Target(tensor=tensor, first=start, memory=torch.zeros(count))
+            Target(tensor=tensor, first=start, values=TensorSlice.of(torch.zeros(count)))
             for start, count in ((0, 10 * 1024), (first, length))
         ]
         with pytest.raises(LayoutError, match=rf"w: elements from {first:,} on are wanted twice"):
@@ -295,7 +298,10 @@ def test_what_no_reader_would_take_is_not_committed(tmp_path: Path) -> None:
 def test_a_writer_without_the_others_edges_says_which_bytes_are_nobodys(tmp_path: Path) -> None:
     files = plan_files([spec("w", (3000,))], 2)
     directory = CheckpointStore(tmp_path).create(1, files)
-    halves = [Source(file=0, begin=BLOCK + 4 * at, memory=torch.ones(1500), dtype=F32, owner=None) for at in (0, 1500)]
+    halves = [
+        Source(file=0, begin=BLOCK + 4 * at, values=TensorSlice.of(torch.ones(1500)), dtype=F32, owner=None)
+        for at in (0, 1500)
+    ]
     alone = ShardWriter(directory, files, halves[:1], [], {}, 0)
     alone.start()
     with pytest.raises(CheckpointError, match=r"model-00001-of-00001\.safetensors: 6000 of the bytes \[4096, 12288\)"):
@@ -309,7 +315,10 @@ def test_a_disk_that_fails_is_the_training_threads_affair(tmp_path: Path, monkey
     monkeypatch.setattr(blocks, "GRID", BLOCK)
     files = plan_files([spec("w", (100 * 1024,))], 1)
     directory = CheckpointStore(tmp_path).create(1, files)
-    rows = [Source(file=0, begin=BLOCK + BLOCK * n, memory=torch.ones(1024), dtype=F32, owner=n) for n in range(100)]
+    rows = [
+        Source(file=0, begin=BLOCK + BLOCK * n, values=TensorSlice.of(torch.ones(1024)), dtype=F32, owner=n)
+        for n in range(100)
+    ]
 
     def failing(file: PositionalFile, data: torch.Tensor, offset: int) -> None:
         raise StorageError(f"{file.path!r} cannot be written: the disk is gone")
@@ -331,7 +340,13 @@ def test_what_is_released_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
     store = CheckpointStore(tmp_path)
     memory = torch.arange(3000.0)
     half = [
-        Source(file=0, begin=BLOCK + 6000 * n, memory=memory[1500 * n : 1500 * n + 1500], dtype=F32, owner=n)
+        Source(
+            file=0,
+            begin=BLOCK + 6000 * n,
+            values=TensorSlice.of(memory[1500 * n : 1500 * n + 1500]),
+            dtype=F32,
+            owner=n,
+        )
         for n in range(2)
     ]
     may_write, fill = threading.Event(), ShardWriter._fill
@@ -353,7 +368,7 @@ def test_what_is_released_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
     reader = CheckpointReader(store.path(1))
     tensor = reader.tensor("model", "w")
     assert tensor is not None
-    reader.read([Target(tensor=tensor, first=0, memory=found)], tell)
+    reader.read([Target(tensor=tensor, first=0, values=TensorSlice.of(found))], tell)
     assert torch.equal(found, torch.arange(3000.0))
     assert (memory == -1).all()
 
@@ -361,7 +376,10 @@ def test_what_is_released_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_changes_first_is_written_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "GRID", BLOCK)
     files = plan_files([spec("w", (5 * 1024,))], 1)
-    rows = [Source(file=0, begin=BLOCK + BLOCK * n, memory=torch.ones(1024), dtype=F32, owner=n) for n in range(5)]
+    rows = [
+        Source(file=0, begin=BLOCK + BLOCK * n, values=TensorSlice.of(torch.ones(1024)), dtype=F32, owner=n)
+        for n in range(5)
+    ]
     order = {3: 0, 1: 1, 4: 2, 0: 3, 2: 4}
     one = ShardWriter(CheckpointStore(tmp_path).create(1, files), files, rows, [], order, 0)
     begun: list[int] = []
@@ -386,7 +404,10 @@ def test_edges_are_found_with_one_look_at_each_source(monkeypatch: pytest.Monkey
         return bytes_of(self, interval)
 
     monkeypatch.setattr(Source, "bytes_of", counted)
-    rows = [Source(file=0, begin=100 + 6000 * n, memory=torch.full((500,), float(n)), dtype=F32) for n in range(300)]
+    rows = [
+        Source(file=0, begin=100 + 6000 * n, values=TensorSlice.of(torch.full((500,), float(n))), dtype=F32)
+        for n in range(300)
+    ]
     found = edges_of(rows)
     assert [edge.begin for edge in found] == [row.begin for row in rows if row.begin % BLOCK]
     assert len(looked) == len(found)

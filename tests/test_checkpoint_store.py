@@ -39,11 +39,11 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None
         values = values_of(SOME, seed)
         reader = write(tmp_path, 4, split(values, 2, random.Random(seed)))
     (holdings,) = split(values, 1, random.Random(2))
-    expected = [bits(holding.memory) for holding in holdings]
+    expected = [bits(holding.values.memory) for holding in holdings]
     for holding in holdings:
-        holding.memory.zero_()
+        holding.values.memory.zero_()
     reader.read(targets_of(reader, holdings), tell)
-    assert [bits(holding.memory) for holding in holdings] == expected
+    assert [bits(holding.values.memory) for holding in holdings] == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004"]
 
 

@@ -14,6 +14,7 @@ import torch
 from zeromesh.checkpoint.manifest import StoredTensor
 from zeromesh.checkpoint.reader import CheckpointReader, Target
 from zeromesh.checkpoint.tensor_files import DTYPE_NAMES
+from zeromesh.offload import TensorSlice
 from zeromesh.trainer.checkpoint_places import plain
 from zeromesh.trainer.checkpoint_show import state_of
 from zeromesh.trainer.console import RunConsole
@@ -165,7 +166,9 @@ def _compare(readers: Sequence[CheckpointReader], common: list[_Apart], console:
             tensors = [getattr(part.apart, side) for part in batch]
             memory = [torch.empty(part.count, dtype=t.spec.dtype) for part, t in zip(batch, tensors, strict=True)]
             parts = zip(batch, tensors, memory, strict=True)
-            reader.read([Target(tensor=t, first=part.first, memory=m) for part, t, m in parts], lambda: None)
+            reader.read(
+                [Target(tensor=t, first=part.first, values=TensorSlice.of(m)) for part, t, m in parts], lambda: None
+            )
             moved(sum(each.nbytes for each in memory))
             memories.append(memory)
         for part, here, there in zip(batch, *memories, strict=True):

@@ -25,6 +25,7 @@ from zeromesh.checkpoint.reader import CheckpointReader, Target
 from zeromesh.checkpoint.tensor_files import FileLayout, TensorSpec, index_files, parse_json, plan_files
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.flat.split import Interval
+from zeromesh.offload import TensorSlice
 from zeromesh.offload.aio import PositionalFile
 from zeromesh.offload.pool import StagingPool
 from zeromesh.trainer.console import RunConsole
@@ -189,7 +190,7 @@ class _Export:
                 begin, end = max(place.begin, window.start), min(place.end, window.end)
                 memory = buffer[begin - window.start : end - window.start].view(place.dtype)
                 first = (begin - place.begin) // place.dtype.itemsize
-                targets.append(Target(tensor=place.source, first=first, memory=memory))
+                targets.append(Target(tensor=place.source, first=first, values=TensorSlice.of(memory)))
             self._read(targets)
             file.write(buffer[: window.length], window.start)
 
@@ -201,14 +202,16 @@ class _Export:
 
     def _check_range(self, target: Target) -> None:
         """Raise `ConfigError` where a number has become infinite in a dtype of a smaller range."""
-        spec, memory = target.tensor.spec, target.memory
+        spec, memory = target.tensor.spec, target.values.memory
         if not memory.is_floating_point() or torch.finfo(memory.dtype).max >= torch.finfo(spec.dtype).max:
             return
         lost = memory.isinf()
         if not bool(lost.any()):
             return
         exact = torch.empty(memory.numel(), dtype=torch.float64)
-        self._reader.read([Target(tensor=target.tensor, first=target.first, memory=exact)], lambda: None)
+        self._reader.read(
+            [Target(tensor=target.tensor, first=target.first, values=TensorSlice.of(exact))], lambda: None
+        )
         values = exact[lost & exact.isfinite()].abs()
         if values.numel():
             name = str(memory.dtype).removeprefix("torch.")
@@ -220,7 +223,7 @@ class _Export:
     def _read_whole(self, name: str) -> torch.Tensor:
         source, dtype = self._chosen[name]
         tensor = torch.empty(source.spec.shape, dtype=dtype)
-        self._read([Target(tensor=source, first=0, memory=tensor.view(-1))])
+        self._read([Target(tensor=source, first=0, values=TensorSlice.of(tensor.view(-1)))])
         return tensor
 
     def _write_whole(self, name: str, tensor: torch.Tensor) -> None:

@@ -101,9 +101,10 @@ class Run:
         tensors: list[torch.Tensor] = []
         for unit in self.engine.units:
             for bucket in unit.buckets:
-                tensors.append(bucket.master)
+                tensors.append(bucket.master.load(torch.device("cpu")))
                 optimizer = self.engine.updater.optimizer_of(bucket)
-                tensors += [moment for _, moment in sorted(optimizer.moments.items() if optimizer else ())]
+                moments = sorted(optimizer.moments.items() if optimizer else ())
+                tensors += [moment.load(torch.device("cpu")) for _, moment in moments]
         return digest(tensors)
 
     def close(self) -> None:

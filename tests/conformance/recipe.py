@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from zeromesh.optim.sharded import OptimizerSettings
-from zeromesh.zero.options import Precision, ZeroOptions
+from zeromesh.offload import FileSettings, TierChoice
+from zeromesh.zero.options import OffloadOptions, Precision, ZeroOptions
 from zeromesh.zero.scaler import ScalerSettings
 
 from .models import SUBJECTS
@@ -75,6 +78,8 @@ class Layout:
     on_nonfinite: str = "skip"
     scale: float = 0.0
     """Initial loss scale; 0 for none."""
+    offload: str = ""
+    """What rests where: `optimizer=file gradients=none parameters=host:0.5`, and `checksums` or `stripes`."""
 
     def options(self, problem: Problem) -> ZeroOptions:
         """The engine's options."""
@@ -90,6 +95,7 @@ class Layout:
             transport=transport,
             precision=Precision(compute=compute, master=wide, reduce=wide, loss_scale=scale),
             optimizer=problem.settings(),
+            offload=offload_options(self.offload),
             accumulation=self.accumulation,
             clip_norm=problem.clip,
             on_nonfinite=stop,
@@ -97,6 +103,22 @@ class Layout:
             gradient_slots=self.slots,
             seed=7,
         )
+
+
+def offload_options(text: str) -> OffloadOptions:
+    """What a layout's `offload` says."""
+    words = text.split()
+    choices: dict[str, Any] = {}
+    for word in words:
+        purpose, _, where = word.partition("=")
+        if where:
+            tier, _, fraction = where.partition(":")
+            name: Any = tier
+            choices[purpose] = TierChoice(tier=name, fraction=float(fraction or 1))
+    folder = Path(tempfile.gettempdir(), "zeromesh-offload-tests")
+    directories = (folder / "a", folder / "b") if "stripes" in words else (folder,)
+    files = FileSettings(directories=directories, label="test", checksums="checksums" in words)
+    return OffloadOptions(**choices, files=files, staging_bytes=1 << 20)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from zeromesh.checkpoint.regions import Region
 from zeromesh.checkpoint.tensor_files import TensorSpec
 from zeromesh.flat.split import Interval
+from zeromesh.offload import TensorSlice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
-    """`memory`, 1-D, has the elements `interval` of the flattened local tensor that `region` takes of the tensor `spec`.
+    """`values` are the elements `interval` of the flattened local tensor that `region` takes of the tensor `spec`.
 
     `owner` numbers the bucket whose update changes them; None for what no update changes.
     """
@@ -21,5 +20,5 @@ class Holding:
     spec: TensorSpec
     region: Region
     interval: Interval
-    memory: torch.Tensor
+    values: TensorSlice
     owner: int | None = None

@@ -168,7 +168,7 @@ def _targets(reader: Opened, holdings: Sequence[Holding]) -> Iterator[Target]:
             raise LayoutError(f"{reader.directory} has no {holding.spec.kind} of {holding.spec.name}")
         for run in holding.region.runs(holding.interval):
             first = run.local - holding.interval.start
-            yield Target(tensor=stored, first=run.logical, memory=holding.memory[first : first + run.length])
+            yield Target(tensor=stored, first=run.logical, values=holding.values.slice(first, first + run.length))
 
 
 def _stored(reader: Opened, kind: str, name: str) -> StoredTensor | None:

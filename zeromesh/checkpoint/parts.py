@@ -93,7 +93,7 @@ class PartsReader:
     def read(self, targets: Iterable[Target], tell: Callable[[], None]) -> None:
         """As `CheckpointReader.read`, whose errors all ranks raise."""
         wanted = sorted(
-            (target for target in targets if target.memory.numel()), key=lambda each: (each.tensor.path, each.begin)
+            (target for target in targets if target.values.numel), key=lambda each: (each.tensor.path, each.begin)
         )
 
         def read_here() -> bytes:

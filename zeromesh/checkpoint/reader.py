@@ -19,6 +19,7 @@ from zeromesh.checkpoint.blocks import GRID, overlapping
 from zeromesh.checkpoint.manifest import Manifest, Piece, StoredTensor, checksum
 from zeromesh.checkpoint.tensor_files import parse_json
 from zeromesh.errors import CheckpointError, LayoutError, ZeromeshError
+from zeromesh.offload import TensorSlice
 from zeromesh.offload.aio import PositionalFile
 from zeromesh.offload.pool import StagingPool
 
@@ -34,11 +35,11 @@ _PAYLOADS = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """Memory, 1-D, for elements `first` and following of a flattened stored tensor, converted to the memory's dtype."""
+    """A place for elements `first` and following of a flattened stored tensor, converted to the place's dtype."""
 
     tensor: StoredTensor
     first: int
-    memory: torch.Tensor
+    values: TensorSlice
 
     @property
     def begin(self) -> int:
@@ -47,7 +48,7 @@ class Target:
 
     @property
     def end(self) -> int:
-        return self.begin + self.memory.numel() * self.tensor.spec.dtype.itemsize
+        return self.begin + self.values.numel * self.tensor.spec.dtype.itemsize
 
 
 class CheckpointReader:
@@ -109,7 +110,7 @@ class CheckpointReader:
         """
         by_file: dict[str, list[Target]] = {}
         for target in sorted(targets, key=lambda each: (each.tensor.path, each.begin)):
-            if target.memory.numel():
+            if target.values.numel:
                 by_file.setdefault(target.tensor.path, []).append(target)
         for members in by_file.values():
             for one, other in pairwise(members):
@@ -289,4 +290,4 @@ def copy_out(target: Target, piece: Piece, data: torch.Tensor) -> None:
     first = (begin - target.begin) // dtype.itemsize
     count = (end - begin) // dtype.itemsize
     values = data[begin - piece.begin : end - piece.begin].view(dtype)
-    target.memory[first : first + count].copy_(values)
+    target.values.slice(first, first + count).copy_from(values)

@@ -29,7 +29,7 @@ from zeromesh.checkpoint.manifest import FileRecord, Manifest, Piece, StoredTens
 from zeromesh.checkpoint.sharing import find_sharing
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.checkpoint.tensor_files import FileLayout, TensorSpec, index_files, plan_files
-from zeromesh.checkpoint.writer import Edge, ShardWriter, Source, edges_of
+from zeromesh.checkpoint.writer import Edge, ShardWriter, Source, as_values, edges_of
 from zeromesh.errors import CheckpointError, StorageError, ZeromeshError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
@@ -214,14 +214,14 @@ class Saver:
                 source = Source(
                     file=number,
                     begin=at + run.logical * spec.dtype.itemsize,
-                    memory=holding.memory[first : first + run.length],
+                    values=holding.values.slice(first, first + run.length),
                     dtype=spec.dtype,
                     owner=holding.owner,
                 )
                 found.append(source)
         if self._mesh.rank == 0:
-            headers = [torch.frombuffer(bytearray(file.header), dtype=torch.uint8) for file in files]
-            found += [Source(file=n, begin=0, memory=header, dtype=torch.uint8) for n, header in enumerate(headers)]
+            headers = [as_values(file.header) for file in files]
+            found += [Source(file=n, begin=0, values=header, dtype=torch.uint8) for n, header in enumerate(headers)]
         return found
 
     def _exchange(self, edges: Sequence[Edge]) -> list[Edge]:

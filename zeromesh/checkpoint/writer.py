@@ -22,6 +22,7 @@ from zeromesh.checkpoint.manifest import Piece, checksum
 from zeromesh.checkpoint.tensor_files import FileLayout
 from zeromesh.errors import CheckpointError, StorageError, ZeromeshError
 from zeromesh.flat.split import Interval
+from zeromesh.offload import TensorSlice
 from zeromesh.offload.aio import PositionalFile
 from zeromesh.offload.pool import StagingPool
 
@@ -32,21 +33,21 @@ _TELL_SECONDS = 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Elements in memory that are the bytes of file number `file` from `begin` on, as `dtype`.
+    """Elements that are the bytes of file number `file` from `begin` on, as `dtype`.
 
     `owner` is the bucket whose update changes them; None for what stays during a save.
     """
 
     file: int
     begin: int
-    memory: torch.Tensor
+    values: TensorSlice
     dtype: torch.dtype
     owner: int | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return self.memory.numel() * self.dtype.itemsize
+        return self.values.numel * self.dtype.itemsize
 
     @property
     def end(self) -> int:
@@ -56,7 +57,7 @@ class Source:
         """Put bytes [begin, end) of the file, which hold whole elements, into `out`, 1-D uint8 of that length."""
         size = self.dtype.itemsize
         first, last = (begin - self.begin) // size, (end - self.begin) // size
-        out.view(self.dtype).copy_(self.memory[first:last])
+        self.values.slice(first, last).copy_to(out.view(self.dtype))
 
     def bytes_of(self, interval: Interval) -> bytes:
         """These bytes of the file, as far as they are this source's."""
@@ -90,7 +91,7 @@ def edges_of(sources: Sequence[Source]) -> list[Edge]:
 def _by_file(sources: Sequence[Source]) -> dict[int, list[Source]]:
     found: dict[int, list[Source]] = {}
     for source in sorted(sources, key=lambda each: (each.file, each.begin)):
-        if source.memory.numel():
+        if source.values.numel:
             found.setdefault(source.file, []).append(source)
     return found
 
@@ -125,7 +126,7 @@ class ShardWriter:
         self._files = files
         self._rank = rank
         given = [
-            Source(file=edge.file, begin=edge.begin, memory=_as_tensor(edge.data), dtype=torch.uint8)
+            Source(file=edge.file, begin=edge.begin, values=as_values(edge.data), dtype=torch.uint8)
             for edge in received
         ]
         own = _by_file(sources)
@@ -278,5 +279,6 @@ class ShardWriter:
             self._changed.notify_all()
 
 
-def _as_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def as_values(data: bytes) -> TensorSlice:
+    """Bytes as uint8 elements."""
+    return TensorSlice.of(torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -6,6 +6,7 @@ half the bytes, and a local sum in rank order in `precision.reduce`. NCCL's own 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -23,7 +24,7 @@ from zeromesh.mesh.transport import (
     sum_in_order,
 )
 from zeromesh.mesh.watch import Watch, Work
-from zeromesh.offload import PassingMemory, allocate_lasting
+from zeromesh.offload import DONE, PassingMemory, TieredTensor, Transfer, allocate_lasting
 
 # torch 2.13 deprecates the names that torch 2.11 has alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -64,9 +65,14 @@ def _start_gather(
 
 
 class CollectiveBuffer:
-    """A buffer that an all-gather fills."""
+    """A buffer that an all-gather fills.
 
-    def __init__(self, request: BufferRequest, group: ProcessSet, device: torch.device) -> None:
+    Gathers start once this rank's shard is there, in the order in which they were asked for: `queue` has those that wait for it.
+    """
+
+    def __init__(
+        self, request: BufferRequest, group: ProcessSet, device: torch.device, queue: deque[CollectiveBuffer]
+    ) -> None:
         self.persistent = request.persistent
         self._memory = None if request.persistent else PassingMemory(request.padded, request.dtype, device)
         # Zeros, since gaps between parameters are nobody's and persistent memory may hold the master weights themselves.
@@ -75,8 +81,10 @@ class CollectiveBuffer:
         self._group = group
         self._watch = _watch_of(group)
         self._what = f"all-gather of {request.name}"
+        self._reading: Transfer | None = None
         self._work: Work | None = None
         self._current = False
+        self._queue = queue
         shard = request.padded // group.size
         self._own = (group.index * shard, (group.index + 1) * shard)
         if self._memory is not None:
@@ -84,33 +92,45 @@ class CollectiveBuffer:
 
     def carve(self, places: Sequence[Interval]) -> list[torch.Tensor]:
         if self._memory is not None:
-            self._memory.take()  # A view of memory that is not there cannot be made, only kept.
-        views = [self.full[place.start : place.end] for place in places]
-        if self._memory is not None:
-            self._memory.give_back()
-        return views
+            return self._memory.carve([(place.start, place.end) for place in places])
+        return [self.full[place.start : place.end] for place in places]
 
     def own(self) -> torch.Tensor:
         return self.full[self._own[0] : self._own[1]]
 
     def begin_write(self) -> None:
-        if self._work is not None:
-            self.wait()
+        self.wait()
 
     def end_write(self) -> None:
         self._current = False
 
-    def gather(self, shard: torch.Tensor) -> None:
-        if self._current or self._work is not None:
+    def gather(self, shard: TieredTensor) -> None:
+        if self._current or self._work is not None or self._reading is not None:
             return
         if self._memory is not None:
             self._memory.take()
-        own = self.own()
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
-        self._work = _start_gather(self.full, own, self._group, self._group.data_group)
+        self._reading = DONE if self.persistent else shard.read(0, self.own())
+        self._queue.append(self)
+        self.poll()
+
+    def poll(self) -> None:
+        while self._queue and self._queue[0].has_shard():
+            self._queue.popleft().start()
+
+    def has_shard(self) -> bool:
+        """Whether this rank's shard is in place, or cannot be had."""
+        return self._reading is not None and self._reading.done()
+
+    def start(self) -> None:
+        """Gather, once this rank's shard is in place."""
+        if self._reading is not None:
+            self._reading.wait()
+            self._reading = None
+            self._work = _start_gather(self.full, self.own(), self._group, self._group.data_group)
 
     def wait(self) -> None:
+        while self._reading is not None:
+            self._queue.popleft().start()
         if self._work is not None:
             wait_for(self._work, self._watch, self._group, self._what)
             self._work = None
@@ -248,7 +268,8 @@ class CollectiveTransport:
     def __init__(
         self, group: ProcessSet, device: torch.device, requests: Sequence[BufferRequest], ring: RingRequest
     ) -> None:
-        self.buffers: Sequence[GatherBuffer] = [CollectiveBuffer(each, group, device) for each in requests]
+        self._queue: deque[CollectiveBuffer] = deque()
+        self.buffers: Sequence[GatherBuffer] = [CollectiveBuffer(each, group, device, self._queue) for each in requests]
         self.reducer: Reducer
         if device.type == "cuda":
             self.name = "nccl"
@@ -258,7 +279,8 @@ class CollectiveTransport:
             self.reducer = GlooReducer(ring, group)
 
     def poll(self) -> None:
-        """Collectives run in the background by themselves."""
+        if self._queue:
+            self._queue[0].poll()
 
     def close(self) -> None:
         """Private memory goes with its tensors."""

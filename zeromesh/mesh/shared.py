@@ -32,6 +32,7 @@ from zeromesh.mesh.transport import (
     sum_in_order,
 )
 from zeromesh.mesh.watch import Watch
+from zeromesh.offload import TieredTensor, Transfer
 
 _LINE = 8
 """Words in a cache line: counters of different writers never share one."""
@@ -83,6 +84,7 @@ class SharedBuffer:
         self._written = written
         self._done = done
         self._generation = 0
+        self._reading: Transfer | None = None
         self._live = False
         self._pages_out = True
         length = request.padded // group.size
@@ -109,22 +111,31 @@ class SharedBuffer:
             self._generation += 1
             self._written.set(self._generation)
 
-    def gather(self, shard: torch.Tensor) -> None:
+    def gather(self, shard: TieredTensor) -> None:
         if self.persistent or self._live:
             return
         self._done.wait(self._generation, f"end of reading before the refill ({self._what})")
         self._reserve_own()
-        self.own().copy_(shard)
-        self._generation += 1
-        self._written.set(self._generation)
         self._live = True
+        self._generation += 1
+        self._reading = shard.read(0, self.own())
+        self.poll()
 
     def wait(self) -> None:
+        self._finish_reading()
         self._written.wait(self._generation, self._what)
+
+    def _finish_reading(self) -> None:
+        """This rank's shard is in place: others may read it."""
+        if self._reading is not None:
+            self._reading.wait()
+            self._reading = None
+            self._written.set(self._generation)
 
     def release(self) -> None:
         if self.persistent or not self._live:
             return
+        self._finish_reading()
         self._live = False
         self._done.set(self._generation)
         self.poll()
@@ -134,7 +145,9 @@ class SharedBuffer:
             self._done.set(self._generation)
 
     def poll(self) -> None:
-        """Give this rank's pages back once nobody reads them."""
+        """Let others have this rank's shard once it is there; give its pages back once nobody reads them."""
+        if self._reading is not None and self._reading.done():
+            self._finish_reading()
         if not self.persistent and not self._live and not self._pages_out and self._done.reached(self._generation):
             self._arena.give_back(*self._own_bytes)
             self._pages_out = True

@@ -3,8 +3,8 @@
 A transport allocates the flat buffers that it will gather and the slots that it will reduce, so that it can make moving
 unnecessary: on one host, gathered parameters are pages that all ranks see, and a reduction reads the others' slots.
 
-    GatherBuffer   full   |  shard 0  |  shard 1  | ...     begin_write -> write own() -> end_write -> gather -> wait
-    -> retire Reducer        slots  |  sequence n  |  sequence n+1  |  acquire -> fill -> launch -> Reduction.finish
+    GatherBuffer   full   |  shard 0  |  shard 1  | ...     begin_write -> write own() -> end_write -> gather -> wait -> retire
+    Reducer        slots  |  sequence n  |  sequence n+1    acquire -> fill -> launch -> Reduction.finish
 
 All ranks of the group make the same calls in the same order. Nothing here knows what a parameter is.
 """
@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from zeromesh.flat.split import Interval
+from zeromesh.offload import TieredTensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +66,12 @@ class GatherBuffer(Protocol):
         """This rank's shard is new; what others have gathered is out of date."""
         ...
 
-    def gather(self, shard: torch.Tensor) -> None:
-        """Start to complete `full`. `shard` is this rank's part, `[padded / ranks]`, of any floating dtype."""
+    def gather(self, shard: TieredTensor) -> None:
+        """Start to complete `full`. `shard` is this rank's part, `[padded / ranks]`, of any floating dtype, wherever it rests."""
+        ...
+
+    def poll(self) -> None:
+        """Go on with what `gather` has started, as far as that needs no waiting."""
         ...
 
     def wait(self) -> None:

@@ -1,7 +1,7 @@
 """torch's own fused optimizers on the flat shards of buckets.
 
-Each bucket has one optimizer object over the segments of its shard, so that buckets can be updated one by one: inside backward,
-or as a stream when their state rests elsewhere. Element-wise rules give the same bits however a buffer is cut.
+Each bucket has one optimizer, so that buckets can be updated one by one: inside backward, or row by row as a stream
+when their state rests elsewhere. Element-wise rules give the same bits however a buffer is cut.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import nn
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from zeromesh.errors import ConfigError
-from zeromesh.offload import allocate_lasting
+from zeromesh.flat.split import Interval
+from zeromesh.offload import Purpose, TierChoice, Tiers
 from zeromesh.zero.unit import Bucket
 
 OptimizerName = Literal["adamw", "adam", "sgd", "adagrad"]
@@ -79,63 +83,116 @@ def moment_names(settings: OptimizerSettings) -> tuple[str, ...]:
 
 
 class BucketOptimizer:
-    """The optimizer of one bucket's shard. `moments` are `[shard]` by torch's name, zero before the first step."""
+    """The optimizer of one bucket's shard. `moments` are `[shard]` by torch's name, zero before the first step.
 
-    def __init__(self, bucket: Bucket, settings: OptimizerSettings, groups: Sequence[OptimizerGroup]) -> None:
+    The update is element by element, so it may be made of any interval at a time, wherever the tensors are then.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        settings: OptimizerSettings,
+        groups: Sequence[OptimizerGroup],
+        tiers: Tiers,
+        at: TierChoice,
+    ) -> None:
+        """`at` is where the moments rest."""
         if not bucket.trainable:
             raise ConfigError(f"bucket {bucket.name} is frozen and has no optimizer")
-        length, dtype, device = bucket.master.numel(), bucket.master.dtype, bucket.master.device
-        self.moments = {name: allocate_lasting(length, dtype, device) for name in moment_names(settings)}
-        self._bases: list[float] = []
-        self._segments: list[tuple[nn.Parameter, slice]] = []
-        torch_groups: list[dict[str, Any]] = []
-        for segment in bucket.layout.segments(bucket.interval):
-            where = slice(segment.where.start, segment.where.end)
-            parameter = nn.Parameter(bucket.master[where])
-            self._segments.append((parameter, where))
-            group = groups[segment.group]
-            self._bases.append(group.lr)
-            torch_groups.append({"params": [parameter], "lr": group.lr, "weight_decay": group.weight_decay})
-        self._optimizer = _make(settings, torch_groups) if torch_groups else None
-        self._give_moments()
-
-    def _give_moments(self) -> None:
-        """Before the first step torch would allocate them among the activations of that moment."""
-        if self._optimizer is None:
-            return
-        for parameter, where in self._segments:
-            state = self._optimizer.state[parameter]
-            if "exp_avg" in self.moments and "step" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state.update({name: moment[where] for name, moment in self.moments.items()})
+        self.moments = {
+            name: tiers.allocate(
+                bucket.master.numel, bucket.master.dtype, at, Purpose.MOMENTS, f"{name} of {bucket.name}"
+            )
+            for name in moment_names(settings)
+        }
+        self._settings = settings
+        self._segments = [(segment.where, groups[segment.group]) for segment in bucket.layout.segments(bucket.interval)]
+        self._updates = 0
 
     def set_steps(self, count: int) -> None:
         """The moments are those after `count` updates."""
-        if self._optimizer is not None:
-            for parameter, _ in self._segments:
-                state = self._optimizer.state[parameter]
-                if "step" in state:
-                    state["step"].fill_(count)
+        self._updates = count
 
-    def step(self, grad: torch.Tensor, lr_factor: float) -> None:
-        """Update the master weights from `grad`, `[shard]`; learning rates are the groups' times `lr_factor`."""
-        if self._optimizer is None:
-            return
-        for group, base in zip(self._optimizer.param_groups, self._bases, strict=True):
-            group["lr"] = base * lr_factor
-        for parameter, where in self._segments:
-            parameter.grad = grad[where]
-        self._optimizer.step()
-        for parameter, _ in self._segments:
-            parameter.grad = None
+    def begin(self) -> None:
+        """Another update of the whole shard begins."""
+        self._updates += 1
+
+    def step(
+        self,
+        start: int,
+        end: int,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        lr_factor: float,
+    ) -> None:
+        """Update elements [start, end) of the shard: `master`, `grad` and `moments` are `[end - start]`, changed in place.
+
+        Learning rates are the groups' times `lr_factor`.
+        """
+        interval = Interval(start=start, end=end)
+        for where, group in self._segments:
+            common = where.intersect(interval)
+            if common.length:
+                part = slice(common.start - start, common.end - start)
+                states = [moment[part] for moment in moments]
+                _update(self._settings, group, lr_factor, master[part], grad[part], states, self._updates - 1)
 
 
-def _make(settings: OptimizerSettings, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    lr, weight_decay = settings.lr, settings.weight_decay
-    if settings.name == "sgd":
-        return torch.optim.SGD(groups, lr, momentum=settings.momentum, weight_decay=weight_decay, fused=True)
-    if settings.name == "adagrad":
-        on_cuda = groups[0]["params"][0].is_cuda
-        return torch.optim.Adagrad(groups, lr, eps=settings.eps, weight_decay=weight_decay, fused=not on_cuda)
-    kind = torch.optim.AdamW if settings.name == "adamw" else torch.optim.Adam
-    return kind(groups, lr, betas=settings.betas, eps=settings.eps, weight_decay=weight_decay, fused=True)
+def _update(
+    settings: OptimizerSettings,
+    group: OptimizerGroup,
+    lr_factor: float,
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    updates: int,
+) -> None:
+    """torch's fused kernels, by their functional form. `updates` is how many were made before."""
+    lr, weight_decay = group.lr * lr_factor, group.weight_decay
+    steps = [torch.tensor(float(updates), device=master.device)]
+    with torch.no_grad():
+        if settings.name == "sgd":
+            sgd(
+                [master],
+                [grad],
+                list(moments) or [None],
+                fused=True,
+                weight_decay=weight_decay,
+                momentum=settings.momentum,
+                lr=lr,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
+        elif settings.name == "adagrad":
+            adagrad(
+                [master],
+                [grad],
+                list(moments),
+                steps,
+                fused=not master.is_cuda,
+                lr=lr,
+                weight_decay=weight_decay,
+                lr_decay=0.0,
+                eps=settings.eps,
+                maximize=False,
+            )
+        else:
+            kind = adamw if settings.name == "adamw" else adam
+            kind(
+                [master],
+                [grad],
+                [moments[0]],
+                [moments[1]],
+                [],
+                steps,
+                fused=True,
+                amsgrad=False,
+                beta1=settings.betas[0],
+                beta2=settings.betas[1],
+                lr=lr,
+                weight_decay=weight_decay,
+                eps=settings.eps,
+                maximize=False,
+            )

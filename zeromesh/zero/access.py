@@ -37,14 +37,14 @@ class StateAccess:
         A tensor may be a view of this rank's own weights, which the next step changes: copy it to keep it.
         """
         for bucket in all_buckets(self._units):
-            full = self._whole(bucket, bucket.master)
+            full = self._weights(bucket)
             for slot in bucket.layout.slots:
                 yield slot.spec.fqn, _cut(full, slot)
 
     def parameter(self, fqn: str) -> torch.Tensor:
         """One parameter whole."""
         bucket, slot = self._find(fqn)
-        return _cut(self._whole(bucket, bucket.master), slot).clone()
+        return _cut(self._weights(bucket), slot).clone()
 
     def gradient(self, fqn: str) -> torch.Tensor | None:
         """One gradient whole, in the dtype of the sum, between backward and update; None for a frozen parameter.
@@ -57,15 +57,16 @@ class StateAccess:
         bucket, slot = self._find(fqn)
         if not bucket.trainable:
             return None
-        if bucket.grad is None:
+        full = self._gradients(bucket)
+        if full is None:
             raise PhaseError(f"the gradient of {fqn} was used inside backward (optimizer.in_backward)")
-        return _cut(self._whole(bucket, bucket.grad), slot).clone()
+        return _cut(full, slot).clone()
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """`(name, tensor)` of every trainable parameter's gradient."""
         for bucket in all_buckets(self._units):
-            if bucket.trainable and bucket.grad is not None:
-                full = self._whole(bucket, bucket.grad)
+            full = self._gradients(bucket) if bucket.trainable else None
+            if full is not None:
                 for slot in bucket.layout.slots:
                     yield slot.spec.fqn, _cut(full, slot)
 
@@ -77,10 +78,19 @@ class StateAccess:
     def make_whole(self) -> None:
         """Give the model ordinary parameters of its own, in the master dtype; the engine is over afterwards."""
         for bucket in all_buckets(self._units):
-            full = self._whole(bucket, bucket.master)
+            full = self._weights(bucket)
             for parameter, slot in zip(bucket.parameters, bucket.layout.slots, strict=True):
                 parameter.data = _cut(full, slot).clone()
                 parameter.grad = None
+
+    def _weights(self, bucket: Bucket) -> torch.Tensor:
+        return self._whole(bucket, bucket.master.load(self._mesh.device))
+
+    def _gradients(self, bucket: Bucket) -> torch.Tensor | None:
+        shard = bucket.grad
+        if shard is None and bucket.grad_rest is not None:
+            shard = bucket.grad_rest.load(self._mesh.device)
+        return None if shard is None else self._whole(bucket, shard)
 
     def _whole(self, bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
         if shard.numel() == bucket.layout.padded:

@@ -15,7 +15,7 @@ from zeromesh.flat.split import Interval
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.select import choose_transport, open_transport
 from zeromesh.mesh.transport import BufferRequest, GatherBuffer, RingRequest, Transport
-from zeromesh.offload import Ledger, Purpose, Tier, allocate_lasting, available_bytes
+from zeromesh.offload import Ledger, Purpose, Tier, TieredTensor, Tiers, allocate_lasting, available_bytes
 from zeromesh.zero.agreement import require_equal_plans
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.plan import ModelPlan
@@ -33,7 +33,12 @@ class Built:
     units: tuple[Unit, ...]
     transport: Transport
     reduction: Transport
-    ledger: Ledger
+    tiers: Tiers
+
+    @property
+    def ledger(self) -> Ledger:
+        """Every byte of these, by tier and purpose."""
+        return self.tiers.ledger
 
 
 def plan_layouts(plan: ModelPlan, parts: int) -> list[list[BucketLayout]]:
@@ -61,15 +66,19 @@ def build_units(model: nn.Module, plan: ModelPlan, mesh: Mesh, options: ZeroOpti
     keep = _persistent(layouts, mesh, options, kind)
     ring = RingRequest(slots=options.gradient_slots, nbytes=_slot_bytes(flat, options))
     transport, reduction = _open(kind, flat, keep, ring, mesh, options)
-    ledger = Ledger()
-    _count_buffers(ledger, flat, keep, transport, reduction, ring)
+    tiers = Tiers(device=mesh.device, ledger=Ledger(), files=options.offload.files)
+    _count_buffers(tiers.ledger, flat, keep, transport, reduction, ring)
     buffers = iter(transport.buffers)
     units = []
-    for number, (unit_plan, unit_layouts) in enumerate(zip(plan.units, layouts, strict=True)):
-        module = model.get_submodule(unit_plan.module)
-        buckets = [_bucket(model, layout, next(buffers), mesh, options, source, ledger) for layout in unit_layouts]
-        units.append(Unit(number, unit_plan.name, module, buckets, ledger, transport.share))
-    return Built(units=tuple(units), transport=transport, reduction=reduction, ledger=ledger)
+    try:
+        for number, (unit_plan, unit_layouts) in enumerate(zip(plan.units, layouts, strict=True)):
+            module = model.get_submodule(unit_plan.module)
+            buckets = [_bucket(model, layout, next(buffers), mesh, options, source, tiers) for layout in unit_layouts]
+            units.append(Unit(number, unit_plan.name, module, buckets, tiers.ledger, transport.share))
+    except BaseException:
+        tiers.close()
+        raise
+    return Built(units=tuple(units), transport=transport, reduction=reduction, tiers=tiers)
 
 
 def _require_wide_masters(layouts: Sequence[BucketLayout], options: ZeroOptions) -> None:
@@ -117,11 +126,12 @@ def _slot_bytes(layouts: Sequence[BucketLayout], options: ZeroOptions) -> int:
 def _persistent(layouts: Sequence[Sequence[BucketLayout]], mesh: Mesh, options: ZeroOptions, kind: str) -> list[bool]:
     """Which buffers keep their memory. All ranks decide the same."""
     sizes = [sum(each.padded * each.slots[0].spec.dtype.itemsize for each in unit) for unit in layouts]
-    if options.placements.parameters is Placement.REPLICATED or kind == "local":
+    away = options.offload.parameters.away
+    if options.placements.parameters is Placement.REPLICATED or (kind == "local" and not away):
         budget = sum(sizes)
     elif options.gathered_budget is not None:
         budget = options.gathered_budget
-    elif kind == "shared":
+    elif kind == "shared" and not away:
         budget = available_bytes() // _SHARE_OF_MEMORY
     else:
         budget = 0
@@ -148,29 +158,44 @@ def _bucket(
     mesh: Mesh,
     options: ZeroOptions,
     source: ParameterSource,
-    ledger: Ledger,
+    tiers: Tiers,
 ) -> Bucket:
-    spec = layout.slots[0].spec
     whole = options.placements.optimizer is Placement.REPLICATED
     interval = Interval(start=0, end=layout.padded) if whole else layout.shard(mesh.shard.index)
-    dtype = options.precision.master if spec.requires_grad and spec.dtype.is_floating_point else spec.dtype
-    if buffer.persistent and dtype == spec.dtype:
-        master = buffer.own()
-    else:
-        master = allocate_lasting(interval.length, dtype, mesh.device)
-        ledger.add(Tier.DEVICE, Purpose.MASTER, master.numel() * master.element_size())
+    master, copy = _weights(layout, buffer, interval.length, options, tiers)
     for piece in layout.pieces(interval):
-        values = source.read(piece.spec.fqn, piece.in_parameter.start, piece.in_parameter.end)
-        master[piece.in_shard.start : piece.in_shard.end].copy_(values)
+        values = source.read(piece.spec.fqn, piece.in_parameter.start, piece.in_parameter.end).to(master.dtype)
+        for tensor in (master, copy):
+            if tensor is not None:
+                tensor.slice(piece.in_shard.start, piece.in_shard.end).copy_from(values)
     for slot in layout.slots:
         source.release(slot.spec.fqn)
     parameters = [_adopt(model, slot.spec.fqn, slot.spec.aliases, mesh.device) for slot in layout.slots]
-    bucket = Bucket(layout, parameters, buffer, interval, master)
-    bucket.publish()
+    bucket = Bucket(layout, parameters, buffer, interval, master, copy)
+    buffer.end_write()
     bucket.hide()
     if bucket.trainable:
-        _allocate_gradients(bucket, mesh, options, ledger)
+        _allocate_gradients(bucket, options, tiers)
     return bucket
+
+
+def _weights(
+    layout: BucketLayout, buffer: GatherBuffer, length: int, options: ZeroOptions, tiers: Tiers
+) -> tuple[TieredTensor, TieredTensor | None]:
+    """Master weights, and the copy of them that is gathered, where that is not they themselves."""
+    spec, offload = layout.slots[0].spec, options.offload
+    dtype = options.precision.master if spec.requires_grad and spec.dtype.is_floating_point else spec.dtype
+    what = f"weights of {layout.name}"
+    if dtype == spec.dtype:  # What is gathered is the master weights.
+        if buffer.persistent:
+            return TieredTensor.of(buffer.own()), None
+        return tiers.allocate(length, dtype, offload.parameters, Purpose.MASTER, what), None
+    master = tiers.allocate(length, dtype, offload.optimizer, Purpose.MASTER, f"master {what}")
+    if buffer.persistent:
+        return master, TieredTensor.of(buffer.own())
+    if master.whole(tiers.device) is not None:
+        return master, None
+    return master, tiers.allocate(length, spec.dtype, offload.parameters, Purpose.PARAMETERS, what)
 
 
 def _adopt(model: nn.Module, fqn: str, aliases: Sequence[str], device: torch.device) -> nn.Parameter:
@@ -187,14 +212,16 @@ def _adopt(model: nn.Module, fqn: str, aliases: Sequence[str], device: torch.dev
     return replacement
 
 
-def _allocate_gradients(bucket: Bucket, mesh: Mesh, options: ZeroOptions, ledger: Ledger) -> None:
-    dtype, length = options.precision.reduce, bucket.interval.length
+def _allocate_gradients(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
+    dtype, length, padded = options.precision.reduce, bucket.interval.length, bucket.layout.padded
     if not options.gradients_pass_through:
-        bucket.grad = allocate_lasting(length, dtype, mesh.device)
-        ledger.add(Tier.DEVICE, Purpose.GRADIENTS, length * dtype.itemsize)
-    if options.sums_before_reducing and mesh.shard.size > 1:
-        bucket.partial = allocate_lasting(bucket.layout.padded, dtype, mesh.device)
-        ledger.add(Tier.DEVICE, Purpose.PARTIAL_GRADIENTS, bucket.layout.padded * dtype.itemsize)
+        what = f"gradients of {bucket.name}"
+        rest = tiers.allocate(length, dtype, options.offload.gradients_at, Purpose.GRADIENTS, what)
+        bucket.grad = rest.whole(tiers.device)
+        bucket.grad_rest = rest if bucket.grad is None else None
+    if options.sums_before_reducing and bucket.layout.parts > 1:
+        bucket.partial = allocate_lasting(padded, dtype, tiers.device)
+        tiers.ledger.add(Tier.DEVICE, Purpose.PARTIAL_GRADIENTS, padded * dtype.itemsize)
 
 
 def _count_buffers(

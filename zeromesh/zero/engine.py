@@ -46,12 +46,13 @@ class ZeroEngine:
         self.mesh = mesh
         self.options = options
         self.units = built.units
+        self.tiers = built.tiers
         self.ledger = built.ledger
         self.transport = built.transport
         self._reduction = built.reduction
         self._sharded = options.placements.parameters is Placement.SHARDED
         self._unit_of = {id(bucket): unit for unit in self.units for bucket in unit.buckets}
-        self.updater = Updater(self.units, mesh, options, built.ledger)
+        self.updater = Updater(self.units, mesh, options, built.tiers)
         self._order = GatherOrder()
         self._mode = Mode.IDLE
         self._mixed = False
@@ -66,7 +67,7 @@ class ZeroEngine:
             options.precision.reduce,
             direct=mesh.shard.size == 1,
             overlap=options.overlap,
-            prepare=self.updater.make_room,
+            prepare=self.updater.shards.make_room,
             announce=self._announce_reduction,
             on_reduced=self._on_reduced,
             on_complete=self._on_complete,
@@ -112,6 +113,7 @@ class ZeroEngine:
 
     def begin_step(self, step: int, lr_factor: float) -> None:
         """Begin a step; learning rates are the optimizer groups' times `lr_factor`."""
+        self.tiers.check()
         self.updater.begin_step(lr_factor)
         self.mesh.post(Activity.FORWARD, 0, step=step)
 
@@ -138,13 +140,13 @@ class ZeroEngine:
     def _backward(self, loss: torch.Tensor, seed: float, microbatch: Microbatch) -> None:
         self._mode = Mode.BACKWARD
         self._mixed = microbatch.last and self.options.optimizer_in_backward
-        self.updater.begin_backward(last=microbatch.last)
         reduce = microbatch.last or self.options.placements.accumulating is Placement.SHARDED
         order = self._walk.reduction_order(range(len(self.units)))
         self._reductions_settled = order == self._last_reductions
         self._last_reductions = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
         self._walk.turn({unit.index: len(unit.trainable) for unit in self.units})
+        self.updater.begin_backward(buckets, first=microbatch.first, last=microbatch.last)
         self._gradients.begin(buckets, reduce=reduce, first=microbatch.first)
         if loss.requires_grad:
             torch.autograd.backward(loss, torch.full_like(loss, seed))
@@ -189,6 +191,7 @@ class ZeroEngine:
             for bucket in unit.trainable:
                 for parameter in bucket.parameters:
                     parameter.grad = None
+        self.updater.abandon()
         if self._mode is not Mode.IDLE:
             self._end_pass()
         return True
@@ -366,6 +369,8 @@ class ZeroEngine:
 
     def _need_in_backward(self, unit: Unit) -> None:
         if self._walk.enter(unit.index):
+            for bucket in unit.trainable:
+                self.updater.shards.expect(bucket)
             self._need(unit)
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
@@ -396,8 +401,7 @@ class ZeroEngine:
 
     def _on_reduced(self, bucket: Bucket) -> None:
         """A bucket's sum over its group is in this rank's shard."""
-        if self._microbatch is not None and self._microbatch.last:
-            self.updater.take(bucket)
+        self.updater.take(bucket)
 
     def _seed(self, unit: Unit) -> None:
         """Seed what a unit's forward draws, by what it computes and not by who does."""
@@ -406,8 +410,9 @@ class ZeroEngine:
             seed_forward(self.options.seed, at.step, at.first_sample, unit.name)
 
     def close(self) -> None:
-        """Take the hooks off and give shared memory back."""
+        """Take the hooks off, give shared memory back and remove files."""
         self._hooks.remove()
+        self.tiers.close()
         self.transport.close()
         if self._reduction is not self.transport:
             self._reduction.close()

@@ -14,6 +14,7 @@ from zeromesh.flat.layout import Piece
 from zeromesh.flat.placement import Placement
 from zeromesh.flat.split import ALIGNMENT, Interval
 from zeromesh.mesh.groups import Mesh
+from zeromesh.offload import TensorSlice, TieredTensor
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.unit import Bucket, Unit, all_buckets
 from zeromesh.zero.update import Updater
@@ -84,14 +85,14 @@ class StateHoldings:
         """The number of a bucket."""
         return self._numbers[id(bucket)]
 
-    def _kinds(self, bucket: Bucket, *, reading: bool = False) -> list[tuple[str, torch.dtype, torch.Tensor]]:
-        """Kind, stored dtype and memory of what a bucket's shard holds."""
+    def _kinds(self, bucket: Bucket, *, reading: bool = False) -> list[tuple[str, torch.dtype, TieredTensor]]:
+        """Kind, stored dtype and place of what a bucket's shard holds."""
         master = bucket.master
         found = [(MASTER, master.dtype, master)] if bucket.trainable else []
         if not reading and master.dtype == bucket.dtype:
             found = []
         if not (reading and bucket.trainable):
-            found.insert(0, (MODEL, bucket.dtype, master))
+            found.insert(0, (MODEL, bucket.dtype, master if reading else bucket.copy or master))
         optimizer = self._updater.optimizer_of(bucket)
         moments = optimizer.moments if optimizer is not None else {}
         return [*found, *((name, moment.dtype, moment) for name, moment in moments.items())]
@@ -100,18 +101,18 @@ class StateHoldings:
         pieces = bucket.layout.pieces(interval)
         offset = interval.start - bucket.interval.start
         owner = self.owner_of(bucket) if bucket.trainable else None
-        for kind, dtype, memory in self._kinds(bucket, reading=reading):
-            own = memory.detach()[offset : offset + interval.length]
+        for kind, dtype, tensor in self._kinds(bucket, reading=reading):
+            own = tensor.slice(offset, offset + interval.length)
             yield from (_of_piece(kind, dtype, own, piece, owner) for piece in pieces)
 
 
-def _of_piece(kind: str, dtype: torch.dtype, memory: torch.Tensor, piece: Piece, owner: int | None) -> Holding:
+def _of_piece(kind: str, dtype: torch.dtype, values: TensorSlice, piece: Piece, owner: int | None) -> Holding:
     shape = piece.spec.shape
     return Holding(
         spec=TensorSpec(kind=kind, name=piece.spec.fqn, dtype=dtype, shape=shape),
         region=Region.whole(shape),
         interval=piece.in_parameter,
-        memory=memory[piece.in_shard.start : piece.in_shard.end],
+        values=values.slice(piece.in_shard.start, piece.in_shard.end),
         owner=owner,
     )
 
@@ -128,7 +129,7 @@ def _of_buffer(name: str, buffer: torch.Tensor) -> Holding:
         spec=spec,
         region=Region.whole(spec.shape),
         interval=Interval(start=0, end=buffer.numel()),
-        memory=buffer.detach().reshape(-1),
+        values=TensorSlice.of(buffer.detach().reshape(-1)),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from zeromesh.errors import ConfigError
 from zeromesh.flat.placement import Placement, Placements, placements_of
 from zeromesh.mesh.select import TransportName
+from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 from zeromesh.optim.sharded import OptimizerSettings
 from zeromesh.zero.scaler import ScalerSettings
 
@@ -54,6 +55,25 @@ class Precision:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadOptions:
+    """Where states rest between uses: master weights and moments (`optimizer`), gradient shards, parameters at stage 3.
+
+    `gradients` None follows the optimizer. `staging_bytes` is what all buffers between files and computation take.
+    """
+
+    optimizer: TierChoice = field(default_factory=TierChoice)
+    gradients: TierChoice | None = None
+    parameters: TierChoice = field(default_factory=TierChoice)
+    files: FileSettings = field(default_factory=FileSettings)
+    staging_bytes: int = STAGING_BYTES
+
+    @property
+    def gradients_at(self) -> TierChoice:
+        """Where gradient shards rest."""
+        return self.optimizer if self.gradients is None else self.gradients
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroOptions:
     """How an engine partitions and overlaps.
 
@@ -71,6 +91,7 @@ class ZeroOptions:
     transport: TransportName = "auto"
     precision: Precision = field(default_factory=Precision)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
     accumulation: int = 1
     """Microbatches of a step on each rank."""
     clip_norm: float = 0.0
@@ -84,6 +105,11 @@ class ZeroOptions:
         problems = []
         if self.prefetch < 0:
             problems.append(f"zero.prefetch is {self.prefetch}; it must be 0 or more units")
+        if self.offload.parameters.away and self.placements.parameters is not Placement.SHARDED:
+            problems.append(
+                f"offload.parameters is {self.offload.parameters.tier} at zero.stage {self.stage}: only stage 3 gathers "
+                "parameters around their use; set zero.stage to 3, or offload.parameters to none"
+            )
         if self.optimizer_in_backward:
             if self.clip_norm:
                 problems.append("optimizer.in_backward needs run.clip_norm 0: the norm is known only after backward")

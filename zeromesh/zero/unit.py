@@ -4,7 +4,10 @@ Who owns which memory, for a bucket of P elements over W ranks:
 
     buffer.full   [P]     compute dtype   the transport's; parameters are views of it while the unit is live
     master        [P/W]   master dtype    this rank's interval; a view of buffer.full where that is persistent and of equal dtype
-    grad          [P/W]   reduce dtype    sums of gradients over ranks and microbatches; kept from step to step
+    copy          [P/W]   compute dtype   of the master weights, where these are not what is gathered: in buffer.full where that
+                                          is persistent, or at rest where master weights are out of reach
+    grad          [P/W]   reduce dtype    sums of gradients over ranks and microbatches; kept from step to step, or else
+    grad_rest     [P/W]                   where they rest between reduction and update
     partial       [P]     reduce dtype    this rank's own sums, where a stage reduces only once per step
 """
 
@@ -18,7 +21,7 @@ from torch import nn
 from zeromesh.flat.layout import BucketLayout
 from zeromesh.flat.split import Interval
 from zeromesh.mesh.transport import GatherBuffer
-from zeromesh.offload import Ledger, Purpose, Tier
+from zeromesh.offload import Ledger, Purpose, Tier, TieredTensor
 from zeromesh.zero.phase import Phase, advance
 
 
@@ -31,14 +34,17 @@ class Bucket:
         parameters: Sequence[nn.Parameter],
         buffer: GatherBuffer,
         interval: Interval,
-        master: torch.Tensor,
+        master: TieredTensor,
+        copy: TieredTensor | None,
     ) -> None:
         self.layout = layout
         self.parameters = tuple(parameters)
         self.buffer = buffer
         self.interval = interval
         self.master = master
+        self.copy = copy
         self.grad: torch.Tensor | None = None
+        self.grad_rest: TieredTensor | None = None
         self.partial: torch.Tensor | None = None
         dtype = layout.slots[0].spec.dtype
         poison = torch.full((), float("nan"), dtype=dtype) if dtype.is_floating_point else torch.zeros((), dtype=dtype)
@@ -75,11 +81,9 @@ class Bucket:
             parameter.data = rest
 
     def publish(self) -> None:
-        """Write the master weights' present values where the others gather them from, if that is not where they are."""
-        if self.buffer.persistent:
-            own = self.buffer.own()
-            if own.data_ptr() != self.master.data_ptr():
-                own.copy_(self.master)
+        """The master weights, all of them, are new: so is what the others gather."""
+        if self.copy is not None:
+            self.copy.copy_from(self.master)
         self.buffer.end_write()
 
 
@@ -118,7 +122,7 @@ class Unit:
         self.enter(Phase.GATHERING)
         self._ledger.add(Tier.DEVICE, Purpose.PARAMETERS, self._transient)
         for bucket in self.buckets:
-            bucket.buffer.gather(bucket.master)
+            bucket.buffer.gather(bucket.copy or bucket.master)
 
     def wait(self) -> None:
         """Finish gathering; parameters are usable afterwards."""

@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from zeromesh import faults
-from zeromesh.errors import NonFiniteError, PhaseError
+from zeromesh.errors import NonFiniteError
 from zeromesh.flat.placement import Placement
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
-from zeromesh.offload import Ledger, Purpose, Tier
+from zeromesh.offload import Mode, Purpose, Row, Stream, Tier, Tiers, Use, Waits
 from zeromesh.optim.sharded import BucketOptimizer, GroupRules
-from zeromesh.zero.norm import clip_factor, global_norm, squared_norm
+from zeromesh.zero.norm import clip_factor, global_norm
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.scaler import LossScaler
+from zeromesh.zero.shards import GradientShards, gradient_of
 from zeromesh.zero.unit import Bucket, Unit
 
 
@@ -36,20 +38,24 @@ class StepOutcome:
 class Updater:
     """Owns the optimizer state of this rank's shards."""
 
-    def __init__(self, units: Sequence[Unit], mesh: Mesh, options: ZeroOptions, ledger: Ledger) -> None:
+    def __init__(self, units: Sequence[Unit], mesh: Mesh, options: ZeroOptions, tiers: Tiers) -> None:
         self.scaler = LossScaler(options.precision.loss_scale)
         self._mesh = mesh
         self._options = options
-        self._ledger = ledger
+        self.shards = GradientShards(options, tiers)
         self._buckets = [bucket for unit in units for bucket in unit.trainable]
         self._units = {id(bucket): unit for unit in units for bucket in unit.trainable}
         groups = GroupRules(options.optimizer).groups
-        self._optimizers = {id(bucket): BucketOptimizer(bucket, options.optimizer, groups) for bucket in self._buckets}
-        for optimizer in self._optimizers.values():
-            ledger.add(Tier.DEVICE, Purpose.MOMENTS, sum(moment.nbytes for moment in optimizer.moments.values()))
+        at = options.offload.optimizer
+        self._optimizers = {
+            id(bucket): BucketOptimizer(bucket, options.optimizer, groups, tiers, at) for bucket in self._buckets
+        }
+        self._stream = self._make_stream(tiers)
         self._sums: dict[int, Callable[[], None]] = {}
         self._ready: deque[Bucket] = deque()
         self._retired: set[int] = set()
+        self._last = True
+        self._order: Sequence[Bucket] = ()
         self._in_backward = False
         self._lr_factor = 1.0
         self._squares = 0.0
@@ -59,6 +65,21 @@ class Updater:
         """Buckets in the order in which the latest step has updated them."""
         self.before_change: Callable[[Bucket], None] = _do_nothing
         """Called before a bucket's states change: whoever reads them beside training has to have done so."""
+
+    def _make_stream(self, tiers: Tiers) -> Stream:
+        """Where something of an update is not in the device's memory, the CPU makes it, wherever the model computes."""
+
+        def missing(device: torch.device) -> int:
+            """The most tensors of an update that are not in the memory of `device`."""
+            uses = map(self._uses, self._buckets)
+            return max((sum(use.tensor.whole(device) is None for use in each) for each in uses), default=0)
+
+        device = torch.device("cpu") if missing(tiers.device) else tiers.device
+        width = missing(device)
+        waits = tiers.waited().get(Tier.FILE, Waits())
+        stream = Stream(device, width, self._options.offload.staging_bytes, waits)
+        tiers.ledger.add(Tier.HOST, Purpose.STAGING, stream.nbytes)
+        return stream
 
     def resume(self, updates: int) -> None:
         """The states are those after `updates` updates."""
@@ -72,26 +93,36 @@ class Updater:
         self._squares = 0.0
         self.last_order = []
 
-    def begin_backward(self, *, last: bool) -> None:
-        """Backward begins; buckets that it reduces are updated at once if it is the step's last and options say so."""
+    def begin_backward(self, order: Sequence[Bucket], *, first: bool, last: bool) -> None:
+        """Backward begins, whose buckets are reduced in this order; they are updated at once if it is the step's last and options
+        say so."""
+        self._order = order
+        self.shards.begin(first=first)
         self._retired = set()
+        self._last = last
         self._in_backward = last and self._options.optimizer_in_backward
 
-    def make_room(self, bucket: Bucket) -> None:
-        """A bucket's sum is about to be made: give it memory if it has none of its own."""
-        if bucket.grad is None:
-            bucket.grad = torch.empty(
-                bucket.interval.length, dtype=self._options.precision.reduce, device=self._mesh.device
-            )
-            self._ledger.add(Tier.DEVICE, Purpose.GRADIENTS, bucket.grad.nbytes)
-
     def take(self, bucket: Bucket) -> None:
-        """The last reduction of a bucket in this step is done in its shard group: sum over replicas, and update if that is now."""
+        """A bucket is summed over its shard group. In a step's last backward: sum over replicas, update if that is now."""
+        if not self._last:
+            if bucket.grad is not None:
+                self.shards.put_away(bucket, last=False)
+            return
+        self.shards.make_room(bucket)
         if self._mesh.replicate.size > 1:
             self._sums[id(bucket)] = self._mesh.replicate.start_sum(gradient_of(bucket), "sum over replicas")
         if self._in_backward:
             self._ready.append(bucket)
             self._update_ready()
+        elif bucket.grad_rest is not None:
+            self._ready.append(bucket)
+            while len(self._ready) > 1:  # The newest one's sum over replicas goes on meanwhile.
+                self._put_away_oldest()
+
+    def _put_away_oldest(self) -> None:
+        bucket = self._ready.popleft()
+        self._complete(bucket)
+        self.shards.put_away(bucket, last=True)
 
     def leave(self, units: Iterable[Unit]) -> None:
         """This rank is done with these units in backward: what they hold may be updated by all."""
@@ -104,8 +135,12 @@ class Updater:
         if self._in_backward:
             self._retire(units)
             self._update_ready()
+        elif self._last:
+            while self._ready:
+                self._put_away_oldest()
         for bucket in self._buckets:
             self._complete(bucket)
+        self.shards.settle()
 
     def finish(self, units: Iterable[Unit], factor: float, *, loss_finite: bool) -> StepOutcome:
         """Clip and update, unless backward has done so; gradients are first multiplied by `factor` and unscaled.
@@ -119,7 +154,7 @@ class Updater:
         self._mesh.post(Activity.OPTIMIZER)
         if not options.optimizer_in_backward:
             self._retire(units)
-            self._squares = squared_norm(gradient_of(bucket) for bucket in self._buckets)
+            self._squares = sum(self.shards.square(bucket) for bucket in self._buckets)
         owners = None if options.placements.optimizer is Placement.REPLICATED else self._mesh.shard
         scale = self.scaler.scale
         factor /= scale
@@ -131,8 +166,8 @@ class Updater:
         self.scaler.update(overflow=not finite)
         if finite and not options.optimizer_in_backward:
             factor *= clip_factor(norm, options.clip_norm)
-            for bucket in self._buckets:
-                self._update(bucket, factor)
+            for number, bucket in enumerate(self._buckets):
+                self._update(bucket, factor, self._buckets[number + 1 :])
         self.updates += finite
         return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale, cause=cause)
 
@@ -141,7 +176,7 @@ class Updater:
         found = {
             self._units[id(bucket)].index: self._units[id(bucket)].name
             for bucket in self._buckets
-            if bucket.grad is not None and not math.isfinite(squared_norm([bucket.grad]))
+            if not math.isfinite(self.shards.square(bucket))
         }
         mine = json.dumps([not loss_finite, sorted(found.items())]).encode()
         rows = [json.loads(text) for text in self._mesh.world.gather_bytes(mine, "where gradients are not finite")]
@@ -158,6 +193,13 @@ class Updater:
     def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:
         """The optimizer of a bucket's shard; None for a frozen bucket."""
         return self._optimizers.get(id(bucket))
+
+    def abandon(self) -> None:
+        """Forget a step that has ended before its time, and has changed nothing."""
+        self._ready.clear()
+        self._sums.clear()
+        self._stream.forget()
+        self.shards.abandon(self._buckets)
 
     def _retire(self, units: Iterable[Unit]) -> None:
         for unit in units:
@@ -185,42 +227,57 @@ class Updater:
                 self._ready.append(bucket)  # the root, say, which all others need not wait for
                 continue
             self._complete(bucket)
-            grad = gradient_of(bucket)
-            square = squared_norm([grad])
+            square = self.shards.square(bucket)
             if not math.isfinite(square):
                 raise NonFiniteError(
                     f"gradients of unit {self._units[id(bucket)].name} are not finite; the optimizer runs inside backward, "
                     "so the step is half done and its state must not be saved"
                 )
             self._squares += square
-            self._update(bucket, 1.0)
-            if self._options.gradients_pass_through:
-                bucket.grad = None
-                self._ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -grad.nbytes)
+            done = {id(bucket), *map(id, self.last_order)}
+            self._update(bucket, 1.0, [each for each in self._order if id(each) not in done])
+            if self._options.gradients_pass_through or bucket.grad_rest is not None:
+                self.shards.drop(bucket)
 
-    def _update(self, bucket: Bucket, factor: float) -> None:
+    def _update(self, bucket: Bucket, factor: float, following: Sequence[Bucket]) -> None:
+        """Update a bucket's shard; `following` are those whose turn comes next, if that is known."""
         faults.visit("optimizer")
         self.before_change(bucket)
         self.last_order.append(bucket)
-        grad = gradient_of(bucket)
-        if factor != 1.0:
-            grad.mul_(factor)
         self._mesh.post(Activity.OPTIMIZER, self._units[id(bucket)].index)
         bucket.buffer.begin_write()
-        self._optimizers[id(bucket)].step(grad, self._lr_factor)
-        bucket.publish()
+        optimizer = self._optimizers[id(bucket)]
+        optimizer.begin()
+        grad, copied = bucket.grad, bucket.copy is not None
+
+        def compute(row: Row, tensors: list[torch.Tensor]) -> None:
+            copy = tensors.pop() if copied else None
+            part = tensors.pop() if grad is None else grad[row.start : row.end].to(tensors[0].device)
+            if factor != 1.0:
+                part.mul_(factor)
+            master, *moments = tensors
+            optimizer.step(row.start, row.end, master, part, moments, self._lr_factor)
+            if copy is not None:
+                copy.copy_(master)
+
+        ahead = chain.from_iterable(self._rows(each) for each in following)
+        self._stream.run(list(self._rows(bucket)), compute, ahead)
+        bucket.buffer.end_write()
+
+    def _rows(self, bucket: Bucket) -> Iterator[Row]:
+        return self._stream.rows(id(bucket), bucket.interval.length, self._uses(bucket))
+
+    def _uses(self, bucket: Bucket) -> list[Use]:
+        """What an update reads and writes of a bucket: master weights, moments, gradients that rest elsewhere (inside backward
+        they never do), and the copy that is gathered."""
+        states = [bucket.master, *self._optimizers[id(bucket)].moments.values()]
+        uses = [Use(tensor=tensor, mode=Mode.UPDATE) for tensor in states]
+        if bucket.grad is None and bucket.grad_rest is not None and not self._in_backward:
+            uses.append(Use(tensor=bucket.grad_rest, mode=Mode.READ))
+        if bucket.copy is not None:
+            uses.append(Use(tensor=bucket.copy, mode=Mode.WRITE))
+        return uses
 
 
 def _do_nothing(bucket: Bucket) -> None:
     """Nobody reads the states beside training."""
-
-
-def gradient_of(bucket: Bucket) -> torch.Tensor:
-    """A bucket's gradient shard.
-
-    Raises:
-        PhaseError: when it has none now.
-    """
-    if bucket.grad is None:
-        raise PhaseError(f"bucket {bucket.name} has no gradients")
-    return bucket.grad

@@ -1,0 +1,181 @@
+"""A stream of rows through a bounded number of buffers: row i+1 is read and row i-1 written while row i is computed.
+
+A row is the same interval of several tensors: master weights, moments and gradients of an update, say. What of it is in the memory
+where it is computed is used there; the rest passes through buffers of a pool, so that memory does not grow with the tensors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from itertools import islice, pairwise
+
+import torch
+
+from zeromesh.offload.pool import PAGE, StagingPool
+from zeromesh.offload.tiered import GRAIN, TieredTensor
+from zeromesh.offload.transfer import DONE, Transfer, Waits
+
+_DEPTH = 2
+"""Rows that are read ahead of the one that is computed."""
+_IN_FLIGHT = 2 * _DEPTH + 1
+"""Rows that have buffers: those, the one itself, and as many that are being written."""
+_LEAST_BYTES = 1 << 16
+
+
+class Mode(Enum):
+    """What a row does with a tensor."""
+
+    READ = "read"
+    UPDATE = "update"
+    WRITE = "write"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Use:
+    """A tensor in a row."""
+
+    tensor: TieredTensor
+    mode: Mode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Elements [start, end) of each tensor. Rows of one key are those of the same tensors."""
+
+    key: int
+    start: int
+    end: int
+    uses: tuple[Use, ...]
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """What tells a row from others."""
+        return self.key, self.start, self.end, len(self.uses)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Flight:
+    """A row on its way in. `buffers[i]` is what `tensors[i]` looks at, if that is none of the tensor's own memory."""
+
+    row: Row
+    tensors: list[torch.Tensor]
+    buffers: list[torch.Tensor | None]
+    reads: list[Transfer]
+
+
+class Stream:
+    """Computes on `device`; `width` is the most tensors of a row that are not in its memory.
+
+    `nbytes` is what all buffers take together, if there have to be any.
+    """
+
+    def __init__(self, device: torch.device, width: int, nbytes: int, waits: Waits) -> None:
+        self._device = device
+        self._waits = waits
+        share = nbytes // max(1, width * _IN_FLIGHT) // PAGE * PAGE
+        self._buffer_bytes = max(_LEAST_BYTES, share)
+        self._pool = StagingPool(width * _IN_FLIGHT, self._buffer_bytes) if width else None
+        self._flights: deque[_Flight] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return self._pool.total if self._pool is not None else 0
+
+    def rows(self, key: int, length: int, uses: Sequence[Use]) -> Iterator[Row]:
+        """[0, length) in rows: as long as buffers allow, and each of a tensor's elements on one tier."""
+        away = [use.tensor for use in uses if use.tensor.whole(self._device) is None]
+        widest = max((tensor.dtype.itemsize for tensor in away), default=0)
+        step = self._buffer_bytes // widest // GRAIN * GRAIN if away else length
+        cuts = sorted({0, length, *(cut for tensor in away for cut in tensor.cuts() if cut < length)})
+        for first, last in pairwise(cuts):
+            for start in range(first, last, max(1, step)):
+                yield Row(key=key, start=start, end=min(start + step, last), uses=tuple(uses))
+
+    def run(
+        self, rows: Sequence[Row], compute: Callable[[Row, list[torch.Tensor]], None], ahead: Iterable[Row] = ()
+    ) -> None:
+        """`compute(row, tensors)` for each row, in order, with `[end - start]` of each tensor, to be changed in place.
+
+        `ahead` are the rows that come after them, as far as that is known: the first ones are read already. Writes may go on after
+        this returns; whoever reads the tensors waits for them.
+
+        Raises:
+            StorageError: when something cannot be read; what cannot be written, whoever reads it next is told.
+        """
+        planned = [*rows, *islice(ahead, _DEPTH)]
+        if any(flight.row.place != row.place for flight, row in zip(self._flights, planned, strict=False)):
+            self.forget()
+        coming = deque(planned[len(self._flights) :])
+        for row in rows:
+            if not self._flights:
+                self._start(coming.popleft())
+            flight = self._flights.popleft()
+            for read in flight.reads:
+                read.wait()
+            self._read_ahead(coming)
+            compute(row, [*flight.tensors])
+            self._write(flight)
+
+    def forget(self) -> None:
+        """Rows that were read ahead will not be computed."""
+        while self._flights:
+            flight = self._flights.popleft()
+            for buffer, read in zip(flight.buffers, flight.reads, strict=True):
+                if buffer is not None:
+                    read.on_end(partial(self._give, buffer))
+
+    def _read_ahead(self, coming: deque[Row]) -> None:
+        """Start to read what comes, while buffers are free: those of writes in flight are not waited for."""
+        while coming and len(self._flights) < _DEPTH and self._missing(coming[0]) <= self._free():
+            self._start(coming.popleft())
+
+    def _missing(self, row: Row) -> int:
+        """How many buffers a row needs."""
+        return sum(use.tensor.view(row.start, row.end, self._device) is None for use in row.uses)
+
+    def _free(self) -> int:
+        return self._pool.free if self._pool is not None else 0
+
+    def _start(self, row: Row) -> None:
+        flight = _Flight(row=row, tensors=[], buffers=[], reads=[])
+        for use in row.uses:
+            tensor = use.tensor.view(row.start, row.end, self._device)
+            buffer = None
+            read = DONE
+            if tensor is None:
+                buffer = self._take()
+                length = row.end - row.start
+                tensor = buffer[: length * use.tensor.dtype.itemsize].view(use.tensor.dtype)
+                if use.mode is not Mode.WRITE:
+                    read = use.tensor.read(row.start, tensor)
+            flight.tensors.append(tensor)
+            flight.buffers.append(buffer)
+            flight.reads.append(read)
+        self._flights.append(flight)
+
+    def _take(self) -> torch.Tensor:
+        if self._pool is None:
+            raise ValueError("a stream of width 0 has no buffers")
+        began = time.perf_counter()
+        buffer = self._pool.take()
+        self._waits.add(began)
+        return buffer
+
+    def _give(self, buffer: torch.Tensor) -> None:
+        if self._pool is not None:
+            self._pool.give(buffer)
+
+    def _write(self, flight: _Flight) -> None:
+        for use, tensor, buffer in zip(flight.row.uses, flight.tensors, flight.buffers, strict=True):
+            if buffer is None:
+                continue
+            if use.mode is Mode.READ:
+                self._give(buffer)
+            else:
+                use.tensor.write(flight.row.start, tensor).on_end(partial(self._give, buffer))

@@ -1,0 +1,97 @@
+"""`Tiers`: one place to ask for memory of any tier. Every byte that it hands out is in the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from zeromesh.errors import StorageError
+from zeromesh.offload.device import allocate_lasting
+from zeromesh.offload.file import THREADS, FileTier
+from zeromesh.offload.host import PinnedBudget
+from zeromesh.offload.ledger import Ledger, Purpose, Tier
+from zeromesh.offload.tiered import Part, TierChoice, TieredTensor
+from zeromesh.offload.transfer import Waits
+
+STAGING_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileSettings:
+    """Where the file tier lies and how it is used. `label` becomes part of its files' names."""
+
+    directories: tuple[Path, ...] = ()
+    label: str = "states"
+    checksums: bool = False
+    threads: int = THREADS
+
+
+@dataclass(kw_only=True, slots=True)
+class Tiers:
+    """The memory of one process. `device` is where it computes.
+
+    Its file tier is opened when something first rests there; `close` removes its files.
+    """
+
+    device: torch.device
+    ledger: Ledger
+    files: FileSettings = field(default_factory=FileSettings)
+    pinned: PinnedBudget = field(default_factory=PinnedBudget)
+    _file: FileTier | None = None
+
+    def allocate(
+        self, numel: int, dtype: torch.dtype, choice: TierChoice, purpose: Purpose, label: str
+    ) -> TieredTensor:
+        """Zeros, `[numel]`. `label` says in errors what they are.
+
+        Raises:
+            StorageError: where there is no room, or no directory to make it in.
+        """
+        cut = choice.cut(numel)
+        parts: list[Part] = []
+        if cut and choice.tier == "file":
+            slot = self.file().allocate(cut * dtype.itemsize, label)
+            parts.append(Part(start=0, end=cut, tier=Tier.FILE, slot=slot))
+        elif cut:
+            parts.append(Part(start=0, end=cut, tier=Tier.HOST, memory=self.pinned.allocate(cut, dtype, self.device)))
+        if cut < numel or not parts:
+            memory = allocate_lasting(numel - cut, dtype, self.device)
+            parts.append(Part(start=cut, end=numel, tier=Tier.DEVICE, memory=memory))
+        for part in parts:
+            self.ledger.add(part.tier, purpose, (part.end - part.start) * dtype.itemsize)
+        return TieredTensor(dtype, parts)
+
+    def file(self) -> FileTier:
+        """The file tier. Raises `StorageError` where there is no directory for it."""
+        if self._file is None:
+            if not self.files.directories:
+                raise StorageError("something is to rest on files, and no directory for them is known")
+            self._file = FileTier(
+                self.files.directories,
+                self.files.label,
+                checksums=self.files.checksums,
+                threads=self.files.threads,
+            )
+        return self._file
+
+    @property
+    def in_use(self) -> Sequence[FileTier]:
+        """The file tiers that are open."""
+        return () if self._file is None else (self._file,)
+
+    def waited(self) -> dict[Tier, Waits]:
+        """How long callers have waited for each tier that makes them wait."""
+        return dict.fromkeys([Tier.FILE], self._file.waits) if self._file is not None else {}
+
+    def check(self) -> None:
+        """Raise `StorageError` where a file has been removed or shortened."""
+        for file in self.in_use:
+            file.check()
+
+    def close(self) -> None:
+        """Remove the files of the file tier; what rests there is lost."""
+        for file in self.in_use:
+            file.close()

@@ -1,0 +1,85 @@
+"""Bytes on their way between tiers, and the time that somebody has waited for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+
+class Waits:
+    """Seconds that callers have waited for a tier."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def add(self, began: float) -> None:
+        """Count the time since `began`, of `time.perf_counter`."""
+        self.seconds += time.perf_counter() - began
+
+
+class Transfer:
+    """Pieces that threads read or write. One without pieces is over from the beginning."""
+
+    def __init__(self, pieces: Sequence[Future[None]] = (), waits: Waits | None = None) -> None:
+        self._pieces = tuple(pieces)
+        self._waits = waits
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return all(piece.done() for piece in self._pieces)
+
+    def failed(self) -> bool:
+        """Whether a piece that has ended went wrong."""
+        return any(piece.done() and (piece.cancelled() or piece.exception() is not None) for piece in self._pieces)
+
+    def wait(self) -> None:
+        """Return when all bytes are where they were to go.
+
+        Raises:
+            StorageError: what went wrong with the first piece that failed; then all have ended.
+        """
+        began = time.perf_counter()
+        late = [piece for piece in self._pieces if not piece.done()]
+        for piece in late:
+            piece.exception()
+        if late and self._waits is not None:
+            self._waits.add(began)
+        for piece in self._pieces:
+            piece.result()
+
+    def on_end(self, call: Callable[[], None]) -> None:
+        """Call once when all pieces have ended, well or not; from another thread, or now if that is past."""
+        left = len(self._pieces)
+        if not left:
+            call()
+            return
+        lock = threading.Lock()
+
+        def one(_piece: Future[None]) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
+                call()
+
+        for piece in self._pieces:
+            piece.add_done_callback(one)
+
+
+DONE = Transfer()
+"""A transfer that is over."""
+
+
+class Together(Transfer):
+    """Several transfers as one."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        super().__init__([piece for transfer in transfers for piece in transfer._pieces])
+        self._transfers = tuple(transfers)
+
+    def wait(self) -> None:
+        for transfer in self._transfers:
+            transfer.wait()

@@ -1,0 +1,129 @@
+"""This rank's gradient shards between a bucket's reduction and its update: in memory, or at rest on another tier.
+
+    make_room  -> reduction adds into bucket.grad ->  put_away       microbatch by microbatch; in the last one its square is kept
+    square                                                           of what the norm is the root
+
+What rests elsewhere has memory only while a bucket is being summed: at most `_LEAVING` shards are on their way out at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+
+from zeromesh.errors import PhaseError
+from zeromesh.offload import Purpose, Tier, Tiers, Transfer, allocate_lasting
+from zeromesh.zero.norm import squared_norm
+from zeromesh.zero.options import ZeroOptions
+from zeromesh.zero.unit import Bucket
+
+_LEAVING = 2
+
+
+class GradientShards:
+    """Of one rank."""
+
+    def __init__(self, options: ZeroOptions, tiers: Tiers) -> None:
+        self._dtype = options.precision.reduce
+        self._tiers = tiers
+        self._first = True
+        self._arriving: dict[int, Transfer] = {}
+        self._leaving: deque[tuple[Transfer, int]] = deque()
+        self._squares: dict[int, float] = {}
+
+    def begin(self, *, first: bool) -> None:
+        """A backward begins; `first` of its step."""
+        self._first = first
+        if first:
+            self._squares.clear()
+
+    def expect(self, bucket: Bucket) -> None:
+        """The bucket's gradients are about to arrive: what there is of earlier microbatches is read in meanwhile."""
+        if bucket.grad is None and bucket.grad_rest is not None and bucket.partial is None and not self._first:
+            bucket.grad = self._memory_for(bucket)
+            self._arriving[id(bucket)] = bucket.grad_rest.read(0, bucket.grad)
+
+    def make_room(self, bucket: Bucket) -> None:
+        """A sum is about to be made: `bucket.grad` has memory, and in it what is there of earlier microbatches.
+
+        Raises:
+            StorageError: when that cannot be read.
+        """
+        self.expect(bucket)
+        if bucket.grad is None:
+            bucket.grad = self._memory_for(bucket)
+        arriving = self._arriving.pop(id(bucket), None)
+        if arriving is not None:
+            arriving.wait()
+
+    def _memory_for(self, bucket: Bucket) -> torch.Tensor:
+        while len(self._leaving) >= _LEAVING:
+            self._wait_for_oldest()
+        length = bucket.interval.length
+        if bucket.grad_rest is None:
+            grad = torch.empty(length, dtype=self._dtype, device=self._tiers.device)
+        else:
+            grad = allocate_lasting(length, self._dtype, self._tiers.device)  # on pages of its own, as files want it
+        self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, grad.nbytes)
+        return grad
+
+    def put_away(self, bucket: Bucket, *, last: bool) -> None:
+        """A sum is made. If shards rest elsewhere, it leaves for there; `last` of its step: the square is taken before.
+
+        Raises:
+            StorageError: when an earlier one could not be written.
+        """
+        if bucket.grad_rest is None:
+            return
+        self.make_room(bucket)
+        grad = gradient_of(bucket)
+        if last:
+            self._squares[id(bucket)] = squared_norm([grad])
+        self._leaving.append((bucket.grad_rest.write(0, grad), grad.nbytes))
+        bucket.grad = None
+
+    def settle(self) -> None:
+        """Return when all that was put away is at rest. Raises `StorageError` where it is not."""
+        while self._leaving:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        transfer, nbytes = self._leaving.popleft()
+        self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -nbytes)
+        transfer.wait()
+
+    def drop(self, bucket: Bucket) -> None:
+        """A bucket's gradients are used up: their memory may go, if it is not kept for the next step."""
+        grad = gradient_of(bucket)
+        bucket.grad = None
+        self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -grad.nbytes)
+
+    def square(self, bucket: Bucket) -> float:
+        """The square of the norm of a bucket's shard; nan or inf where it holds such. 0 where it is used up already."""
+        found = self._squares.get(id(bucket))
+        if found is None:
+            found = squared_norm([] if bucket.grad is None else [bucket.grad])
+        return found
+
+    def abandon(self, buckets: Iterable[Bucket]) -> None:
+        """A step has ended before its time: what rests elsewhere does so again, whatever it is."""
+        self.settle()
+        for bucket in buckets:
+            arriving = self._arriving.pop(id(bucket), None)
+            if arriving is not None:
+                arriving.wait()
+            if bucket.grad_rest is not None and bucket.grad is not None:
+                self.drop(bucket)
+
+
+def gradient_of(bucket: Bucket) -> torch.Tensor:
+    """A bucket's gradient shard, in memory.
+
+    Raises:
+        PhaseError: when it has none now.
+    """
+    if bucket.grad is None:
+        raise PhaseError(f"bucket {bucket.name} has no gradients")
+    return bucket.grad
