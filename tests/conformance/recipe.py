@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from zeromesh.optim.sharded import OptimizerSettings
 from zeromesh.offload import FileSettings, TierChoice
+from zeromesh.optim.sharded import OptimizerSettings
 from zeromesh.zero.options import OffloadOptions, Precision, ZeroOptions
 from zeromesh.zero.scaler import ScalerSettings
 

@@ -47,7 +47,9 @@ def resident() -> dict[object, Result]:
     return {}
 
 
-def base_of(laboratory: Laboratory, resident: dict[object, Result], size: int, problem: Problem, layout: Layout) -> Result:
+def base_of(
+    laboratory: Laboratory, resident: dict[object, Result], size: int, problem: Problem, layout: Layout
+) -> Result:
     key = (size, problem, layout)
     if key not in resident:
         resident[key] = laboratory.train(size, problem, layout, QUIET)

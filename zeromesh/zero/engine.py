@@ -92,7 +92,11 @@ class ZeroEngine:
         if unmatched:
             raise ConfigError(f"optimizer.no_decay: {', '.join(unmatched)} matches no parameter of the model")
         built = build_units(model, plan, mesh, options, source or BuiltSource(model))
-        return cls(model, built, mesh, options)
+        try:
+            return cls(model, built, mesh, options)
+        except BaseException:
+            built.tiers.close()
+            raise
 
     @property
     def reduction_name(self) -> str:

@@ -29,7 +29,7 @@ class GradientShards:
         self._dtype = options.precision.reduce
         self._tiers = tiers
         self._first = True
-        self._arriving: dict[int, Transfer] = {}
+        self._arriving: dict[int, tuple[torch.Tensor, Transfer]] = {}
         self._leaving: deque[tuple[Transfer, int]] = deque()
         self._squares: dict[int, float] = {}
 
@@ -41,9 +41,10 @@ class GradientShards:
 
     def expect(self, bucket: Bucket) -> None:
         """The bucket's gradients are about to arrive: what there is of earlier microbatches is read in meanwhile."""
-        if bucket.grad is None and bucket.grad_rest is not None and bucket.partial is None and not self._first:
-            bucket.grad = self._memory_for(bucket)
-            self._arriving[id(bucket)] = bucket.grad_rest.read(0, bucket.grad)
+        rest = bucket.grad_rest if bucket.grad is None and bucket.partial is None else None
+        if rest is not None and not self._first and id(bucket) not in self._arriving:
+            memory = self._memory_for(bucket)
+            self._arriving[id(bucket)] = (memory, rest.read(0, memory))
 
     def make_room(self, bucket: Bucket) -> None:
         """A sum is about to be made: `bucket.grad` has memory, and in it what is there of earlier microbatches.
@@ -51,12 +52,13 @@ class GradientShards:
         Raises:
             StorageError: when that cannot be read.
         """
+        if bucket.grad is not None:
+            return
         self.expect(bucket)
-        if bucket.grad is None:
-            bucket.grad = self._memory_for(bucket)
-        arriving = self._arriving.pop(id(bucket), None)
-        if arriving is not None:
-            arriving.wait()
+        found = self._arriving.pop(id(bucket), None)
+        if found is not None:
+            found[1].wait()
+        bucket.grad = found[0] if found is not None else self._memory_for(bucket)
 
     def _memory_for(self, bucket: Bucket) -> torch.Tensor:
         while len(self._leaving) >= _LEAVING:
@@ -110,10 +112,11 @@ class GradientShards:
     def abandon(self, buckets: Iterable[Bucket]) -> None:
         """A step has ended before its time: what rests elsewhere does so again, whatever it is."""
         self.settle()
+        for memory, transfer in self._arriving.values():
+            self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -memory.nbytes)
+            transfer.wait()
+        self._arriving.clear()
         for bucket in buckets:
-            arriving = self._arriving.pop(id(bucket), None)
-            if arriving is not None:
-                arriving.wait()
             if bucket.grad_rest is not None and bucket.grad is not None:
                 self.drop(bucket)
 

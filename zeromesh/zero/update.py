@@ -50,7 +50,6 @@ class Updater:
         self._optimizers = {
             id(bucket): BucketOptimizer(bucket, options.optimizer, groups, tiers, at) for bucket in self._buckets
         }
-        self._stream = self._make_stream(tiers)
         self._sums: dict[int, Callable[[], None]] = {}
         self._ready: deque[Bucket] = deque()
         self._retired: set[int] = set()
@@ -65,6 +64,7 @@ class Updater:
         """Buckets in the order in which the latest step has updated them."""
         self.before_change: Callable[[Bucket], None] = _do_nothing
         """Called before a bucket's states change: whoever reads them beside training has to have done so."""
+        self._stream = self._make_stream(tiers)
 
     def _make_stream(self, tiers: Tiers) -> Stream:
         """Where something of an update is not in the device's memory, the CPU makes it, wherever the model computes."""
