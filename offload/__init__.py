@@ -19,7 +19,7 @@ from zeromesh.offload.process import (
     resident_bytes,
     swap_bytes,
 )
-from zeromesh.offload.stream import Mode, Row, Stream, Use
+from zeromesh.offload.stream import Mode, Row, Stream, Use, stream_bytes
 from zeromesh.offload.swapfile import remove_leftovers
 from zeromesh.offload.tiered import TensorSlice, TierChoice, TieredTensor, TierName
 from zeromesh.offload.tiers import STAGING_BYTES, FileSettings, Tiers
@@ -57,5 +57,6 @@ __all__ = [
     "resident_bytes",
     "reuse_freed_memory",
     "settle_heap",
+    "stream_bytes",
     "swap_bytes",
 ]

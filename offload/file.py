@@ -9,9 +9,11 @@ it is read, so that a byte that has changed on the disk is an error and no wrong
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -46,7 +48,8 @@ class FileTier:
         self.freed = sum(remove_leftovers(directory) for directory in directories)
         self.waits = Waits()
         self._checksums = checksums
-        self._stripes = Stripes(directories, label)
+        with _named():
+            self._stripes = Stripes(directories, label)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zeromesh-swap")
         self._local = threading.local()
 
@@ -67,20 +70,28 @@ class FileTier:
 
     def allocate(self, nbytes: int, label: str) -> Slot:
         """Reserve a range, which reads as zeros. Raises `StorageError` where a disk is full."""
-        return Slot(self, self._stripes.take(nbytes), nbytes, label, checksums=self._checksums)
+        with _named(label):
+            begin = self._stripes.take(nbytes)
+        return Slot(self, begin, nbytes, label, checksums=self._checksums)
 
     def check(self) -> None:
         """Raise `StorageError` where a file has been removed or shortened."""
-        self._stripes.check()
+        with _named():
+            self._stripes.check()
 
     def close(self) -> None:
-        """Wait for the threads and remove the files; closing twice is allowed."""
+        """Wait for what threads are at, give up what they have not begun, and remove the files; closing twice is allowed."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._stripes.close()
 
     def submit(self, work: Callable[[int, torch.Tensor], None], at: int, data: torch.Tensor) -> Future[None]:
-        """Have a thread do `work(at, data)`."""
-        return self._threads.submit(work, at, data)
+        """Have a thread do `work(at, data)`. Of a tier that is closed the future is cancelled."""
+        try:
+            return self._threads.submit(work, at, data)
+        except RuntimeError:  # The caller may have buffers in flight: it learns of it where it waits for them.
+            refused: Future[None] = Future()
+            refused.cancel()
+            return refused
 
     def buffer(self) -> torch.Tensor:
         """The calling thread's own buffer, `[PIECE]` bytes on a page of its own."""
@@ -99,7 +110,10 @@ class FileTier:
 
 
 class Slot:
-    """`nbytes` bytes of a file tier. Reads wait for the writes before them; what is being read must not be written."""
+    """`nbytes` bytes of a file tier. Reads wait for the writes before them; bytes that are being read must not be written.
+
+    Threads may share a slot: a checkpoint is written beside training.
+    """
 
     def __init__(self, tier: FileTier, offset: int, nbytes: int, label: str, *, checksums: bool) -> None:
         self.tier = tier
@@ -108,43 +122,53 @@ class Slot:
         self._offset = offset
         self._room = -(-nbytes // BLOCK) * BLOCK
         self._grain = PIECE if checksums else BLOCK
-        self._checksums = [_UNWRITTEN] * -(-nbytes // PIECE) if checksums else None
+        count = -(-nbytes // PIECE) if checksums else 0
+        self._checksums = [_UNWRITTEN] * count if checksums else None
+        self._locks = [threading.Lock() for _ in range(count)]
+        self._order = threading.Lock()
         self._writing: list[tuple[int, int, Transfer]] = []
 
     def read(self, begin: int, out: torch.Tensor) -> Transfer:
         """Start to fill `out`, 1-D uint8 on CPU, from byte `begin` on.
 
         Raises:
-            StorageError: now or at `wait`, naming the tier, what the bytes are, and why they cannot be had.
+            StorageError: at `wait`, naming the tier, what the bytes are, and why they cannot be had.
         """
-        self._settle(begin, begin + out.numel())
-        return self._move(self._read_piece, begin, out)
+        with self._order:
+            return self._move(self._read_piece, begin, out)
 
     def write(self, begin: int, data: torch.Tensor) -> Transfer:
         """Start to write `data`, 1-D uint8 on CPU, which must stay as it is until the transfer is over. Raises as `read` does."""
-        self._settle(begin, begin + data.numel())
-        transfer = self._move(self._write_piece, begin, data)
-        self._writing.append((begin, begin + data.numel(), transfer))
+        with self._order:
+            transfer = self._move(self._write_piece, begin, data)
+            self._writing.append((begin, begin + data.numel(), transfer))
         return transfer
 
     def settle(self) -> None:
         """Return when all that was written is in the file. Raises `StorageError` where it is not."""
-        self._settle(0, self.nbytes)
+        with self._order:
+            self._settle(0, self.nbytes)
 
     def _settle(self, begin: int, end: int) -> None:
         """Wait for writes that share a grain with [begin, end). One that has failed stays: what it left cannot be read."""
         begin, end = begin - begin % self._grain, end + -end % self._grain
-        for first, last, transfer in [*self._writing]:
-            if first < end and last > begin:
-                transfer.wait()
-        # Another thread may be here too, of a checkpoint that is being written; whatever is left out here is over.
+        near = [transfer for first, last, transfer in self._writing if first < end and last > begin]
+        for transfer in near:
+            transfer.end()
         self._writing = [each for each in self._writing if not each[2].done() or each[2].failed()]
+        for transfer in near:
+            transfer.wait()
 
     def _move(self, work: Callable[[int, torch.Tensor], None], begin: int, data: torch.Tensor) -> Transfer:
-        if not 0 <= begin <= begin + data.numel() <= self.nbytes:
-            raise ValueError(f"bytes [{begin}, {begin + data.numel()}) do not lie in the {self.nbytes} of {self.label}")
+        end = begin + data.numel()
+        if not 0 <= begin <= end <= self.nbytes:
+            raise ValueError(f"bytes [{begin}, {end}) do not lie in the {self.nbytes} of {self.label}")
+        try:
+            self._settle(begin, end)
+        except StorageError as error:  # Raised where it is waited for: whoever starts several has the others in flight.
+            return Transfer.failing(error)
         pieces = [self.tier.submit(work, at, part) for at, part in _pieces(begin, data)]
-        return Transfer(pieces, self.tier.waits)
+        return Transfer(pieces, self.tier.waits, f"file tier, {self.label}: bytes [{begin:,}, {end:,})")
 
     def _around(self, at: int, data: torch.Tensor) -> tuple[int, int]:
         """The whole grains around a piece; the last one ends with the slot's room."""
@@ -155,16 +179,25 @@ class Slot:
         """Whether a piece is whole grains that can be moved without a detour."""
         return (begin, end) == (at, at + data.numel()) and data.data_ptr() % BLOCK == 0
 
+    def _alone(self, at: int) -> AbstractContextManager[object]:
+        """A piece and its checksum change together: others read or write other bytes of it before or after."""
+        return self._locks[at // PIECE] if self._locks else contextlib.nullcontext()
+
     def _read_piece(self, at: int, out: torch.Tensor) -> None:
-        begin, end = self._around(at, out)
-        if self._fits(begin, end, at, out):
-            self._fetch(begin, out)
-            return
-        buffer = self.tier.buffer()[: end - begin]
-        self._fetch(begin, buffer)
+        with self._alone(at):
+            begin, end = self._around(at, out)
+            if self._fits(begin, end, at, out):
+                self._fetch(begin, out)
+                return
+            buffer = self.tier.buffer()[: end - begin]
+            self._fetch(begin, buffer)
         out.copy_(buffer[at - begin : at - begin + out.numel()])
 
     def _write_piece(self, at: int, data: torch.Tensor) -> None:
+        with self._alone(at):
+            self._replace(at, data)
+
+    def _replace(self, at: int, data: torch.Tensor) -> None:
         begin, end = self._around(at, data)
         if self._fits(begin, end, at, data):
             self._put(begin, data)
@@ -179,10 +212,8 @@ class Slot:
         self._put(begin, buffer)
 
     def _fetch(self, begin: int, data: torch.Tensor) -> None:
-        try:
+        with _named(self.label):
             self.tier.read(data, self._offset + begin)
-        except StorageError as error:
-            raise StorageError(f"file tier, {self.label}: {error}") from error
         if self._checksums is not None:
             recorded = self._checksums[begin // PIECE]
             found = _checksum(data)
@@ -195,10 +226,17 @@ class Slot:
     def _put(self, begin: int, data: torch.Tensor) -> None:
         if self._checksums is not None:
             self._checksums[begin // PIECE] = _checksum(data)
-        try:
+        with _named(self.label):
             self.tier.write(data, self._offset + begin)
-        except StorageError as error:
-            raise StorageError(f"file tier, {self.label}: {error}") from error
+
+
+@contextlib.contextmanager
+def _named(label: str = "") -> Iterator[None]:
+    """Say in errors that they are the file tier's, and of which bytes."""
+    try:
+        yield
+    except StorageError as error:
+        raise StorageError(f"file tier, {label}: {error}" if label else f"file tier: {error}") from error
 
 
 def _pieces(begin: int, data: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

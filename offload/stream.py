@@ -68,17 +68,28 @@ class _Flight:
     reads: list[Transfer]
 
 
-class Stream:
-    """Computes on `device`; `width` is the most tensors of a row that are not in its memory.
+def buffer_bytes(width: int, longest: int, nbytes: int) -> int:
+    """Bytes of each of a stream's buffers, see `Stream`."""
+    share = nbytes // max(1, width * _IN_FLIGHT) // PAGE * PAGE
+    return max(_LEAST_BYTES, min(share, -(-longest // PAGE) * PAGE))
 
-    `nbytes` is what all buffers take together, if there have to be any.
+
+def stream_bytes(width: int, longest: int, nbytes: int) -> int:
+    """Bytes that all buffers of a stream take."""
+    return width * _IN_FLIGHT * buffer_bytes(width, longest, nbytes)
+
+
+class Stream:
+    """Computes on `device`; `width` is the most tensors of a row that are not in its memory, and the longest tensor has `longest`
+    bytes.
+
+    `nbytes` is what all buffers take together at most; they are no longer than they have to be, and no shorter than is useful.
     """
 
-    def __init__(self, device: torch.device, width: int, nbytes: int, waits: Waits) -> None:
+    def __init__(self, device: torch.device, *, width: int, longest: int, nbytes: int, waits: Waits) -> None:
         self._device = device
         self._waits = waits
-        share = nbytes // max(1, width * _IN_FLIGHT) // PAGE * PAGE
-        self._buffer_bytes = max(_LEAST_BYTES, share)
+        self._buffer_bytes = buffer_bytes(width, longest, nbytes)
         self._pool = StagingPool(width * _IN_FLIGHT, self._buffer_bytes) if width else None
         self._flights: deque[_Flight] = deque()
 

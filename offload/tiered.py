@@ -38,6 +38,18 @@ class TierChoice:
         """Whether any of it leaves the device."""
         return self.tier != "none" and self.fraction > 0
 
+    def on(self, tier: Tier, numel: int) -> int:
+        """How many of `numel` elements rest on a tier."""
+        cut = self.cut(numel)
+        if tier is Tier.DEVICE:
+            return numel - cut
+        return cut if tier.value == self.tier else 0
+
+    def in_reach(self, numel: int, device: torch.device) -> bool:
+        """Whether `numel` elements lie in one piece of the memory of `device`. A CPU's own memory is the host's."""
+        cut = self.cut(numel)
+        return cut == 0 or (self.tier == "host" and cut == numel and device.type == "cpu")
+
     def cut(self, numel: int) -> int:
         """How many of `numel` elements rest on the tier: the first ones."""
         if not self.away:

@@ -10,7 +10,7 @@ import torch
 
 from zeromesh.errors import StorageError
 from zeromesh.offload.device import allocate_lasting
-from zeromesh.offload.file import THREADS, FileTier
+from zeromesh.offload.file import PIECE, THREADS, FileTier
 from zeromesh.offload.host import PinnedBudget
 from zeromesh.offload.ledger import Ledger, Purpose, Tier
 from zeromesh.offload.tiered import Part, TierChoice, TieredTensor
@@ -27,6 +27,11 @@ class FileSettings:
     label: str = "states"
     checksums: bool = False
     threads: int = THREADS
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the threads' own buffers."""
+        return self.threads * PIECE
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,6 +80,7 @@ class Tiers:
                 checksums=self.files.checksums,
                 threads=self.files.threads,
             )
+            self.ledger.add(Tier.HOST, Purpose.STAGING, self.files.staging_bytes)
         return self._file
 
     @property

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+
+from zeromesh.errors import StorageError
 
 
 class Waits:
@@ -13,6 +16,11 @@ class Waits:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+
+    def take(self) -> float:
+        """Seconds since this was last asked."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
     def add(self, began: float) -> None:
         """Count the time since `began`, of `time.perf_counter`."""
@@ -22,9 +30,18 @@ class Waits:
 class Transfer:
     """Pieces that threads read or write. One without pieces is over from the beginning."""
 
-    def __init__(self, pieces: Sequence[Future[None]] = (), waits: Waits | None = None) -> None:
+    def __init__(self, pieces: Sequence[Future[None]] = (), waits: Waits | None = None, what: str = "bytes") -> None:
+        """`what` says in errors what is moved."""
         self._pieces = tuple(pieces)
         self._waits = waits
+        self._what = what
+
+    @classmethod
+    def failing(cls, error: StorageError) -> Transfer:
+        """One that has failed before it began."""
+        piece: Future[None] = Future()
+        piece.set_exception(error)
+        return cls([piece])
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -40,14 +57,21 @@ class Transfer:
         Raises:
             StorageError: what went wrong with the first piece that failed; then all have ended.
         """
+        self.end()
+        for piece in self._pieces:
+            if piece.cancelled():
+                raise StorageError(f"{self._what} were not moved: the tier was closed before")
+            piece.result()
+
+    def end(self) -> None:
+        """Return when all pieces have ended, well or not."""
         began = time.perf_counter()
         late = [piece for piece in self._pieces if not piece.done()]
         for piece in late:
-            piece.exception()
+            with contextlib.suppress(CancelledError):
+                piece.exception()
         if late and self._waits is not None:
             self._waits.add(began)
-        for piece in self._pieces:
-            piece.result()
 
     def on_end(self, call: Callable[[], None]) -> None:
         """Call once when all pieces have ended, well or not; from another thread, or now if that is past."""
@@ -81,5 +105,10 @@ class Together(Transfer):
         self._transfers = tuple(transfers)
 
     def wait(self) -> None:
+        self.end()
         for transfer in self._transfers:
             transfer.wait()
+
+    def end(self) -> None:
+        for transfer in self._transfers:
+            transfer.end()

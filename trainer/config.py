@@ -17,7 +17,9 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
+    model_serializer,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -32,6 +34,7 @@ from zeromesh.trainer.config_types import (
     Number,
     Text,
     Texts,
+    bytes_from_text,
     tuple_from_list,
 )
 from zeromesh.trainer.config_yaml import plain_scalar
@@ -47,6 +50,7 @@ DEFAULT_MODEL: dict[str, JsonValue] = {
     "use_cache": False,
 }
 DEFAULT_WARMUP_STEPS = 20
+LEAST_STAGING = 4 << 20
 
 
 class Section(BaseModel):
@@ -151,6 +155,62 @@ class ZeroSection(Section):
         description="Bytes of gathered parameters that are kept between uses; auto: what costs no extra peak.",
     )
     overlap: bool = Field(default=True, description="Gather and reduce while forward and backward compute.")
+
+
+class TierShare(Section):
+    """Where something rests: a tier, or a tier and the part of it that rests there; what is left stays on the device."""
+
+    tier: Literal["none", "host", "file"] = Field(default="none", description="The tier.")
+    fraction: Annotated[Number, Field(gt=0.0, le=1.0)] = Field(
+        default=1.0, description="The part of it that rests there."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tier_alone(cls, data: Any) -> Any:
+        return {"tier": data} if isinstance(data, str) else data
+
+    @model_serializer(mode="wrap")
+    def _shortest(self, plain: SerializerFunctionWrapHandler) -> Any:
+        return self.tier if self.fraction == 1 else plain(self)
+
+
+class GradientShare(TierShare):
+    """The same; `auto` is where the optimizer state rests."""
+
+    tier: Literal["auto", "none", "host", "file"] = Field(default="auto", description="The tier.")  # type: ignore[assignment]
+
+
+_TIERS = "none, host or file, or a mapping such as {tier: file, fraction: 0.7}"
+
+
+class OffloadSection(Section):
+    """What rests elsewhere than in the device's memory, and comes only when it is needed. Nothing that is computed changes."""
+
+    optimizer: Annotated[TierShare, Allowed(_TIERS)] = Field(
+        default_factory=TierShare, description="Master weights and moments, at any stage."
+    )
+    gradients: Annotated[GradientShare, Allowed(f"auto, {_TIERS}")] = Field(
+        default_factory=GradientShare,
+        description="Gradient shards between reduction and update; auto: as the optimizer state.",
+    )
+    parameters: Annotated[TierShare, Allowed(_TIERS)] = Field(
+        default_factory=TierShare, description="Parameters between their uses, at stage 3."
+    )
+    directory: Text | Texts | None = Field(
+        default=None,
+        description="Where files of the file tier lie: best on a local NVMe disk; several are used in turn, stripe by stripe. "
+        "null: `offload` in the run's directory.",
+    )
+    checksums: bool = Field(
+        default=False, description="Verify what is read from files by checksums that stay in memory."
+    )
+    staging: Annotated[
+        int,
+        BeforeValidator(bytes_from_text),
+        Field(ge=LEAST_STAGING),
+        Allowed("a number of bytes of 4MiB or more, such as 64MiB"),
+    ] = Field(default=64 << 20, description="Bytes of all buffers of a rank between files and the optimizer.")
 
 
 class LossScaleSection(Section):
@@ -314,6 +374,7 @@ class TrainerConfig(Section):
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     zero: ZeroSection = Field(default_factory=ZeroSection)
     precision: PrecisionSection = Field(default_factory=PrecisionSection)
+    offload: OffloadSection = Field(default_factory=OffloadSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     schedule: ScheduleSection = Field(default_factory=ScheduleSection)
     batch: BatchSection = Field(default_factory=BatchSection)

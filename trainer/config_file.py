@@ -27,10 +27,13 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | None
 
 # What people try that has a reason why it is not there.
 _WHOLE_MATRICES = "it needs whole matrices (granularity: matrix), which this version does not have"
+_OFFLOADED = ("optimizer", "gradients", "parameters", "activations")
 _REASONS = {
     ("optimizer.name", "muon"): _WHOLE_MATRICES,
     ("optimizer.name", "adafactor"): _WHOLE_MATRICES,
     ("optimizer.granularity", "matrix"): "this version cuts shards at elements",
+    **{(f"offload.{what}", "cpu"): "the CPU's memory is called host" for what in _OFFLOADED},
+    **{(f"offload.{what}", "nvme"): "a disk is called file, and offload.directory says which" for what in _OFFLOADED},
 }
 
 

@@ -129,6 +129,15 @@ def _in_backward(config: TrainerConfig) -> Iterator[str]:
         )
 
 
+def _offload(config: TrainerConfig) -> Iterator[str]:
+    """Only stage 3 gathers parameters around their use."""
+    if config.offload.parameters.tier != "none" and config.zero.stage < 3:
+        yield (
+            f"offload.parameters: {config.offload.parameters.tier} does not go with zero.stage {config.zero.stage}, whose "
+            "parameters are whole on every rank all the time; set zero.stage to 3, or offload.parameters to none"
+        )
+
+
 def _batch(config: TrainerConfig) -> Iterator[str]:
     batch = config.batch
     if batch.micro_size > batch.global_size:
@@ -182,6 +191,7 @@ _RULES = (
         keys=("optimizer.in_backward", "run.clip_norm", "run.on_nonfinite", "precision.compute"),
         find=_in_backward,
     ),
+    Rule(keys=("offload.parameters", "zero.stage"), find=_offload),
     Rule(keys=("batch.micro_size", "batch.global_size"), find=_batch),
     Rule(keys=("schedule.warmup_steps", "run.max_steps"), find=_warmup),
     Rule(keys=(*(f"schedule.{key}" for key in _CURVE_KEYS), "run.max_steps"), find=_curve),

@@ -29,7 +29,7 @@ def _number_from_text(value: object) -> object:
     return value
 
 
-def _bytes_from_text(value: object) -> object:
+def bytes_from_text(value: object) -> object:
     """`256MiB` as a number of bytes."""
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?i?B)", value.strip()) if isinstance(value, str) else None
     return int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else value
@@ -46,7 +46,7 @@ Count = Annotated[int, Field(ge=1)]
 CountOrOff = Annotated[int, Field(ge=0)]
 Bytes = Annotated[
     int,
-    BeforeValidator(_bytes_from_text),
+    BeforeValidator(bytes_from_text),
     Field(ge=0),
     Allowed("a number of bytes, such as 268435456 or 256MiB"),
 ]

@@ -60,6 +60,11 @@ _ELSEWHERE = {
     "zero_stage": "zero.stage",
     "zero_optimization": "zero.stage",
     "overlap_comm": "zero.overlap",
+    "offload_optimizer": "offload.optimizer",
+    "offload_param": "offload.parameters",
+    "cpu_offload": "offload.optimizer",
+    "nvme_path": "offload.directory",
+    "device": "offload.optimizer",
     "world_size": "parallel.shard",
     "dp": "parallel.shard",
     "tp": "parallel.tensor",
@@ -91,7 +96,7 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 def allowed(field: FieldInfo) -> str:
     """What a field allows: `an integer >= 1 or auto`."""
     section = section_of(field)
-    if section is not None:
+    if section is not None and not any(isinstance(item, Allowed) for item in field.metadata):
         return f"a mapping of {', '.join(section.model_fields)}"
     return _allowed(field.annotation, field.metadata)
 

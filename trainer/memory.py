@@ -1,30 +1,56 @@
-"""What the states of a run need of a host's memory at least: a run that cannot fit is refused before it is begun."""
+"""What the states of a run need, of a host's memory and of its disks: a run that cannot fit is refused before it is begun."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torch import nn
 
 from zeromesh.errors import StorageError
 from zeromesh.mesh.groups import Mesh
-from zeromesh.offload import available_bytes, swap_bytes
+from zeromesh.offload import Purpose, TierChoice, available_bytes, remove_leftovers, swap_bytes
 from zeromesh.optim.sharded import GroupRules
 from zeromesh.trainer.console import human_bytes, human_count
 from zeromesh.zero.footprint import Footprint, predict_memory
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.plan import ModelPlan, plan_model
 
+_STEP = 0.05
+"""Of the fractions that are tried."""
+_FILE = TierChoice(tier="file")
+_IN_MEMORY = ("tmpfs", "ramfs")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Need:
+class Room:
+    """Free bytes of a host: `memory`, with swap, and those of the disk that files of the file tier go to (all of them together)."""
+
+    memory: int
+    disk: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
     """What the ranks of one host need for a planned model. `parts` ranks share the states over `transport`."""
 
     plan: ModelPlan
     parts: int
     transport: str
     local_ranks: int
+
+    @classmethod
+    def of(cls, model: nn.Module, options: ZeroOptions, mesh: Mesh, transport: str) -> Need:
+        """What a model needs on this mesh."""
+        return cls(
+            plan=plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of),
+            parts=mesh.shard.size,
+            transport=transport,
+            local_ranks=mesh.environment.local_world_size,
+        )
 
     def least(self, options: ZeroOptions) -> Footprint:
         """Memory of one rank, with as much kept gathered as takes least where options leave that open."""
@@ -35,44 +61,156 @@ class _Need:
         ]
         return min(found, key=lambda footprint: footprint.total)
 
-    def host_bytes(self, options: ZeroOptions) -> int:
-        """Bytes of all ranks of the host."""
+    def memory(self, options: ZeroOptions) -> int:
+        """Bytes of memory of all ranks of the host."""
         return self.local_ranks * self.least(options).total
 
+    def disk(self, options: ZeroOptions) -> int:
+        """Bytes of swap files of all ranks of the host."""
+        return self.local_ranks * self.least(options).on_disk
+
+    def fits(self, options: ZeroOptions, room: Room) -> bool:
+        """Whether there is room for all of it."""
+        return self.memory(options) <= room.memory and self.disk(options) <= room.disk
+
     def listed(self, options: ZeroOptions) -> str:
-        """The terms of it."""
+        """The terms of what memory holds."""
         footprint = self.least(options)
         terms = {purpose.value: nbytes for purpose, nbytes in footprint.terms.items()}
         terms["parameters gathered around their use"] = footprint.gathered
+        terms["gradient shards on their way"] = footprint.passing
+        return self._list(terms)
+
+    def listed_on_disk(self, options: ZeroOptions) -> str:
+        """The terms of what files hold."""
+        files: Mapping[Purpose, int] = self.least(options).files
+        return self._list({purpose.value: nbytes for purpose, nbytes in files.items()})
+
+    def _list(self, terms: Mapping[str, int]) -> str:
         return ", ".join(f"{human_bytes(self.local_ranks * nbytes)} {what}" for what, nbytes in terms.items() if nbytes)
 
-    def cures(self, options: ZeroOptions) -> Iterator[str]:
-        """What would need less."""
-        higher = {stage: self.host_bytes(replace(options, stage=stage)) for stage in range(options.stage + 1, 4)}
+    def cures(self, options: ZeroOptions, room: Room) -> Iterator[str]:
+        """What would need less memory, best what fits."""
+        higher = {stage: self.memory(replace(options, stage=stage)) for stage in range(options.stage + 1, 4)}
         best = min(higher, key=lambda stage: (higher[stage], stage), default=options.stage)
-        if higher and higher[best] < self.host_bytes(options):
+        if higher and higher[best] < self.memory(options):
             yield f"set zero.stage to {best}, which needs {human_bytes(higher[best])}"
+        for words, changed in _offloaded(replace(options, stage=best)):
+            if self.memory(changed) < self.memory(options) and self.fits(changed, room):
+                stage = f"zero.stage to {best} and " if best != options.stage else ""
+                memory, disk = human_bytes(self.memory(changed)), human_bytes(self.disk(changed))
+                yield f"set {stage}{words}, which needs {memory}, and {disk} of disk"
+                break
         yield "make the model smaller"
         yield "use more hosts" if options.stage else "use more hosts with a zero.stage above 0"
 
+    def fitting_fraction(self, options: ZeroOptions, room: Room) -> float | None:
+        """The largest part of what is to rest on files for which there is room; None where there is none for any."""
+        for count in range(round(1 / _STEP) - 1, 0, -1):
+            fraction = round(count * _STEP, 2)
+            if self.fits(_with_fraction(options, fraction), room):
+                return fraction
+        return None
 
-def require_memory(model: nn.Module, options: ZeroOptions, mesh: Mesh, *, transport: str) -> None:
-    """Raise `StorageError` where a host of CPU ranks has less memory, and swap, than the states need at the least."""
-    free = available_bytes()
-    if mesh.device.type != "cpu" or not free:
-        return
-    need = _Need(
-        plan=plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of),
-        parts=mesh.shard.size,
-        transport=transport,
-        local_ranks=mesh.environment.local_world_size,
+
+def _offloaded(options: ZeroOptions) -> Iterator[tuple[str, ZeroOptions]]:
+    """Options with more and more on files, and what to set for that."""
+    offload = replace(options.offload, optimizer=_FILE, gradients=None)
+    yield "offload.optimizer to file", replace(options, offload=offload)
+    if options.stage == 3:
+        everything = replace(offload, parameters=_FILE)
+        yield "offload.optimizer and offload.parameters to file", replace(options, offload=everything)
+
+
+def _with_fraction(options: ZeroOptions, fraction: float) -> ZeroOptions:
+    """The same with a part of what is to rest on files there, and the rest in memory."""
+    offload = options.offload
+
+    def part(choice: TierChoice) -> TierChoice:
+        return replace(choice, fraction=choice.fraction * fraction) if choice.tier == "file" else choice
+
+    gradients = None if offload.gradients is None else part(offload.gradients)
+    changed = replace(
+        offload, optimizer=part(offload.optimizer), parameters=part(offload.parameters), gradients=gradients
     )
-    needed = need.host_bytes(options)
+    return replace(options, offload=changed)
+
+
+def require_memory(model: nn.Module, options: ZeroOptions, mesh: Mesh, *, transport: str) -> list[str]:
+    """Raise `StorageError` where a host of CPU ranks has less memory and swap, or less disk, than the states need at the least.
+
+    Returns notes on what rests on files.
+    """
+    need = Need.of(model, options, mesh, transport)
+    free = available_bytes()
     given_back = need.local_ranks * sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
-    if needed > free + swap_bytes() + given_back:
+    directories = options.offload.files.directories
+    room = Room(memory=free + swap_bytes() + given_back, disk=sum(_free_bytes(each) for each in _disks(directories)))
+    needed = need.memory(options)
+    if mesh.device.type == "cpu" and free and needed > room.memory:
         count = human_count(sum(p.numel() for p in model.parameters()))
-        *others, last = need.cures(options)
+        *others, last = need.cures(options, room)
         raise StorageError(
             f"{count} parameters at stage {options.stage} need at least {human_bytes(needed)} on this host "
             f"({need.listed(options)}), and {human_bytes(free)} are free; {', '.join(others)}, or {last}"
         )
+    return _require_disk(need, options, room) if need.disk(options) else []
+
+
+def _require_disk(need: Need, options: ZeroOptions, room: Room) -> list[str]:
+    directories = options.offload.files.directories
+    for directory in directories:
+        remove_leftovers(directory)
+    room = replace(room, disk=sum(_free_bytes(each) for each in _disks(directories)))
+    needed, where = need.disk(options), ", ".join(map(str, directories))
+    if needed > room.disk:
+        fraction = need.fitting_fraction(options, room)
+        fits = f"a fraction of {fraction:g} of it fits: {{tier: file, fraction: {fraction:g}}}" if fraction else ""
+        raise StorageError(
+            f"offload: swap files of {human_bytes(needed)} ({need.listed_on_disk(options)}) do not fit into {where}, which has "
+            f"{human_bytes(room.disk)} free; {fits or 'no part of it fits beside the memory there is'}, or give "
+            "offload.directory a larger disk"
+        )
+    notes = [
+        f"offload: {human_bytes(needed)} of swap files ({need.listed_on_disk(options)}) in {where}, which has "
+        f"{human_bytes(room.disk)} free; {human_bytes(need.memory(options))} of states in memory"
+    ]
+    kinds = {str(directory): _file_system(directory) for directory in directories}
+    notes += [
+        f"WARNING: offload: {path} is {kind}, which is memory and no disk; set offload.directory to a directory on a disk"
+        for path, kind in kinds.items()
+        if kind in _IN_MEMORY
+    ]
+    return notes
+
+
+def _disks(directories: tuple[Path, ...]) -> list[Path]:
+    """One existing directory of each file system."""
+    found: dict[int, Path] = {}
+    for directory in directories:
+        existing = _existing(directory)
+        found.setdefault(os.stat(existing).st_dev, existing)
+    return list(found.values())
+
+
+def _existing(directory: Path) -> Path:
+    """The directory, or the nearest one above it that is there."""
+    return next(path for path in (directory, *directory.parents) if path.is_dir())
+
+
+def _free_bytes(directory: Path) -> int:
+    return shutil.disk_usage(directory).free
+
+
+def _file_system(directory: Path) -> str:
+    """The kind of file system that a directory lies on; empty where the system does not tell."""
+    path, best, kind = os.path.realpath(_existing(directory)), "", ""
+    try:
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        _, point, name, *_ = line.split(" ")
+        if len(point) > len(best) and (path == point or path.startswith(point.rstrip("/") + "/")):
+            best, kind = point, name
+    return kind

@@ -78,6 +78,7 @@ class Progress:
             self._cause = result.cause
         if result.loss_scale != 1.0:
             extras["loss_scale"] = result.loss_scale
+        extras |= {f"{tier}_wait_seconds": round(seconds, 4) for tier, seconds in result.waited.items()}
         return StepMetrics(
             step=step,
             loss=result.loss,

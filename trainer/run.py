@@ -97,7 +97,7 @@ class Run:
             self.loss = make_loss(self.model, mode=config.model.loss, compute_loss=given.compute_loss)
             about_model = [*built.notes, *setup.notes_on_modules(self.model)]
             self._tell([*about_model, *self.loss.notes, *self._check_data()])
-            require_memory(self.model, options, mesh, transport=transport)
+            self._tell(require_memory(self.model, options, mesh, transport=transport))
             mesh.meet("start of the run")
             source = WatchedSource(built, self.console, mesh)
             self.engine: ZeroEngine | None = ZeroEngine.build(self.model, mesh, options, source)
@@ -418,6 +418,9 @@ class Run:
         """End the engine and leave the model whole, if every rank has memory for it; else it stays partitioned."""
         engine = self.engine
         if engine is None:
+            return
+        if engine.options.offload.parameters.away:
+            self.console.note("parameters rest on another tier, and the model stays partitioned; use save()")
             return
         master = engine.options.precision.master
         nbytes = sum(bucket.layout.padded * master.itemsize for unit in engine.units for bucket in unit.buckets)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from zeromesh.errors import ConfigError, DataError
 from zeromesh.mesh.axes import MeshShape
 from zeromesh.mesh.groups import Mesh, pick_device
 from zeromesh.mesh.launch import read_environment
+from zeromesh.offload import FileSettings, TierChoice
 from zeromesh.optim.sharded import OptimizerSettings
 from zeromesh.trainer.batching import BatchPlan, SampleOrder
 from zeromesh.trainer.collate import Collate, MapDataset, check_dataset
@@ -27,7 +29,7 @@ from zeromesh.trainer.step import Feed
 from zeromesh.trainer.takes import Takes
 from zeromesh.trainer.tokenizers import PretrainedTokenizer, Tokenizer
 from zeromesh.zero.deferred import BuiltModel, build_deferred, take_given
-from zeromesh.zero.options import Precision, ZeroOptions
+from zeromesh.zero.options import OffloadOptions, Precision, ZeroOptions
 from zeromesh.zero.scaler import ScalerSettings
 from zeromesh.zero.sources import materialize_buffers
 
@@ -55,6 +57,25 @@ def connect(config: TrainerConfig) -> Mesh:
     )
     device = pick_device(environment.local_rank)
     return Mesh(shape, environment, device=device, timeout_seconds=parallel.timeout_seconds)
+
+
+def offload_options(config: TrainerConfig) -> OffloadOptions:
+    """What rests where."""
+    section, gradients = config.offload, config.offload.gradients
+
+    named = section.directory or str(Path(config.run.output_dir, config.run.name, "offload"))
+    directories = (named,) if isinstance(named, str) else named
+    return OffloadOptions(
+        optimizer=TierChoice(tier=section.optimizer.tier, fraction=section.optimizer.fraction),
+        gradients=None if gradients.tier == "auto" else TierChoice(tier=gradients.tier, fraction=gradients.fraction),
+        parameters=TierChoice(tier=section.parameters.tier, fraction=section.parameters.fraction),
+        files=FileSettings(
+            directories=tuple(Path(directory).expanduser().absolute() for directory in directories),
+            label=config.run.name,
+            checksums=section.checksums,
+        ),
+        staging_bytes=section.staging,
+    )
 
 
 def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
@@ -88,6 +109,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
             momentum=optimizer.momentum,
             no_decay=optimizer.no_decay,
         ),
+        offload=offload_options(config),
         accumulation=accumulation,
         clip_norm=config.run.clip_norm,
         on_nonfinite=config.run.on_nonfinite,

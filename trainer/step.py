@@ -85,6 +85,8 @@ class StepResult:
     loss_scale: float
     seconds: float
     cause: str = ""
+    waited: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that this rank stood still for bytes of a tier, by its name."""
     votes: Votes = field(default_factory=Votes)
 
 
@@ -158,6 +160,7 @@ class Stepper:
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
             cause=outcome.cause,
+            waited={tier.value: seconds for tier, seconds in outcome.waited.items()},
             loss_scale=outcome.loss_scale,
             seconds=time.perf_counter() - began,
         )

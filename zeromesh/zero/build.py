@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -66,7 +66,9 @@ def build_units(model: nn.Module, plan: ModelPlan, mesh: Mesh, options: ZeroOpti
     keep = _persistent(layouts, mesh, options, kind)
     ring = RingRequest(slots=options.gradient_slots, nbytes=_slot_bytes(flat, options))
     transport, reduction = _open(kind, flat, keep, ring, mesh, options)
-    tiers = Tiers(device=mesh.device, ledger=Ledger(), files=options.offload.files)
+    files = options.offload.files
+    files = replace(files, label=f"{files.label}-rank{mesh.rank}")
+    tiers = Tiers(device=mesh.device, ledger=Ledger(), files=files)
     _count_buffers(tiers.ledger, flat, keep, transport, reduction, ring)
     buffers = iter(transport.buffers)
     units = []

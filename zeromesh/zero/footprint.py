@@ -13,36 +13,51 @@ For a bucket of P elements (padded) over W ranks, `own` = P / W elements, or P w
 
 with c, m, r the bytes of the compute, master and reduce dtypes. At stage 3 what is not kept comes and goes: at most the root and
 `prefetch` + 1 units are there at once. Activations and what libraries take are not states, and not here.
+
+What rests on files is on disk instead: master weights, moments, gradient shards, and with them c own for the copy that is gathered.
+In memory there are then gradient shards on their way, the largest few of them, and buffers of the stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from zeromesh.flat.layout import BucketLayout, ParameterSpec
 from zeromesh.flat.placement import Placement
-from zeromesh.offload import Purpose
+from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
 from zeromesh.optim.sharded import moment_names
 from zeromesh.zero.build import kept_units, plan_layouts
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.plan import ModelPlan
+from zeromesh.zero.shards import LEAVING
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Bytes of one rank once every bucket has been updated."""
+    """Bytes of one rank once every bucket has been updated. `files` are on disk, everything else in memory."""
 
     terms: Mapping[Purpose, int]
     """What stays from step to step, by purpose; purposes without bytes are left out. `GRADIENTS` inside backward is the most
     that can be there."""
     gathered: int
     """The most that parameters gathered around their use take beside that."""
+    passing: int
+    """The most that gradient shards on their way to another tier take beside that."""
+    files: Mapping[Purpose, int]
 
     @property
     def total(self) -> int:
-        """The highest sum."""
-        return sum(self.terms.values()) + self.gathered
+        """The highest sum in memory."""
+        return sum(self.terms.values()) + self.gathered + self.passing
+
+    @property
+    def on_disk(self) -> int:
+        """Bytes of swap files."""
+        return sum(self.files.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +68,11 @@ class _Setting:
     parts: int
     transport: str
     kept: tuple[bool, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where ranks compute."""
+        return torch.device("cuda" if self.transport == "nccl" else "cpu")
 
     @property
     def replicated(self) -> bool:
@@ -82,18 +102,89 @@ def predict_memory(
     setting = _Setting(options=options, parts=parts, transport=transport, kept=kept)
     buckets = [(layout, stays) for unit, stays in zip(layouts, kept, strict=True) for layout in unit]
     trained = [layout for layout, _ in buckets if _spec(layout).requires_grad]
-    terms = {
-        Purpose.PARAMETERS: int(setting.share * sum(_gathered_bytes(layout) for layout, stays in buckets if stays)),
-        Purpose.MASTER: sum(_master_bytes(layout, setting, stays=stays) for layout, stays in buckets),
-        Purpose.MOMENTS: sum(_moment_bytes(layout, setting) for layout in trained),
-        Purpose.GRADIENTS: _gradient_bytes(layouts, setting),
-        Purpose.PARTIAL_GRADIENTS: sum(_partial_bytes(layout, setting) for layout in trained),
-        Purpose.GRADIENT_BUCKETS: _ring_bytes(trained, setting),
-    }
-    return Footprint(
-        terms={purpose: nbytes for purpose, nbytes in terms.items() if nbytes},
-        gathered=_passing_bytes(layouts, setting),
+    resting = [rest for layout, stays in buckets for rest in _resting(layout, setting, stays=stays)]
+    memory: Counter[Purpose] = Counter()
+    files: Counter[Purpose] = Counter()
+    for rest in resting:
+        files[rest.purpose] += rest.nbytes(Tier.FILE)
+        memory[rest.purpose] += rest.nbytes(Tier.DEVICE) + rest.nbytes(Tier.HOST)
+    memory[Purpose.PARAMETERS] += int(
+        setting.share * sum(_gathered_bytes(layout) for layout, stays in buckets if stays)
     )
+    if options.gradients_pass_through:
+        memory[Purpose.GRADIENTS] += _passing_gradients(layouts, setting)
+    memory[Purpose.PARTIAL_GRADIENTS] += sum(_partial_bytes(layout, setting) for layout in trained)
+    memory[Purpose.GRADIENT_BUCKETS] += _ring_bytes(trained, setting)
+    memory[Purpose.STAGING] += _staging_bytes(buckets, setting, on_files=bool(files.total()))
+    return Footprint(
+        terms={purpose: memory[purpose] for purpose in Purpose if memory[purpose]},
+        gathered=_passing_bytes(layouts, setting),
+        passing=_leaving_bytes(trained, setting),
+        files={purpose: files[purpose] for purpose in Purpose if files[purpose]},
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rest:
+    """`numel` elements that rest where `choice` says."""
+
+    purpose: Purpose
+    numel: int
+    dtype: torch.dtype
+    choice: TierChoice
+
+    def nbytes(self, tier: Tier) -> int:
+        """Bytes on a tier."""
+        return self.choice.on(tier, self.numel) * self.dtype.itemsize
+
+
+def _resting(layout: BucketLayout, setting: _Setting, *, stays: bool) -> Iterator[_Rest]:
+    """What a bucket's shard has for itself, as `build_units` allocates it."""
+    spec, own, options = _spec(layout), setting.own(layout), setting.options
+    offload = options.offload
+    trained = spec.requires_grad and spec.dtype.is_floating_point
+    dtype = options.precision.master if trained else spec.dtype
+    if dtype != spec.dtype:
+        yield _Rest(purpose=Purpose.MASTER, numel=own, dtype=dtype, choice=offload.optimizer)
+        if not stays and not offload.optimizer.in_reach(own, setting.device):
+            yield _Rest(purpose=Purpose.PARAMETERS, numel=own, dtype=spec.dtype, choice=offload.parameters)
+    elif not stays:
+        yield _Rest(purpose=Purpose.MASTER, numel=own, dtype=dtype, choice=offload.parameters)
+    if spec.requires_grad:
+        for _ in moment_names(options.optimizer):
+            yield _Rest(purpose=Purpose.MOMENTS, numel=own, dtype=options.precision.master, choice=offload.optimizer)
+        if not options.gradients_pass_through:
+            yield _Rest(
+                purpose=Purpose.GRADIENTS, numel=own, dtype=options.precision.reduce, choice=offload.gradients_at
+            )
+
+
+def _leaving_bytes(trained: Sequence[BucketLayout], setting: _Setting) -> int:
+    """Gradient shards that are summed in memory before they go to rest elsewhere: those that leave, and the next one."""
+    options = setting.options
+    lengths = sorted((setting.own(layout) for layout in trained), reverse=True)
+    if (
+        options.gradients_pass_through
+        or not lengths
+        or options.offload.gradients_at.in_reach(lengths[0], setting.device)
+    ):
+        return 0
+    return sum(lengths[: LEAVING + 1]) * options.precision.reduce.itemsize
+
+
+def _staging_bytes(buckets: Sequence[tuple[BucketLayout, bool]], setting: _Setting, *, on_files: bool) -> int:
+    """Buffers of the stream, and those of the threads of the file tier."""
+    width = longest = 0
+    offload, device = setting.options.offload, setting.device
+    for layout, stays in buckets:
+        if not _spec(layout).requires_grad:
+            continue
+        own = setting.own(layout)
+        rests = list(_resting(layout, setting, stays=stays))
+        width = max(width, sum(not rest.choice.in_reach(rest.numel, device) for rest in rests))
+        longest = max(longest, own * setting.options.precision.master.itemsize)
+    staging = stream_bytes(width, longest, offload.staging_bytes) if width else 0
+    return staging + (offload.files.staging_bytes if on_files else 0)
 
 
 def _spec(layout: BucketLayout) -> ParameterSpec:
@@ -110,33 +201,22 @@ def _kept(
 ) -> tuple[bool, ...]:
     """Whether each unit's parameters stay gathered."""
     sizes = [sum(_gathered_bytes(layout) for layout in unit) for unit in layouts]
-    if options.placements.parameters is Placement.REPLICATED or transport == "local":
+    away = options.offload.parameters.away
+    if options.placements.parameters is Placement.REPLICATED or (transport == "local" and not away):
         return (True,) * len(sizes)
     if budget is None:
-        budget = sum(sizes) if transport == "shared" else 0
+        budget = sum(sizes) if transport == "shared" and not away else 0
     return tuple(kept_units(sizes, budget))
 
 
-def _master_bytes(layout: BucketLayout, setting: _Setting, *, stays: bool) -> int:
-    spec = _spec(layout)
-    trained = spec.requires_grad and spec.dtype.is_floating_point
-    dtype = setting.options.precision.master if trained else spec.dtype
-    return 0 if stays and dtype == spec.dtype else setting.own(layout) * dtype.itemsize
-
-
-def _moment_bytes(layout: BucketLayout, setting: _Setting) -> int:
-    count = len(moment_names(setting.options.optimizer))
-    return count * setting.own(layout) * setting.options.precision.master.itemsize
-
-
-def _gradient_bytes(layouts: Sequence[Sequence[BucketLayout]], setting: _Setting) -> int:
-    """Gradient shards. Where each lives only from its reduction to its update, there are as many as reductions in flight; with
-    nothing to reduce, those of the root and of the unit that backward is in. Stage 0 completes them all at the end."""
+def _passing_gradients(layouts: Sequence[Sequence[BucketLayout]], setting: _Setting) -> int:
+    """Gradient shards that live from reduction to update: as many as reductions in flight, or with nothing to reduce those of the
+    root and of the unit that backward is in. Stage 0 completes them all at the end."""
     units = [[setting.own(layout) for layout in unit if _spec(layout).requires_grad] for unit in layouts]
     lengths = [length for unit in units for length in unit]
-    if setting.options.gradients_pass_through and setting.parts == 1:
+    if setting.parts == 1:
         lengths = [sum(units[0]), max((sum(unit) for unit in units[1:]), default=0)]
-    elif setting.options.gradients_pass_through and not setting.replicated:
+    elif not setting.replicated:
         lengths = [max(lengths, default=0)] * min(len(lengths), setting.options.gradient_slots)
     return sum(lengths) * setting.options.precision.reduce.itemsize
 

@@ -3,7 +3,7 @@
     make_room  -> reduction adds into bucket.grad ->  put_away       microbatch by microbatch; in the last one its square is kept
     square                                                           of what the norm is the root
 
-What rests elsewhere has memory only while a bucket is being summed: at most `_LEAVING` shards are on their way out at a time.
+What rests elsewhere has memory only while a bucket is being summed: at most `LEAVING` shards are on their way out at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zeromesh.zero.norm import squared_norm
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.unit import Bucket
 
-_LEAVING = 2
+LEAVING = 2
 
 
 class GradientShards:
@@ -61,7 +61,7 @@ class GradientShards:
         bucket.grad = found[0] if found is not None else self._memory_for(bucket)
 
     def _memory_for(self, bucket: Bucket) -> torch.Tensor:
-        while len(self._leaving) >= _LEAVING:
+        while len(self._leaving) >= LEAVING:
             self._wait_for_oldest()
         length = bucket.interval.length
         if bucket.grad_rest is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -27,12 +27,16 @@ from zeromesh.zero.unit import Bucket, Unit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """What `finish` did. `grad_norm` is before clipping; `skipped` when it was not finite, and then `cause` says where."""
+    """What `finish` did. `grad_norm` is before clipping; `skipped` when it was not finite, and then `cause` says where.
+
+    `waited` are this rank's seconds that it stood still in the step for bytes of a tier.
+    """
 
     grad_norm: float
     skipped: bool
     loss_scale: float
     cause: str = ""
+    waited: Mapping[Tier, float] = field(default_factory=dict)
 
 
 class Updater:
@@ -42,6 +46,7 @@ class Updater:
         self.scaler = LossScaler(options.precision.loss_scale)
         self._mesh = mesh
         self._options = options
+        self._tiers = tiers
         self.shards = GradientShards(options, tiers)
         self._buckets = [bucket for unit in units for bucket in unit.trainable]
         self._units = {id(bucket): unit for unit in units for bucket in unit.trainable}
@@ -77,7 +82,9 @@ class Updater:
         device = torch.device("cpu") if missing(tiers.device) else tiers.device
         width = missing(device)
         waits = tiers.waited().get(Tier.FILE, Waits())
-        stream = Stream(device, width, self._options.offload.staging_bytes, waits)
+        longest = max((bucket.master.nbytes for bucket in self._buckets), default=0)
+        nbytes = self._options.offload.staging_bytes
+        stream = Stream(device, width=width, longest=longest, nbytes=nbytes, waits=waits)
         tiers.ledger.add(Tier.HOST, Purpose.STAGING, stream.nbytes)
         return stream
 
@@ -169,7 +176,8 @@ class Updater:
             for number, bucket in enumerate(self._buckets):
                 self._update(bucket, factor, self._buckets[number + 1 :])
         self.updates += finite
-        return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale, cause=cause)
+        waited = {tier: waits.take() for tier, waits in self._tiers.waited().items()}
+        return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale, cause=cause, waited=waited)
 
     def _cause(self, norm: float, loss_finite: bool) -> str:
         """Where the gradients are not finite, and on which ranks the loss is not; all ranks say the same."""
