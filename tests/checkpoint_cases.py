@@ -114,6 +114,7 @@ def trained(
     noisy: bool = False,
     disks: Sequence[int] = (),
     lost_disk: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train up to `steps`, going on from what is there; the losses of this process and where it began.
 
@@ -121,15 +122,15 @@ def trained(
     """
     folder = f"{folder}/disk-{disks[mesh.rank]}" if disks else folder
     torch.manual_seed(7)
-    callbacks: list[Callback] = [Mirror(Path(mirror))] if mirror else []
-    callbacks += [Slow(Path(marker), rest)] if marker else []
-    callbacks += [LostDisk(Path(folder) / "run" / "checkpoints")] if lost_disk and mesh.rank == 0 else []
+    watching = [*callbacks, *([Mirror(Path(mirror))] if mirror else [])]
+    watching += [Slow(Path(marker), rest)] if marker else []
+    watching += [LostDisk(Path(folder) / "run" / "checkpoints")] if lost_disk and mesh.rank == 0 else []
     with Trainer(
         MODELS[kind](),
         configured(folder, steps, sections),
         sentences(),
         data_collator=noised if noisy else None,
-        callbacks=callbacks,
+        callbacks=watching,
     ) as trainer:
         report = trainer.fit()
     metrics = Path(folder) / "run" / "metrics.jsonl"
