@@ -85,7 +85,7 @@ class FileTier:
         self._stripes.close()
 
     def submit(self, work: Callable[[int, torch.Tensor], None], at: int, data: torch.Tensor) -> Future[None]:
-        """Have a thread do `work(at, data)`. Of a tier that is closed the future is cancelled."""
+        """Have a thread do `work(at, data)`. Where there is none, after `close` say, the future is cancelled."""
         try:
             return self._threads.submit(work, at, data)
         except RuntimeError:  # The caller may have buffers in flight: it learns of it where it waits for them.

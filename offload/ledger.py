@@ -49,7 +49,7 @@ class Ledger:
         """Count an allocation (or, negative, its end).
 
         Raises:
-            StorageError: when the tier's limit is exceeded.
+            StorageError: when the tier's limit would be exceeded; then nothing is counted.
             ValueError: when more is taken back than was counted.
         """
         key = (tier, purpose)
@@ -57,14 +57,14 @@ class Ledger:
             raise ValueError(
                 f"{purpose.value} in {tier.value}: {-nbytes:,} bytes given back, {self._bytes[key]:,} counted"
             )
-        self._bytes[key] += nbytes
-        self._peak = max(self._peak, self.total())
         limit = self._limits.get(tier)
-        if limit is not None and nbytes > 0 and self.total(tier) > limit:
+        if limit is not None and nbytes > 0 and self.total(tier) + nbytes > limit:
             raise StorageError(
                 f"{purpose.value}: {nbytes:,} bytes more do not fit into the {tier.value} tier, which has {limit:,} and of "
-                f"these {self.total(tier) - nbytes:,} in use"
+                f"these {self.total(tier):,} in use"
             )
+        self._bytes[key] += nbytes
+        self._peak = max(self._peak, self.total())
 
     def total(self, *tiers: Tier) -> int:
         """Bytes now, of some tiers; of all memory where none is named."""

@@ -89,6 +89,7 @@ class Stream:
     def __init__(self, device: torch.device, *, width: int, longest: int, nbytes: int, waits: Waits) -> None:
         self._device = device
         self._waits = waits
+        self._width = width
         self._buffer_bytes = buffer_bytes(width, longest, nbytes)
         self._pool = StagingPool(width * _IN_FLIGHT, self._buffer_bytes) if width else None
         self._flights: deque[_Flight] = deque()
@@ -113,8 +114,9 @@ class Stream:
     ) -> None:
         """`compute(row, tensors)` for each row, in order, with `[end - start]` of each tensor, to be changed in place.
 
-        `ahead` are the rows that come after them, as far as that is known: the first ones are read already. Writes may go on after
-        this returns; whoever reads the tensors waits for them.
+        `ahead` are the rows that come after them, as far as that is known: the first ones are read already, so whoever changes them
+        by other means before their turn calls `forget`. Writes may go on after this returns; whoever reads the tensors waits for
+        them. After an error nothing is read ahead, and all buffers come back.
 
         Raises:
             StorageError: when something cannot be read; what cannot be written, whoever reads it next is told.
@@ -123,15 +125,20 @@ class Stream:
         if any(flight.row.place != row.place for flight, row in zip(self._flights, planned, strict=False)):
             self.forget()
         coming = deque(planned[len(self._flights) :])
-        for row in rows:
-            if not self._flights:
-                self._start(coming.popleft())
-            flight = self._flights.popleft()
-            for read in flight.reads:
-                read.wait()
-            self._read_ahead(coming)
-            compute(row, [*flight.tensors])
-            self._write(flight)
+        try:
+            for row in rows:
+                if not self._flights:
+                    self._start(coming.popleft())
+                flight = self._flights[0]
+                for read in flight.reads:
+                    read.wait()
+                self._read_ahead(coming)
+                compute(row, [*flight.tensors])
+                self._write(flight)
+                self._flights.popleft()
+        except BaseException:
+            self.forget()
+            raise
 
     def forget(self) -> None:
         """Rows that were read ahead will not be computed."""
@@ -142,8 +149,8 @@ class Stream:
                     read.on_end(partial(self._give, buffer))
 
     def _read_ahead(self, coming: deque[Row]) -> None:
-        """Start to read what comes, while buffers are free: those of writes in flight are not waited for."""
-        while coming and len(self._flights) < _DEPTH and self._missing(coming[0]) <= self._free():
+        """Start to read what comes after the row at hand, while buffers are free: those of writes in flight are not waited for."""
+        while coming and len(self._flights) <= _DEPTH and self._missing(coming[0]) <= self._free():
             self._start(coming.popleft())
 
     def _missing(self, row: Row) -> int:
@@ -154,21 +161,22 @@ class Stream:
         return self._pool.free if self._pool is not None else 0
 
     def _start(self, row: Row) -> None:
+        if self._missing(row) > self._width:  # It would wait for buffers that there are not.
+            raise ValueError(f"a row of {self._missing(row)} tensors out of reach, in a stream of width {self._width}")
         flight = _Flight(row=row, tensors=[], buffers=[], reads=[])
+        self._flights.append(flight)
         for use in row.uses:
             tensor = use.tensor.view(row.start, row.end, self._device)
             buffer = None
-            read = DONE
             if tensor is None:
                 buffer = self._take()
                 length = row.end - row.start
                 tensor = buffer[: length * use.tensor.dtype.itemsize].view(use.tensor.dtype)
-                if use.mode is not Mode.WRITE:
-                    read = use.tensor.read(row.start, tensor)
             flight.tensors.append(tensor)
             flight.buffers.append(buffer)
-            flight.reads.append(read)
-        self._flights.append(flight)
+            flight.reads.append(DONE)
+            if buffer is not None and use.mode is not Mode.WRITE:
+                flight.reads[-1] = use.tensor.read(row.start, tensor)
 
     def _take(self) -> torch.Tensor:
         if self._pool is None:
@@ -183,10 +191,10 @@ class Stream:
             self._pool.give(buffer)
 
     def _write(self, flight: _Flight) -> None:
-        for use, tensor, buffer in zip(flight.row.uses, flight.tensors, flight.buffers, strict=True):
+        for number, (use, tensor) in enumerate(zip(flight.row.uses, flight.tensors, strict=True)):
+            buffer = flight.buffers[number]
             if buffer is None:
                 continue
-            if use.mode is Mode.READ:
-                self._give(buffer)
-            else:
-                use.tensor.write(flight.row.start, tensor).on_end(partial(self._give, buffer))
+            write = DONE if use.mode is Mode.READ else use.tensor.write(flight.row.start, tensor)
+            flight.buffers[number] = None
+            write.on_end(partial(self._give, buffer))

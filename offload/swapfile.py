@@ -56,12 +56,17 @@ class SwapFile:
 
     Raises:
         StorageError: where it cannot be made, names the directory.
+        ValueError: for a label that does not fit into a name.
     """
 
     def __init__(self, directory: Path, label: str) -> None:
         self.path, self._lock = _make(directory, label)
-        self._file = PositionalFile(self.path, write=True)
         self.nbytes = 0
+        try:
+            self._file = PositionalFile(self.path, write=True)
+        except BaseException:
+            _discard(self.path, self._lock)
+            raise
 
     @property
     def direct(self) -> bool:
@@ -80,9 +85,14 @@ class SwapFile:
 
     def check(self) -> None:
         """Raise `StorageError` where somebody has removed or shortened the file."""
-        found = os.fstat(self._lock)
+        try:
+            found = os.fstat(self._lock)
+        except OSError as error:
+            raise StorageError(f"{self.path!r} cannot be looked at: {error.strerror or error}") from error
         if found.st_nlink == 0:
-            raise StorageError(f"{self.path!r} was removed while the run was using it; leave swap files alone")
+            raise StorageError(
+                f"{self.path!r}, {self.nbytes:,} bytes, was removed while the run was using it; leave swap files alone"
+            )
         if found.st_size < self.nbytes:
             raise StorageError(
                 f"{self.path!r} has {found.st_size:,} bytes, {self.nbytes:,} were reserved; leave swap files alone"
@@ -111,7 +121,10 @@ class SwapFile:
 def _make(directory: Path, label: str) -> tuple[str, int]:
     """A new file and a descriptor that holds its lock."""
     for _ in range(_ATTEMPTS):
-        path = os.fspath(directory / f"zeromesh-{label}-{secrets.token_hex(8)}.swap")
+        name = f"zeromesh-{label}-{secrets.token_hex(8)}.swap"
+        if not _NAME.fullmatch(name):  # Nobody would know it for a leftover.
+            raise ValueError(f"label {label!r} of swap files; give letters, digits, '.', '_' and '-'")
+        path = os.fspath(directory / name)
         descriptor = -1
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -119,25 +132,34 @@ def _make(directory: Path, label: str) -> tuple[str, int]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(descriptor).st_nlink:
                 return path, descriptor
-        except BlockingIOError:
-            pass  # Somebody was looking whether it is a leftover, and has removed it.
+            _discard(path, descriptor)
+        except BlockingIOError:  # Somebody was looking whether it is a leftover, and removes it.
+            _discard(path, descriptor)
         except OSError as error:
-            if descriptor >= 0:
-                os.close(descriptor)
+            _discard(path, descriptor)
             raise StorageError(
                 f"swap files cannot be made in {str(directory)!r}: {error.strerror or error}; "
                 "give offload.directory a directory that can be written"
             ) from error
-        os.close(descriptor)
     raise StorageError(
         f"swap files made in {str(directory)!r} vanish at once; give offload.directory another directory"
     )
+
+
+def _discard(path: str, descriptor: int) -> None:
+    """Remove a file that was made in vain."""
+    if descriptor >= 0:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        os.close(descriptor)
 
 
 class Stripes:
     """Several swap files as one range of bytes: stripe by stripe, each directory in turn."""
 
     def __init__(self, directories: Sequence[Path], label: str) -> None:
+        if not directories:
+            raise ValueError("swap files need a directory, none is given")
         self._files: list[SwapFile] = []
         try:
             for directory in directories:
@@ -203,4 +225,4 @@ class Stripes:
 
 def _no_room(path: str, nbytes: int, error: OSError) -> str:
     why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
-    return f"{path!r} cannot be given {nbytes:,} bytes more: {why}"
+    return f"{path!r} cannot be given {nbytes:,} bytes more: {why}; free some there, or give offload.directory another disk"

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
+from zeromesh.errors import ConfigError
 from zeromesh.offload.file import Slot
 from zeromesh.offload.ledger import Tier
 from zeromesh.offload.transfer import DONE, Together, Transfer
@@ -28,10 +29,20 @@ _CONVERTED = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierChoice:
-    """Where something rests: `fraction` of it on `tier`, the rest on the device. `none` is the device alone."""
+    """Where something rests: `fraction` of it on `tier`, the rest on the device. `none` is the device alone.
+
+    Raises:
+        ConfigError: for a tier that there is not, or a fraction that is none.
+    """
 
     tier: TierName = "none"
     fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.tier not in get_args(TierName):
+            raise ConfigError(f"tier is {self.tier!r}; allowed are {', '.join(get_args(TierName))}")
+        if not 0 <= self.fraction <= 1:
+            raise ConfigError(f"fraction of tier {self.tier} is {self.fraction}; it must be from 0 to 1")
 
     @property
     def away(self) -> bool:
@@ -192,16 +203,25 @@ class TensorSlice:
         return found
 
     def slice(self, start: int, end: int) -> TensorSlice:
-        """Elements [start, end) of these."""
+        """Elements [start, end) of these. Raises `ValueError` where they are others'."""
+        if not 0 <= start <= end <= self.numel:
+            raise ValueError(f"elements [{start}, {end}) do not lie in a slice of {self.numel}")
         return TensorSlice(tensor=self.tensor, start=self.start + start, end=self.start + end)
 
     def copy_to(self, out: torch.Tensor) -> None:
         """Fill `out`, 1-D of `numel` elements, converted to its dtype. Raises `StorageError`."""
+        self._require_all(out)
         self.tensor.read(self.start, out).wait()
 
     def copy_from(self, data: torch.Tensor) -> None:
         """Become `data`, 1-D of `numel` elements, converted to this dtype. Raises `StorageError`."""
+        self._require_all(data)
         self.tensor.write(self.start, data).wait()
+
+    def _require_all(self, other: torch.Tensor) -> None:
+        """Raise `ValueError` where others' elements would be copied, or not all of these."""
+        if other.numel() != self.numel:
+            raise ValueError(f"{other.numel()} elements to copy, for a slice of {self.numel}")
 
 
 def _read(dtype: torch.dtype, part: Part, at: int, out: torch.Tensor) -> Transfer:

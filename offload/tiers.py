@@ -61,13 +61,23 @@ class Tiers:
             slot = self.file().allocate(cut * dtype.itemsize, label)
             parts.append(Part(start=0, end=cut, tier=Tier.FILE, slot=slot))
         elif cut:
-            parts.append(Part(start=0, end=cut, tier=Tier.HOST, memory=self.pinned.allocate(cut, dtype, self.device)))
+            parts.append(Part(start=0, end=cut, tier=Tier.HOST, memory=self._memory(Tier.HOST, cut, dtype, label)))
         if cut < numel or not parts:
-            memory = allocate_lasting(numel - cut, dtype, self.device)
+            memory = self._memory(Tier.DEVICE, numel - cut, dtype, label)
             parts.append(Part(start=cut, end=numel, tier=Tier.DEVICE, memory=memory))
         for part in parts:
             self.ledger.add(part.tier, purpose, (part.end - part.start) * dtype.itemsize)
         return TieredTensor(dtype, parts)
+
+    def _memory(self, tier: Tier, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        try:
+            if tier is Tier.HOST:
+                return self.pinned.allocate(numel, dtype, self.device)
+            return allocate_lasting(numel, dtype, self.device)
+        except (OSError, MemoryError, RuntimeError) as error:
+            raise StorageError(
+                f"{tier.value} tier, {label}: {numel * dtype.itemsize:,} bytes cannot be allocated: {error}"
+            ) from error
 
     def file(self) -> FileTier:
         """The file tier. Raises `StorageError` where there is no directory for it."""

@@ -60,7 +60,7 @@ class Transfer:
         self.end()
         for piece in self._pieces:
             if piece.cancelled():
-                raise StorageError(f"{self._what} were not moved: the tier was closed before")
+                raise StorageError(f"{self._what} were not moved: the tier is closed, or has no thread for them")
             piece.result()
 
     def end(self) -> None:
