@@ -8,6 +8,7 @@ deepspeed   DeepSpeed's ZeRO stages 1, 2, 3
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ Step = Callable[[Tensor], Tensor]
 
 def make_peer(system: str, workload: Workload, device: torch.device) -> Step:
     """Build the model and the system around it."""
+    if system.startswith("deepspeed-") and workload.offload != "none":
+        return _deepspeed(_built_by_deepspeed(workload), workload, int(system.removeprefix("deepspeed-")))
     model: Any = workload.build_model()
     _initialise(model, workload)
     model.to(device)
@@ -84,6 +87,28 @@ def sharded(model: Any, workload: Workload, *, keep: bool) -> Any:
     return model
 
 
+def _tiers(workload: Workload) -> dict[str, Any]:
+    """DeepSpeed's words for what rests where."""
+    device = {"host": "cpu", "optimizer": "nvme", "file": "nvme"}.get(workload.offload)
+    place = {"device": device, "nvme_path": workload.folder or tempfile.gettempdir()}
+    tiers = {"offload_optimizer": place} if device else {}
+    return tiers | ({"offload_param": place} if workload.offload in ("host", "file") else {})
+
+
+def _built_by_deepspeed(workload: Workload) -> Any:
+    """The model, partitioned while it is built: as DeepSpeed asks for where parameters rest elsewhere."""
+    import deepspeed
+
+    settings = {
+        "train_micro_batch_size_per_gpu": workload.micro,
+        "bf16": {"enabled": workload.dtype == "bf16"},
+        "zero_optimization": {"stage": 3, **_tiers(workload)},
+    }
+    torch.manual_seed(workload.seed)
+    with deepspeed.zero.Init(config_dict_or_path=settings):
+        return workload.build_model()
+
+
 def deepspeed_engine(model: Any, workload: Workload, stage: int) -> Any:
     """DeepSpeed's engine around the model."""
     import deepspeed
@@ -91,7 +116,13 @@ def deepspeed_engine(model: Any, workload: Workload, stage: int) -> Any:
     settings = {
         "train_micro_batch_size_per_gpu": workload.micro,
         "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": stage, "overlap_comm": False, "contiguous_gradients": True},
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            **_tiers(workload),
+        },
+        "gradient_clipping": workload.clip,
         "bf16": {"enabled": workload.dtype == "bf16"},
         "optimizer": {
             "type": "AdamW",
@@ -99,7 +130,7 @@ def deepspeed_engine(model: Any, workload: Workload, stage: int) -> Any:
                 "lr": workload.learning_rate,
                 "betas": list(workload.betas),
                 "weight_decay": workload.weight_decay,
-                "torch_adam": True,
+                "torch_adam": workload.offload == "none",
             },
         },
         "steps_per_print": 10**9,

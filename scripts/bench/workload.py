@@ -48,6 +48,16 @@ class Workload:
     """Steps between checkpoints that zeromesh writes while it trains; 0: none."""
     checkpoint_folder: str = ""
     """Where to."""
+    offload: str = "none"
+    """Where zeromesh's and DeepSpeed's states rest: `none`, `host`, `optimizer` (on file, that alone), `file` (everything)."""
+    folder: str = ""
+    """Where files of the file tier lie; empty: in the temporary directory."""
+    clip: float = 0.0
+    """Largest norm of gradients; 0: no clipping."""
+    timeline: bool = False
+    """Whether zeromesh's last step is recorded."""
+    prefetch: int = 1
+    """Units that zeromesh gathers ahead."""
     device: Literal["cpu", "cuda"] = "cpu"
     warmup: int = 3
     timed: int = 8
@@ -112,8 +122,10 @@ class Workload:
         return cls(**{**values, "betas": tuple(values["betas"])})
 
     def __str__(self) -> str:
-        checkpointed = ", blocks recomputed" if self.checkpointing else ""
+        more = ", blocks recomputed" if self.checkpointing else ""
+        more += f", offload {self.offload}" if self.offload != "none" else ""
+        more += f", clipped at {self.clip:g}" if self.clip else ""
         return (
             f"Llama, hidden {self.hidden}, {self.layers} layers, vocabulary {self.vocabulary}, {self.ranks} ranks x "
-            f"micro-batch {self.micro} x {self.sequence} tokens, one thread each, AdamW, {self.dtype}, {self.device}{checkpointed}"
+            f"micro-batch {self.micro} x {self.sequence} tokens, one thread each, AdamW, {self.dtype}, {self.device}{more}"
         )

@@ -136,10 +136,10 @@ class BucketOptimizer:
             if common.length:
                 part = slice(common.start - start, common.end - start)
                 states = [moment[part] for moment in moments]
-                _update(self._settings, group, lr_factor, master[part], grad[part], states, self._updates - 1)
+                fused_update(self._settings, group, lr_factor, master[part], grad[part], states, self._updates - 1)
 
 
-def _update(
+def fused_update(
     settings: OptimizerSettings,
     group: OptimizerGroup,
     lr_factor: float,
