@@ -109,7 +109,7 @@ def train(workload: Workload, stage: int, probe: Probe) -> None:
             workload.build_model,
             configuration(workload, stage, output_dir),
             train_dataset=Tokens(workload),
-            callbacks=[Watcher(probe, recorder, workload.steps)],
+            callbacks=[Watcher(probe, recorder, workload.warmup + workload.timed)],
         )
         trainer.fit()
         trainer.close()

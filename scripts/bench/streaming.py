@@ -105,9 +105,10 @@ class Bench:
 
     def _compute_seconds(self, times: int) -> float:
         length = self._rows[0].end - self._rows[0].start
-        tensors = [torch.rand(length) for _ in range(_READS)]
-        count = min(20, len(self._rows))
-        return _seconds(lambda: [_repeat(tensors, times) for _ in range(count)]) * len(self._rows) / count
+        rows = [[torch.rand(length) for _ in range(_READS)] for _ in range(min(8, len(self._rows)))]
+        for tensors in rows:
+            _repeat(tensors, 1)
+        return _seconds(lambda: [_repeat(tensors, times) for tensors in rows]) * len(self._rows) / len(rows)
 
     def _raw(self) -> None:
         """The bytes of a pass, in as many pieces, with nothing between reading and writing them."""
