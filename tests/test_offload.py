@@ -108,6 +108,30 @@ def test_waits_are_in_the_metrics_and_the_console_says_what_rests_where(
     assert swap_files(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("size", "activations", "mode"),
+    [
+        (2, "file", "block"),
+        (1, {"tier": "file", "fraction": 0.5}, "selective"),
+        pytest.param(2, "host", "block", marks=pytest.mark.full),
+    ],
+)
+def test_kept_inputs_of_blocks_rest_elsewhere_bit_by_bit(
+    workers: Workers, tmp_path: Path, size: int, activations: Any, mode: str
+) -> None:
+    sections = {"precision": BF16, "model": {"activation_checkpointing": mode}}
+    offload = {**FILES, "activations": activations}
+    found = [
+        workers.run(
+            size, "checkpoint_cases:trained", folder=f"{tmp_path}/{name}", steps=5, sections={**sections, **more}
+        )[0]["losses"]
+        for name, more in (("a", {}), ("b", {"offload": offload}))
+    ]
+    assert found[0] == found[1]
+    assert unequal(step(tmp_path / "a", 5), step(tmp_path / "b", 5)) == []
+    assert swap_files(tmp_path / "b") == []
+
+
 # Faults
 
 

@@ -197,6 +197,10 @@ class OffloadSection(Section):
     parameters: Annotated[TierShare, Allowed(_TIERS)] = Field(
         default_factory=TierShare, description="Parameters between their uses, at stage 3."
     )
+    activations: Annotated[TierShare, Allowed(_TIERS)] = Field(
+        default_factory=TierShare,
+        description="Inputs of recomputed blocks until backward; a fraction is that of the first blocks.",
+    )
     directory: Text | Texts | None = Field(
         default=None,
         description="Where files of the file tier lie: best on a local NVMe disk; several are used in turn, stripe by stripe. "

@@ -138,6 +138,15 @@ def _offload(config: TrainerConfig) -> Iterator[str]:
         )
 
 
+def _activations(config: TrainerConfig) -> Iterator[str]:
+    """What rests elsewhere is the inputs of blocks that are recomputed."""
+    if config.offload.activations.tier != "none" and config.model.activation_checkpointing == "none":
+        yield (
+            f"offload.activations: {config.offload.activations.tier} moves the inputs of recomputed blocks, and "
+            "model.activation_checkpointing is none; set it to block, or offload.activations to none"
+        )
+
+
 def _batch(config: TrainerConfig) -> Iterator[str]:
     batch = config.batch
     if batch.micro_size > batch.global_size:
@@ -192,6 +201,7 @@ _RULES = (
         find=_in_backward,
     ),
     Rule(keys=("offload.parameters", "zero.stage"), find=_offload),
+    Rule(keys=("offload.activations", "model.activation_checkpointing"), find=_activations),
     Rule(keys=("batch.micro_size", "batch.global_size"), find=_batch),
     Rule(keys=("schedule.warmup_steps", "run.max_steps"), find=_warmup),
     Rule(keys=(*(f"schedule.{key}" for key in _CURVE_KEYS), "run.max_steps"), find=_curve),

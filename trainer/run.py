@@ -18,7 +18,8 @@ from zeromesh.mesh.launch import setting
 from zeromesh.mesh.monitor import NAME as RANKS
 from zeromesh.mesh.monitor import StateMonitor
 from zeromesh.mesh.select import choose_transport
-from zeromesh.offload import available_bytes, peak_bytes, reuse_freed_memory, settle_heap
+from zeromesh.offload import Tiers, available_bytes, peak_bytes, reuse_freed_memory, settle_heap
+from zeromesh.offload.activations import ActivationStore
 from zeromesh.offload.heap import TUNABLES
 from zeromesh.tensor.products import take_product_buffers
 from zeromesh.trainer import setup
@@ -43,7 +44,9 @@ from zeromesh.trainer.step import EvaluationResult, Feed, Stepper
 from zeromesh.trainer.stragglers import RankFigures
 from zeromesh.trainer.takes import Takes
 from zeromesh.trainer.watched_source import WatchedSource
+from zeromesh.zero.build import open_tiers
 from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.plan import block_modules
 
 Call = Callable[..., None]
@@ -89,8 +92,9 @@ class Run:
         built = setup.prepare_model(given.model, config, self.data.tokenizer)
         self.model = built.model
         self._kept = KeptAttributes(self.model)
+        tiers = open_tiers(mesh, options)
         try:
-            self._dress(options.precision.compute)
+            self._dress(options, tiers)
             setup.place_buffers(built, mesh, config.run.seed)
             self.takes = Takes.of(self.model, users_loss=given.compute_loss is not None)
             self.console.status("trying the loss on a small copy")
@@ -100,8 +104,9 @@ class Run:
             self._tell(require_memory(self.model, options, mesh, transport=transport))
             mesh.meet("start of the run")
             source = WatchedSource(built, self.console, mesh)
-            self.engine: ZeroEngine | None = ZeroEngine.build(self.model, mesh, options, source)
+            self.engine: ZeroEngine | None = ZeroEngine.build(self.model, mesh, options, source, tiers)
         except BaseException:
+            tiers.close()
             self._kept.put_back()
             raise
         source.close()
@@ -131,13 +136,19 @@ class Run:
         sums = f", gradients summed over {engine.reduction_name}" if self.mesh.world_size > 1 else ""
         return f"{type(self.model).__name__}: {human_count(count)} parameters in {units}{sums}"
 
-    def _dress(self, compute: torch.dtype) -> None:
+    def _dress(self, options: ZeroOptions, tiers: Tiers) -> None:
         """Training mode, fast matrix products, activation checkpointing and compilation, as the configuration says."""
         section = self.config.model
         self.model.train()
-        use_fastest_products(self.model, compute, self.mesh.device.type)
+        use_fastest_products(self.model, options.precision.compute, self.mesh.device.type)
         blocks = block_modules(self.model)
-        enable_activation_checkpointing(self.model, section.activation_checkpointing, blocks=blocks or None)
+        mode, choice = section.activation_checkpointing, options.offload.activations
+        store = ActivationStore(tiers, choice) if choice.away else None
+        count = enable_activation_checkpointing(self.model, mode, blocks=blocks or None, store=store)
+        if store is not None:
+            self.console.note(
+                f"offload: inputs of {store.away_of(count)} of {count} recomputed blocks rest on {choice.tier}"
+            )
         if section.compile:
             if not blocks:
                 raise ConfigError(

@@ -69,6 +69,7 @@ def offload_options(config: TrainerConfig) -> OffloadOptions:
         optimizer=TierChoice(tier=section.optimizer.tier, fraction=section.optimizer.fraction),
         gradients=None if gradients.tier == "auto" else TierChoice(tier=gradients.tier, fraction=gradients.fraction),
         parameters=TierChoice(tier=section.parameters.tier, fraction=section.parameters.fraction),
+        activations=TierChoice(tier=section.activations.tier, fraction=section.activations.fraction),
         files=FileSettings(
             directories=tuple(Path(directory).expanduser().absolute() for directory in directories),
             label=config.run.name,

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from zeromesh.errors import ConfigError
 from zeromesh.offload import allocate_lasting
+from zeromesh.offload.activations import ActivationStore
 
 Mode = Literal["none", "block", "selective"]
 
@@ -34,55 +35,104 @@ _KEPT_NAMES = (
     "aten::_scaled_dot_product_fused_attention_overrideable",
 )
 
+_ALIGNMENT = 64
+"""Bytes: what PyTorch gives tensors on CPU."""
 
-def enable_activation_checkpointing(model: nn.Module, mode: Mode, *, blocks: Sequence[nn.Module] | None = None) -> int:
+
+def enable_activation_checkpointing(
+    model: nn.Module,
+    mode: Mode,
+    *,
+    blocks: Sequence[nn.Module] | None = None,
+    store: ActivationStore | None = None,
+) -> int:
     """Checkpoint the activations of `model`'s blocks; returns how many blocks do so (0 for `none`).
 
     Args:
-        model: a Hugging Face model, whose layers know how to checkpoint themselves, or any module with
-        `blocks`. mode: `none`; `block`: a block keeps its inputs and is recomputed whole; `selective`: it
-        also keeps the results
-            of matrix products and of fused attention, and recomputes only what is cheap.
+        model: a Hugging Face model, whose layers know how to checkpoint themselves, or any module with `blocks`.
+        mode: `none`; `block`: a block keeps its inputs and is recomputed whole; `selective`: it also keeps the results of matrix
+            products and of fused attention, and recomputes only what is cheap.
         blocks: the modules to checkpoint where they do not know it themselves.
+        store: keeps the inputs of blocks until backward; None: they stay on the device.
 
-    Gradients are those without checkpointing, dropout included. Raises `ConfigError` for an unknown mode, and
-    if the model has no blocks that can be checkpointed.
+    Gradients are those without checkpointing, dropout included. Raises `ConfigError` for an unknown mode, if the model has no
+    blocks that can be checkpointed, and for a store that nothing would be kept in.
     """
-    if mode not in get_args(Mode):
-        raise ConfigError(f"activation_checkpointing: {mode!r} is not one of {', '.join(get_args(Mode))}")
-    layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    inner, layers = recomputed_blocks(model, mode, blocks), _layers(model)
     if mode == "none":
+        if store is not None:
+            raise ConfigError(
+                "activation_checkpointing: none keeps all activations on the device, and their offload moves the inputs of "
+                "recomputed blocks; set activation_checkpointing: block"
+            )
         for module in layers:
             module.gradient_checkpointing = False  # type: ignore[assignment]
         return 0
-    run = _checkpoint_function(mode)
-    if getattr(model, "supports_gradient_checkpointing", False) and layers:
-        for module in layers:
-            module._gradient_checkpointing_func = run  # type: ignore[assignment]
-            module.gradient_checkpointing = True  # type: ignore[assignment]
-        inner = [module for module in layers if not _contains_another(module, layers)]
+    on_device, away = _checkpoint_functions(mode, store)
+    count = store.away_of(len(inner)) if store is not None else 0
+    run = {id(block): away for block in inner[:count]}
+    if not _knows_itself(model):
+        for block in inner:
+            _wrap_forward(block, run.get(id(block), on_device))
         return len(inner)
+    for module in layers:
+        module._gradient_checkpointing_func = run.get(id(module), on_device)  # type: ignore[assignment]
+        module.gradient_checkpointing = True  # type: ignore[assignment]
+    return len(inner)
+
+
+def recomputed_blocks(model: nn.Module, mode: Mode, blocks: Sequence[nn.Module] | None = None) -> tuple[nn.Module, ...]:
+    """The blocks that `enable_activation_checkpointing` would have recomputed, in the order of the model; raises as it does."""
+    if mode not in get_args(Mode):
+        raise ConfigError(f"activation_checkpointing: {mode!r} is not one of {', '.join(get_args(Mode))}")
+    if mode == "none":
+        return ()
+    if _knows_itself(model):
+        layers = _layers(model)
+        return tuple(module for module in layers if not _contains_another(module, layers))
     if not blocks:
         raise ConfigError(
             f"activation_checkpointing: {mode} needs repeated blocks, and {type(model).__name__} has none that "
             "are known; set activation_checkpointing: none, or name the blocks"
         )
-    for block in blocks:
-        _wrap_forward(block, run)
-    return len(blocks)
+    return tuple(blocks)
 
 
-def _checkpoint_function(mode: Mode) -> Callable[..., Any]:
+def _knows_itself(model: nn.Module) -> bool:
+    """Whether the model's layers know how to checkpoint themselves."""
+    return getattr(model, "supports_gradient_checkpointing", False) and bool(_layers(model))
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Modules that can be told to checkpoint themselves, and those that contain them."""
+    return [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+
+
+def _checkpoint_functions(mode: Mode, store: ActivationStore | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What checkpoints a block whose inputs stay on the device, and one whose inputs leave it."""
     if mode == "block":
         run = partial(checkpoint, use_reentrant=False)
     else:
         contexts = partial(create_selective_checkpoint_contexts, _policy)
         run = partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
-    def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def kept(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return run(function, *map(_kept, args), **kwargs)
 
-    return checkpointed
+    if store is None:
+        return kept, kept
+    return _stored(run, store, away=False), _stored(run, store, away=True)
+
+
+def _stored(run: Callable[..., Any], store: ActivationStore, *, away: bool) -> Callable[..., Any]:
+    def stored(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        # `checkpoint` saves its arguments under the hooks that are in force around it, and nothing else: within, it has its own.
+        with store.keeping(away=away):
+            return run(function, *[_as_stored(value) if store.moves(value) else value for value in args], **kwargs)
+
+    return stored
 
 
 class _Keep(torch.autograd.Function):
@@ -106,6 +156,13 @@ def _kept(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.requires_grad and value.device.type == "cpu" and not value.is_leaf:
         return _Keep.apply(value)  # type: ignore[no-untyped-call]
     return value
+
+
+def _as_stored(hidden: torch.Tensor) -> torch.Tensor:
+    """Hidden states as the store will give them back: what a kernel computes may depend on strides and on alignment."""
+    if hidden.is_contiguous() and (hidden.device.type != "cpu" or hidden.data_ptr() % _ALIGNMENT == 0):
+        return hidden
+    return hidden.clone(memory_format=torch.contiguous_format)
 
 
 def _policy(_context: object, operation: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:

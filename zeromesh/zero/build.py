@@ -49,7 +49,16 @@ def plan_layouts(plan: ModelPlan, parts: int) -> list[list[BucketLayout]]:
     ]
 
 
-def build_units(model: nn.Module, plan: ModelPlan, mesh: Mesh, options: ZeroOptions, source: ParameterSource) -> Built:
+def open_tiers(mesh: Mesh, options: ZeroOptions) -> Tiers:
+    """The memory of this rank. Whoever opens it closes it: an engine that is built on it does so."""
+    files = options.offload.files
+    files = replace(files, label=f"{files.label}-rank{mesh.rank}")
+    return Tiers(device=mesh.device, ledger=Ledger(), files=files)
+
+
+def build_units(
+    model: nn.Module, plan: ModelPlan, mesh: Mesh, options: ZeroOptions, source: ParameterSource, tiers: Tiers
+) -> Built:
     """Allocate buffers, fill this rank's shards from `source` bucket by bucket, and turn parameters into views.
 
     A rank holds at most one parameter beyond its own shards at a time. Afterwards every unit is resting.
@@ -66,20 +75,13 @@ def build_units(model: nn.Module, plan: ModelPlan, mesh: Mesh, options: ZeroOpti
     keep = _persistent(layouts, mesh, options, kind)
     ring = RingRequest(slots=options.gradient_slots, nbytes=_slot_bytes(flat, options))
     transport, reduction = _open(kind, flat, keep, ring, mesh, options)
-    files = options.offload.files
-    files = replace(files, label=f"{files.label}-rank{mesh.rank}")
-    tiers = Tiers(device=mesh.device, ledger=Ledger(), files=files)
     _count_buffers(tiers.ledger, flat, keep, transport, reduction, ring)
     buffers = iter(transport.buffers)
     units = []
-    try:
-        for number, (unit_plan, unit_layouts) in enumerate(zip(plan.units, layouts, strict=True)):
-            module = model.get_submodule(unit_plan.module)
-            buckets = [_bucket(model, layout, next(buffers), mesh, options, source, tiers) for layout in unit_layouts]
-            units.append(Unit(number, unit_plan.name, module, buckets, tiers.ledger, transport.share))
-    except BaseException:
-        tiers.close()
-        raise
+    for number, (unit_plan, unit_layouts) in enumerate(zip(plan.units, layouts, strict=True)):
+        module = model.get_submodule(unit_plan.module)
+        buckets = [_bucket(model, layout, next(buffers), mesh, options, source, tiers) for layout in unit_layouts]
+        units.append(Unit(number, unit_plan.name, module, buckets, tiers.ledger, transport.share))
     return Built(units=tuple(units), transport=transport, reduction=reduction, tiers=tiers)
 
 

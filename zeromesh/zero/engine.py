@@ -21,9 +21,10 @@ from zeromesh.errors import ConfigError, LayoutError, NonFiniteError, PhaseError
 from zeromesh.flat.placement import Placement
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
+from zeromesh.offload import Tiers
 from zeromesh.optim.sharded import GroupRules
 from zeromesh.zero.access import StateAccess
-from zeromesh.zero.build import Built, build_units
+from zeromesh.zero.build import Built, build_units, open_tiers
 from zeromesh.zero.holdings import StateHoldings
 from zeromesh.zero.hooks import Hooks, on_gradient_of
 from zeromesh.zero.options import ZeroOptions
@@ -80,23 +81,35 @@ class ZeroEngine:
 
     @classmethod
     def build(
-        cls, model: nn.Module, mesh: Mesh, options: ZeroOptions, source: ParameterSource | None = None
+        cls,
+        model: nn.Module,
+        mesh: Mesh,
+        options: ZeroOptions,
+        source: ParameterSource | None = None,
+        tiers: Tiers | None = None,
     ) -> ZeroEngine:
         """Cut the model into units, allocate and fill them, and hook the model.
 
-        `source` gives initial values; None stands for the values that the model has.
+        `source` gives initial values; None stands for the values that the model has. `tiers` are the engine's from now on, and
+        closed with it; None: it opens its own.
         """
+        tiers = tiers or open_tiers(mesh, options)
+        try:
+            return cls(model, cls._build(model, mesh, options, source, tiers), mesh, options)
+        except BaseException:
+            tiers.close()
+            raise
+
+    @staticmethod
+    def _build(
+        model: nn.Module, mesh: Mesh, options: ZeroOptions, source: ParameterSource | None, tiers: Tiers
+    ) -> Built:
         rules = GroupRules(options.optimizer)
         plan = plan_model(model, options.precision.compute, rules.group_of)
         unmatched = rules.unmatched([name for spec in plan.specs() for name in (spec.fqn, *spec.aliases)])
         if unmatched:
             raise ConfigError(f"optimizer.no_decay: {', '.join(unmatched)} matches no parameter of the model")
-        built = build_units(model, plan, mesh, options, source or BuiltSource(model))
-        try:
-            return cls(model, built, mesh, options)
-        except BaseException:
-            built.tiers.close()
-            raise
+        return build_units(model, plan, mesh, options, source or BuiltSource(model), tiers)
 
     @property
     def reduction_name(self) -> str:

@@ -56,7 +56,8 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadOptions:
-    """Where states rest between uses: master weights and moments (`optimizer`), gradient shards, parameters at stage 3.
+    """Where states rest between uses: master weights and moments (`optimizer`), gradient shards, parameters at stage 3; and what
+    recomputed blocks keep for backward (`activations`), which is the caller's business.
 
     `gradients` None follows the optimizer. `staging_bytes` is what all buffers between files and computation take.
     """
@@ -64,6 +65,7 @@ class OffloadOptions:
     optimizer: TierChoice = field(default_factory=TierChoice)
     gradients: TierChoice | None = None
     parameters: TierChoice = field(default_factory=TierChoice)
+    activations: TierChoice = field(default_factory=TierChoice)
     files: FileSettings = field(default_factory=FileSettings)
     staging_bytes: int = STAGING_BYTES
 
