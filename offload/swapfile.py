@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import secrets
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -67,6 +68,8 @@ class SwapFile:
         except BaseException:
             _discard(self.path, self._lock)
             raise
+        # Also where nobody closes it: when it is forgotten, and when the interpreter ends.
+        self._end = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
 
     @property
     def direct(self) -> bool:
@@ -108,14 +111,19 @@ class SwapFile:
 
     def close(self) -> None:
         """Remove the file; closing twice is allowed."""
-        if self._lock < 0:
-            return
         self._file.close()
-        with contextlib.suppress(OSError):
-            if os.fstat(self._lock).st_nlink:
-                os.unlink(self.path)
-        os.close(self._lock)
+        self._end()
         self._lock = -1
+
+
+def _remove(path: str, descriptor: int, process: int) -> None:
+    """Remove a swap file of this process; a child that was forked off it has nothing to remove."""
+    if os.getpid() != process:
+        return
+    with contextlib.suppress(OSError):
+        if os.fstat(descriptor).st_nlink:
+            os.unlink(path)
+    os.close(descriptor)
 
 
 def _make(directory: Path, label: str) -> tuple[str, int]:

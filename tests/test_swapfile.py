@@ -278,3 +278,20 @@ def test_closing_takes_the_file_away_once(tmp_path: Path) -> None:
     assert descriptors() == before
     with pytest.raises(StorageError, match="cannot be looked at"):
         file.check()
+
+
+def test_a_file_that_nobody_closes_goes_with_the_process(tmp_path: Path) -> None:
+    script = f"""
+import os
+from pathlib import Path
+from zeromesh.offload.swapfile import SwapFile
+file = SwapFile(Path({str(tmp_path)!r}), "left")
+file.grow(8192)
+if os.fork() == 0:
+    raise SystemExit  # A child's end is not its parent's.
+os.wait()
+assert len(os.listdir({str(tmp_path)!r})) == 1
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []
