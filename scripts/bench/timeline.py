@@ -48,7 +48,7 @@ class Recorder:
             (ZeroEngine, "forward_backward", "forward", False),
             (ZeroEngine, "_backward", "backward", False),
             (BucketOptimizer, "step", "optimizer", False),
-            (Transfer, "wait", "waiting for files", True),
+            (Transfer, "end", "waiting for files", True),
             (StagingPool, "take", "waiting for files", True),
             (Watch, "wait", "waiting for a peer", True),
             (FileTier, "read", "read", False),
