@@ -19,7 +19,6 @@ from queue import SimpleQueue
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from zeromesh.errors import StorageError
 from zeromesh.offload.aio import BLOCK
 from zeromesh.offload.device import allocate_lasting
 from zeromesh.offload.extents import Extents
@@ -182,10 +181,7 @@ class ActivationStore:
         """Have `length` more at the end of the file, together with what is free there; returns where they begin."""
         tier = self._tiers.file()
         missing = length - self._extents.reaching(tier.nbytes)
-        try:
-            tier.allocate(missing, _LABEL)
-        except StorageError as error:
-            raise StorageError(f"file tier, {_LABEL}: {error}") from error
+        tier.allocate(missing, _LABEL)
         self._tiers.ledger.add(Tier.FILE, Purpose.ACTIVATIONS, missing)
         self._reserved += missing
         self._extents.give(tier.nbytes - missing, tier.nbytes)
