@@ -8,9 +8,10 @@ import os
 import re
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,15 @@ def in_time(call: Callable[[], object]) -> None:
 
     threading.Thread(target=run, daemon=True).start()
     found.result(SECONDS)
+
+
+def until(happened: Callable[[], bool]) -> None:
+    """Return when something has happened; `TimeoutError` where it does not."""
+    last = time.monotonic() + SECONDS
+    while not happened():
+        if time.monotonic() > last:
+            raise TimeoutError
+        time.sleep(0.005)
 
 
 def some_bytes(count: int, seed: int) -> torch.Tensor:
@@ -87,9 +97,9 @@ def small_tier(stripes: int, how: str, *, checksums: bool) -> Iterator[FileTier]
             patch.setattr(aio, "_open_direct", lambda path, flags: -1)
         patch.setattr(os, "preadv", moves(how, os.preadv))
         patch.setattr(os, "pwritev", moves(how, os.pwritev))
-        tier = FileTier([Path(root, str(number)) for number in range(stripes)], "some", checksums=checksums)
-        yield tier
-        in_time(tier.close)
+        directories = [Path(root, str(number)) for number in range(stripes)]
+        with closing(FileTier(directories, "some", checksums=checksums)) as tier:
+            yield tier
 
 
 @pytest.fixture
@@ -156,7 +166,7 @@ def near_blocks(most: int) -> st.SearchStrategy[int]:
 
 
 @given(data=st.data(), checksums=st.booleans(), stripes=st.integers(1, 3), how=st.sampled_from(MOVES))
-@settings(max_examples=60)
+@settings(max_examples=45)
 def test_slots_hold_what_was_written(data: st.DataObject, checksums: bool, stripes: int, how: str) -> None:
     with small_tier(stripes, how, checksums=checksums) as tier:
         slots = [Modelled(tier, data.draw(near_blocks(6 * BLOCK))) for _ in range(data.draw(st.integers(1, 2)))]
@@ -195,6 +205,32 @@ def test_whole_blocks_go_past_the_page_cache_without_a_detour(tier: FileTier, ch
     tier.buffer = None  # type: ignore[method-assign, assignment]
     slot.write(0, placed(some_bytes(slot.nbytes, 1), 0)).wait()
     assert torch.equal(content(slot), some_bytes(slot.nbytes, 1))
+
+
+@checked
+def test_nothing_goes_through_the_page_cache(tier: FileTier, monkeypatch: pytest.MonkeyPatch, checksums: bool) -> None:
+    """Whatever bytes are moved, from wherever: it would fill with what nobody reads twice."""
+    slot = tier.allocate(3 * BLOCK + 100, "some")
+    ways: list[bool] = []
+
+    def noted(move: Callable[..., int]) -> Callable[..., int]:
+        def moved(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+            ways.append(bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT))
+            return move(descriptor, views, offset)
+
+        return moved
+
+    monkeypatch.setattr(os, "preadv", noted(os.preadv))
+    monkeypatch.setattr(os, "pwritev", noted(os.pwritev))
+    model = torch.zeros(slot.nbytes, dtype=torch.uint8)
+    for begin, end, shift in ((0, slot.nbytes, 8), (0, 2 * BLOCK, 1000), (5, 50, 0), (BLOCK, 3 * BLOCK, 0)):
+        model[begin:end] = some_bytes(end - begin, end)
+        slot.write(begin, placed(some_bytes(end - begin, end), shift))
+        out = memory(end - begin, shift)
+        slot.read(begin, out).wait()
+        assert torch.equal(out, model[begin:end])
+    assert len(ways) >= 8
+    assert all(ways)
 
 
 def test_bytes_outside_a_slot_are_refused(tier: FileTier) -> None:
@@ -499,10 +535,12 @@ def test_closing_with_transfers_in_flight(tmp_path: Path, monkeypatch: pytest.Mo
     transfer.on_end(ended.set)
     for _ in range(2):
         assert begun.acquire(timeout=SECONDS)
-    closing = threading.Thread(target=tier.close, daemon=True)
-    closing.start()
     waiting = threading.Thread(target=transfer.end, daemon=True)  # Somebody waits already when pieces are given up.
     waiting.start()
+    assert not ended.wait(A_MOMENT / 4)
+    closing = threading.Thread(target=tier.close, daemon=True)
+    closing.start()
+    until(transfer.failed)  # What had not begun is given up before the rest may end.
     gate.set()
     closing.join(SECONDS)
     waiting.join(SECONDS)

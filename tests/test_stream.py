@@ -8,12 +8,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing, contextmanager
 from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from zeromesh.errors import StorageError
@@ -28,6 +29,7 @@ from zeromesh.offload import (
     TierChoice,
     TieredTensor,
     Tiers,
+    Transfer,
     Use,
     Waits,
     file,
@@ -65,7 +67,7 @@ class Pool(StagingPool):
         self._changed = threading.Condition()
 
     def take(self) -> torch.Tensor:
-        buffer = super().take()
+        buffer = self._free.get(timeout=SECONDS / 2)
         with self._changed:
             self._out.add(buffer.data_ptr())
             self.most = max(self.most, len(self._out))
@@ -106,6 +108,18 @@ def tiers(tmp_path: Path) -> Iterator[Tiers]:
     found = Tiers(device=CPU, ledger=Ledger(), files=FileSettings(directories=(tmp_path / "swap",)))
     yield found
     in_time(found.close)
+
+
+@contextmanager
+def several_tiers(stripes: int, *, piece: int, checksums: bool) -> Iterator[Tiers]:
+    """Tiers whose files have pieces of `piece` bytes and small stripes, in directories that are gone afterwards."""
+    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file, "PIECE", piece)
+        patch.setattr(swapfile, "STRIPE", 3 * BLOCK)
+        directories = tuple(Path(root, str(number)) for number in range(stripes))
+        files = FileSettings(directories=directories, checksums=checksums)
+        with closing(Tiers(device=CPU, ledger=Ledger(), files=files)) as tiers:
+            yield tiers
 
 
 def in_time(call: Callable[[], object]) -> None:
@@ -194,15 +208,12 @@ def update(tensors: Sequence[torch.Tensor]) -> None:
 
 
 @given(data=st.data(), stripes=st.integers(1, 3), checksums=st.booleans(), dtype=st.sampled_from([F32, torch.float64]))
-@settings(max_examples=40)
+@settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # to shrink what hangs takes minutes
 def test_rows_make_what_is_computed_at_once(
     data: st.DataObject, stripes: int, checksums: bool, dtype: torch.dtype
 ) -> None:
-    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file, "PIECE", data.draw(st.sampled_from([2, 3, 256])) * BLOCK)
-        patch.setattr(swapfile, "STRIPE", 3 * BLOCK)
-        directories = tuple(Path(root, str(number)) for number in range(stripes))
-        tiers = Tiers(device=CPU, ledger=Ledger(), files=FileSettings(directories=directories, checksums=checksums))
+    piece = data.draw(st.sampled_from([2, 3, 256])) * BLOCK
+    with several_tiers(stripes, piece=piece, checksums=checksums) as tiers:
         where = data.draw(st.tuples(*[choices] * 4))
         lengths = data.draw(st.lists(st.integers(0, 14_000), min_size=1, max_size=3))
         buckets = [Bucket(tiers, key, numel, dtype, where) for key, numel in enumerate(lengths)]
@@ -231,7 +242,6 @@ def test_rows_make_what_is_computed_at_once(
         if width:
             assert pool_of(found).all_come_back()
             assert pool_of(found).most <= width * IN_FLIGHT
-        tiers.close()
 
 
 @given(length=st.integers(0, 40_000), where=st.tuples(choices, choices), nbytes=st.integers(0, 60 * BUFFER))
@@ -239,8 +249,7 @@ def test_rows_make_what_is_computed_at_once(
 def test_rows_follow_each_other_and_lie_on_one_tier(
     length: int, where: tuple[TierChoice, TierChoice], nbytes: int
 ) -> None:
-    with tempfile.TemporaryDirectory() as root:
-        tiers = Tiers(device=CPU, ledger=Ledger(), files=FileSettings(directories=(Path(root),)))
+    with several_tiers(1, piece=file.PIECE, checksums=False) as tiers:
         tensors = [tiers.allocate(length, F32, choice, Purpose.MASTER, "some") for choice in where]
         found = Stream(CPU, width=2, longest=4 * length, nbytes=nbytes, waits=Waits())
         uses = [Use(tensor=tensor, mode=Mode.READ) for tensor in tensors]
@@ -255,7 +264,6 @@ def test_rows_follow_each_other_and_lie_on_one_tier(
             assert not away or (row.end - row.start) * 4 <= found.nbytes // (2 * IN_FLIGHT)
             for tensor in tensors:
                 assert sum(part.start < row.end and part.end > row.start for part in tensor.parts) == 1
-        tiers.close()
 
 
 def test_what_is_in_memory_needs_no_buffers(tiers: Tiers) -> None:
@@ -307,6 +315,7 @@ def test_rows_are_read_while_one_is_computed(tiers: Tiers, monkeypatch: pytest.M
     """A read that begins after a row's turn has come ends before it is over: two of them, as many as are read ahead."""
     numbers, found, count = Numbers(tiers, 6, 1), make(), 6
     pace = Pace(monkeypatch)
+    too_early: list[int] = []
 
     def before(what: str, row: int) -> None:
         if what == "read" and row > 0:
@@ -317,10 +326,12 @@ def test_rows_are_read_while_one_is_computed(tiers: Tiers, monkeypatch: pytest.M
         pace.tell("compute begins", number)
         for later in range(number + 1, min(number + 3, count)):
             pace.wait("read ends", later)
+        too_early.extend([number] * pace.event("read begins", number + 3).is_set())
         add(row, tensors)
 
     pace.before = before
     in_time(lambda: found.run(numbers.rows(found), compute))
+    assert too_early == []
     numbers.model.add_(1)
     assert numbers.right()
 
@@ -528,6 +539,23 @@ def test_a_row_that_cannot_be_written_is_an_error_for_who_reads_it_next(
     assert other.right()
 
 
+def test_a_write_that_does_not_begin_leaves_no_buffer_behind(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, found = Numbers(tiers, 3, 1), Numbers(tiers, 3, 2), make(2)
+    rows = list(found.rows(0, 3 * ROW, [Use(tensor=each.tensor, mode=Mode.UPDATE) for each in (one, two)]))
+    write = TieredTensor.write
+
+    def refusing(tensor: TieredTensor, start: int, data: torch.Tensor) -> Transfer:
+        if tensor is two.tensor:
+            raise RuntimeError("the device is gone")
+        return write(tensor, start, data)
+
+    monkeypatch.setattr(TieredTensor, "write", refusing)
+    for _ in range(2 * IN_FLIGHT):
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            in_time(lambda: found.run(rows, add))
+        assert pool_of(found).all_come_back()
+
+
 def test_a_tier_that_is_closed_meanwhile_is_an_error(tiers: Tiers) -> None:
     numbers, found = Numbers(tiers, 12, 1), make()
 
@@ -560,7 +588,12 @@ def test_a_tensor_beside_is_taken_as_it_is(tiers: Tiers) -> None:
     uses = [Use(tensor=numbers.tensor, mode=Mode.READ), Use(tensor=TieredTensor.of(beside), mode=Mode.UPDATE)]
     rows = list(found.rows(0, numbers.numel, uses))
     assert len(rows) == 3
-    found.run(rows, lambda row, tensors: tensors[1].copy_(tensors[0]))
+
+    def compute(row: Row, tensors: list[torch.Tensor]) -> None:
+        tensors[1].copy_(tensors[0])
+        tensors[0].zero_()  # It was to be read: this is only a buffer.
+
+    found.run(rows, compute)
     assert torch.equal(beside, numbers.model)
     assert pool_of(found).all_come_back()
     assert numbers.right()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -63,9 +63,9 @@ def folders(root: str | Path, count: int) -> list[Path]:
 @given(data=st.data(), count=st.integers(1, 3), stripe=st.integers(1, 3))
 @settings(max_examples=40)
 def test_stripes_are_one_range_of_bytes(data: st.DataObject, count: int, stripe: int) -> None:
-    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch, ExitStack() as closed:
         patch.setattr(swapfile, "STRIPE", stripe * BLOCK)
-        stripes = Stripes(folders(root, count), "some")
+        stripes = closed.enter_context(closing(Stripes(folders(root, count), "some")))
         model = torch.zeros(0, dtype=torch.uint8)
         for number in range(data.draw(st.integers(1, 6))):
             room = data.draw(st.integers(0, 5 * BLOCK))
