@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeromesh.errors import ConfigError, PhaseError, StorageError
 from zeromesh.mesh.axes import AXES
@@ -26,12 +25,13 @@ from zeromesh.trainer import setup
 from zeromesh.trainer.attributes import KeptAttributes
 from zeromesh.trainer.batching import BatchPlan
 from zeromesh.trainer.checkpoints import RunCheckpoints
-from zeromesh.trainer.collate import Collate, MapDataset, check_dataset, check_first_batch
+from zeromesh.trainer.collate import MapDataset, check_dataset
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.console import RunConsole, human_bytes, human_count, make_console
 from zeromesh.trainer.directory import RunDirectory
+from zeromesh.trainer.feeds import Feeds, Given
 from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
-from zeromesh.trainer.hf.losses import ComputeLoss, LabelLoss, make_loss
+from zeromesh.trainer.hf.losses import make_loss
 from zeromesh.trainer.hf.products import use_fastest_products
 from zeromesh.trainer.hf.save import save_pretrained
 from zeromesh.trainer.loop import TrainingLoop
@@ -40,7 +40,7 @@ from zeromesh.trainer.report import FitReport, Progress
 from zeromesh.trainer.schedules import STEADY
 from zeromesh.trainer.signals import leave, stop_requests
 from zeromesh.trainer.state import settings_of
-from zeromesh.trainer.step import EvaluationResult, Feed, Stepper
+from zeromesh.trainer.step import EvaluationResult, Stepper
 from zeromesh.trainer.stragglers import RankFigures
 from zeromesh.trainer.takes import Takes
 from zeromesh.trainer.watched_source import WatchedSource
@@ -51,18 +51,6 @@ from zeromesh.zero.plan import block_modules
 
 Call = Callable[..., None]
 """`call(event, *arguments)` runs the callbacks' method of that name."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Given:
-    """What was handed to the trainer beside its configuration."""
-
-    model: nn.Module | Callable[[], nn.Module] | None = None
-    train_dataset: MapDataset | None = None
-    eval_dataset: MapDataset | None = None
-    collate: Collate | None = None
-    compute_loss: ComputeLoss | None = None
-    processing_class: Any = None
 
 
 class Run:
@@ -99,8 +87,9 @@ class Run:
             self.takes = Takes.of(self.model, users_loss=given.compute_loss is not None)
             self.console.status("trying the loss on a small copy")
             self.loss = make_loss(self.model, mode=config.model.loss, compute_loss=given.compute_loss)
+            self.feeds = Feeds(config, given, self.data, self.takes, self.loss, self.plan)
             about_model = [*built.notes, *setup.notes_on_modules(self.model)]
-            self._tell([*about_model, *self.loss.notes, *self._check_data()])
+            self._tell([*about_model, *self.loss.notes, *self.feeds.check()])
             self._tell(require_memory(self.model, options, mesh, transport=transport))
             mesh.meet("start of the run")
             source = WatchedSource(built, self.console, mesh)
@@ -158,59 +147,6 @@ class Run:
             for block in blocks:
                 block.forward = torch.compile(block.forward)
 
-    def _check_data(self) -> list[str]:
-        """Look at the first batch of each dataset before anything large is allocated; returns notes."""
-        if self.config.optimizer.in_backward and self.given.compute_loss is not None:
-            raise ConfigError(
-                "optimizer.in_backward needs the number of targets before forward, and compute_loss tells it after; "
-                "set optimizer.in_backward: false"
-            )
-        if self.data.loaded is not None:
-            self.takes.check_length(self.config.data.sequence_length, "lower data.sequence_length")
-            if self.given.collate is None and isinstance(self.loss, LabelLoss) and not self.loss.causal:
-                raise ConfigError(
-                    f"{type(self.model).__name__} does not predict the next token, so plain text has no labels for it; "
-                    "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"
-                )
-        notes = setup.notes_on(self.data.train, self.plan)
-        for name, feed in (("train", self._train_feed()), ("eval", self._eval_feed(self.data.eval))):
-            if feed is None:
-                continue
-            batch = check_first_batch(
-                feed.dataset,
-                feed.order,
-                feed.plan,
-                collate=feed.collate,
-                vocab_size=feed.vocab_size,
-                causal=feed.causal,
-            )
-            self.takes.check(batch)
-            self.loss.count(batch)
-            left_out = self.takes.left_out(batch)
-            if left_out:
-                takes = f"{self.takes.model}.forward does not take"
-                notes.append(f"{name}_dataset: left out {', '.join(left_out)}, which {takes}")
-        return notes
-
-    def _train_feed(self) -> Feed | None:
-        if self.data.train is None:
-            return None
-        shuffle = self.config.data.shuffle
-        return self._feed(self.data.train, self.plan, shuffle=shuffle)
-
-    def _eval_feed(self, dataset: MapDataset | None) -> Feed | None:
-        """A dataset as one global batch, in its own order."""
-        if dataset is None:
-            return None
-        micro = min(self.config.batch.micro_size, len(dataset))
-        plan = BatchPlan(global_size=len(dataset), micro_size=micro, data_ranks=self.mesh.data.size)
-        return self._feed(dataset, plan, shuffle=False)
-
-    def _feed(self, dataset: MapDataset, plan: BatchPlan, *, shuffle: bool) -> Feed:
-        return setup.feed_of(
-            dataset, plan, self.config, self.given.collate, self.takes, causal=self.loss.causal, shuffle=shuffle
-        )
-
     # Training
 
     def fit(self, directory: RunDirectory) -> FitReport:
@@ -222,7 +158,7 @@ class Run:
         if self.report is not None:
             self.console.note(f"already finished at step {self.step}; a new Trainer trains this model further")
             return self.report
-        feed = self._train_feed()
+        feed = self.feeds.train()
         if feed is None:
             raise setup.no_training_data()
         setup.require_trained_parameters(self.model)
@@ -366,7 +302,7 @@ class Run:
         """The same; ends with None once `stop` is true, which is so on all ranks or on none."""
         if dataset is not None:
             check_dataset(dataset, name="eval_dataset")
-        feed = self._eval_feed(dataset if dataset is not None else self.data.eval)
+        feed = self.feeds.evaluation(dataset if dataset is not None else self.data.eval)
         if feed is None:
             raise ConfigError("there is no evaluation data; give eval_dataset, or set data.eval or data.eval_fraction")
 

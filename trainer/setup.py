@@ -18,15 +18,11 @@ from zeromesh.mesh.groups import Mesh, pick_device
 from zeromesh.mesh.launch import read_environment
 from zeromesh.offload import FileSettings, TierChoice
 from zeromesh.optim.sharded import OptimizerSettings
-from zeromesh.trainer.batching import BatchPlan, SampleOrder
-from zeromesh.trainer.collate import Collate, MapDataset, check_dataset
+from zeromesh.trainer.collate import MapDataset, check_dataset
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.data import LoadedData, load_datasets
 from zeromesh.trainer.hf.build import build_model
-from zeromesh.trainer.packing import PackedDataset
 from zeromesh.trainer.schedules import Schedule
-from zeromesh.trainer.step import Feed
-from zeromesh.trainer.takes import Takes
 from zeromesh.trainer.tokenizers import PretrainedTokenizer, Tokenizer
 from zeromesh.zero.deferred import BuiltModel, build_deferred, take_given
 from zeromesh.zero.options import OffloadOptions, Precision, ZeroOptions
@@ -247,35 +243,6 @@ def place_buffers(built: BuiltModel, mesh: Mesh, seed: int) -> None:
         )
 
 
-def feed_of(
-    dataset: MapDataset,
-    plan: BatchPlan,
-    config: TrainerConfig,
-    collate: Collate | None,
-    takes: Takes,
-    *,
-    causal: bool,
-    shuffle: bool,
-) -> Feed:
-    """Batches of a dataset in the order of global sample indices.
-
-    Raises:
-        DataError: for a packed dataset with ids that the vocabulary does not have.
-    """
-    if isinstance(dataset, PackedDataset) and takes.vocab_size is not None:
-        dataset.check_vocabulary(takes.vocab_size)
-    order = SampleOrder(length=len(dataset), seed=config.run.seed, shuffle=shuffle)
-    return Feed(
-        dataset=dataset,
-        order=order,
-        plan=plan,
-        collate=collate,
-        vocab_size=takes.vocab_size,
-        causal=causal,
-        fields=takes.fields,
-    )
-
-
 def no_training_data() -> DataError:
     """The error where only an evaluation dataset was given."""
     return DataError("there is no train_dataset; give one to Trainer, or name text in data.train")
@@ -287,15 +254,6 @@ def require_trained_parameters(model: nn.Module) -> None:
         some = any(True for _ in model.parameters())
         why = "has only frozen parameters (requires_grad is False)" if some else "has no parameters"
         raise ConfigError(f"{type(model).__name__} {why}; there is nothing to train")
-
-
-def notes_on(dataset: MapDataset | None, plan: BatchPlan) -> list[str]:
-    """What a person may not have meant."""
-    if dataset is None or len(dataset) >= plan.global_size:
-        return []
-    return [
-        f"train_dataset: {len(dataset)} samples are fewer than a global batch of {plan.global_size}: they come again in it"
-    ]
 
 
 def notes_on_modules(model: nn.Module) -> list[str]:

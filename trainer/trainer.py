@@ -22,10 +22,11 @@ from zeromesh.trainer.collate import Collate, MapDataset
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_file import ConfigSource, load_config
 from zeromesh.trainer.directory import RunDirectory
+from zeromesh.trainer.feeds import Given
 from zeromesh.trainer.hf.losses import ComputeLoss
 from zeromesh.trainer.hf.quiet import said_once
 from zeromesh.trainer.report import FitReport
-from zeromesh.trainer.run import Given, Run
+from zeromesh.trainer.run import Run
 from zeromesh.trainer.step import EvaluationResult
 from zeromesh.zero.engine import ZeroEngine
 

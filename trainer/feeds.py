@@ -1,0 +1,118 @@
+"""The batches of a run: its training and evaluation data as feeds, and a first look at them before anything large is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.batching import BatchPlan, SampleOrder
+from zeromesh.trainer.collate import Collate, MapDataset, check_first_batch
+from zeromesh.trainer.config import TrainerConfig
+from zeromesh.trainer.hf.losses import ComputeLoss, LabelLoss, Loss
+from zeromesh.trainer.packing import PackedDataset
+from zeromesh.trainer.setup import Data
+from zeromesh.trainer.step import Feed
+from zeromesh.trainer.takes import Takes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """What was handed to the trainer beside its configuration."""
+
+    model: nn.Module | Callable[[], nn.Module] | None = None
+    train_dataset: MapDataset | None = None
+    eval_dataset: MapDataset | None = None
+    collate: Collate | None = None
+    compute_loss: ComputeLoss | None = None
+    processing_class: Any = None
+
+
+class Feeds:
+    """Of one run."""
+
+    def __init__(
+        self, config: TrainerConfig, given: Given, data: Data, takes: Takes, loss: Loss, plan: BatchPlan
+    ) -> None:
+        self._config, self._given, self._data = config, given, data
+        self._takes, self._loss, self._plan = takes, loss, plan
+
+    def check(self) -> list[str]:
+        """Look at the first batch of each dataset; returns notes.
+
+        Raises:
+            ConfigError, DataError: for what cannot be trained on.
+        """
+        if self._config.optimizer.in_backward and self._given.compute_loss is not None:
+            raise ConfigError(
+                "optimizer.in_backward needs the number of targets before forward, and compute_loss tells it after; "
+                "set optimizer.in_backward: false"
+            )
+        if self._data.loaded is not None:
+            self._takes.check_length(self._config.data.sequence_length, "lower data.sequence_length")
+            if self._given.collate is None and isinstance(self._loss, LabelLoss) and not self._loss.causal:
+                raise ConfigError(
+                    f"{self._takes.model} does not predict the next token, so plain text has no labels for it; "
+                    "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"
+                )
+        notes = notes_on(self._data.train, self._plan)
+        for name, feed in (("train", self.train()), ("eval", self.evaluation(self._data.eval))):
+            if feed is None:
+                continue
+            batch = check_first_batch(
+                feed.dataset,
+                feed.order,
+                feed.plan,
+                collate=feed.collate,
+                vocab_size=feed.vocab_size,
+                causal=feed.causal,
+            )
+            self._takes.check(batch)
+            self._loss.count(batch)
+            left_out = self._takes.left_out(batch)
+            if left_out:
+                takes = f"{self._takes.model}.forward does not take"
+                notes.append(f"{name}_dataset: left out {', '.join(left_out)}, which {takes}")
+        return notes
+
+    def train(self) -> Feed | None:
+        """The training data, one global batch after the other; None where there is none."""
+        if self._data.train is None:
+            return None
+        shuffle = self._config.data.shuffle
+        return self._feed(self._data.train, self._plan, shuffle=shuffle)
+
+    def evaluation(self, dataset: MapDataset | None) -> Feed | None:
+        """A dataset as one global batch, in its own order."""
+        if dataset is None:
+            return None
+        micro = min(self._config.batch.micro_size, len(dataset))
+        plan = BatchPlan(global_size=len(dataset), micro_size=micro, data_ranks=self._plan.data_ranks)
+        return self._feed(dataset, plan, shuffle=False)
+
+    def _feed(self, dataset: MapDataset, plan: BatchPlan, *, shuffle: bool) -> Feed:
+        """Batches in the order of global sample indices. Raises `DataError` for ids that the vocabulary does not have."""
+        if isinstance(dataset, PackedDataset) and self._takes.vocab_size is not None:
+            dataset.check_vocabulary(self._takes.vocab_size)
+        order = SampleOrder(length=len(dataset), seed=self._config.run.seed, shuffle=shuffle)
+        return Feed(
+            dataset=dataset,
+            order=order,
+            plan=plan,
+            collate=self._given.collate,
+            vocab_size=self._takes.vocab_size,
+            causal=self._loss.causal,
+            fields=self._takes.fields,
+        )
+
+
+def notes_on(dataset: MapDataset | None, plan: BatchPlan) -> list[str]:
+    """What a person may not have meant."""
+    if dataset is None or len(dataset) >= plan.global_size:
+        return []
+    return [
+        f"train_dataset: {len(dataset)} samples are fewer than a global batch of {plan.global_size}: they come again in it"
+    ]
