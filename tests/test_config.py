@@ -58,7 +58,10 @@ BAD = [
     ("offload: {parameters: cpu}", ["offload.parameters: cpu is not available", "called host"]),
     ("offload: {optimizer: auto}", ["offload.optimizer: got 'auto'"]),
     ("offload: {optimizer: {tier: file, fraction: 0}}", ["offload.optimizer.fraction: got 0", "> 0 and <= 1"]),
-    ("offload: {optimizer: {tier: file, ratio: 1}}", ["ratio: unknown key", "did you mean offload.optimizer.fraction?"]),
+    (
+        "offload: {optimizer: {tier: file, ratio: 1}}",
+        ["ratio: unknown key", "did you mean offload.optimizer.fraction?"],
+    ),
     ("offload: {staging: 1KiB}", ["offload.staging: got '1KiB'", "4MiB or more"]),
     ("offload: {parameters: file}\nzero: {stage: 2}", ["offload.parameters: file does not go with zero.stage 2"]),
     ("offload: {activations: file}", ["offload.activations: file moves", "set it to block"]),
