@@ -25,6 +25,8 @@ _DEPTH = 2
 _IN_FLIGHT = 2 * _DEPTH + 1
 """Rows that have buffers: those, the one itself, and as many that are being written."""
 _LEAST_BYTES = 1 << 16
+_GRAIN_BYTES = GRAIN * 8
+"""Whole pages, and whole grains of any dtype."""
 
 
 class Mode(Enum):
@@ -71,7 +73,7 @@ class _Flight:
 def buffer_bytes(width: int, longest: int, nbytes: int) -> int:
     """Bytes of each of a stream's buffers, see `Stream`."""
     share = nbytes // max(1, width * _IN_FLIGHT) // PAGE * PAGE
-    return max(_LEAST_BYTES, min(share, -(-longest // PAGE) * PAGE))
+    return max(_LEAST_BYTES, min(share, -(-longest // _GRAIN_BYTES) * _GRAIN_BYTES))
 
 
 def stream_bytes(width: int, longest: int, nbytes: int) -> int:

@@ -49,6 +49,10 @@ class TierChoice:
         """Whether any of it leaves the device."""
         return self.tier != "none" and self.fraction > 0
 
+    def leaves(self, device: torch.device) -> bool:
+        """Whether any of it leaves the memory of `device`. A CPU's own memory is the host's."""
+        return self.away and (self.tier == "file" or device.type != "cpu")
+
     def on(self, tier: Tier, numel: int) -> int:
         """How many of `numel` elements rest on a tier."""
         cut = self.cut(numel)
@@ -57,9 +61,8 @@ class TierChoice:
         return cut if tier.value == self.tier else 0
 
     def in_reach(self, numel: int, device: torch.device) -> bool:
-        """Whether `numel` elements lie in one piece of the memory of `device`. A CPU's own memory is the host's."""
-        cut = self.cut(numel)
-        return cut == 0 or (self.tier == "host" and cut == numel and device.type == "cpu")
+        """Whether `numel` elements lie in one piece of the memory of `device`."""
+        return self.cut(numel) == 0 or (self.cut(numel) == numel and not self.leaves(device))
 
     def cut(self, numel: int) -> int:
         """How many of `numel` elements rest on the tier: the first ones."""
@@ -211,7 +214,9 @@ class TensorSlice:
     def copy_to(self, out: torch.Tensor) -> None:
         """Fill `out`, 1-D of `numel` elements, converted to its dtype. Raises `StorageError`."""
         self._require_all(out)
-        self.tensor.read(self.start, out).wait()
+        transfer = self.tensor.read(self.start, out)
+        transfer.end(counted=False)  # A checkpoint's thread waits beside training.
+        transfer.wait()
 
     def copy_from(self, data: torch.Tensor) -> None:
         """Become `data`, 1-D of `numel` elements, converted to this dtype. Raises `StorageError`."""

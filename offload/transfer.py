@@ -63,14 +63,14 @@ class Transfer:
                 raise StorageError(f"{self._what} were not moved: the tier is closed, or has no thread for them")
             piece.result()
 
-    def end(self) -> None:
-        """Return when all pieces have ended, well or not."""
+    def end(self, *, counted: bool = True) -> None:
+        """Return when all pieces have ended, well or not. `counted`: somebody stands still for it who should compute."""
         began = time.perf_counter()
         late = [piece for piece in self._pieces if not piece.done()]
         for piece in late:
             with contextlib.suppress(CancelledError):
                 piece.exception()
-        if late and self._waits is not None:
+        if late and counted and self._waits is not None:
             self._waits.add(began)
 
     def on_end(self, call: Callable[[], None]) -> None:
@@ -109,6 +109,6 @@ class Together(Transfer):
         for transfer in self._transfers:
             transfer.wait()
 
-    def end(self) -> None:
+    def end(self, *, counted: bool = True) -> None:
         for transfer in self._transfers:
-            transfer.end()
+            transfer.end(counted=counted)

@@ -366,7 +366,7 @@ class Run:
         engine = self.engine
         if engine is None:
             return
-        if engine.options.offload.parameters.away:
+        if engine.options.offload.parameters.leaves(self.mesh.device):
             self.console.note("parameters rest on another tier, and the model stays partitioned; use save()")
             return
         master = engine.options.precision.master

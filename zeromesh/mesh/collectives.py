@@ -123,9 +123,9 @@ class CollectiveBuffer:
 
     def start(self) -> None:
         """Gather, once this rank's shard is in place."""
-        if self._reading is not None:
-            self._reading.wait()
-            self._reading = None
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.wait()
             self._work = _start_gather(self.full, self.own(), self._group, self._group.data_group)
 
     def wait(self) -> None:

@@ -130,7 +130,7 @@ def _slot_bytes(layouts: Sequence[BucketLayout], options: ZeroOptions) -> int:
 def _persistent(layouts: Sequence[Sequence[BucketLayout]], mesh: Mesh, options: ZeroOptions, kind: str) -> list[bool]:
     """Which buffers keep their memory. All ranks decide the same."""
     sizes = [sum(each.padded * each.slots[0].spec.dtype.itemsize for each in unit) for unit in layouts]
-    away = options.offload.parameters.away
+    away = options.offload.parameters.leaves(mesh.device)
     if options.placements.parameters is Placement.REPLICATED or (kind == "local" and not away):
         budget = sum(sizes)
     elif options.gathered_budget is not None:

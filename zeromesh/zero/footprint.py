@@ -201,7 +201,7 @@ def _kept(
 ) -> tuple[bool, ...]:
     """Whether each unit's parameters stay gathered."""
     sizes = [sum(_gathered_bytes(layout) for layout in unit) for unit in layouts]
-    away = options.offload.parameters.away
+    away = options.offload.parameters.leaves(torch.device("cuda" if transport == "nccl" else "cpu"))
     if options.placements.parameters is Placement.REPLICATED or (transport == "local" and not away):
         return (True,) * len(sizes)
     if budget is None:

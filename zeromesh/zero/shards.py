@@ -111,14 +111,14 @@ class GradientShards:
 
     def abandon(self, buckets: Iterable[Bucket]) -> None:
         """A step has ended before its time: what rests elsewhere does so again, whatever it is."""
-        self.settle()
-        for memory, transfer in self._arriving.values():
+        arriving, self._arriving = self._arriving, {}
+        for memory, transfer in arriving.values():
             self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -memory.nbytes)
-            transfer.wait()
-        self._arriving.clear()
+            transfer.end()  # What could not be read is not wanted any more.
         for bucket in buckets:
             if bucket.grad_rest is not None and bucket.grad is not None:
                 self.drop(bucket)
+        self.settle()
 
 
 def gradient_of(bucket: Bucket) -> torch.Tensor:

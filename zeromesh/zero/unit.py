@@ -119,8 +119,8 @@ class Unit:
 
     def gather(self) -> None:
         """Start to gather."""
-        self.enter(Phase.GATHERING)
         self._ledger.add(Tier.DEVICE, Purpose.PARAMETERS, self._transient)
+        self.enter(Phase.GATHERING)
         for bucket in self.buckets:
             bucket.buffer.gather(bucket.copy or bucket.master)
 
