@@ -203,7 +203,7 @@ def test_no_bit_changes_in_plain_blocks(mode: Mode, tiers: Tiers) -> None:
     nothing_left(store, tiers)
 
 
-def test_compiled_blocks(tiers: Tiers) -> None:
+def test_blocks_to_be_compiled_run_as_they_are(tiers: Tiers) -> None:
     expected = trained(llama(), (20,))
     model, store = llama(), ActivationStore(tiers, FILE)
     enable_activation_checkpointing(model, "block", store=store)

@@ -53,7 +53,8 @@ def enable_activation_checkpointing(
         mode: `none`; `block`: a block keeps its inputs and is recomputed whole; `selective`: it also keeps the results of matrix
             products and of fused attention, and recomputes only what is cheap.
         blocks: the modules to checkpoint where they do not know it themselves.
-        store: keeps the inputs of blocks until backward; None: they stay on the device.
+        store: keeps the inputs of blocks until backward; None: they stay on the device. Around it `torch.compile` compiles
+            nothing of a block.
 
     Gradients are those without checkpointing, dropout included. Raises `ConfigError` for an unknown mode, if the model has no
     blocks that can be checkpointed, and for a store that nothing would be kept in.
