@@ -65,6 +65,10 @@ BAD = [
     ("offload: {staging: 1KiB}", ["offload.staging: got '1KiB'", "4MiB or more"]),
     ("offload: {parameters: file}\nzero: {stage: 2}", ["offload.parameters: file does not go with zero.stage 2"]),
     ("offload: {activations: file}", ["offload.activations: file moves", "set it to block"]),
+    (
+        "offload: {activations: file}\nmodel: {activation_checkpointing: block, compile: true}",
+        ["offload.activations: file does not go with model.compile"],
+    ),
     ("offload: {directory: []}", ["offload.directory: got []"]),
     ("zero: {offload_optimizer: {device: cpu}}", ["did you mean offload.optimizer?"]),
     ("optimizer: {lr: .nan}", ["optimizer.lr: got nan; allowed is a number >= 0"]),

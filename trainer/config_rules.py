@@ -145,6 +145,11 @@ def _activations(config: TrainerConfig) -> Iterator[str]:
             f"offload.activations: {config.offload.activations.tier} moves the inputs of recomputed blocks, and "
             "model.activation_checkpointing is none; set it to block, or offload.activations to none"
         )
+    elif config.offload.activations.tier != "none" and config.model.compile:
+        yield (
+            f"offload.activations: {config.offload.activations.tier} does not go with model.compile, which stops at the hooks that "
+            "keep the inputs and would compile nothing; set model.compile to false, or offload.activations to none"
+        )
 
 
 def _batch(config: TrainerConfig) -> Iterator[str]:
@@ -201,7 +206,7 @@ _RULES = (
         find=_in_backward,
     ),
     Rule(keys=("offload.parameters", "zero.stage"), find=_offload),
-    Rule(keys=("offload.activations", "model.activation_checkpointing"), find=_activations),
+    Rule(keys=("offload.activations", "model.activation_checkpointing", "model.compile"), find=_activations),
     Rule(keys=("batch.micro_size", "batch.global_size"), find=_batch),
     Rule(keys=("schedule.warmup_steps", "run.max_steps"), find=_warmup),
     Rule(keys=(*(f"schedule.{key}" for key in _CURVE_KEYS), "run.max_steps"), find=_curve),
