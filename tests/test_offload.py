@@ -17,6 +17,7 @@ from zeromesh.errors import StorageError
 from zeromesh.trainer import memory
 from zeromesh.trainer.metrics import read_metrics
 
+FULL = pytest.mark.full
 BF16 = {"compute": "bfloat16", "master": "float32", "reduce": "float32"}
 FILES = {"optimizer": "file", "parameters": "file"}
 TIERS: tuple[dict[str, Any], ...] = (
@@ -46,7 +47,7 @@ def swap_files(folder: Path) -> list[Path]:
     return sorted((folder / "run" / "offload").glob("*"))
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("in_backward", [pytest.param(False, marks=FULL), True])
 def test_a_run_goes_on_from_any_tier_to_any_other_bit_by_bit(
     workers: Workers, tmp_path: Path, in_backward: bool
 ) -> None:
@@ -113,7 +114,7 @@ def test_waits_are_in_the_metrics_and_the_console_says_what_rests_where(
     [
         (2, "file", "block"),
         (1, {"tier": "file", "fraction": 0.5}, "selective"),
-        pytest.param(2, "host", "block", marks=pytest.mark.full),
+        pytest.param(2, "host", "block", marks=FULL),
     ],
 )
 def test_kept_inputs_of_blocks_rest_elsewhere_bit_by_bit(
@@ -173,7 +174,10 @@ def test_a_disk_that_fills_up_before_training_is_a_named_error(fresh: Any, tmp_p
     assert swap_files(tmp_path) == []
 
 
-@pytest.mark.parametrize(("site", "count"), [("forward", 40), ("reduce", 40), ("optimizer", 18)])
+@pytest.mark.parametrize(
+    ("site", "count"),
+    [pytest.param("forward", 40, marks=FULL), pytest.param("reduce", 40, marks=FULL), ("optimizer", 18)],
+)
 def test_a_kill_inside_a_step_resumes_cleanly(
     workers: Workers, fresh: Any, tmp_path: Path, site: str, count: int
 ) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import BucketLayout
 from zeromesh.mesh.groups import ProcessSet
+from zeromesh.offload import FileSettings
 from zeromesh.zero.options import ZeroOptions
 
 
@@ -21,7 +23,9 @@ def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], opti
     Raises:
         LayoutError: on every rank, naming another one and the first bucket or the options that differ.
     """
-    mine = [_hash(repr(options)), len(layouts)]
+    # Where a host's swap files lie is its own business.
+    shared = replace(options, offload=replace(options.offload, files=FileSettings()))
+    mine = [_hash(repr(shared)), len(layouts)]
     for rank, (theirs, count) in zip(group.ranks, group.gather_integers(mine), strict=True):
         if theirs != mine[0]:
             raise LayoutError(f"rank {rank} was given other options than this rank, which has {options}")
