@@ -56,7 +56,7 @@ def check_named(outcome: Outcome, victim: int, *words: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2, 3])
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_a_killed_rank_is_named_at_once(scene: Scene, transport: str, stage: int, where: str) -> None:
     fault = Fault(kind="kill", where=where)
@@ -88,7 +88,7 @@ def test_a_stopped_rank_is_named_at_the_timeout(scene: Scene, transport: str, st
     assert TIMEOUT - 0.1 < survivor.at - happened < TIMEOUT + SOON
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2, 3])
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_a_rank_that_takes_another_branch_is_named_by_all(scene: Scene, transport: str, stage: int) -> None:
     """It runs the second and third block in the other order: their buckets are of one size, so sums would just be wrong."""
@@ -165,7 +165,7 @@ class TestSeveralHosts:
         check_named(survivor, 1)
         assert survivor.at - happened < TIMEOUT + SOON
 
-    @pytest.mark.parametrize("stage", [0, 2, 3])
+    @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2, 3])
     def test_a_rank_that_takes_another_branch_is_named_by_all(self, scene: Scene, stage: int) -> None:
         outcomes, happened = scene(Fault(kind="swap"), stage=stage, transport="gloo", hosts=True)
         for outcome in outcomes:

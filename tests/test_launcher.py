@@ -108,7 +108,12 @@ def test_a_rank_that_dies_without_a_word(tmp_path: Path, death: str, message: st
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.full),
+    ],
 )
 def test_no_worker_outlives_the_command(tmp_path: Path, number: signal.Signals, code: int) -> None:
     (tmp_path / "driver.py").write_text(DRIVER)

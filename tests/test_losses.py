@@ -94,7 +94,9 @@ def test_which_models_the_chunked_head_stands_for(name: str) -> None:
     assert any("auxiliary" in note for note in loss.notes) == (name == "mixtral-auxiliary")
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 1000, None])
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(1, marks=pytest.mark.full), 4, pytest.param(1000, marks=pytest.mark.full), None]
+)
 @pytest.mark.parametrize("name", CHUNKED)
 def test_the_chunked_loss_is_the_models_own(name: str, chunk: int | None) -> None:
     model, batch, seed = model_of(name), batch_of(), 1 / 64

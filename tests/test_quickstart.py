@@ -36,7 +36,7 @@ def shortened(here: Path, **more: Any) -> list[str]:
     return [f"{key.replace('__', '.')}={value}" for key, value in {**short, **more}.items()]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_configuration_of_the_repository_trains(workers: Workers, here: Path, name: str, size: int) -> None:
     path = ROOT / "configs" / name
@@ -127,7 +127,10 @@ print("script ended well")
 """
 
 
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]])
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param([], marks=pytest.mark.full), ["-m", "torch.distributed.run", "--nproc-per-node", "2"]],
+)
 def test_a_script_alone_and_under_torchrun(here: Path, launcher: list[str]) -> None:
     (here / "my script.py").write_text(SCRIPT)
     command = [sys.executable, *launcher, str(here / "my script.py"), str(here)]
@@ -174,6 +177,7 @@ print("script ended well")
 """
 
 
+@pytest.mark.full
 def test_one_trainer_after_another_under_torchrun(here: Path) -> None:
     """Each makes process groups of its own, in the one store of the launch."""
     (here / "one after another.py").write_text(ONE_AFTER_ANOTHER)
