@@ -63,7 +63,20 @@ def resumes(workers: Workers, folder: Path, undisturbed: tuple[Path, list[float]
 SITES = ("before-tmp", "mid-write", "before-manifest", "before-rename", "after-rename", "during-retention")
 
 
-@pytest.mark.parametrize("site", [*SITES, "forward", "reduce", "optimizer"])
+@pytest.mark.parametrize(
+    "site",
+    [
+        pytest.param("before-tmp", marks=FULL),
+        "mid-write",
+        "before-manifest",
+        "before-rename",
+        pytest.param("after-rename", marks=FULL),
+        "during-retention",
+        pytest.param("forward", marks=FULL),
+        pytest.param("reduce", marks=FULL),
+        "optimizer",
+    ],
+)
 @pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=FULL), True])
 def test_a_kill_anywhere_loses_nothing_that_was_saved(
     workers: Workers, fresh: Any, tmp_path: Path, undisturbed: tuple[Path, list[float]], site: str, asynchronous: bool
