@@ -9,6 +9,7 @@ Whatever a handle holds is free again when nobody holds the handle.
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
@@ -54,17 +55,17 @@ class Form:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
-class Handle:
+class Handle(ABC):
     """A tensor that autograd keeps."""
 
     call: Call | None = None
 
-    def fetch(self) -> None:
+    def fetch(self) -> None:  # noqa: B027 - most have nothing to bring
         """Start to bring it, if it has to be brought. Raises `StorageError`."""
 
+    @abstractmethod
     def take(self) -> torch.Tensor:
         """It; may be taken again later. Raises `StorageError` where it cannot be had."""
-        raise NotImplementedError
 
 
 class Call:

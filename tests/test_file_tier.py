@@ -18,36 +18,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_time import SECONDS, in_time
 
 from zeromesh.errors import StorageError
 from zeromesh.offload import DONE, FileTier, Slot, Transfer, Waits, aio, file, swapfile
 from zeromesh.offload.aio import BLOCK
 from zeromesh.offload.transfer import Together
 
-SECONDS = 30.0
-"""Nothing here takes as long, unless it hangs."""
 A_MOMENT = 0.4
 """Seconds in which a thread that nothing keeps from it gets ahead."""
 SMALL = 2 * BLOCK
 """Bytes of a piece, where there are to be many."""
 MOVES = ("direct", "direct and short", "refused at open", "refused at every move", "refused at every move, and short")
 checked = pytest.mark.parametrize("checksums", [False, True], ids=["plain", "checksums"])
-
-
-def in_time(call: Callable[[], object]) -> None:
-    """Do what may hang: raises what `call` raises, or `TimeoutError`."""
-    found: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - it is the test's
-            found.set_exception(error)
-        else:
-            found.set_result(None)
-
-    threading.Thread(target=run, daemon=True).start()
-    found.result(SECONDS)
 
 
 def until(happened: Callable[[], bool]) -> None:

@@ -8,7 +8,6 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from itertools import chain, pairwise
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from in_time import SECONDS, in_time
 
 from zeromesh.errors import StorageError
 from zeromesh.offload import (
@@ -41,8 +41,6 @@ from zeromesh.offload import (
 from zeromesh.offload.aio import BLOCK
 from zeromesh.offload.pool import StagingPool
 
-SECONDS = 20.0
-"""Nothing here takes as long, unless it hangs."""
 CPU = torch.device("cpu")
 F32, BF16 = torch.float32, torch.bfloat16
 FILE, NONE = TierChoice(tier="file"), TierChoice()
@@ -121,22 +119,6 @@ def several_tiers(stripes: int, *, piece: int, checksums: bool) -> Iterator[Tier
         files = FileSettings(directories=directories, checksums=checksums)
         with closing(Tiers(device=CPU, ledger=Ledger(), files=files)) as tiers:
             yield tiers
-
-
-def in_time(call: Callable[[], object]) -> None:
-    """Do what may hang: raises what `call` raises, or `TimeoutError`."""
-    found: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - it is the test's
-            found.set_exception(error)
-        else:
-            found.set_result(None)
-
-    threading.Thread(target=run, daemon=True).start()
-    found.result(SECONDS)
 
 
 def values(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
