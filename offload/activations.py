@@ -24,7 +24,6 @@ from zeromesh.offload.device import allocate_lasting
 from zeromesh.offload.extents import Extents
 from zeromesh.offload.file import Slot
 from zeromesh.offload.handles import AsItIs, Call, Form, Handle, InMemory, Leaving, Lot, OnFile, OnHost
-from zeromesh.offload.host import PinnedBudget
 from zeromesh.offload.ledger import Purpose, Tier
 from zeromesh.offload.side import SideStream
 from zeromesh.offload.tiered import TierChoice
@@ -158,10 +157,12 @@ class ActivationStore:
     def _on_host(self, nbytes: int) -> Lot:
         """Memory of the host, `[nbytes]`, counted and pinned where the device copies from it."""
         lot, pinned = self._count(Tier.HOST, nbytes), self._tiers.pinned
-        used = pinned.used
-        lot.memory = pinned.allocate(nbytes, torch.uint8, self._tiers.device)
-        if pinned.used > used:
-            lot.ends.append(partial(_unpin, pinned, pinned.used - used))
+        if pinned.take(nbytes, self._tiers.device):
+            # torch keeps pinned blocks for the next one: pinning pages anew for each input would take longer than copying it.
+            lot.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            lot.ends.append(partial(pinned.give, nbytes))
+        else:
+            lot.memory = allocate_lasting(nbytes, torch.uint8, torch.device("cpu"))
         return lot
 
     def _count(self, tier: Tier, nbytes: int) -> Lot:
@@ -213,7 +214,3 @@ def _wanted_after(handle: Handle, call: Call) -> Iterator[Handle]:
     before = call.before() if call.before is not None else None
     if before is not None:
         yield from before.alive()
-
-
-def _unpin(pinned: PinnedBudget, nbytes: int) -> None:
-    pinned.used -= nbytes

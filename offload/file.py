@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,13 +22,15 @@ import xxhash
 
 from zeromesh.errors import StorageError
 from zeromesh.offload.aio import BLOCK
-from zeromesh.offload.pool import StagingPool
+from zeromesh.offload.lane import lane_of
+from zeromesh.offload.pool import Memory, StagingPool, pages
 from zeromesh.offload.swapfile import Stripes, remove_leftovers
 from zeromesh.offload.transfer import Transfer, Waits
 
 PIECE = 1 << 20
 """Bytes that one thread moves at a time, and that one checksum covers."""
 THREADS = 4
+_Carry = Callable[[torch.Tensor, torch.Tensor], None]
 _UNWRITTEN = 0
 """In the place of a checksum: zeros, as the file was made."""
 
@@ -42,12 +45,19 @@ class FileTier:
     """
 
     def __init__(
-        self, directories: Sequence[Path], label: str, *, checksums: bool = False, threads: int = THREADS
+        self,
+        directories: Sequence[Path],
+        label: str,
+        *,
+        checksums: bool = False,
+        threads: int = THREADS,
+        memory: Memory = pages,
     ) -> None:
-        """`label` becomes part of the files' names: letters, digits, `.`, `_` and `-`."""
+        """`label` becomes part of the files' names: letters, digits, `.`, `_` and `-`. `memory` makes the threads' own buffers."""
         self.freed = sum(remove_leftovers(directory) for directory in directories)
         self.waits = Waits()
         self._checksums = checksums
+        self._memory = memory
         with _named():
             self._stripes = Stripes(directories, label)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zeromesh-swap")
@@ -96,7 +106,7 @@ class FileTier:
     def buffer(self) -> torch.Tensor:
         """The calling thread's own buffer, `[PIECE]` bytes on a page of its own."""
         if not hasattr(self._local, "buffer"):
-            self._local.buffer = StagingPool(1, PIECE).take()
+            self._local.buffer = StagingPool(1, PIECE, self._memory).take()
         found: torch.Tensor = self._local.buffer
         return found
 
@@ -129,7 +139,7 @@ class Slot:
         self._writing: list[tuple[int, int, Transfer]] = []
 
     def read(self, begin: int, out: torch.Tensor) -> Transfer:
-        """Start to fill `out`, 1-D uint8 on CPU, from byte `begin` on.
+        """Start to fill `out`, 1-D uint8, from byte `begin` on. What is not on the CPU goes through the threads' buffers.
 
         Raises:
             StorageError: at `wait`, naming the tier, what the bytes are, and why they cannot be had.
@@ -138,7 +148,7 @@ class Slot:
             return self._move(self._read_piece, begin, out)
 
     def write(self, begin: int, data: torch.Tensor) -> Transfer:
-        """Start to write `data`, 1-D uint8 on CPU, which must stay as it is until the transfer is over. Raises as `read` does."""
+        """Start to write `data`, 1-D uint8, which must stay as it is until the transfer is over. Raises as `read` does."""
         with self._order:
             transfer = self._move(self._write_piece, begin, data)
             self._writing.append((begin, begin + data.numel(), transfer))
@@ -159,7 +169,7 @@ class Slot:
         for transfer in near:
             transfer.wait()
 
-    def _move(self, work: Callable[[int, torch.Tensor], None], begin: int, data: torch.Tensor) -> Transfer:
+    def _move(self, work: Callable[[_Carry, int, torch.Tensor], None], begin: int, data: torch.Tensor) -> Transfer:
         end = begin + data.numel()
         if not 0 <= begin <= end <= self.nbytes:
             raise ValueError(f"bytes [{begin}, {end}) do not lie in the {self.nbytes} of {self.label}")
@@ -167,7 +177,8 @@ class Slot:
             self._settle(begin, end)
         except StorageError as error:  # Raised where it is waited for: whoever starts several has the others in flight.
             return Transfer.failing(error)
-        pieces = [self.tier.submit(work, at, part) for at, part in _pieces(begin, data)]
+        carry = _carrier(data)
+        pieces = [self.tier.submit(partial(work, carry), at, part) for at, part in _pieces(begin, data)]
         return Transfer(pieces, self.tier.waits, f"file tier, {self.label}: bytes [{begin:,}, {end:,})")
 
     def _around(self, at: int, data: torch.Tensor) -> tuple[int, int]:
@@ -177,13 +188,14 @@ class Slot:
 
     def _fits(self, begin: int, end: int, at: int, data: torch.Tensor) -> bool:
         """Whether a piece is whole grains that can be moved without a detour."""
-        return (begin, end) == (at, at + data.numel()) and data.data_ptr() % BLOCK == 0
+        aligned = data.device.type == "cpu" and data.data_ptr() % BLOCK == 0
+        return (begin, end) == (at, at + data.numel()) and aligned
 
     def _alone(self, at: int) -> AbstractContextManager[object]:
         """A piece and its checksum change together: others read or write other bytes of it before or after."""
         return self._locks[at // PIECE] if self._locks else contextlib.nullcontext()
 
-    def _read_piece(self, at: int, out: torch.Tensor) -> None:
+    def _read_piece(self, carry: _Carry, at: int, out: torch.Tensor) -> None:
         with self._alone(at):
             begin, end = self._around(at, out)
             if self._fits(begin, end, at, out):
@@ -191,13 +203,13 @@ class Slot:
                 return
             buffer = self.tier.buffer()[: end - begin]
             self._fetch(begin, buffer)
-        out.copy_(buffer[at - begin : at - begin + out.numel()])
+        carry(buffer[at - begin : at - begin + out.numel()], out)
 
-    def _write_piece(self, at: int, data: torch.Tensor) -> None:
+    def _write_piece(self, carry: _Carry, at: int, data: torch.Tensor) -> None:
         with self._alone(at):
-            self._replace(at, data)
+            self._replace(carry, at, data)
 
-    def _replace(self, at: int, data: torch.Tensor) -> None:
+    def _replace(self, carry: _Carry, at: int, data: torch.Tensor) -> None:
         begin, end = self._around(at, data)
         if self._fits(begin, end, at, data):
             self._put(begin, data)
@@ -208,7 +220,7 @@ class Slot:
             self._fetch(begin, buffer)
         else:
             buffer[last - begin :].zero_()
-        buffer[at - begin : last - begin].copy_(data)
+        carry(data, buffer[at - begin : last - begin])
         self._put(begin, buffer)
 
     def _fetch(self, begin: int, data: torch.Tensor) -> None:
@@ -228,6 +240,18 @@ class Slot:
             self._checksums[begin // PIECE] = _checksum(data)
         with _named(self.label):
             self.tier.write(data, self._offset + begin)
+
+
+def _carrier(data: torch.Tensor) -> _Carry:
+    """What copies between a thread's buffer and bytes of `data`: on a device, after all that has been launched there by now."""
+    if data.is_cuda:
+        lane = lane_of(data.device)
+        return partial(lane.move, after=lane.now())
+    return _copy
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
 
 
 @contextlib.contextmanager

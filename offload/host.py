@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import resource
+import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from zeromesh.offload.device import allocate_lasting
+from zeromesh.offload.pool import pages
 from zeromesh.offload.process import available_bytes
 
 _SHARE_OF_FREE = 2
@@ -22,15 +27,58 @@ class PinnedBudget:
     used: int = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Zeros on the host, `[numel]`, for a process that computes on `device`."""
+        """Zeros on the host, `[numel]`, that last as long as a run, for a process that computes on `device`."""
         nbytes = numel * dtype.itemsize
-        if device.type != "cpu":
-            if self.limit is None:
-                self.limit = pinned_limit()
-            if self.used + nbytes <= self.limit:
-                self.used += nbytes
-                return torch.zeros(numel, dtype=dtype, pin_memory=True)
+        if nbytes and self.take(nbytes, device):
+            return pinned_pages(nbytes).view(dtype)
         return allocate_lasting(numel, dtype, torch.device("cpu"))
+
+    def take(self, nbytes: int, device: torch.device) -> bool:
+        """Whether so many bytes more may be pinned; they count from now on. For a CPU there is nothing to pin."""
+        if device.type == "cpu":
+            return False
+        if self.limit is None:
+            self.limit = pinned_limit()
+        if self.used + nbytes > self.limit:
+            return False
+        self.used += nbytes
+        return True
+
+    def give(self, nbytes: int) -> None:
+        """So many are not pinned any more."""
+        self.used -= nbytes
+
+
+def pinned_pages(nbytes: int) -> torch.Tensor:
+    """Pages of their own, `[nbytes]` uint8, that CUDA devices copy from and to by themselves.
+
+    torch's own pinned memory is rounded up to a power of two, which for states is too much. Where the system refuses to pin, they
+    are ordinary pages.
+    """
+    found = _PinnedPages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(found, dtype=torch.uint8) if found.register() else pages(nbytes)
+
+
+class _PinnedPages(mmap.mmap):
+    """Pages that are registered with CUDA until they go."""
+
+    _address = 0
+
+    def register(self) -> bool:
+        """Have CUDA pin them."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        if int(_runtime().cudaHostRegister(address, len(self), 0)):
+            return False
+        self._address = address
+        return True
+
+    def __del__(self) -> None:
+        if self._address and not sys.is_finalizing():
+            _runtime().cudaHostUnregister(self._address)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def pinned_limit() -> int:

@@ -16,7 +16,7 @@ from itertools import islice, pairwise
 
 import torch
 
-from zeromesh.offload.pool import PAGE, StagingPool
+from zeromesh.offload.pool import PAGE, Memory, StagingPool, pages
 from zeromesh.offload.tiered import GRAIN, TieredTensor
 from zeromesh.offload.transfer import DONE, Transfer, Waits
 
@@ -88,13 +88,29 @@ class Stream:
     `nbytes` is what all buffers take together at most; they are no longer than they have to be, and no shorter than is useful.
     """
 
-    def __init__(self, device: torch.device, *, width: int, longest: int, nbytes: int, waits: Waits) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        width: int,
+        longest: int,
+        nbytes: int,
+        waits: Waits,
+        memory: Memory = pages,
+    ) -> None:
+        """`memory` makes buffers on `device`."""
         self._device = device
         self._waits = waits
         self._width = width
         self._buffer_bytes = buffer_bytes(width, longest, nbytes)
-        self._pool = StagingPool(width * _IN_FLIGHT, self._buffer_bytes) if width else None
+        self._pool = StagingPool(width * _IN_FLIGHT, self._buffer_bytes, memory) if width else None
         self._flights: deque[_Flight] = deque()
+        self._crossing: list[Transfer] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows are computed."""
+        return self._device
 
     @property
     def nbytes(self) -> int:
@@ -117,8 +133,9 @@ class Stream:
         """`compute(row, tensors)` for each row, in order, with `[end - start]` of each tensor, to be changed in place.
 
         `ahead` are the rows that come after them, as far as that is known: the first ones are read already, so whoever changes them
-        by other means before their turn calls `forget`. Writes may go on after this returns; whoever reads the tensors waits for
-        them. After an error nothing is read ahead, and all buffers come back.
+        by other means before their turn calls `forget`. Writes may go on after this returns: whoever reads a file waits for them,
+        what is launched on a device comes after them, and `settle` is for who reads the host's memory. After an error nothing is
+        read ahead, and all buffers come back.
 
         Raises:
             StorageError: when something cannot be read; what cannot be written, whoever reads it next is told.
@@ -138,9 +155,23 @@ class Stream:
                 compute(row, [*flight.tensors])
                 self._write(flight)
                 self._flights.popleft()
+            self._order_writes()
         except BaseException:
             self.forget()
             raise
+
+    def settle(self) -> None:
+        """Return when what `run` has computed is where it rests. Raises `StorageError` where it is not."""
+        crossing, self._crossing = self._crossing, []
+        for write in crossing:
+            write.wait()
+
+    def _order_writes(self) -> None:
+        """Have the device do what comes next after what is on its way there; `settle` waits for what is on its way to the host."""
+        for write in self._crossing:
+            if write.on_device:
+                write.wait()
+        self._crossing = [write for write in self._crossing if not write.on_device and not write.done()]
 
     def forget(self) -> None:
         """Rows that were read ahead will not be computed."""
@@ -199,4 +230,6 @@ class Stream:
                 continue
             write = DONE if use.mode is Mode.READ else use.tensor.write(flight.row.start, tensor)
             flight.buffers[number] = None
+            if write.crosses:
+                self._crossing.append(write)
             write.on_end(partial(self._give, buffer))

@@ -17,6 +17,7 @@ import torch
 
 from zeromesh.errors import ConfigError
 from zeromesh.offload.file import Slot
+from zeromesh.offload.lane import lane_of
 from zeromesh.offload.ledger import Tier
 from zeromesh.offload.transfer import DONE, Together, Transfer
 
@@ -231,12 +232,9 @@ class TensorSlice:
 
 def _read(dtype: torch.dtype, part: Part, at: int, out: torch.Tensor) -> Transfer:
     if part.memory is not None:
-        found = part.memory[at : at + out.numel()]
-        if found.data_ptr() != out.data_ptr():
-            out.copy_(found, non_blocking=found.is_pinned() if out.is_cuda else False)
-        return DONE
+        return _copy(part.memory[at : at + out.numel()], out)
     slot = _slot_of(part)
-    if out.dtype == dtype and out.device.type == "cpu":
+    if out.dtype == dtype:
         return slot.read(at * dtype.itemsize, out.view(torch.uint8))
     for first, length in _steps(out.numel()):
         passing = torch.empty(length, dtype=dtype)
@@ -247,16 +245,21 @@ def _read(dtype: torch.dtype, part: Part, at: int, out: torch.Tensor) -> Transfe
 
 def _write(dtype: torch.dtype, part: Part, at: int, data: torch.Tensor) -> Transfer:
     if part.memory is not None:
-        place = part.memory[at : at + data.numel()]
-        if place.data_ptr() != data.data_ptr():
-            place.copy_(data)
-        return DONE
+        return _copy(data, part.memory[at : at + data.numel()])
     slot = _slot_of(part)
-    if data.dtype == dtype and data.device.type == "cpu":
+    if data.dtype == dtype:
         return slot.write(at * dtype.itemsize, data.view(torch.uint8))
     for first, length in _steps(data.numel()):
         passing = data[first : first + length].to(device="cpu", dtype=dtype)
         slot.write((at + first) * dtype.itemsize, passing.view(torch.uint8)).wait()
+    return DONE
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> Transfer:
+    if source.device.type != target.device.type:
+        return lane_of(source.device if source.is_cuda else target.device).copy(source, target)
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source)
     return DONE
 
 

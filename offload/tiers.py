@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,8 +12,9 @@ import torch
 from zeromesh.errors import StorageError
 from zeromesh.offload.device import allocate_lasting
 from zeromesh.offload.file import PIECE, THREADS, FileTier
-from zeromesh.offload.host import PinnedBudget
+from zeromesh.offload.host import PinnedBudget, pinned_pages
 from zeromesh.offload.ledger import Ledger, Purpose, Tier
+from zeromesh.offload.pool import pages
 from zeromesh.offload.tiered import Part, TierChoice, TieredTensor
 from zeromesh.offload.transfer import Waits
 
@@ -79,6 +81,12 @@ class Tiers:
                 f"{tier.value} tier, {label}: {numel * dtype.itemsize:,} bytes cannot be allocated: {error}"
             ) from error
 
+    def buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """A buffer `[nbytes]`, uint8, on `device`, for bytes on their way from another tier; on the host it is pages of its own."""
+        if device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return pinned_pages(nbytes) if self.pinned.take(nbytes, self.device) else pages(nbytes)
+
     def file(self) -> FileTier:
         """The file tier. Raises `StorageError` where there is no directory for it."""
         if self._file is None:
@@ -89,6 +97,7 @@ class Tiers:
                 self.files.label,
                 checksums=self.files.checksums,
                 threads=self.files.threads,
+                memory=partial(self.buffer, device=torch.device("cpu")),
             )
             self.ledger.add(Tier.HOST, Purpose.STAGING, self.files.staging_bytes)
         return self._file

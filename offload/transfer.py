@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from zeromesh.errors import StorageError
 
@@ -29,6 +30,11 @@ class Waits:
 
 class Transfer:
     """Pieces that threads read or write. One without pieces is over from the beginning."""
+
+    on_device = False
+    """Whether `wait` keeps what is launched on a device behind the bytes, and not the caller."""
+    crosses = False
+    """Whether bytes go between the memory of a device and the host's."""
 
     def __init__(self, pieces: Sequence[Future[None]] = (), waits: Waits | None = None, what: str = "bytes") -> None:
         """`what` says in errors what is moved."""
@@ -62,6 +68,14 @@ class Transfer:
             if piece.cancelled():
                 raise StorageError(f"{self._what} were not moved: the tier is closed, or has no thread for them")
             piece.result()
+
+    def ordering(self) -> AbstractContextManager[None]:
+        """Inside the block, what is launched on a device comes after these bytes; what was launched before goes on beside them.
+
+        Raises as `wait` does.
+        """
+        self.wait()
+        return nullcontext()
 
     def end(self, *, counted: bool = True) -> None:
         """Return when all pieces have ended, well or not. `counted`: somebody stands still for it who should compute."""
@@ -103,11 +117,25 @@ class Together(Transfer):
     def __init__(self, transfers: Sequence[Transfer]) -> None:
         super().__init__([piece for transfer in transfers for piece in transfer._pieces])
         self._transfers = tuple(transfers)
+        self.on_device = bool(transfers) and all(transfer.on_device for transfer in transfers)
+        self.crosses = any(transfer.crosses for transfer in transfers)
+
+    def done(self) -> bool:
+        return all(transfer.done() for transfer in self._transfers)
 
     def wait(self) -> None:
-        self.end()
+        for transfer in self._transfers:
+            if not transfer.on_device:
+                transfer.end()
         for transfer in self._transfers:
             transfer.wait()
+
+    @contextmanager
+    def ordering(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for transfer in self._transfers:
+                stack.enter_context(transfer.ordering())
+            yield
 
     def end(self, *, counted: bool = True) -> None:
         for transfer in self._transfers:

@@ -25,11 +25,12 @@ from zeromesh.offload import (
     FileSettings,
     FileTier,
     Ledger,
-    PinnedBudget,
     Purpose,
     Tier,
     TierChoice,
     Tiers,
+    activations,
+    allocate_lasting,
     resident_bytes,
 )
 from zeromesh.offload.activations import ActivationStore
@@ -413,14 +414,14 @@ def test_few_are_on_their_way_at_a_time(tiers: Tiers, monkeypatch: pytest.Monkey
 
 
 def test_memory_is_given_back_when_it_was_written(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
-    allocate, memory = PinnedBudget.allocate, []
+    memory = []
 
-    def noted(budget: PinnedBudget, *given: Any) -> torch.Tensor:
-        made = allocate(budget, *given)
+    def noted(*given: Any) -> torch.Tensor:
+        made = allocate_lasting(*given)
         memory.append(weakref.ref(made))
         return made
 
-    monkeypatch.setattr(PinnedBudget, "allocate", noted)
+    monkeypatch.setattr(activations, "allocate_lasting", noted)
     store = ActivationStore(tiers, FILE)
     handle = store.pack(computed(300, 300))
     until(lambda: memory[0]() is None)  # without asking the store

@@ -39,7 +39,7 @@ from zeromesh.offload import (
     swapfile,
 )
 from zeromesh.offload.aio import BLOCK
-from zeromesh.offload.pool import StagingPool
+from zeromesh.offload.pool import Memory, StagingPool
 
 CPU = torch.device("cpu")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -59,8 +59,8 @@ choices = st.builds(
 class Pool(StagingPool):
     """A pool that counts what is out."""
 
-    def __init__(self, count: int, nbytes: int) -> None:
-        super().__init__(count, nbytes)
+    def __init__(self, count: int, nbytes: int, memory: Memory) -> None:
+        super().__init__(count, nbytes, memory)
         self.count, self.most, self.twice = count, 0, 0
         self._out: set[int] = set()
         self._changed = threading.Condition()

@@ -283,22 +283,24 @@ def test_the_end_takes_the_files(tmp_path: Path) -> None:
 
 def test_no_more_is_pinned_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[int] = []
-    zeros = torch.zeros
 
-    def noted(count: int, *, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        pinned.extend([count] * pin_memory)
-        return zeros(count, **options)
+    def noted(nbytes: int) -> torch.Tensor:
+        pinned.append(nbytes)
+        return torch.zeros(nbytes, dtype=torch.uint8)
 
-    monkeypatch.setattr(torch, "zeros", noted)
+    monkeypatch.setattr(host, "pinned_pages", noted)
     budget = PinnedBudget(limit=10_000)
     cuda = torch.device("cuda")
-    for count, expected in ((1000, [1000]), (2000, [1000]), (1500, [1000, 1500]), (1, [1000, 1500])):
+    for count, expected in ((1000, [4000]), (2000, [4000]), (1500, [4000, 6000]), (1, [4000, 6000])):
         found = budget.allocate(count, torch.float32, cuda)
-        assert torch.equal(found, zeros(count))
+        assert torch.equal(found, torch.zeros(count))
         assert pinned == expected
     assert budget.used == 10_000
     budget.allocate(5, torch.float32, CPU)
     assert budget.used == 10_000
+    budget.give(6000)
+    assert budget.take(6000, cuda)
+    assert not budget.take(1, cuda)
     assert PinnedBudget().limit is None
 
 

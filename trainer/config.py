@@ -201,6 +201,11 @@ class OffloadSection(Section):
         default_factory=TierShare,
         description="Inputs of recomputed blocks until backward; a fraction is that of the first blocks.",
     )
+    update: Literal["auto", "host", "device"] = Field(
+        default="auto",
+        description="Where updates are computed whose states are not in an accelerator's memory: on the CPU (host), or on the "
+        "device; auto tries both once.",
+    )
     directory: Text | Texts | None = Field(
         default=None,
         description="Where files of the file tier lie: best on a local NVMe disk; several are used in turn, stripe by stripe. "

@@ -103,6 +103,7 @@ class Run:
             settle_heap(setting(TUNABLES) or "")
         self.stepper = Stepper(self.model, self.loss, mesh, options.precision.compute, self.engine)
         self.console.note(self._size(self.engine))
+        self._tell([note for note in [self.engine.updater.place.note()] if note])
 
     # Before training
 

@@ -58,7 +58,6 @@ def connect(config: TrainerConfig) -> Mesh:
 def offload_options(config: TrainerConfig) -> OffloadOptions:
     """What rests where."""
     section, gradients = config.offload, config.offload.gradients
-
     named = section.directory or str(Path(config.run.output_dir, config.run.name, "offload"))
     directories = (named,) if isinstance(named, str) else named
     return OffloadOptions(
@@ -71,6 +70,7 @@ def offload_options(config: TrainerConfig) -> OffloadOptions:
             label=config.run.name,
             checksums=section.checksums,
         ),
+        update=section.update,
         staging_bytes=section.staging,
     )
 

@@ -125,8 +125,8 @@ class CollectiveBuffer:
         """Gather, once this rank's shard is in place."""
         reading, self._reading = self._reading, None
         if reading is not None:
-            reading.wait()
-            self._work = _start_gather(self.full, self.own(), self._group, self._group.data_group)
+            with reading.ordering():
+                self._work = _start_gather(self.full, self.own(), self._group, self._group.data_group)
 
     def wait(self) -> None:
         while self._reading is not None:

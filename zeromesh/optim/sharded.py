@@ -150,7 +150,7 @@ def fused_update(
 ) -> None:
     """torch's fused kernels, by their functional form. `updates` is how many were made before."""
     lr, weight_decay = group.lr * lr_factor, group.weight_decay
-    steps = [torch.tensor(float(updates), device=master.device)]
+    steps = [torch.full((), float(updates), device=master.device)]  # made there: a copy would make the host wait
     with torch.no_grad():
         if settings.name == "sgd":
             sgd(

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from zeromesh.mesh.groups import ProcessSet
 
 
-def squared_norm(shards: Iterable[torch.Tensor]) -> float:
-    """Sum of squares of this rank's gradient shards; nan or inf where they hold such. Padding is zero and adds nothing."""
-    total = 0.0
-    for shard in shards:
-        if shard.numel():
-            total += float(torch.linalg.vector_norm(shard)) ** 2
-    return total
+def norm_of(shard: torch.Tensor) -> torch.Tensor:
+    """The norm of a gradient shard, a scalar where that lies; nan or inf where it holds such. Padding is zero and adds nothing."""
+    norm: torch.Tensor = torch.linalg.vector_norm(shard)
+    return norm
 
 
 def global_norm(squares: float, owners: ProcessSet | None) -> float:

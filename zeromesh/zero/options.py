@@ -13,6 +13,7 @@ from zeromesh.mesh.select import TransportName
 from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 from zeromesh.optim.sharded import OptimizerSettings
 from zeromesh.zero.scaler import ScalerSettings
+from zeromesh.zero.update_place import UpdateOn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,13 +60,15 @@ class OffloadOptions:
     """Where states rest between uses: master weights and moments (`optimizer`), gradient shards, parameters at stage 3; and what
     recomputed blocks keep for backward (`activations`), which is the caller's business.
 
-    `gradients` None follows the optimizer. `staging_bytes` is what all buffers between files and computation take.
+    `gradients` None follows the optimizer. `update`: where it is computed, if states are not on the device. `staging_bytes` is what
+    all buffers on the way there take.
     """
 
     optimizer: TierChoice = field(default_factory=TierChoice)
     gradients: TierChoice | None = None
     parameters: TierChoice = field(default_factory=TierChoice)
     activations: TierChoice = field(default_factory=TierChoice)
+    update: UpdateOn = "auto"
     files: FileSettings = field(default_factory=FileSettings)
     staging_bytes: int = STAGING_BYTES
 

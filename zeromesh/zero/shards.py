@@ -9,13 +9,13 @@ What rests elsewhere has memory only while a bucket is being summed: at most `LE
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from zeromesh.errors import PhaseError
 from zeromesh.offload import Purpose, Tier, Tiers, Transfer, allocate_lasting
-from zeromesh.zero.norm import squared_norm
+from zeromesh.zero.norm import norm_of
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.unit import Bucket
 
@@ -31,13 +31,13 @@ class GradientShards:
         self._first = True
         self._arriving: dict[int, tuple[torch.Tensor, Transfer]] = {}
         self._leaving: deque[tuple[Transfer, int]] = deque()
-        self._squares: dict[int, float] = {}
+        self._norms: dict[int, torch.Tensor] = {}
 
     def begin(self, *, first: bool) -> None:
         """A backward begins; `first` of its step."""
         self._first = first
         if first:
-            self._squares.clear()
+            self._norms.clear()
 
     def expect(self, bucket: Bucket) -> None:
         """The bucket's gradients are about to arrive: what there is of earlier microbatches is read in meanwhile."""
@@ -82,7 +82,7 @@ class GradientShards:
         self.make_room(bucket)
         grad = gradient_of(bucket)
         if last:
-            self._squares[id(bucket)] = squared_norm([grad])
+            self._norms[id(bucket)] = norm_of(grad)
         self._leaving.append((bucket.grad_rest.write(0, grad), grad.nbytes))
         bucket.grad = None
 
@@ -104,10 +104,18 @@ class GradientShards:
 
     def square(self, bucket: Bucket) -> float:
         """The square of the norm of a bucket's shard; nan or inf where it holds such. 0 where it is used up already."""
-        found = self._squares.get(id(bucket))
-        if found is None:
-            found = squared_norm([] if bucket.grad is None else [bucket.grad])
-        return found
+        return self.squares([bucket])[0]
+
+    def squares(self, buckets: Sequence[Bucket]) -> list[float]:
+        """`square` of each; a device is waited for once."""
+        nothing = torch.zeros((), dtype=self._dtype, device=self._tiers.device)
+        norms = []
+        for bucket in buckets:
+            found = self._norms.get(id(bucket))
+            if found is None:
+                found = nothing if bucket.grad is None else norm_of(bucket.grad)
+            norms.append(found)
+        return [norm**2 for norm in torch.stack(norms).tolist()] if norms else []
 
     def abandon(self, buckets: Iterable[Bucket]) -> None:
         """A step has ended before its time: what rests elsewhere does so again, whatever it is."""

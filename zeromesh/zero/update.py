@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 import torch
@@ -16,13 +17,14 @@ from zeromesh.errors import NonFiniteError
 from zeromesh.flat.placement import Placement
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
-from zeromesh.offload import Mode, Purpose, Row, Stream, Tier, Tiers, Use, Waits
+from zeromesh.offload import Mode, Purpose, Row, Stream, Tier, TieredTensor, Tiers, Use, Waits
 from zeromesh.optim.sharded import BucketOptimizer, GroupRules
 from zeromesh.zero.norm import clip_factor, global_norm
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.scaler import LossScaler
 from zeromesh.zero.shards import GradientShards, gradient_of
 from zeromesh.zero.unit import Bucket, Unit
+from zeromesh.zero.update_place import place_updates, try_update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,23 +71,28 @@ class Updater:
         """Buckets in the order in which the latest step has updated them."""
         self.before_change: Callable[[Bucket], None] = _do_nothing
         """Called before a bucket's states change: whoever reads them beside training has to have done so."""
-        self._stream = self._make_stream(tiers)
+        offload = options.offload
+        settings, dtype = options.optimizer, options.precision.master
+        try_on = partial(try_update, tiers=tiers, settings=settings, dtype=dtype, staging_bytes=offload.staging_bytes)
+        self.place = place_updates(offload.update, mesh, try_on, in_reach=not self._missing(tiers.device))
+        """Where updates are computed."""
+        self._stream = self._make_stream(self.place.device, tiers)
 
-    def _make_stream(self, tiers: Tiers) -> Stream:
-        """Where something of an update is not in the device's memory, the CPU makes it, wherever the model computes."""
+    def _missing(self, device: torch.device) -> int:
+        """The most tensors of an update that are not in the memory of `device`."""
+        uses = map(self._uses, self._buckets)
+        return max((sum(use.tensor.whole(device) is None for use in each) for each in uses), default=0)
 
-        def missing(device: torch.device) -> int:
-            """The most tensors of an update that are not in the memory of `device`."""
-            uses = map(self._uses, self._buckets)
-            return max((sum(use.tensor.whole(device) is None for use in each) for each in uses), default=0)
-
-        device = torch.device("cpu") if missing(tiers.device) else tiers.device
-        width = missing(device)
-        waits = tiers.waited().get(Tier.FILE, Waits())
-        longest = max((bucket.master.nbytes for bucket in self._buckets), default=0)
-        nbytes = self._options.offload.staging_bytes
-        stream = Stream(device, width=width, longest=longest, nbytes=nbytes, waits=waits)
-        tiers.ledger.add(Tier.HOST, Purpose.STAGING, stream.nbytes)
+    def _make_stream(self, device: torch.device, tiers: Tiers) -> Stream:
+        stream = Stream(
+            device,
+            width=self._missing(device),
+            longest=max((bucket.master.nbytes for bucket in self._buckets), default=0),
+            nbytes=self._options.offload.staging_bytes,
+            waits=tiers.waited().get(Tier.FILE, Waits()),
+            memory=partial(tiers.buffer, device=device),
+        )
+        tiers.ledger.add(Tier.HOST if device.type == "cpu" else Tier.DEVICE, Purpose.STAGING, stream.nbytes)
         return stream
 
     def resume(self, updates: int) -> None:
@@ -161,7 +168,7 @@ class Updater:
         self._mesh.post(Activity.OPTIMIZER)
         if not options.optimizer_in_backward:
             self._retire(units)
-            self._squares = sum(self.shards.square(bucket) for bucket in self._buckets)
+            self._squares = sum(self.shards.squares(self._buckets))
         owners = None if options.placements.optimizer is Placement.REPLICATED else self._mesh.shard
         scale = self.scaler.scale
         factor /= scale
@@ -175,6 +182,7 @@ class Updater:
             factor *= clip_factor(norm, options.clip_norm)
             for number, bucket in enumerate(self._buckets):
                 self._update(bucket, factor, self._buckets[number + 1 :])
+            self._stream.settle()
         self.updates += finite
         waited = {tier: waits.take() for tier, waits in self._tiers.waited().items()}
         return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale, cause=cause, waited=waited)
@@ -256,11 +264,12 @@ class Updater:
         bucket.buffer.begin_write()
         optimizer = self._optimizers[id(bucket)]
         optimizer.begin()
-        grad, copied = bucket.grad, bucket.copy is not None
+        grad = gradient_of(bucket) if self._in_backward else None
+        copied = bucket.copy is not None
 
         def compute(row: Row, tensors: list[torch.Tensor]) -> None:
             copy = tensors.pop() if copied else None
-            part = tensors.pop() if grad is None else grad[row.start : row.end].to(tensors[0].device)
+            part = tensors.pop() if grad is None else grad[row.start : row.end].to(self._stream.device)
             if factor != 1.0:
                 part.mul_(factor)
             master, *moments = tensors
@@ -276,12 +285,14 @@ class Updater:
         return self._stream.rows(id(bucket), bucket.interval.length, self._uses(bucket))
 
     def _uses(self, bucket: Bucket) -> list[Use]:
-        """What an update reads and writes of a bucket: master weights, moments, gradients that rest elsewhere (inside backward
-        they never do), and the copy that is gathered."""
+        """What an update reads and writes of a bucket: master weights, moments, gradients (inside backward they are just there, and
+        nobody knows when), and the copy that is gathered."""
         states = [bucket.master, *self._optimizers[id(bucket)].moments.values()]
         uses = [Use(tensor=tensor, mode=Mode.UPDATE) for tensor in states]
-        if bucket.grad is None and bucket.grad_rest is not None and not self._in_backward:
-            uses.append(Use(tensor=bucket.grad_rest, mode=Mode.READ))
+        if not self._in_backward:
+            rest = bucket.grad_rest if bucket.grad is None else TieredTensor.of(bucket.grad)
+            if rest is not None:
+                uses.append(Use(tensor=rest, mode=Mode.READ))
         if bucket.copy is not None:
             uses.append(Use(tensor=bucket.copy, mode=Mode.WRITE))
         return uses
