@@ -63,6 +63,7 @@ class SwapFile:
     def __init__(self, directory: Path, label: str) -> None:
         self.path, self._lock = _make(directory, label)
         self.nbytes = 0
+        self._reserved = False
         try:
             self._file = PositionalFile(self.path, write=True)
         except BaseException:
@@ -85,6 +86,7 @@ class SwapFile:
         except OSError as error:
             raise StorageError(_no_room(self.path, nbytes - self.nbytes, error)) from error
         self.nbytes = nbytes
+        self._reserved = _on_disk(os.fstat(self._lock)) >= nbytes
 
     def check(self) -> None:
         """Raise `StorageError` where somebody has removed or shortened the file."""
@@ -100,6 +102,11 @@ class SwapFile:
             raise StorageError(
                 f"{self.path!r} has {found.st_size:,} bytes, {self.nbytes:,} were reserved; leave swap files alone"
             )
+        if self._reserved and _on_disk(found) < self.nbytes:  # A write that was on its way has made it long again.
+            raise StorageError(
+                f"{self.path!r} was shortened while the run was using it: {_on_disk(found):,} bytes of {self.nbytes:,} are on the "
+                "disk; leave swap files alone"
+            )
 
     def read(self, data: torch.Tensor, offset: int) -> None:
         """See `PositionalFile.read`."""
@@ -114,6 +121,11 @@ class SwapFile:
         self._file.close()
         self._end()
         self._lock = -1
+
+
+def _on_disk(status: os.stat_result) -> int:
+    """Bytes of a file that are not holes."""
+    return 512 * status.st_blocks
 
 
 def _remove(path: str, descriptor: int, process: int) -> None:

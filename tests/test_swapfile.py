@@ -255,6 +255,10 @@ def test_check_finds_files_that_were_removed_or_shortened(tmp_path: Path) -> Non
     for spoil, said in (
         (os.unlink, r"zeromesh-some-.*, 3,145,728 bytes, was removed while"),
         (lambda path: os.truncate(path, 5000), r"has 5,000 bytes, 3,145,728 were reserved"),
+        (
+            lambda path: (os.truncate(path, 0), os.truncate(path, 3 << 20)),
+            r"was shortened while .*: 0 bytes of 3,145,728",
+        ),
     ):
         stripes = Stripes(folders(tmp_path, 2), "some")
         stripes.take(6 << 20)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from zeromesh.errors import StorageError
@@ -41,15 +42,18 @@ class Need:
     parts: int
     transport: str
     local_ranks: int
+    inputs: int = 0
+    """Bytes of a rank's kept inputs of recomputed blocks on files, as far as they are known beforehand."""
 
     @classmethod
-    def of(cls, model: nn.Module, options: ZeroOptions, mesh: Mesh, transport: str) -> Need:
+    def of(cls, model: nn.Module, options: ZeroOptions, mesh: Mesh, transport: str, inputs: int = 0) -> Need:
         """What a model needs on this mesh."""
         return cls(
             plan=plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of),
             parts=mesh.shard.size,
             transport=transport,
             local_ranks=mesh.environment.local_world_size,
+            inputs=inputs if options.offload.activations.tier == "file" else 0,
         )
 
     def least(self, options: ZeroOptions) -> Footprint:
@@ -67,7 +71,7 @@ class Need:
 
     def disk(self, options: ZeroOptions) -> int:
         """Bytes of swap files of all ranks of the host."""
-        return self.local_ranks * self.least(options).on_disk
+        return self.local_ranks * (self.least(options).on_disk + self.inputs)
 
     def fits(self, options: ZeroOptions, room: Room) -> bool:
         """Whether there is room for all of it."""
@@ -84,7 +88,8 @@ class Need:
     def listed_on_disk(self, options: ZeroOptions) -> str:
         """The terms of what files hold."""
         files: Mapping[Purpose, int] = self.least(options).files
-        return self._list({purpose.value: nbytes for purpose, nbytes in files.items()})
+        terms = {purpose.value: nbytes for purpose, nbytes in files.items()}
+        return self._list({**terms, Purpose.ACTIVATIONS.value: self.inputs})
 
     def _list(self, terms: Mapping[str, int]) -> str:
         return ", ".join(f"{human_bytes(self.local_ranks * nbytes)} {what}" for what, nbytes in terms.items() if nbytes)
@@ -136,12 +141,19 @@ def _with_fraction(options: ZeroOptions, fraction: float) -> ZeroOptions:
     return replace(options, offload=changed)
 
 
-def require_memory(model: nn.Module, options: ZeroOptions, mesh: Mesh, *, transport: str) -> list[str]:
+def kept_input_bytes(model: nn.Module, blocks: int, samples: int, length: int, dtype: torch.dtype) -> int:
+    """Bytes of the inputs of so many blocks for a microbatch; 0 for a model that does not say how wide its hidden states are."""
+    config = getattr(model, "config", None)
+    width = getattr(config, "hidden_size", None) or getattr(config, "n_embd", None) or 0
+    return blocks * samples * length * width * dtype.itemsize if isinstance(width, int) else 0
+
+
+def require_memory(model: nn.Module, options: ZeroOptions, mesh: Mesh, *, transport: str, inputs: int = 0) -> list[str]:
     """Raise `StorageError` where a host of CPU ranks has less memory and swap, or less disk, than the states need at the least.
 
-    Returns notes on what rests on files.
+    `inputs`: bytes of kept inputs of recomputed blocks that leave the device. Returns notes on what rests on files.
     """
-    need = Need.of(model, options, mesh, transport)
+    need = Need.of(model, options, mesh, transport, inputs)
     free = available_bytes()
     given_back = need.local_ranks * sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
     directories = options.offload.files.directories

@@ -35,7 +35,7 @@ from zeromesh.trainer.hf.losses import make_loss
 from zeromesh.trainer.hf.products import use_fastest_products
 from zeromesh.trainer.hf.save import save_pretrained
 from zeromesh.trainer.loop import TrainingLoop
-from zeromesh.trainer.memory import require_memory
+from zeromesh.trainer.memory import kept_input_bytes, require_memory
 from zeromesh.trainer.report import FitReport, Progress
 from zeromesh.trainer.schedules import STEADY
 from zeromesh.trainer.signals import leave, stop_requests
@@ -82,7 +82,7 @@ class Run:
         self._kept = KeptAttributes(self.model)
         tiers = open_tiers(mesh, options)
         try:
-            self._dress(options, tiers)
+            away = self._dress(options, tiers)
             setup.place_buffers(built, mesh, config.run.seed)
             self.takes = Takes.of(self.model, users_loss=given.compute_loss is not None)
             self.console.status("trying the loss on a small copy")
@@ -90,7 +90,8 @@ class Run:
             self.feeds = Feeds(config, given, self.data, self.takes, self.loss, self.plan)
             about_model = [*built.notes, *setup.notes_on_modules(self.model)]
             self._tell([*about_model, *self.loss.notes, *self.feeds.check()])
-            self._tell(require_memory(self.model, options, mesh, transport=transport))
+            inputs = self._kept_inputs(away, options)
+            self._tell(require_memory(self.model, options, mesh, transport=transport, inputs=inputs))
             mesh.meet("start of the run")
             source = WatchedSource(built, self.console, mesh)
             self.engine: ZeroEngine | None = ZeroEngine.build(self.model, mesh, options, source, tiers)
@@ -126,8 +127,18 @@ class Run:
         sums = f", gradients summed over {engine.reduction_name}" if self.mesh.world_size > 1 else ""
         return f"{type(self.model).__name__}: {human_count(count)} parameters in {units}{sums}"
 
-    def _dress(self, options: ZeroOptions, tiers: Tiers) -> None:
-        """Training mode, fast matrix products, activation checkpointing and compilation, as the configuration says."""
+    def _kept_inputs(self, blocks: int, options: ZeroOptions) -> int:
+        """Bytes of the inputs of so many blocks; 0 where samples are of the user's own lengths."""
+        if self.data.loaded is None:
+            return 0
+        samples, length = self.config.batch.micro_size, self.config.data.sequence_length
+        return kept_input_bytes(self.model, blocks, samples, length, options.precision.compute)
+
+    def _dress(self, options: ZeroOptions, tiers: Tiers) -> int:
+        """Training mode, fast matrix products, activation checkpointing and compilation, as the configuration says.
+
+        Returns how many recomputed blocks have inputs that leave the device.
+        """
         section = self.config.model
         self.model.train()
         use_fastest_products(self.model, options.precision.compute, self.mesh.device.type)
@@ -135,10 +146,9 @@ class Run:
         mode, choice = section.activation_checkpointing, options.offload.activations
         store = ActivationStore(tiers, choice) if choice.away else None
         count = enable_activation_checkpointing(self.model, mode, blocks=blocks or None, store=store)
+        away = store.away_of(count) if store is not None else 0
         if store is not None:
-            self.console.note(
-                f"offload: inputs of {store.away_of(count)} of {count} recomputed blocks rest on {choice.tier}"
-            )
+            self.console.note(f"offload: inputs of {away} of {count} recomputed blocks rest on {choice.tier}")
         if section.compile:
             if not blocks:
                 raise ConfigError(
@@ -147,6 +157,7 @@ class Run:
                 )
             for block in blocks:
                 block.forward = torch.compile(block.forward)
+        return away
 
     # Training
 

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from zeromesh.errors import StorageError
 from zeromesh.mesh.groups import Mesh
+from zeromesh.offload import Ledger, Purpose, Tier
+from zeromesh.zero.build import open_tiers
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.update import StepOutcome
 from zeromesh.zero.walk import Microbatch
@@ -35,14 +38,18 @@ class Run:
     outcomes: list[StepOutcome] = field(default_factory=list)
 
     @classmethod
-    def start(cls, mesh: Mesh, problem: Problem, layout: Layout) -> Run:
-        """Build the model and its engine."""
+    def start(cls, mesh: Mesh, problem: Problem, layout: Layout, arena: int | None = None) -> Run:
+        """Build the model and its engine, whose device has `arena` bytes for states and what is gathered."""
         model = reference.build(problem)
         _checkpoint_activations(model, layout.checkpointing)
         if layout.compile:
             for block in model.blocks:
                 block.forward = torch.compile(block.forward, backend="aot_eager")
-        engine = ZeroEngine.build(model, mesh, layout.options(problem))
+        options = layout.options(problem)
+        tiers = open_tiers(mesh, options)
+        if arena is not None:
+            tiers.ledger = Ledger({Tier.DEVICE: arena})
+        engine = ZeroEngine.build(model, mesh, options, tiers=tiers)
         return cls(mesh=mesh, problem=problem, layout=layout, model=model, engine=engine)
 
     def microbatches(self, step: int) -> list[tuple[int, Batch]]:
@@ -143,6 +150,26 @@ def train(
         save(out, gradients, parameters)
     run.close()
     return result
+
+
+def in_arena(mesh: Mesh, problem: dict[str, Any], layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Two steps by each layout on a device that has room for three quarters of its shards: the loss, or why it cannot be."""
+    task, results = Problem(**problem), []
+    resident = Run.start(mesh, task, Layout())
+    states = resident.engine.ledger.by_purpose(Tier.DEVICE)
+    arena = (states[Purpose.MASTER] + states[Purpose.MOMENTS] + states[Purpose.GRADIENTS]) * 3 // 4
+    resident.close()
+    for layout in layouts:
+        try:
+            run = Run.start(mesh, task, Layout(**layout), arena)
+        except StorageError as error:
+            results.append({"refused": str(error)})
+            continue
+        for step in range(2):
+            run.step(step)
+        results.append({"loss": run.losses[-1]})
+        run.close()
+    return results
 
 
 def reference_run(mesh: Mesh, problem: dict[str, Any], out: str) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 
 import pytest
+from workers import Workers
 
 from .checks import Laboratory, Result, check_ranks_agree, check_same_bits
 from .recipe import Extra, Layout, Problem
@@ -117,6 +119,18 @@ def test_replicas_of_offloaded_shards(laboratory: Laboratory) -> None:
     base = laboratory.train(4, problem, Layout(), QUIET, replicate=2)
     found = laboratory.train(4, problem, Layout(offload=ALL), QUIET, replicate=2)
     check_same_bits(found, base, *EVERYTHING)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_device_with_room_for_a_part_of_the_states_trains_when_they_rest_elsewhere(
+    workers: Workers, accumulation: int
+) -> None:
+    problem = Problem(model="llama", clip=0.3, steps=2, samples=12, precision="bfloat16")
+    layouts = [Layout(transport="gloo", accumulation=accumulation, offload=choice, budget=0) for choice in ("", ALL)]
+    given = {"problem": asdict(problem), "layouts": [asdict(layout) for layout in layouts]}
+    for resident, away in workers.run(2, "conformance.cases:in_arena", **given):
+        assert "do not fit into the device tier" in resident["refused"]
+        assert math.isfinite(away["loss"])
 
 
 def test_gradients_can_be_read_before_the_update(laboratory: Laboratory) -> None:

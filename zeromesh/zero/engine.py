@@ -188,6 +188,7 @@ class ZeroEngine:
         try:
             outcome = self.updater.finish(self.units, factor, loss_finite=loss_finite)
             self._next_generation()
+            self.tiers.check()  # Before anything is saved of it.
         except BaseException as error:
             self._mixed = self.options.optimizer_in_backward or not isinstance(error, NonFiniteError)
             self.mesh.fail(error)
