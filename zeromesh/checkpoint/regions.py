@@ -14,6 +14,7 @@ tensor.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -66,6 +67,17 @@ class Region:
     @property
     def numel(self) -> int:
         return prod(self.local_shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the tensor, in order."""
+        return self._last_split() < 0
+
+    def boxes(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """Boxes that make the region up: where each lies in the local tensor, and where in the logical one."""
+        dims = [list(zip(_placed(intervals), intervals, strict=True)) for intervals in self.dims]
+        for box in itertools.product(*dims):
+            yield tuple(local for local, _ in box), tuple(slice(taken.start, taken.end) for _, taken in box)
 
     def runs(self, interval: Interval) -> Iterator[Run]:
         """Runs of elements `interval` of the flattened local tensor, in its order, each as long as it can be.
@@ -120,6 +132,14 @@ class Region:
             at += _logical_index(self.dims[dim], index) * stride
             stride *= self.shape[dim]
         return at
+
+
+def _placed(intervals: tuple[Interval, ...]) -> Iterator[slice]:
+    """Where intervals lie that follow one another."""
+    at = 0
+    for interval in intervals:
+        yield slice(at, at + interval.length)
+        at += interval.length
 
 
 def _logical_index(intervals: tuple[Interval, ...], index: int) -> int:

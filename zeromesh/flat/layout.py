@@ -17,7 +17,9 @@ from typing import Literal
 
 import torch
 
+from zeromesh.checkpoint.regions import Region
 from zeromesh.errors import LayoutError
+from zeromesh.flat.part import ParameterPart
 from zeromesh.flat.split import ALIGNMENT, Interval, padded_length, round_up, shard_interval
 
 Granularity = Literal["element", "matrix"]
@@ -35,10 +37,27 @@ class ParameterSpec:
     """Index of the optimizer group whose settings apply."""
     aliases: tuple[str, ...] = ()
     """Further fully qualified names of the same parameter."""
+    part: ParameterPart | None = None
+    """What this is of the whole parameter; None: all of it, the same on all ranks of the tensor axis."""
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def region(self) -> Region:
+        """Where it lies in the whole parameter."""
+        return Region.whole(self.shape) if self.part is None else self.part.region
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Positions along the tensor axis that hold the same; none: all of them."""
+        return () if self.part is None else self.part.holders
+
+    @property
+    def partial(self) -> bool:
+        """Whether the holders' gradients have to be summed."""
+        return self.part is not None and self.part.partial
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -168,10 +168,12 @@ def _bucket(
     interval = Interval(start=0, end=layout.padded) if whole else layout.shard(mesh.shard.index)
     master, copy = _weights(layout, buffer, interval.length, options, tiers)
     for piece in layout.pieces(interval):
-        values = source.read(piece.spec.fqn, piece.in_parameter.start, piece.in_parameter.end).to(master.dtype)
-        for tensor in (master, copy):
-            if tensor is not None:
-                tensor.slice(piece.in_shard.start, piece.in_shard.end).copy_from(values)
+        for run in piece.spec.region.runs(piece.in_parameter):
+            values = source.read(piece.spec.fqn, run.logical, run.logical + run.length).to(master.dtype)
+            start = piece.in_shard.start + run.local - piece.in_parameter.start
+            for tensor in (master, copy):
+                if tensor is not None:
+                    tensor.slice(start, start + run.length).copy_from(values)
     for slot in layout.slots:
         source.release(slot.spec.fqn)
     parameters = [_adopt(model, slot.spec.fqn, slot.spec.aliases, mesh.device) for slot in layout.slots]

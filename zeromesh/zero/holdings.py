@@ -44,7 +44,7 @@ class StateHoldings:
         `reading`: only what the engine's states are made of again, without the parameters that follow from master weights.
         """
         found = [
-            TensorSpec(kind=kind, name=slot.spec.fqn, dtype=dtype, shape=slot.spec.shape)
+            TensorSpec(kind=kind, name=slot.spec.fqn, dtype=dtype, shape=slot.spec.region.shape)
             for bucket in self._buckets
             for kind, dtype, _ in self._kinds(bucket, reading=reading)
             for slot in bucket.layout.slots
@@ -107,10 +107,10 @@ class StateHoldings:
 
 
 def _of_piece(kind: str, dtype: torch.dtype, values: TensorSlice, piece: Piece, owner: int | None) -> Holding:
-    shape = piece.spec.shape
+    region = piece.spec.region
     return Holding(
-        spec=TensorSpec(kind=kind, name=piece.spec.fqn, dtype=dtype, shape=shape),
-        region=Region.whole(shape),
+        spec=TensorSpec(kind=kind, name=piece.spec.fqn, dtype=dtype, shape=region.shape),
+        region=region,
         interval=piece.in_parameter,
         values=values.slice(piece.in_shard.start, piece.in_shard.end),
         owner=owner,

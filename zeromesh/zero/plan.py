@@ -8,8 +8,9 @@ several names (tied weights) belongs to the smallest unit around all modules tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import ParameterSpec
+from zeromesh.flat.part import ParameterPart
 
 ROOT = ""
 """Fully qualified name of the root module."""
@@ -37,10 +39,10 @@ class UnitPlan:
         return self.module or "root"
 
     def buckets(self) -> tuple[tuple[ParameterSpec, ...], ...]:
-        """Specs by equal dtype and `requires_grad`, in the order in which each kind first appears."""
-        kinds: dict[tuple[torch.dtype, bool], list[ParameterSpec]] = {}
+        """Specs by equal dtype, `requires_grad` and holders, in the order in which each kind first appears."""
+        kinds: dict[tuple[torch.dtype, bool, tuple[int, ...], bool], list[ParameterSpec]] = {}
         for spec in self.specs:
-            kinds.setdefault((spec.dtype, spec.requires_grad), []).append(spec)
+            kinds.setdefault((spec.dtype, spec.requires_grad, spec.holders, spec.partial), []).append(spec)
         return tuple(tuple(specs) for specs in kinds.values())
 
 
@@ -56,11 +58,15 @@ class ModelPlan:
 
 
 def plan_model(
-    model: nn.Module, compute_dtype: torch.dtype, group_of: Callable[[str], int] = lambda fqn: 0
+    model: nn.Module,
+    compute_dtype: torch.dtype,
+    group_of: Callable[[str], int] = lambda fqn: 0,
+    parts: Mapping[str, ParameterPart] = MappingProxyType({}),
 ) -> ModelPlan:
     """Cut `model` into units.
 
-    `group_of` gives a parameter's optimizer group from its name. The model's main dtype becomes `compute_dtype`; parameters of
+    `group_of` gives a parameter's optimizer group from its name, `parts` says what the model has of parameters that ranks of the
+    tensor axis split. The model's main dtype becomes `compute_dtype`; parameters of
     a wider dtype keep theirs, and so do those to be kept in fp32 and those that are no floating-point numbers.
 
     Raises:
@@ -84,6 +90,7 @@ def plan_model(
                 dtype=_dtype_of(parameter, fqns[0], main, compute_dtype, keep),
                 requires_grad=parameter.requires_grad,
                 group=group_of(fqns[0]) if parameter.requires_grad else 0,
+                part=parts.get(fqns[0]),
             )
         )
     return ModelPlan(units=_merge_small(members))
