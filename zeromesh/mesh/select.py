@@ -14,6 +14,7 @@ from zeromesh.mesh.exchange import Exchange, GroupExchange, LocalExchange
 from zeromesh.mesh.groups import ProcessSet
 from zeromesh.mesh.local import LocalTransport
 from zeromesh.mesh.shared import SharedTransport
+from zeromesh.mesh.shared_exchange import SharedExchange
 from zeromesh.mesh.transport import BufferRequest, RingRequest, Transport
 
 TransportName = Literal["auto", "shared", "gloo", "nccl"]
@@ -73,4 +74,6 @@ def open_exchange(group: ProcessSet, device: torch.device, kind: TransportName =
         StorageError: when the memory cannot be had.
     """
     name = choose_transport(kind, group, device)
-    return LocalExchange() if name == "local" else GroupExchange(group)
+    if name == "local":
+        return LocalExchange()
+    return SharedExchange(group) if name == "shared" else GroupExchange(group)
