@@ -1,4 +1,4 @@
-"""Which transport a group uses."""
+"""Which transport and which exchange a group uses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.collectives import CollectiveTransport
+from zeromesh.mesh.exchange import Exchange, GroupExchange, LocalExchange
 from zeromesh.mesh.groups import ProcessSet
 from zeromesh.mesh.local import LocalTransport
 from zeromesh.mesh.shared import SharedTransport
+from zeromesh.mesh.shared_exchange import SharedExchange
 from zeromesh.mesh.transport import BufferRequest, RingRequest, Transport
 
 TransportName = Literal["auto", "shared", "gloo", "nccl"]
@@ -62,3 +64,16 @@ def open_transport(
     if name == "shared":
         return SharedTransport(group, requests, ring)
     return CollectiveTransport(group, device, requests, ring)
+
+
+def open_exchange(group: ProcessSet, device: torch.device, kind: TransportName = "auto") -> Exchange:
+    """The exchange of activations over `group`. Every rank of it calls this, in the same order.
+
+    Raises:
+        ConfigError: when the named kind cannot serve the group.
+        StorageError: when the memory cannot be had.
+    """
+    name = choose_transport(kind, group, device)
+    if name == "local":
+        return LocalExchange()
+    return SharedExchange(group) if name == "shared" else GroupExchange(group)

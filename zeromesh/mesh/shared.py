@@ -21,6 +21,7 @@ import torch
 
 from zeromesh.errors import CollectiveError
 from zeromesh.flat.split import Interval
+from zeromesh.mesh.counters import LINE, Counters
 from zeromesh.mesh.groups import ProcessSet
 from zeromesh.mesh.segments import PAGE, Segment, require_memory
 from zeromesh.mesh.transport import (
@@ -31,39 +32,7 @@ from zeromesh.mesh.transport import (
     RingRequest,
     sum_in_order,
 )
-from zeromesh.mesh.watch import Watch
 from zeromesh.offload import TieredTensor, Transfer
-
-_LINE = 8
-"""Words in a cache line: counters of different writers never share one."""
-
-
-class Counters:
-    """One growing counter per rank, in shared words, a cache line apart."""
-
-    def __init__(self, words: memoryview, base: int, group: ProcessSet, watch: Watch) -> None:
-        self._words = words
-        self._places = [base + rank * _LINE for rank in range(group.size)]
-        self._mine = self._places[group.index]
-        self._ranks = group.ranks
-        self._watch = watch
-
-    def set(self, value: int) -> None:
-        """Set this rank's counter."""
-        self._words[self._mine] = value
-
-    def reached(self, value: int) -> bool:
-        """Whether all ranks have got to `value`."""
-        words = self._words
-        return all(words[place] >= value for place in self._places)
-
-    def wait(self, value: int, what: str) -> None:
-        """Wait until all ranks have got to `value`; the ranks that have not are the ones that an error names."""
-        if self.reached(value):
-            return
-        words = self._words
-        behind = [rank for rank, place in zip(self._ranks, self._places, strict=True) if words[place] < value]
-        self._watch.wait(lambda: self.reached(value), behind, what)
 
 
 class SharedBuffer:
@@ -245,13 +214,13 @@ class SharedTransport:
         for request in requests:
             offsets.append(end)
             end += -(-request.padded * request.dtype.itemsize // PAGE) * PAGE
-        sizes = (end, (2 + 2 * len(requests)) * group.size * _LINE * 8)
+        sizes = (end, (2 + 2 * len(requests)) * group.size * LINE * 8)
         arena, words, *rings = _exchange_segments(group, sizes, ring)
         self._segments = (arena, words, *rings)
         table = words.words()
 
         def counters(row: int) -> Counters:
-            return Counters(table, row * group.size * _LINE, group, watch)
+            return Counters(table, row * group.size * LINE, group, watch)
 
         watch = group.watch
         buffers = []
