@@ -387,7 +387,7 @@ class Run:
         if free is not None and 2 * nbytes > free:
             self.console.note("the model does not fit in one rank's memory and stays partitioned; use save()")
             return
-        engine.state.make_whole()
+        engine.state.make_whole(lambda: None)
         engine.close()
         self.engine = None
         self._kept.put_back()

@@ -19,7 +19,7 @@ import torch
 
 from zeromesh.checkpoint.regions import Region
 from zeromesh.errors import LayoutError
-from zeromesh.flat.part import ParameterPart
+from zeromesh.flat.part import ParameterPart, StageCopies
 from zeromesh.flat.split import ALIGNMENT, Interval, padded_length, round_up, shard_interval
 
 Granularity = Literal["element", "matrix"]
@@ -39,10 +39,22 @@ class ParameterSpec:
     """Further fully qualified names of the same parameter."""
     part: ParameterPart | None = None
     """What this is of the whole parameter; None: all of it, the same on all ranks of the tensor axis."""
+    copies: StageCopies | None = None
+    """For a tied parameter that several stages of a pipeline have."""
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def name(self) -> str:
+        """What it is called in checkpoints, and by whoever asks for it."""
+        return self.fqn if self.copies is None else self.copies.name
+
+    @property
+    def other_names(self) -> tuple[str, ...]:
+        """What it may be called too, also by stages that have it not."""
+        return self.aliases if self.copies is None else self.copies.aliases
 
     @property
     def region(self) -> Region:
@@ -55,9 +67,15 @@ class ParameterSpec:
         return () if self.part is None else self.part.holders
 
     @property
-    def partial(self) -> bool:
-        """Whether the holders' gradients have to be summed."""
-        return self.part is not None and self.part.partial
+    def shared_by(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Positions along the tensor and along the pipeline axis whose gradients of it are summands of the whole one."""
+        holders = self.holders if self.part is not None and self.part.partial else ()
+        return holders, () if self.copies is None else self.copies.ranks
+
+    @property
+    def kind(self) -> tuple[torch.dtype, bool, object, object]:
+        """Parameters of one kind may lie in one bucket."""
+        return self.dtype, self.requires_grad, self.holders, self.shared_by
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

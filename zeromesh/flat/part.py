@@ -1,4 +1,4 @@
-"""`ParameterPart`: what a rank of the tensor axis holds of a whole parameter, and who holds the same."""
+"""What a rank holds of a parameter that other ranks hold too: of its own along the tensor axis, or alike along the pipeline."""
 
 from __future__ import annotations
 
@@ -24,5 +24,28 @@ class ParameterPart:
     they compute the same."""
 
     def __post_init__(self) -> None:
-        if not self.holders or list(self.holders) != sorted(set(self.holders)):
-            raise LayoutError(f"holders {list(self.holders)} are not in order")
+        _require_order("holders", self.holders)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageCopies:
+    """A tied parameter of which several ranks of a pipeline have a copy each: the gradients of the copies are summands.
+
+    Raises:
+        LayoutError: at construction, for ranks that are not in order.
+    """
+
+    name: str
+    """In checkpoints: the first of its names in the whole model."""
+    aliases: tuple[str, ...]
+    """Its other names in the whole model."""
+    ranks: tuple[int, ...]
+    """Positions along the pipeline axis that have a copy, in order; the first one counts and writes it."""
+
+    def __post_init__(self) -> None:
+        _require_order("ranks", self.ranks)
+
+
+def _require_order(what: str, positions: tuple[int, ...]) -> None:
+    if not positions or list(positions) != sorted(set(positions)):
+        raise LayoutError(f"{what} {list(positions)} are not in order")

@@ -115,6 +115,17 @@ class ProcessSet:
             work = dist.all_gather(list(full.chunk(self.size)), shard, group=link.data, async_op=True)
             watch.wait_work(work, self.ranks, what)
 
+    def broadcast_(self, tensor: torch.Tensor, source: int, what: str) -> torch.Tensor:
+        """Become what the rank at position `source` has, in place, on whatever device; all ranks give one shape and dtype."""
+        joined = self._joined()
+        if joined is not None:
+            link, watch = joined
+            self.traffic.count(Collective.BROADCAST, tensor.nbytes)
+            with self.traffic.timed(Collective.BROADCAST):
+                work = dist.broadcast(tensor, src=self.ranks[source], group=link.data, async_op=True)
+                watch.wait_work(work, self.ranks, what)
+        return tensor
+
     def require_member(self) -> None:
         """Raises `CollectiveError` when this rank may not act in the set: it is not in it, or the set was removed."""
         if not self.member:

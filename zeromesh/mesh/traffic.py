@@ -25,6 +25,7 @@ class Collective(StrEnum):
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
+    BROADCAST = "broadcast"
     POINT_TO_POINT = "point to point"
     AGREEMENT = "agreement"
 

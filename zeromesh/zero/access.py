@@ -1,50 +1,114 @@
-"""Reading whole parameters and gradients of a sharded model by name: one bucket is gathered at a time."""
+"""Reading whole parameters and gradients of a model by name, whatever ranks have of them: one bucket is gathered at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from zeromesh.checkpoint.regions import Region
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.flat.layout import Slot
+from zeromesh.flat.split import Interval
 from zeromesh.mesh.groups import Mesh
 from zeromesh.zero.unit import Bucket, Unit, all_buckets
 
+_Whole = Callable[[Bucket], torch.Tensor | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Known:
+    """A whole parameter, as the stage that has it knows it."""
+
+    name: str
+    other_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+
+    def empty(self, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
+        """Memory for it."""
+        return torch.empty(self.shape, dtype=dtype or getattr(torch, self.dtype), device=device)
+
 
 class StateAccess:
-    """Logical tensors of the units' parameters, in the master dtype. Its methods are collective: all ranks call them alike."""
+    """Logical tensors of the whole model's parameters, in the master dtype, by the names of the whole model.
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], mesh: Mesh) -> None:
+    Its methods are collective: all ranks call them alike.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], mesh: Mesh, gradient_dtype: torch.dtype) -> None:
         self._model = model
         self._units = units
         self._mesh = mesh
-        self._where = {
-            name: (bucket, slot)
-            for bucket in all_buckets(units)
-            for slot in bucket.layout.slots
-            for name in (slot.spec.fqn, *slot.spec.aliases)
+        self._gradient_dtype = gradient_dtype
+        self._slots = [(bucket, slot) for bucket in all_buckets(units) for slot in bucket.layout.slots]
+        self._stages = self._known_by_stages()
+        self._canonical: dict[str, tuple[int, _Known]] = {}
+        for stage, known in enumerate(self._stages):
+            for each in known:
+                for name in (each.name, *each.other_names):
+                    self._canonical.setdefault(name, (stage, each))
+        self._regions = self._regions_of_ranks()
+
+    def _known_by_stages(self) -> list[list[_Known]]:
+        """What each stage of a pipeline has, a parameter that several have with the first of them alone."""
+        mine = [
+            [
+                slot.spec.name,
+                slot.spec.other_names,
+                slot.spec.region.shape,
+                str(bucket.master.dtype).removeprefix("torch."),
+                bucket.trainable,
+            ]
+            for bucket, slot in self._slots
+        ]
+        rows = self._mesh.pipeline.gather_bytes(json.dumps(mine).encode(), "parameters of all stages")
+        seen: set[str] = set()
+        stages = []
+        for row in rows:
+            known = [
+                _Known(name=name, other_names=tuple(others), shape=tuple(shape), dtype=dtype, trainable=trainable)
+                for name, others, shape, dtype, trainable in json.loads(row)
+                if name not in seen
+            ]
+            seen.update(each.name for each in known)
+            stages.append(known)
+        return stages
+
+    def _regions_of_ranks(self) -> dict[str, list[Region]]:
+        """What each rank of the tensor axis has of the parameters of this stage that are divided."""
+        mine = {
+            slot.spec.name: [[(each.start, each.end) for each in dim] for dim in slot.spec.region.dims]
+            for _, slot in self._slots
+            if slot.spec.part is not None and not slot.spec.region.is_whole
         }
+        rows = self._mesh.tensor.gather_bytes(json.dumps(mine).encode(), "parts of tensor ranks")
+        found: dict[str, list[Region]] = {}
+        for row in rows:
+            for name, dims in json.loads(row).items():
+                intervals = tuple(tuple(Interval(start=start, end=end) for start, end in dim) for dim in dims)
+                found.setdefault(name, []).append(Region(shape=self._canonical[name][1].shape, dims=intervals))
+        return found
 
     def names(self) -> list[str]:
         """Canonical names, tied parameters once, in the order in which `parameters` yields them."""
-        return [slot.spec.fqn for bucket in all_buckets(self._units) for slot in bucket.layout.slots]
+        return [each.name for known in self._stages for each in known]
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """`(name, tensor)` of every parameter: master weights in fp32 whatever the model computes in, on CPU or the device.
 
         A tensor may be a view of this rank's own weights, which the next step changes: copy it to keep it.
         """
-        for bucket in all_buckets(self._units):
-            full = self._weights(bucket)
-            for slot in bucket.layout.slots:
-                yield slot.spec.fqn, _cut(full, slot)
+        return self._of_all_stages(lambda known: True, self._weights, None)
 
     def parameter(self, fqn: str) -> torch.Tensor:
         """One parameter whole."""
-        bucket, slot = self._find(fqn)
-        return _cut(self._weights(bucket), slot).clone()
+        known = self._find(fqn)[1]
+        return next(self._of_all_stages(lambda each: each is known, self._weights, None))[1].clone()
 
     def gradient(self, fqn: str) -> torch.Tensor | None:
         """One gradient whole, in the dtype of the sum, between backward and update; None for a frozen parameter.
@@ -54,34 +118,88 @@ class StateAccess:
         Raises:
             PhaseError: when the optimizer has used it up inside backward.
         """
-        bucket, slot = self._find(fqn)
-        if not bucket.trainable:
+        known = self._find(fqn)[1]
+        if not known.trainable:
             return None
-        full = self._gradients(bucket)
-        if full is None:
+        found = next(self._of_all_stages(lambda each: each is known, self._gradients, self._gradient_dtype), None)
+        if found is None:
             raise PhaseError(f"the gradient of {fqn} was used inside backward (optimizer.in_backward)")
-        return _cut(full, slot).clone()
+        return found[1].clone()
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """`(name, tensor)` of every trainable parameter's gradient."""
-        for bucket in all_buckets(self._units):
-            full = self._gradients(bucket) if bucket.trainable else None
-            if full is not None:
-                for slot in bucket.layout.slots:
-                    yield slot.spec.fqn, _cut(full, slot)
+        return self._of_all_stages(lambda known: known.trainable, self._gradients, self._gradient_dtype)
 
     def units_of(self, fqns: Iterable[str]) -> list[Unit]:
-        """Units that hold these parameters."""
-        wanted = {id(self._find(fqn)[0]) for fqn in fqns}
-        return [unit for unit in self._units if any(id(bucket) in wanted for bucket in unit.buckets)]
+        """Units of this rank that hold these parameters. Raises `LayoutError` for names that no stage has."""
+        wanted = {self._find(fqn)[1].name for fqn in fqns}
+        buckets = {id(bucket) for bucket, slot in self._slots if slot.spec.name in wanted}
+        return [unit for unit in self._units if any(id(bucket) in buckets for bucket in unit.buckets)]
 
-    def make_whole(self) -> None:
-        """Give the model ordinary parameters of its own, in the master dtype; the engine is over afterwards."""
+    def make_whole(self, restore: Callable[[], None]) -> None:
+        """Give the model ordinary parameters of its own, in the master dtype; the engine is over afterwards.
+
+        `restore` gives the model back the modules that it had, whatever has replaced them.
+        """
+        values = {name: tensor.clone() for name, tensor in self.parameters()}
+        restore()
+        for name, value in values.items():
+            known = self._canonical[name][1]
+            made = nn.Parameter(value, requires_grad=known.trainable)
+            for each in (name, *known.other_names):
+                owner, _, leaf = each.rpartition(".")
+                module = self._model.get_submodule(owner)
+                parameter = module._parameters[leaf]
+                if parameter is None or parameter.is_meta:
+                    module._parameters[leaf] = made
+                else:  # The model's own object, which others may hold.
+                    parameter.data = value
+                    parameter.grad = None
+
+    def _of_all_stages(
+        self, wanted: Callable[[_Known], bool], whole: _Whole, dtype: torch.dtype | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What `whole` makes of buckets, as whole tensors on all ranks. `dtype` None is that of the parameter's master weights."""
+        pipeline = self._mesh.pipeline
+        for stage, known in enumerate(self._stages):
+            chosen = [each for each in known if wanted(each)]
+            own = self._of_this_stage({each.name for each in chosen}, whole) if stage == pipeline.index else None
+            if pipeline.size == 1 and own is not None:
+                yield from own
+                continue
+            for each in chosen:
+                found = next(own, None) if own is not None else None
+                given = [row[0] for row in pipeline.gather_integers([int(found is not None)])]
+                if not given[stage]:
+                    return
+                value = each.empty(dtype, self._mesh.device) if found is None else found[1].contiguous()
+                yield each.name, pipeline.broadcast_(value, stage, f"reading of {each.name}")
+
+    def _of_this_stage(self, names: set[str], whole: _Whole) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in all_buckets(self._units):
-            full = self._weights(bucket)
-            for parameter, slot in zip(bucket.parameters, bucket.layout.slots, strict=True):
-                parameter.data = _cut(full, slot).clone()
-                parameter.grad = None
+            slots = [slot for slot in bucket.layout.slots if slot.spec.name in names]
+            full = whole(bucket) if slots else None
+            if full is not None:
+                for slot in slots:
+                    yield slot.spec.name, self._joined(slot, full[slot.where.start : slot.where.end])
+
+    def _joined(self, slot: Slot, local: torch.Tensor) -> torch.Tensor:
+        """The whole tensor, of what the ranks of the tensor axis have of it."""
+        regions = self._regions.get(slot.spec.name)
+        if regions is None:
+            return local.view(slot.spec.shape)
+        tensor = self._mesh.tensor
+        longest = max(region.numel for region in regions)
+        own = torch.zeros(longest, dtype=local.dtype, device=local.device)
+        own[: local.numel()] = local
+        everyone = torch.empty(tensor.size * longest, dtype=local.dtype, device=local.device)
+        tensor.all_gather_flat(everyone, own, f"reading of {slot.spec.name}")
+        made = torch.empty(slot.spec.region.shape, dtype=local.dtype, device=local.device)
+        for region, flat in zip(regions, everyone.chunk(tensor.size), strict=True):
+            part = flat[: region.numel].view(region.local_shape)
+            for here, there in region.boxes():
+                made[there] = part[here]
+        return made
 
     def _weights(self, bucket: Bucket) -> torch.Tensor:
         return self._whole(bucket, bucket.master.load(self._mesh.device))
@@ -90,7 +208,7 @@ class StateAccess:
         shard = bucket.grad
         if shard is None and bucket.grad_rest is not None:
             shard = bucket.grad_rest.load(self._mesh.device)
-        return None if shard is None else self._whole(bucket, shard)
+        return None if shard is None or not bucket.trainable else self._whole(bucket, shard)
 
     def _whole(self, bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
         if shard.numel() == bucket.layout.padded:
@@ -99,11 +217,7 @@ class StateAccess:
         self._mesh.shard.all_gather_flat(full, shard.detach(), f"reading of {bucket.name}")
         return full
 
-    def _find(self, fqn: str) -> tuple[Bucket, Slot]:
-        if fqn not in self._where:
+    def _find(self, fqn: str) -> tuple[int, _Known]:
+        if fqn not in self._canonical:
             raise LayoutError(f"the model has no parameter {fqn!r}; names are as in model.named_parameters()")
-        return self._where[fqn]
-
-
-def _cut(full: torch.Tensor, slot: Slot) -> torch.Tensor:
-    return full[slot.where.start : slot.where.end].view(slot.spec.shape)
+        return self._canonical[fqn]

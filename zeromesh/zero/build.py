@@ -169,13 +169,13 @@ def _bucket(
     master, copy = _weights(layout, buffer, interval.length, options, tiers)
     for piece in layout.pieces(interval):
         for run in piece.spec.region.runs(piece.in_parameter):
-            values = source.read(piece.spec.fqn, run.logical, run.logical + run.length).to(master.dtype)
+            values = source.read(piece.spec.name, run.logical, run.logical + run.length).to(master.dtype)
             start = piece.in_shard.start + run.local - piece.in_parameter.start
             for tensor in (master, copy):
                 if tensor is not None:
                     tensor.slice(start, start + run.length).copy_from(values)
     for slot in layout.slots:
-        source.release(slot.spec.fqn)
+        source.release(slot.spec.name)
     parameters = [_adopt(model, slot.spec.fqn, slot.spec.aliases, mesh.device) for slot in layout.slots]
     bucket = Bucket(layout, parameters, buffer, interval, master, copy)
     buffer.end_write()

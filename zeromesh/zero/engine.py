@@ -28,7 +28,7 @@ from zeromesh.zero.hooks import Hooks
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.passes import Passes
 from zeromesh.zero.phase import Phase
-from zeromesh.zero.plan import plan_model
+from zeromesh.zero.plan import ModelCuts, ModelPlan, plan_model
 from zeromesh.zero.sources import BuiltSource, ParameterSource
 from zeromesh.zero.unit import all_buckets
 from zeromesh.zero.update import StepOutcome, Updater
@@ -66,29 +66,34 @@ class ZeroEngine:
         options: ZeroOptions,
         source: ParameterSource | None = None,
         tiers: Tiers | None = None,
+        cuts: ModelCuts | None = None,
     ) -> ZeroEngine:
         """Cut the model into units, allocate and fill them, and hook the model.
 
         `source` gives initial values; None stands for the values that the model has. `tiers` are the engine's from now on, and
-        closed with it; None: it opens its own.
+        closed with it; None: it opens its own. `cuts` say what of the whole model tensor and pipeline parallelism have left here;
+        then `source` is one of the whole model.
         """
         tiers = tiers or open_tiers(mesh, options)
         try:
-            return cls(model, cls._build(model, mesh, options, source, tiers), mesh, options)
+            plan = cls._plan(model, mesh, options, cuts)
+            return cls(
+                model, build_units(model, plan, mesh, options, source or BuiltSource(model), tiers), mesh, options
+            )
         except BaseException:
             tiers.close()
             raise
 
     @staticmethod
-    def _build(
-        model: nn.Module, mesh: Mesh, options: ZeroOptions, source: ParameterSource | None, tiers: Tiers
-    ) -> Built:
+    def _plan(model: nn.Module, mesh: Mesh, options: ZeroOptions, cuts: ModelCuts | None) -> ModelPlan:
         rules = GroupRules(options.optimizer)
-        plan = plan_model(model, options.precision.compute, rules.group_of)
-        unmatched = rules.unmatched([name for spec in plan.specs() for name in (spec.fqn, *spec.aliases)])
+        plan = plan_model(model, options.precision.compute, rules.group_of, cuts)
+        mine = [name for spec in plan.specs() for name in (spec.name, *spec.other_names)]
+        rows = mesh.pipeline.gather_bytes("\n".join(mine).encode(), "names of all parameters")
+        unmatched = rules.unmatched([name for row in rows for name in row.decode().split("\n")])
         if unmatched:
             raise ConfigError(f"optimizer.no_decay: {', '.join(unmatched)} matches no parameter of the model")
-        return build_units(model, plan, mesh, options, source or BuiltSource(model), tiers)
+        return plan
 
     @property
     def reduction_name(self) -> str:
@@ -98,7 +103,7 @@ class ZeroEngine:
     @property
     def state(self) -> StateAccess:
         """Whole parameters and gradients by name."""
-        return StateAccess(self.model, self.units, self.mesh)
+        return StateAccess(self.model, self.units, self.mesh, self.options.precision.reduce)
 
     @property
     def holdings(self) -> StateHoldings:

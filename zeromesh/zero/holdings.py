@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -44,17 +45,32 @@ class StateHoldings:
         `reading`: only what the engine's states are made of again, without the parameters that follow from master weights.
         """
         found = [
-            TensorSpec(kind=kind, name=slot.spec.fqn, dtype=dtype, shape=slot.spec.region.shape)
+            TensorSpec(kind=kind, name=slot.spec.name, dtype=dtype, shape=slot.spec.region.shape)
             for bucket in self._buckets
             for kind, dtype, _ in self._kinds(bucket, reading=reading)
             for slot in bucket.layout.slots
         ]
-        return [*found, *(_spec_of(name, buffer) for name, buffer in saved_buffers(self._model).items())]
+        found += [_spec_of(name, buffer) for name, buffer in saved_buffers(self._model).items()]
+        return self._of_all_stages(found)
+
+    def _of_all_stages(self, mine: list[TensorSpec]) -> list[TensorSpec]:
+        """What all stages of a pipeline have, each tensor once, in the order of stages."""
+        if self._mesh.pipeline.size == 1:
+            return mine
+        text = json.dumps([[spec.kind, spec.name, str(spec.dtype).removeprefix("torch."), spec.shape] for spec in mine])
+        rows = self._mesh.pipeline.gather_bytes(text.encode(), "tensors of all stages")
+        found: dict[tuple[str, str], TensorSpec] = {}
+        for kind, name, dtype, shape in (row for text in rows for row in json.loads(text)):
+            spec = TensorSpec(kind=kind, name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
+            found.setdefault((kind, name), spec)
+        return list(found.values())
 
     def aliases(self) -> dict[str, str]:
         """Further names of tied parameters, to the name under which they are stored."""
         specs = [slot.spec for bucket in self._buckets for slot in bucket.layout.slots]
-        return {alias: spec.fqn for spec in specs for alias in spec.aliases}
+        mine = {alias: spec.name for spec in specs for alias in spec.other_names}
+        rows = self._mesh.pipeline.gather_bytes(json.dumps(mine).encode(), "names of tied parameters")
+        return {alias: name for text in rows for alias, name in json.loads(text).items()}
 
     def written(self) -> list[Holding]:
         """What this rank writes: a share of what several ranks hold alike, so that together every element comes once."""
@@ -64,11 +80,18 @@ class StateHoldings:
             holders, index = self._mesh.data.size, self._mesh.data_index
         found: list[Holding] = []
         for bucket in self._buckets:
-            found += self._of(bucket, share_of(bucket.interval, holders, index, ALIGNMENT))
-        if self._mesh.rank == 0:
-            # Forward may change a buffer while it is written.
-            found += [_of_buffer(name, buffer.clone()) for name, buffer in saved_buffers(self._model).items()]
-        return found
+            if self._updater.sharing.counts(bucket):
+                found += self._of(bucket, share_of(bucket.interval, holders, index, ALIGNMENT))
+        # Forward may change a buffer while it is written.
+        return [*found, *(_of_buffer(name, buffer.clone()) for name, buffer in self._own_buffers().items())]
+
+    def _own_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that this rank writes: the first rank of a stage those that no earlier stage has."""
+        buffers, here = saved_buffers(self._model), self._mesh.coordinate
+        rows = self._mesh.pipeline.gather_bytes(json.dumps(list(buffers)).encode(), "buffers of all stages")
+        earlier = {name for text in rows[: here.pipeline] for name in json.loads(text)}
+        first = here.tensor == self._mesh.data_index == 0
+        return {name: buffer for name, buffer in buffers.items() if first and name not in earlier}
 
     def wanted(self) -> list[Holding]:
         """What this rank needs: its whole shards, master weights rather than parameters, and all buffers."""
@@ -109,7 +132,7 @@ class StateHoldings:
 def _of_piece(kind: str, dtype: torch.dtype, values: TensorSlice, piece: Piece, owner: int | None) -> Holding:
     region = piece.spec.region
     return Holding(
-        spec=TensorSpec(kind=kind, name=piece.spec.fqn, dtype=dtype, shape=region.shape),
+        spec=TensorSpec(kind=kind, name=piece.spec.name, dtype=dtype, shape=region.shape),
         region=region,
         interval=piece.in_parameter,
         values=values.slice(piece.in_shard.start, piece.in_shard.end),

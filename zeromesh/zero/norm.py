@@ -13,14 +13,13 @@ def norm_of(shard: torch.Tensor) -> torch.Tensor:
     return norm
 
 
-def global_norm(squares: float, owners: ProcessSet | None) -> float:
-    """The norm from each owner's sum of squares. `owners` is None where this rank holds every element.
+def global_norm(squares: float, owners: ProcessSet) -> float:
+    """The norm from the sums of squares of `owners`, who count every element once.
 
     All ranks get the same number, so what follows from it (skipping a step, clipping) they do together.
     """
     total = torch.tensor([squares], dtype=torch.float64)
-    if owners is not None:
-        owners.sum_(total, "sum of the gradient norm")
+    owners.sum_(total, "sum of the gradient norm")
     return float(total.sqrt())
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import ParameterSpec
-from zeromesh.flat.part import ParameterPart
+from zeromesh.flat.part import ParameterPart, StageCopies
 
 ROOT = ""
 """Fully qualified name of the root module."""
@@ -39,10 +38,10 @@ class UnitPlan:
         return self.module or "root"
 
     def buckets(self) -> tuple[tuple[ParameterSpec, ...], ...]:
-        """Specs by equal dtype, `requires_grad` and holders, in the order in which each kind first appears."""
-        kinds: dict[tuple[torch.dtype, bool, tuple[int, ...], bool], list[ParameterSpec]] = {}
+        """Specs by kind, in the order in which each first appears."""
+        kinds: dict[object, list[ParameterSpec]] = {}
         for spec in self.specs:
-            kinds.setdefault((spec.dtype, spec.requires_grad, spec.holders, spec.partial), []).append(spec)
+            kinds.setdefault(spec.kind, []).append(spec)
         return tuple(tuple(specs) for specs in kinds.values())
 
 
@@ -57,21 +56,30 @@ class ModelPlan:
             yield from unit.specs
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCuts:
+    """What tensor and pipeline parallelism have left of the whole model on this rank, by the names of its parameters here."""
+
+    parts: Mapping[str, ParameterPart] = field(default_factory=dict)
+    copies: Mapping[str, StageCopies] = field(default_factory=dict)
+
+
 def plan_model(
     model: nn.Module,
     compute_dtype: torch.dtype,
     group_of: Callable[[str], int] = lambda fqn: 0,
-    parts: Mapping[str, ParameterPart] = MappingProxyType({}),
+    cuts: ModelCuts | None = None,
 ) -> ModelPlan:
     """Cut `model` into units.
 
-    `group_of` gives a parameter's optimizer group from its name, `parts` says what the model has of parameters that ranks of the
-    tensor axis split. The model's main dtype becomes `compute_dtype`; parameters of
-    a wider dtype keep theirs, and so do those to be kept in fp32 and those that are no floating-point numbers.
+    `group_of` gives a parameter's optimizer group from its name, `cuts` says what this rank's model has of the whole one. The
+    model's main dtype becomes `compute_dtype`; parameters of a wider dtype keep theirs, and so do those to be kept in fp32 and
+    those that are no floating-point numbers.
 
     Raises:
         LayoutError: when the model has no parameters.
     """
+    cuts = cuts or ModelCuts()
     names = _names_by_parameter(model)
     if not names:
         raise LayoutError(f"{type(model).__name__} has no parameters to train")
@@ -80,6 +88,8 @@ def plan_model(
     modules = _unit_modules(model)
     members: dict[str, list[ParameterSpec]] = {ROOT: [], **{module: [] for module in modules}}
     for parameter, fqns in names:
+        copies = cuts.copies.get(fqns[0])
+        group = group_of(fqns[0] if copies is None else copies.name) if parameter.requires_grad else 0
         owners = {_owner(fqn, modules) for fqn in fqns}
         unit = owners.pop() if len(owners) == 1 else ROOT
         members[unit].append(
@@ -89,8 +99,9 @@ def plan_model(
                 shape=tuple(parameter.shape),
                 dtype=_dtype_of(parameter, fqns[0], main, compute_dtype, keep),
                 requires_grad=parameter.requires_grad,
-                group=group_of(fqns[0]) if parameter.requires_grad else 0,
-                part=parts.get(fqns[0]),
+                group=group,
+                part=cuts.parts.get(fqns[0]),
+                copies=copies,
             )
         )
     return ModelPlan(units=_merge_small(members))

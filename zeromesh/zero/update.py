@@ -23,6 +23,7 @@ from zeromesh.zero.norm import clip_factor, global_norm
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.scaler import LossScaler
 from zeromesh.zero.shards import GradientShards, gradient_of
+from zeromesh.zero.sharing import Sharing
 from zeromesh.zero.unit import Bucket, Unit
 from zeromesh.zero.update_place import place_updates, try_update
 
@@ -65,6 +66,11 @@ class Updater:
         self._in_backward = False
         self._lr_factor = 1.0
         self._squares = 0.0
+        self.sharing = Sharing(mesh, self._buckets)
+        """Who else holds what this rank has."""
+        replicated = options.placements.optimizer is Placement.REPLICATED
+        self._owners = mesh["pipeline", "tensor"] if replicated else mesh["pipeline", "shard", "tensor"]
+        """The ranks whose buckets are all of the model, once or several times."""
         self.updates = 0
         """Updates that were made: steps that were not skipped."""
         self.last_order: list[Bucket] = []
@@ -117,20 +123,21 @@ class Updater:
         self._in_backward = last and self._options.optimizer_in_backward
 
     def take(self, bucket: Bucket) -> None:
-        """A bucket is summed over its shard group. In a step's last backward: sum over replicas, update if that is now."""
+        """A bucket is summed over its shard group. In a step's last backward: sum over its sharers, update if that is now."""
         if not self._last:
             if bucket.grad is not None:
                 self.shards.put_away(bucket, last=False)
             return
         self.shards.make_room(bucket)
-        if self._mesh.replicate.size > 1:
-            self._sums[id(bucket)] = self._mesh.replicate.start_sum(gradient_of(bucket), "sum over replicas")
+        wait = self.sharing.start_sum(bucket, gradient_of(bucket))
+        if wait is not None:
+            self._sums[id(bucket)] = wait
         if self._in_backward:
             self._ready.append(bucket)
             self._update_ready()
         elif bucket.grad_rest is not None:
             self._ready.append(bucket)
-            while len(self._ready) > 1:  # The newest one's sum over replicas goes on meanwhile.
+            while len(self._ready) > 1:  # The newest one's sum over those that share it goes on meanwhile.
                 self._put_away_oldest()
 
     def _put_away_oldest(self) -> None:
@@ -168,11 +175,10 @@ class Updater:
         self._mesh.post(Activity.OPTIMIZER)
         if not options.optimizer_in_backward:
             self._retire(units)
-            self._squares = sum(self.shards.squares(self._buckets))
-        owners = None if options.placements.optimizer is Placement.REPLICATED else self._mesh.shard
+            self._squares = sum(self.shards.squares([each for each in self._buckets if self.sharing.counts(each)]))
         scale = self.scaler.scale
         factor /= scale
-        norm = global_norm(self._squares, owners) * abs(factor)
+        norm = global_norm(self._squares, self._owners) * abs(factor)
         finite = math.isfinite(norm)
         cause = "" if finite else self._cause(norm, loss_finite)
         if not finite and options.on_nonfinite == "stop":
@@ -226,7 +232,7 @@ class Updater:
                 bucket.buffer.retire()
 
     def _complete(self, bucket: Bucket) -> None:
-        """Wait for a bucket's sum over replicas."""
+        """Wait for a bucket's sum over those that share it."""
         wait = self._sums.pop(id(bucket), None)
         if wait is not None:
             wait()
@@ -249,7 +255,7 @@ class Updater:
                     f"gradients of unit {self._units[id(bucket)].name} are not finite; the optimizer runs inside backward, "
                     "so the step is half done and its state must not be saved"
                 )
-            self._squares += square
+            self._squares += square if self.sharing.counts(bucket) else 0.0
             done = {id(bucket), *map(id, self.last_order)}
             self._update(bucket, 1.0, [each for each in self._order if id(each) not in done])
             if self._options.gradients_pass_through or bucket.grad_rest is not None:

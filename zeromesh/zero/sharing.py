@@ -1,0 +1,68 @@
+"""Ranks beside the shard group that hold the same elements of a bucket: their gradients are summed, and one of them counts them.
+
+replicas            of all parameters, on other samples
+tensor ranks        of what tensor parallelism does not divide, or less often than there are ranks
+pipeline stages     of tied parameters, such as an embedding that is the head too
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+
+import torch
+
+from zeromesh.flat.layout import ParameterSpec
+from zeromesh.mesh.groups import Mesh, ProcessSet
+from zeromesh.zero.unit import Bucket
+
+_Positions = tuple[tuple[int, ...], tuple[int, ...]]
+"""Along tensor and pipeline."""
+_ALONE: _Positions = ((), ())
+
+
+class Sharing:
+    """Of the buckets of one rank. All ranks of the world make one, whatever buckets they have."""
+
+    def __init__(self, mesh: Mesh, buckets: Iterable[Bucket]) -> None:
+        self._mesh = mesh
+        self._sets: dict[_Positions, ProcessSet] = {_ALONE: mesh.replicate}
+        mine = sorted({_spec(bucket).shared_by for bucket in buckets if bucket.trainable} - {_ALONE})
+        if mesh.tensor.size == mesh.pipeline.size == 1:
+            return
+        rows = mesh.world.gather_bytes(json.dumps(mine).encode(), "who shares parameters")
+        for number, positions in enumerate(sorted({_positions(row) for text in rows for row in json.loads(text)})):
+            found = mesh.process_sets.split(
+                self._colour(positions) if positions in mine else None, name=f"sharers {number}"
+            )
+            if found is not None:
+                self._sets[positions] = found
+
+    def _colour(self, positions: _Positions) -> int:
+        """Equal on the ranks that share: those that differ along replicate, and along what `positions` names."""
+        here, shape = self._mesh.coordinate, self._mesh.shape
+        tensor = 0 if positions[0] else here.tensor
+        pipeline = 0 if positions[1] else here.pipeline
+        return (pipeline * shape.shard + here.shard) * shape.tensor + tensor
+
+    def counts(self, bucket: Bucket) -> bool:
+        """Whether this rank, of those that hold a bucket's shard beside its replicas, is the one that counts and writes it."""
+        spec, here = _spec(bucket), self._mesh.coordinate
+        first = spec.holders[0] if spec.holders else 0
+        stage = here.pipeline if spec.copies is None else spec.copies.ranks[0]
+        return (here.tensor, here.pipeline) == (first, stage)
+
+    def start_sum(self, bucket: Bucket, gradient: torch.Tensor) -> Callable[[], None] | None:
+        """Begin to sum a gradient shard over those that share it, in place; the returned call waits for it. None: nobody does."""
+        found = self._sets[_spec(bucket).shared_by]
+        return found.start_sum(gradient, f"sum of gradients over {found.name}") if found.size > 1 else None
+
+
+def _spec(bucket: Bucket) -> ParameterSpec:
+    """Any of a bucket's parameters: all are shared alike."""
+    return bucket.layout.slots[0].spec
+
+
+def _positions(row: list[list[int]]) -> _Positions:
+    tensor, pipeline = row
+    return tuple(tensor), tuple(pipeline)
