@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.select import open_exchange
 from zeromesh.tensor.apply import Parallelized, load_parts, parallelize
 from zeromesh.tensor.plan import plan_tensor
-from zeromesh.tensor.vocab_loss import logits_cross_entropy
 from zeromesh.trainer.hf.loss_check import InFloat64
 
 _SMALL = {
@@ -203,7 +202,9 @@ def equals(mesh: Mesh, models: list[str], sequence: bool = False, checkpointing:
             expected.loss.backward()
             model, parallel = divided(name, exchange, sequence=sequence)
             if checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
+                model.gradient_checkpointing_enable(
+                    {"use_reentrant": False, "context_fn": lambda: (nullcontext(), InFloat64())}
+                )
             found = model(**inputs)
             found.loss.backward()
         reference = {key: parameter.grad for key, parameter in whole.named_parameters()}

@@ -133,8 +133,7 @@ class _Application:
         self.parts = parts_of(model, plan, exchange.index, sequence=sequence)
         self.sources: dict[str, SharedInput] = {}
         self.undo: list[Callable[[], None]] = []
-        # In a block of experts the sequence is whole, since the router's losses are no sums over tokens.
-        self.whole = {layer.parent for layer in plan.layers if layer.style is Style.EXPERTS}
+        self.readers = plan.readers()
 
     def run(self) -> Parallelized:
         names = dict(self.model.named_parameters())
@@ -153,10 +152,9 @@ class _Application:
                 self._replace(layer.module, made_module)
         self._patch()
         if self.shares is not None:
-            sources = {name: self.sources[name] for name in self.plan.attentions}
-            self.undo += share_sequence(
-                self.model, self.plan.stacks, sources, sorted(self.whole), self.shares, self.randomness
-            )
+            readers = {name: self.sources[name] for name in self.readers}
+            experts = [layer.parent for layer in self.plan.layers if layer.style is Style.EXPERTS]
+            self.undo += share_sequence(self.model, self.plan.stacks, readers, experts, self.shares, self.randomness)
         return Parallelized(
             plan=self.plan,
             parts=self.parts,
@@ -181,7 +179,9 @@ class _Application:
         transposed = bool(linear_form(module))
         if layer.style is Style.HEAD:
             return VocabParallelHead(module.weight, module.bias, SharedInput(self.exchange), layer.sizes())
-        shares = self.shares if self._in_sequence(layer.module) else None
+        # In a block of experts the sequence is whole, since the router's losses are no sums over tokens.
+        on_shares = self.plan.in_block(layer.module) and not self.plan.in_experts(layer.module)
+        shares = self.shares if on_shares else None
         randomness = self.randomness if self.shares is None else None
         if layer.style in (Style.ROW, Style.ROW_SPLIT):
             return RowParallelLinear(
@@ -194,12 +194,11 @@ class _Application:
                 source=self.sources.get(layer.parent),
                 splits=layer.sizes() if layer.style is Style.ROW_SPLIT else None,
             )
+        source = self._source(layer.parent, shares)
         if layer.style is Style.COLUMN_GATHERED:
-            source = SharedInput(self.exchange, shares)
             return ColumnParallelLinear(
                 module.weight, module.bias, source, transposed=transposed, gathered=layer.sizes()
             )
-        source = self._source(layer.parent, shares)
         if layer.style is Style.SLICED:
             return SlicedColumnLinear(
                 module.weight, module.bias, source, layer.shares[index], transposed=transposed, randomness=randomness
@@ -208,13 +207,8 @@ class _Application:
 
     def _source(self, parent: str, shares: SequenceShares | None) -> SharedInput:
         if parent not in self.sources:
-            self.sources[parent] = SharedInput(self.exchange, shares, before=parent in self.plan.attentions)
+            self.sources[parent] = SharedInput(self.exchange, shares, before=parent in self.readers)
         return self.sources[parent]
-
-    def _in_sequence(self, name: str) -> bool:
-        """Whether activations around the module are shares of the sequence."""
-        inside = any(f"{name}.".startswith(f"{block}.") for stack in self.plan.stacks for block in stack)
-        return inside and not any(f"{name}.".startswith(f"{block}.") for block in self.whole)
 
     def _embedding(self, module: Any, tokens: Interval) -> nn.Module | None:
         if type(module) is nn.Embedding:

@@ -82,6 +82,9 @@ def _partial(plan: TensorPlan, full: str) -> bool:
 
 def _on_shares(plan: TensorPlan, full: str) -> bool:
     """Whether a whole parameter is used on shares of the sequence."""
-    inside = any(full.startswith(f"{block}.") for stack in plan.stacks for block in stack)
-    experts = (layer.parent for layer in plan.layers if layer.style is Style.EXPERTS)
-    return inside and not any(full.startswith(f"{block}.") for block in experts)
+    if not plan.in_block(full) or plan.in_experts(full):
+        return False
+    if any(full.startswith(f"{layer.module}.") for layer in plan.layers if layer.style in (Style.ROW, Style.ROW_SPLIT)):
+        return True
+    gathered = {layer.parent for layer in plan.layers if layer.style is Style.COLUMN_GATHERED}
+    return not any(full.startswith(f"{module}.") for module in gathered)

@@ -111,8 +111,19 @@ class TensorPlan:
     """FQNs of repeated blocks, those of one stack together and in order."""
     notes: tuple[str, ...]
 
-    def layer(self, module: str) -> LayerPlan | None:
-        return next((layer for layer in self.layers if layer.module == module), None)
+    def in_block(self, name: str) -> bool:
+        """Whether a module or parameter is inside one of the repeated blocks."""
+        return any(name.startswith(f"{block}.") for stack in self.stacks for block in stack)
+
+    def in_experts(self, name: str) -> bool:
+        """Whether a module or parameter is inside a block of experts: its router, experts, shared experts."""
+        blocks = (layer.parent for layer in self.layers if layer.style is Style.EXPERTS)
+        return any(name.startswith(f"{block}.") for block in blocks)
+
+    def readers(self) -> tuple[str, ...]:
+        """FQNs of the modules in blocks that need the whole sequence, since code around their column layers reads its length."""
+        gathered = (layer.parent for layer in self.layers if layer.style is Style.COLUMN_GATHERED)
+        return tuple(name for name in dict.fromkeys((*self.attentions, *gathered)) if self.in_block(name))
 
 
 def plan_tensor(model: nn.Module, size: int, rules: Mapping[str, str] | None = None) -> TensorPlan:
@@ -388,7 +399,12 @@ class _Planner:
         for block in block_modules(self.model):
             name = names[id(block)]
             stacks.setdefault(name.rpartition(".")[0], []).append(name)
-        return tuple(tuple(stack) for stack in stacks.values())
+        divided = [layer.module for layer in self.layers.values() if layer.style not in (Style.EMBEDDING, Style.HEAD)]
+        return tuple(
+            tuple(stack)
+            for stack in stacks.values()
+            if any(name.startswith(f"{block}.") for block in stack for name in divided)
+        )
 
 
 def _single(intervals: Iterable[Interval]) -> Shares:

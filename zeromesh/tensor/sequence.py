@@ -21,14 +21,14 @@ _HIDDEN = "hidden_states"
 def share_sequence(
     model: nn.Module,
     stacks: Sequence[Sequence[str]],
-    attentions: Mapping[str, SharedInput],
+    readers: Mapping[str, SharedInput],
     experts: Sequence[str],
     shares: SequenceShares,
     randomness: ShardedRandomness,
 ) -> Undo:
-    """Set the forwards of blocks, attentions and blocks of experts; returns what undoes it.
+    """Set the forwards of blocks, of `readers` (attentions) and of blocks of experts; returns what undoes it.
 
-    The first block of a stack takes the whole sequence and the last one gives it. Attentions are given all of it, since their code
+    The first block of a stack takes the whole sequence and the last one gives it. Readers are given all of it, since their code
     reads its length, and so are blocks of experts. Every one of them takes hidden states [batch, sequence, hidden] as its first
     argument, or as `hidden_states`.
     """
@@ -38,9 +38,9 @@ def share_sequence(
             block = model.get_submodule(name)
             wrapper = _Block(block.forward, shares, randomness, first=name == stack[0], last=name == stack[-1])
             undo.append(_set_forward(block, wrapper))
-    for name, source in attentions.items():
-        attention = model.get_submodule(name)
-        undo.append(_set_forward(attention, partial(_attend, attention.forward, source, shares)))
+    for name, source in readers.items():
+        reader = model.get_submodule(name)
+        undo.append(_set_forward(reader, partial(_read, reader.forward, source, shares)))
     for name in experts:
         module = model.get_submodule(name)
         if float(getattr(module, "jitter_noise", 0.0) or 0.0) > 0:
@@ -82,8 +82,8 @@ class _Block:
         return _with_first(output, lambda x: functions.gather(x, 1, shares.exchange)) if self._last else output
 
 
-def _attend(forward: Callable[..., Any], source: SharedInput, shares: SequenceShares, *args: Any, **kwargs: Any) -> Any:
-    """An attention's forward, of the whole sequence."""
+def _read(forward: Callable[..., Any], source: SharedInput, shares: SequenceShares, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an attention, of the whole sequence."""
     if not shares.active:
         return forward(*args, **kwargs)
 
