@@ -13,6 +13,7 @@ arXiv:2410.10989).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,21 +55,47 @@ def chunked_cross_entropy(
     Without gradients to compute nothing is kept. Raises `LayoutError` for shapes and dtypes that do not fit,
     a bad `seed` or chunk, and `DataError` for a target outside of the vocabulary.
     """
+    return summed_loss(
+        hidden,
+        weight,
+        bias,
+        targets,
+        run=HeadPass,
+        vocab=weight.shape[0],
+        seed=seed,
+        chunk_tokens=chunk_tokens,
+        ignore_index=ignore_index,
+    )
+
+
+def summed_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    run: Callable[..., HeadPass],
+    vocab: int,
+    seed: float,
+    chunk_tokens: int,
+    ignore_index: int,
+) -> torch.Tensor:
+    """See `chunked_cross_entropy`; `run` makes the evaluation of a head over `vocab` tokens, of which `weight` may be a part."""
     _check(hidden, weight, bias, targets, seed, chunk_tokens)
     trained = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias)]
     kept = (targets != ignore_index).nonzero().squeeze(1)
     masked = kept.numel() < targets.numel()
     bound = targets[kept] if masked else targets
-    if bound.numel() and not 0 <= int(bound.min()) <= int(bound.max()) < weight.shape[0]:
+    if bound.numel() and not 0 <= int(bound.min()) <= int(bound.max()) < vocab:
         raise DataError(
             f"targets lie in [{int(bound.min())}, {int(bound.max())}], but the head knows ids in "
-            f"[0, {weight.shape[0]}); check the tokenizer against the model's vocab_size"
+            f"[0, {vocab}); check the tokenizer against the model's vocab_size"
         )
-    rows = _Rows(index=kept if masked else None, targets=bound.long())
+    rows = HeadRows(index=kept if masked else None, targets=bound.long())
     seed = seed or 1.0  # a microbatch of weight 0 is told so by its gradient
     if not any(trained):
-        return _Head(hidden.detach(), weight.detach(), bias, rows, seed, chunk_tokens, (False,) * 3).run()
-    arguments = (hidden, weight, bias, rows, seed, chunk_tokens, tuple(trained))
+        return run(hidden.detach(), weight.detach(), bias, rows, seed, chunk_tokens, (False,) * 3).run()
+    arguments = (run, hidden, weight, bias, rows, seed, chunk_tokens, tuple(trained))
     total: torch.Tensor = _ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
     return total
 
@@ -114,22 +141,22 @@ def _check(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Rows:
+class HeadRows:
     """The rows of `hidden` that have a target: their positions (None: all of them) and the targets, int64."""
 
     index: torch.Tensor | None
     targets: torch.Tensor
 
 
-class _Head:
-    """One evaluation: the loss and, where wanted, its gradients times `seed`."""
+class HeadPass:
+    """One evaluation: the loss and, where wanted, its gradients times `seed`. Under tensor parallelism some steps are others."""
 
     def __init__(
         self,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        rows: _Rows,
+        rows: HeadRows,
         seed: float,
         chunk_tokens: int,
         trained: tuple[bool, ...],
@@ -159,10 +186,10 @@ class _Head:
             end = min(start + self.chunk, self.tokens)
             chunk = logits[: end - start]
             self._logits(self.hidden[start:end], chunk)
-            self._softmax(chunk, self.rows.targets[start:end], losses[start:end])
-            self._gradients(chunk, start, end)
+            self.softmax(chunk, self.rows.targets[start:end], losses[start:end])
+            self.gradients(chunk, start, end)
         del logits
-        self._finish()
+        self.finish()
         return losses.sum()
 
     @property
@@ -184,10 +211,14 @@ class _Head:
                 product += self.bias[block]
             out[:, block] = product
 
-    def _softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
-        """Write the losses; with gradients wanted, turn `logits` into softmax - onehot in place."""
+    def rows_at_once(self, logits: torch.Tensor) -> int:
+        """Rows whose softmax is made at once."""
         elements = _ROW_ELEMENTS if logits.device.type == "cpu" else _ROW_ELEMENTS_ACCELERATOR
-        rows = max(1, elements // self.vocab)
+        return max(1, elements // self.vocab)
+
+    def softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
+        """Write the losses; with gradients wanted, turn `logits` into softmax - onehot in place."""
+        rows = self.rows_at_once(logits)
         scratch = None if logits.dtype == self.wide else logits.new_empty(rows, self.vocab, dtype=self.wide)
         for start in range(0, logits.shape[0], rows):
             part = logits[start : start + rows]
@@ -202,7 +233,8 @@ class _Head:
                 if scratch is not None:
                     part.copy_(wide)
 
-    def _gradients(self, dlogits: torch.Tensor, start: int, end: int) -> None:
+    def gradients(self, dlogits: torch.Tensor, start: int, end: int) -> None:
+        """Multiply a chunk's gradient of the logits into those of hidden states, weight and bias."""
         hidden = self.hidden[start:end].to(self.product)
         first = start == 0
         grad_hidden = None if self.grad_hidden is None else self.grad_hidden[start:end]
@@ -221,7 +253,7 @@ class _Head:
         if grad_hidden is not None and wide is not None and wide is not grad_hidden:
             grad_hidden.copy_(wide)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Bring the gradients into the form of what they belong to."""
         dtype = self.hidden.dtype
         if self.grad_bias is not None:
@@ -248,15 +280,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        run: Callable[..., HeadPass],
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        rows: _Rows,
+        rows: HeadRows,
         seed: float,
         chunk_tokens: int,
         trained: tuple[bool, ...],
     ) -> torch.Tensor:
-        head = _Head(hidden, weight, bias, rows, seed, chunk_tokens, trained)
+        head = run(hidden, weight, bias, rows, seed, chunk_tokens, trained)
         total = head.run()
         ctx.seed = seed
         ctx.gradients = [head.grad_hidden, head.grad_weight, head.grad_bias]
@@ -276,4 +309,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_((grad / ctx.seed).to(torch.promote_types(gradient.dtype, torch.float32)))
-        return *gradients, None, None, None, None
+        return None, *gradients, None, None, None, None

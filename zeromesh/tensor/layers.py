@@ -1,0 +1,259 @@
+"""Layers of which every rank of the tensor axis holds a part. Parameters are ordinary local tensors under the names of the whole.
+
+    ColumnParallelLinear     some outputs       input whole (or a share of the sequence), output local
+    RowParallelLinear        some inputs        input local, output whole (or a share of the sequence); bias once, after the sum
+    SlicedColumnLinear       all, computes some outputs whose rows other ranks compute as well
+    VocabParallelEmbedding   some tokens        output whole
+    VocabParallelHead        some tokens        logits local in training, gathered where a caller asks for them
+
+`transposed` layers keep their weight as `[in, out]`, as GPT-2 does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from zeromesh.flat.split import Interval
+from zeromesh.mesh.exchange import Exchange
+from zeromesh.tensor import functions
+from zeromesh.tensor.products import linear
+from zeromesh.tensor.randomness import ShardedRandomness
+from zeromesh.tensor.shared_input import SequenceShares, SharedInput, sequence_dim
+from zeromesh.tensor.vocab_loss import vocab_parallel_cross_entropy
+
+
+class _Linear(nn.Module):
+    """`weight` and `bias` under the names of `nn.Linear`; features are those of this rank."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> None:
+        super().__init__()
+        self.transposed = transposed
+        self.weight = weight
+        self.register_parameter("bias", bias)
+        self.bias: nn.Parameter | None
+        features = weight.shape if transposed else weight.shape[::-1]
+        self.in_features, self.out_features = features
+
+    def extra_repr(self) -> str:
+        form = ", transposed" if self.transposed else ""
+        return f"local in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{form}"
+
+
+class ColumnParallelLinear(_Linear):
+    """Some outputs of a linear layer, of all of its input.
+
+    Args:
+        source: hands out the input, together with other layers that read it.
+        randomness: what is drawn after this layer is this rank's own; None: someone else sees to it.
+        gathered: outputs of each rank; all ranks get those of all. None: each gets its own.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        source: SharedInput,
+        *,
+        transposed: bool = False,
+        randomness: ShardedRandomness | None = None,
+        gathered: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(weight, bias, transposed=transposed)
+        self._source = source
+        self._number = source.join(self, transposed=transposed)
+        self._randomness = randomness
+        self._gathered = gathered
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [..., in] to [..., this rank's outputs], or to [..., all outputs] where they are gathered."""
+        out = self._source.project(x, self._number, self.weight, self.bias)
+        if self._gathered is not None:
+            return functions.gather(out, -1, self._source.exchange, self._gathered)
+        if self._randomness is not None and self.training:
+            self._randomness.enter()
+        return out
+
+
+class SlicedColumnLinear(_Linear):
+    """All of a linear layer's weight, of which `rows` of outputs are computed; its gradient is partial.
+
+    For fused projections where ranks share rows: the key and value heads of multi-query attention.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        source: SharedInput,
+        rows: Sequence[Interval],
+        *,
+        transposed: bool = False,
+        randomness: ShardedRandomness | None = None,
+    ) -> None:
+        super().__init__(weight, bias, transposed=transposed)
+        self._source = source
+        source.join(self, transposed=transposed)
+        self._rows = tuple(rows)
+        self._randomness = randomness
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [..., in] to [..., this rank's outputs]."""
+        taken, _ = self._source.take(x)
+        weight = self._some(self.weight.t() if self.transposed else self.weight)
+        out = linear(taken, weight, None if self.bias is None else self._some(self.bias))
+        if self._randomness is not None and self.training:
+            self._randomness.enter()
+        return out
+
+    def _some(self, whole: torch.Tensor) -> torch.Tensor:
+        return torch.cat([whole[rows.start : rows.end] for rows in self._rows])
+
+
+class RowParallelLinear(_Linear):
+    """A linear layer of which this rank has some inputs; outputs are summed over the ranks, and the bias is added to the sum.
+
+    Args:
+        shares: of the sequence, where outputs are shared out along it; None: every rank gets all.
+        randomness: what is drawn after this layer is the same on all ranks again; None: someone else sees to it.
+        source: the input of the column layers before, which is not needed from here on.
+        splits: inputs of each rank, where every rank is given all of them; None: each is given its own.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        exchange: Exchange,
+        *,
+        transposed: bool = False,
+        shares: SequenceShares | None = None,
+        randomness: ShardedRandomness | None = None,
+        source: SharedInput | None = None,
+        splits: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(weight, bias, transposed=transposed)
+        self._exchange = exchange
+        self._shares = shares
+        self._randomness = randomness
+        self._source = source
+        self._splits = splits
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [..., this rank's inputs] to [..., out]; along the sequence, a share of it."""
+        if self._splits is not None:
+            x = functions.split(x, -1, self._exchange, self._splits)
+        if self._source is not None:
+            self._source.forget()
+        if self._randomness is not None:
+            self._randomness.leave()
+        out = linear(x, self.weight.t() if self.transposed else self.weight, None)
+        if self._shares is not None and self._shares.active:
+            return functions.scatter_out(out, self.bias, sequence_dim(out), self._exchange)
+        return functions.sum_out(out, self.bias, self._exchange)
+
+
+def lookup_own(
+    lookup: Callable[[torch.Tensor], torch.Tensor], tokens: Interval, exchange: Exchange, ids: torch.Tensor
+) -> torch.Tensor:
+    """Vectors `[*ids.shape, features]` of integer `ids`, the same on all ranks.
+
+    `lookup` makes this rank's, of the numbers that its `tokens` have here; vectors of other tokens come from the other ranks.
+    """
+    foreign = (ids < tokens.start) | (ids >= tokens.end)
+    vectors = lookup((ids - tokens.start).masked_fill(foreign, 0))
+    return functions.sum_out(vectors.masked_fill(foreign.unsqueeze(-1), 0), None, exchange)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of an embedding, those of this rank's `tokens`; vectors of other tokens come from the others."""
+
+    def __init__(
+        self, weight: nn.Parameter, tokens: Interval, exchange: Exchange, *, padding_idx: int | None = None
+    ) -> None:
+        super().__init__()
+        self.weight = weight
+        self.num_embeddings, self.embedding_dim = weight.shape
+        owned = padding_idx is not None and tokens.start <= padding_idx < tokens.end
+        self.padding_idx = padding_idx - tokens.start if padding_idx is not None and owned else None
+        self._tokens = tokens
+        self._exchange = exchange
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Integer `ids` of any shape to `[*ids.shape, features]`, the same on all ranks."""
+        return lookup_own(self._own, self._tokens, self._exchange, ids)
+
+    def _own(self, local: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(local, self.weight, self.padding_idx)
+
+    def extra_repr(self) -> str:
+        return f"tokens [{self._tokens.start}, {self._tokens.end}), {self.embedding_dim}"
+
+
+class VocabParallelHead(ColumnParallelLinear):
+    """The output embedding: logits of this rank's tokens.
+
+    A call gives the logits of all tokens, gathered. `loss` never makes them; inside `local_logits` a call gives this rank's own,
+    for a model that changes logits one by one before its loss (see `vocab_loss.logits_cross_entropy`).
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, source: SharedInput, sizes: Sequence[int]
+    ) -> None:
+        super().__init__(weight, bias, source, gathered=tuple(sizes))
+        self.sizes = tuple(sizes)
+        self.exchange = source.exchange
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of all ranks."""
+        return sum(self.sizes)
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor, *, seed: float, chunk_tokens: int) -> torch.Tensor:
+        """See `vocab_parallel_cross_entropy`: `hidden` [tokens, in] and `targets` [tokens], the same on all ranks."""
+        return vocab_parallel_cross_entropy(
+            hidden,
+            self.weight,
+            self.bias,
+            targets,
+            sizes=self.sizes,
+            exchange=self.exchange,
+            seed=seed,
+            chunk_tokens=chunk_tokens,
+        )
+
+    @contextmanager
+    def local_logits(self) -> Iterator[None]:
+        """Inside the block a call gives this rank's logits alone."""
+        gathered, self._gathered = self._gathered, None
+        try:
+            yield
+        finally:
+            self._gathered = gathered
+
+
+def parallel_experts(
+    original: Callable[..., torch.Tensor], exchange: Exchange, randomness: ShardedRandomness | None
+) -> Callable[..., torch.Tensor]:
+    """The forward of experts of which each rank holds a part of the intermediate features.
+
+    `original` takes hidden states [tokens, hidden], the chosen experts and their weights [tokens, chosen] and gives
+    [tokens, hidden], here a summand. Hidden states and weights are whole, and so are their gradients; the router is outside.
+    """
+
+    def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            hidden, weights = functions.copy_in(hidden, exchange), functions.copy_in(weights, exchange)
+        if randomness is not None:
+            randomness.enter()
+        out = original(hidden, chosen, weights, *rest)
+        if randomness is not None:
+            randomness.leave()
+        return functions.sum_out(out, None, exchange)
+
+    return forward

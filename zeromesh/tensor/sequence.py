@@ -1,0 +1,146 @@
+"""Blocks that pass on shares of the sequence: where it is shared out, put together and whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeromesh.errors import LayoutError
+from zeromesh.tensor import functions
+from zeromesh.tensor.randomness import ShardedRandomness
+from zeromesh.tensor.shared_input import SequenceShares, SharedInput
+
+Undo = list[Callable[[], None]]
+_HIDDEN = "hidden_states"
+
+
+def share_sequence(
+    model: nn.Module,
+    stacks: Sequence[Sequence[str]],
+    readers: Mapping[str, SharedInput],
+    experts: Sequence[str],
+    shares: SequenceShares,
+    randomness: ShardedRandomness,
+) -> Undo:
+    """Set the forwards of blocks, of `readers` (attentions) and of blocks of experts; returns what undoes it.
+
+    The first block of a stack takes the whole sequence and the last one gives it. Readers are given all of it, since their code
+    reads its length, and so are blocks of experts. Every one of them takes hidden states [batch, sequence, hidden] as its first
+    argument, or as `hidden_states`.
+    """
+    undo: Undo = []
+    for stack in stacks:
+        for name in stack:
+            block = model.get_submodule(name)
+            wrapper = _Block(block.forward, shares, randomness, first=name == stack[0], last=name == stack[-1])
+            undo.append(_set_forward(block, wrapper))
+    for name, source in readers.items():
+        reader = model.get_submodule(name)
+        undo.append(_set_forward(reader, partial(_read, reader.forward, source, shares)))
+    for name in experts:
+        module = model.get_submodule(name)
+        if float(getattr(module, "jitter_noise", 0.0) or 0.0) > 0:
+            raise LayoutError(
+                f"{name}: noise of a router cannot be drawn where the sequence is divided; set parallel.sequence: false"
+            )
+        undo.append(_set_forward(module, partial(_route, module.forward, shares)))
+    return undo
+
+
+class _Block:
+    """A block's forward. What is drawn in it is this rank's own."""
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        shares: SequenceShares,
+        randomness: ShardedRandomness,
+        *,
+        first: bool,
+        last: bool,
+    ) -> None:
+        self._forward = forward
+        self._shares = shares
+        self._randomness = randomness
+        self._first = first
+        self._last = last
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        shares = self._shares
+        if self._first:
+            shared = shares.enter(_hidden(args, kwargs).shape[1])
+            if shared:
+                args, kwargs = _with_hidden(args, kwargs, lambda x: functions.split(x, 1, shares.exchange))
+        if not shares.active:
+            return self._forward(*args, **kwargs)
+        with self._randomness.sharded():
+            output = self._forward(*args, **kwargs)
+        return _with_first(output, lambda x: functions.gather(x, 1, shares.exchange)) if self._last else output
+
+
+def _read(forward: Callable[..., Any], source: SharedInput, shares: SequenceShares, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an attention, of the whole sequence."""
+    if not shares.active:
+        return forward(*args, **kwargs)
+
+    def join(share: torch.Tensor) -> torch.Tensor:
+        whole = functions.gather(share, 1, shares.exchange)
+        source.joined(whole, share)
+        return whole
+
+    args, kwargs = _with_hidden(args, kwargs, join)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        source.forget()
+
+
+def _route(forward: Callable[..., Any], shares: SequenceShares, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a block of experts, of the whole sequence, with a share of what it gives."""
+    if not shares.active:
+        return forward(*args, **kwargs)
+    args, kwargs = _with_hidden(args, kwargs, lambda x: functions.gather(x, 1, shares.exchange))
+    return _with_first(forward(*args, **kwargs), lambda x: functions.split(x, 1, shares.exchange))
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    held: dict[str, Any] = vars(module)
+    before = held.get("forward")
+    held["forward"] = forward
+    if before is None:
+        return partial(_drop, held)
+    return partial(held.__setitem__, "forward", before)
+
+
+def _drop(held: dict[str, Any]) -> None:
+    held.pop("forward", None)
+
+
+def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """The hidden states among arguments. Raises `LayoutError` where there are none."""
+    value = args[0] if args else kwargs.get(_HIDDEN)
+    if not isinstance(value, torch.Tensor) or value.dim() != 3:
+        raise LayoutError(
+            "a block was not given hidden states [batch, sequence, hidden] as its first argument, so that the sequence cannot be "
+            "shared out; set parallel.sequence: false"
+        )
+    return value
+
+
+def _with_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    changed = change(_hidden(args, kwargs))
+    return ((changed, *args[1:]), kwargs) if args else (args, {**kwargs, _HIDDEN: changed})
+
+
+def _with_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A tensor, or a tuple or list that begins with one."""
+    if isinstance(output, torch.Tensor):
+        return change(output)
+    first, *rest = output
+    return type(output)((change(first), *rest))

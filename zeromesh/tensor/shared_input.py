@@ -1,0 +1,233 @@
+"""The input that several column layers read: queries, keys and values of an attention, gate and up projection of an MLP.
+
+Its gradient is a sum over the ranks and over these layers, so one exchange does for all of them. A layer's backward therefore makes
+the gradient of its input alone and leaves that of its weight for later; when the last layer is through, the sum is started, and the
+gradients of the weights are made while it is on its way.
+
+    backward      dX of q | dX of k | dX of v | start of the sum | dW of q | dW of k | dW of v | end of the sum
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from zeromesh.errors import LayoutError, PhaseError
+from zeromesh.mesh.exchange import Exchange
+from zeromesh.tensor.functions import Gradients, share_of_dim
+from zeromesh.tensor.products import linear, linear_grad_weight, linear_grad_x
+
+
+class SequenceShares:
+    """How the residual stream of a model lies on the ranks: equal shares of the sequence, or all of it on each.
+
+    Where gradients are recorded it is always shared out. Elsewhere (`generate` takes single tokens) a sequence whose length is no
+    multiple of the ranks stays whole.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self._shared = True
+
+    @property
+    def active(self) -> bool:
+        return self._shared or torch.is_grad_enabled()
+
+    def enter(self, length: int) -> bool:
+        """Decide for a sequence of `length` that enters the blocks; whether it is to be shared out.
+
+        Raises:
+            LayoutError: when it cannot be shared out while gradients are recorded.
+        """
+        self._shared = length % self.exchange.size == 0
+        if not self._shared and torch.is_grad_enabled():
+            raise LayoutError(
+                f"a sequence of {length} tokens cannot be shared out to {self.exchange.size} ranks; pad sequences to a multiple "
+                f"of {self.exchange.size}, or set parallel.sequence: false"
+            )
+        return self._shared
+
+
+@dataclass(kw_only=True, slots=True)
+class _Reading:
+    """One input on its way through the layers: where its forward took it from, and what backward has left to do."""
+
+    exchange: Exchange
+    mode: str
+    """`sum`: all ranks have all of it; `gather`: each has a share; `gathered`: `attention` has put the shares together before."""
+    transposed: tuple[bool, ...]
+    needed: bool
+    """Whether the input itself wants a gradient."""
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Of the outputs of layers, by their number."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Seen:
+    """The input that was read last, and what layers get for it."""
+
+    given: torch.Tensor
+    version: int
+    recorded: bool
+    taken: torch.Tensor
+    reading: _Reading
+    left: int
+
+
+class SharedInput:
+    """Hands the same input to all layers that read it.
+
+    Args:
+        shares: the input is a share of the sequence, and the layers need all of it. None: every rank has all of it.
+        before: the shares are put together before the input is read (`joined`), since code around the layers reads its shape.
+    """
+
+    def __init__(self, exchange: Exchange, shares: SequenceShares | None = None, *, before: bool = False) -> None:
+        self.exchange = exchange
+        self.shares = shares
+        self.before = before
+        self._members: list[nn.Module] = []
+        self._transposed: list[bool] = []
+        self._seen: _Seen | None = None
+        self._joined: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def join(self, member: nn.Module, *, transposed: bool) -> int:
+        """A layer that will read the input and whose `weight` is `[in, out]` if `transposed`; returns its number."""
+        self._members.append(member)
+        self._transposed.append(transposed)
+        return len(self._members) - 1
+
+    def joined(self, whole: torch.Tensor, share: torch.Tensor) -> None:
+        """`whole` is the ranks' `share`s put together; until `forget`, whoever reads it reads that."""
+        self._joined = (whole, share)
+
+    def take(self, x: torch.Tensor) -> tuple[torch.Tensor, _Reading]:
+        """`x` for a member. Members that are given the same tensor get the same result."""
+        seen = self._seen
+        recorded = torch.is_grad_enabled()
+        if (
+            seen is None
+            or seen.given is not x
+            or seen.version != x._version
+            or seen.recorded != recorded
+            or seen.left == 0
+        ):
+            taken, reading = self._read(x)
+            seen = _Seen(
+                given=x, version=x._version, recorded=recorded, taken=taken, reading=reading, left=len(self._members)
+            )
+        seen.left -= 1
+        # Kept no longer than it is needed: it may be all that holds the input.
+        self._seen = seen if seen.left else None
+        return seen.taken, seen.reading
+
+    def forget(self) -> None:
+        """What was read last will not be asked for again, though not all members have."""
+        self._seen = self._joined = None
+
+    def _read(self, x: torch.Tensor) -> tuple[torch.Tensor, _Reading]:
+        mode, share = "sum", x
+        if self._joined is not None and self._joined[0] is x:
+            mode, share = "gathered", self._joined[1]
+        elif self.shares is not None and self.shares.active and not self.before:
+            mode = "gather"
+        transposed = tuple(self._transposed)
+        reading = _Reading(exchange=self.exchange, mode=mode, transposed=transposed, needed=x.requires_grad)
+        weights = [member.weight for member in self._members]
+        taken = _Take.apply(x, share.detach(), reading, *weights)  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, taken), reading
+
+    def project(self, x: torch.Tensor, number: int, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Member `number`'s `x @ weight.T + bias` of the input it was given: `x @ weight + bias` if it is transposed."""
+        taken, reading = self.take(x)
+        if not torch.is_grad_enabled():
+            return linear(taken, weight.t() if self._transposed[number] else weight, bias)
+        return cast(torch.Tensor, _Project.apply(taken, weight, bias, reading, number))  # type: ignore[no-untyped-call]
+
+
+def sequence_dim(x: torch.Tensor) -> int:
+    """The dim that shares are of: 1 of [batch, sequence, hidden]; 0 of [tokens, hidden], whose order does not matter."""
+    return 1 if x.dim() > 2 else 0
+
+
+class _Take(torch.autograd.Function):
+    """Backward: sums the gradient of the input, and makes those of the weights meanwhile."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, share: torch.Tensor, reading: _Reading, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.reading = reading
+        # A share is gathered again in backward, so that no rank keeps the whole.
+        ctx.save_for_backward(share)
+        if reading.mode == "gather":
+            return reading.exchange.gather(x, sequence_dim(x)).wait()
+        return x.view_as(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
+        reading: _Reading = ctx.reading
+        exchange, (x,) = reading.exchange, ctx.saved_tensors
+        wanted = {number for number in reading.gradients if ctx.needs_input_grad[3 + number]}
+        shared = reading.mode != "sum"
+        whole = exchange.gather(x, sequence_dim(x)) if shared and wanted else None
+        total = None
+        if grad is not None and ctx.needs_input_grad[0]:
+            total = exchange.scatter_sum(grad, sequence_dim(grad)) if shared else exchange.sum(grad)
+        if whole is not None:
+            x = whole.wait()
+        of_weights: list[torch.Tensor | None] = [None] * len(reading.transposed)
+        for number in sorted(wanted):
+            left, right = reading.gradients[number], x
+            if reading.transposed[number]:
+                left, right = right, left
+            of_weights[number] = linear_grad_weight(left, right)
+        reading.gradients.clear()
+        of_x = None if total is None else total.wait()
+        if of_x is not None and grad is not None and reading.mode == "gathered":
+            # Of the whole, `gather` takes this rank's share alone.
+            place = torch.empty_like(grad, memory_format=torch.contiguous_format)
+            start, length = share_of_dim(grad, 1, exchange)
+            place.narrow(1, start, length).copy_(of_x)
+            of_x = place
+        return of_x, None, None, *of_weights
+
+
+class _Project(torch.autograd.Function):
+    """Backward: makes the gradient of the input, and leaves that of the output for `_Take`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        reading: _Reading,
+        number: int,
+    ) -> torch.Tensor:
+        ctx.reading, ctx.number = reading, number
+        ctx.save_for_backward(weight)
+        return linear(x, weight.t() if reading.transposed[number] else weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        reading: _Reading = ctx.reading
+        if ctx.number in reading.gradients:
+            raise PhaseError("backward ran through a column layer twice before it reached the layer's input")
+        (weight,) = ctx.saved_tensors
+        of_x = None
+        if reading.needed:
+            of_x = linear_grad_x(grad, weight.t() if reading.transposed[ctx.number] else weight)
+        if ctx.needs_input_grad[1]:
+            reading.gradients[ctx.number] = grad
+        of_bias = None
+        if ctx.needs_input_grad[2]:
+            wide = torch.float32 if grad.dtype.itemsize < 4 else grad.dtype
+            of_bias = grad.flatten(0, -2).sum(dim=0, dtype=wide).to(grad.dtype)
+        return of_x, None, of_bias, None, None
