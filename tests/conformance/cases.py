@@ -15,8 +15,10 @@ from safetensors.torch import save_file
 from zeromesh.errors import StorageError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.offload import Ledger, Purpose, Tier
+from zeromesh.parallel import ParallelOptions, divide
 from zeromesh.zero.build import open_tiers
 from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.sources import BuiltSource
 from zeromesh.zero.update import StepOutcome
 from zeromesh.zero.walk import Microbatch
 
@@ -49,7 +51,9 @@ class Run:
         tiers = open_tiers(mesh, options)
         if arena is not None:
             tiers.ledger = Ledger({Tier.DEVICE: arena})
-        engine = ZeroEngine.build(model, mesh, options, tiers=tiers)
+        source = BuiltSource(model)
+        divided = divide(model, mesh, ParallelOptions(sequence=layout.sequence))
+        engine = ZeroEngine.build(model, mesh, options, source, tiers, divided.cuts)
         return cls(mesh=mesh, problem=problem, layout=layout, model=model, engine=engine)
 
     def microbatches(self, step: int) -> list[tuple[int, Batch]]:
@@ -85,12 +89,13 @@ class Run:
 
     def loss_of(self, micro: Batch, factor: float) -> torch.Tensor:
         """The sum of a microbatch's losses, times `factor`."""
-        return SUBJECTS[self.problem.model].loss_sum(self.model, micro) * factor
+        with self.problem.arithmetic():
+            return SUBJECTS[self.problem.model].loss_sum(self.model, micro) * factor
 
     def evaluate(self) -> float:
         """Loss of the whole first batch, by this rank, with the parameters as they are now."""
         subject, batch = SUBJECTS[self.problem.model], reference.batch_of(self.problem, 0)
-        with self.engine.evaluation():
+        with self.engine.evaluation(), self.problem.arithmetic():
             return float(subject.loss_sum(self.model, batch)) / subject.count(batch)
 
     def parameters(self) -> dict[str, torch.Tensor]:

@@ -47,14 +47,12 @@ class Laboratory:
             numbers.write_text(json.dumps(found))
         return _result([json.loads(numbers.read_text())], path)
 
-    def train(
-        self, size: int, problem: Problem, layout: Layout, extra: Extra | None = None, *, replicate: int = 1
-    ) -> Result:
-        """The engine's result on `size` ranks."""
+    def train(self, size: int, problem: Problem, layout: Layout, extra: Extra | None = None, **axes: int) -> Result:
+        """The engine's result on `size` ranks; `axes` are sizes of those but shard."""
         self._count += 1
         path = self._folder / f"run-{self._count}.safetensors"
         arguments = {"problem": asdict(problem), "layout": asdict(layout), "extra": asdict(extra or Extra())}
-        ranks = self.workers.run(size, f"{_CASES}:train", replicate=replicate, out=str(path), **arguments)
+        ranks = self.workers.run(size, f"{_CASES}:train", out=str(path), **axes, **arguments)
         result = _result(ranks, path)
         path.unlink()
         return result

@@ -72,6 +72,20 @@ def moe() -> Any:
     return tf.MixtralForCausalLM(config)
 
 
+def qwen3() -> Any:
+    """Norms of each head's queries and keys."""
+    return tf.Qwen3ForCausalLM(
+        tf.Qwen3Config(**_SMALL, num_hidden_layers=2, num_key_value_heads=2, head_dim=8, use_cache=False)
+    )
+
+
+def gemma() -> Any:
+    """Tied embeddings that are scaled, and a norm of its own kind."""
+    return tf.GemmaForCausalLM(
+        tf.GemmaConfig(**_SMALL, num_hidden_layers=2, num_key_value_heads=2, head_dim=8, use_cache=False)
+    )
+
+
 def frozen() -> Any:
     """Frozen embedding, layer and norm; an unused head and an unused layer inside a block."""
     model = llama(num_hidden_layers=3)
@@ -350,4 +364,9 @@ SUBJECTS: dict[str, Subject] = {
     "detached": _text(lambda: Stack([Detached(32) for _ in range(3)], [0, 1, 2], 32)),
     "guided": _text(GuidedStack),
     "single": _values(Single, 19),
+    "llama-1kv": _text(lambda: llama(num_key_value_heads=1), no_decay=("*norm*",)),
+    "qwen3": _text(qwen3, no_decay=("*norm*",)),
+    "gemma": _text(gemma, no_decay=("*norm*",)),
 }
+DIVIDED = ("llama-1kv", "qwen3", "gemma")
+"""Models that are there for tensor and pipeline parallelism alone."""

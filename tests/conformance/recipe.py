@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from zeromesh.offload import FileSettings, TierChoice
 from zeromesh.optim.sharded import OptimizerSettings
+from zeromesh.trainer.hf.loss_check import InFloat64
 from zeromesh.zero.options import OffloadOptions, Precision, ZeroOptions
 from zeromesh.zero.scaler import ScalerSettings
 
@@ -42,6 +44,12 @@ class Problem:
     """Of a global batch: a multiple of all numbers of ranks times microbatches."""
     precision: str = "float64"
     dropout: float = 0.0
+    wide: bool = False
+    """Whether what models cast to float32 by name is float64 too: a sum in another order may round there to another number."""
+
+    def arithmetic(self) -> AbstractContextManager[object]:
+        """Around whatever computes the model."""
+        return InFloat64() if self.wide else nullcontext()
 
     @property
     def key(self) -> str:
@@ -78,6 +86,7 @@ class Layout:
     on_nonfinite: str = "skip"
     scale: float = 0.0
     """Initial loss scale; 0 for none."""
+    sequence: bool = False
     offload: str = ""
     """What rests where: `optimizer=file gradients=none parameters=host:0.5`, and `checksums` or `stripes`."""
 

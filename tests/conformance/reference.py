@@ -58,7 +58,8 @@ def train_plainly(problem: Problem) -> Trained:
     losses, norms, gradients = [], [], {}
     for step in range(problem.steps):
         batch = batch_of(problem, step)
-        loss = subject.loss_sum(model, batch) / subject.count(batch)
+        with problem.arithmetic():
+            loss = subject.loss_sum(model, batch) / subject.count(batch)
         loss.backward()
         _zeros_for_missing(model.parameters())
         if step == GRADIENT_STEP:
@@ -68,7 +69,7 @@ def train_plainly(problem: Problem) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    with torch.no_grad():
+    with torch.no_grad(), problem.arithmetic():
         batch = batch_of(problem, 0)
         final = float(subject.loss_sum(model, batch) / subject.count(batch))
     parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

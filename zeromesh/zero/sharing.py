@@ -7,6 +7,7 @@ pipeline stages     of tied parameters, such as an embedding that is the head to
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable
 
@@ -31,12 +32,22 @@ class Sharing:
         if mesh.tensor.size == mesh.pipeline.size == 1:
             return
         rows = mesh.world.gather_bytes(json.dumps(mine).encode(), "who shares parameters")
-        for number, positions in enumerate(sorted({_positions(row) for text in rows for row in json.loads(text)})):
-            found = mesh.process_sets.split(
-                self._colour(positions) if positions in mine else None, name=f"sharers {number}"
-            )
+        sharers: dict[_Positions, list[int]] = {}
+        for rank, text in enumerate(rows):
+            for row in json.loads(text):
+                sharers.setdefault(_positions(row), []).append(rank)
+        for positions, ranks in sorted(sharers.items()):
+            found = self._set_of(positions, ranks)
             if found is not None:
                 self._sets[positions] = found
+
+    def _set_of(self, positions: _Positions, ranks: list[int]) -> ProcessSet | None:
+        """This rank's set, of `ranks` that share so; None on others. A mesh keeps such sets for the next engine."""
+        name = f"sharers {hashlib.blake2b(repr((positions, ranks)).encode(), digest_size=6).hexdigest()}"
+        colour = self._colour(positions) if self._mesh.rank in ranks else None
+        if not any(each.startswith(name) for each in self._mesh.process_sets):
+            return self._mesh.process_sets.split(colour, name=name)
+        return None if colour is None else self._mesh.process_sets[f"{name} {colour}"]
 
     def _colour(self, positions: _Positions) -> int:
         """Equal on the ranks that share: those that differ along replicate, and along what `positions` names."""
