@@ -30,7 +30,7 @@ from zeromesh.zero.passes import Passes
 from zeromesh.zero.phase import Phase
 from zeromesh.zero.plan import ModelCuts, ModelPlan, plan_model
 from zeromesh.zero.sources import BuiltSource, ParameterSource
-from zeromesh.zero.unit import all_buckets
+from zeromesh.zero.unit import Unit, all_buckets
 from zeromesh.zero.update import StepOutcome, Updater
 from zeromesh.zero.walk import Microbatch, Mode
 
@@ -38,7 +38,9 @@ from zeromesh.zero.walk import Microbatch, Mode
 class ZeroEngine:
     """Runs forward, backward and update of a model whose units `build_units` has made."""
 
-    def __init__(self, model: nn.Module, built: Built, mesh: Mesh, options: ZeroOptions) -> None:
+    def __init__(
+        self, model: nn.Module, built: Built, mesh: Mesh, options: ZeroOptions, cuts: ModelCuts | None = None
+    ) -> None:
         self.model = model
         self.mesh = mesh
         self.options = options
@@ -49,7 +51,7 @@ class ZeroEngine:
         self._reduction = built.reduction
         self._sharded = options.placements.parameters is Placement.SHARDED
         self.updater = Updater(self.units, mesh, options, built.tiers)
-        self.passes = Passes(built, mesh, options, self.updater)
+        self.passes = Passes(built, mesh, options, self.updater, _chunks(self.units, cuts or ModelCuts()))
         self._mixed = False
         """Whether some weights may be of one state and some of another."""
         if mesh.watch is not None:
@@ -77,9 +79,8 @@ class ZeroEngine:
         tiers = tiers or open_tiers(mesh, options)
         try:
             plan = cls._plan(model, mesh, options, cuts)
-            return cls(
-                model, build_units(model, plan, mesh, options, source or BuiltSource(model), tiers), mesh, options
-            )
+            built = build_units(model, plan, mesh, options, source or BuiltSource(model), tiers)
+            return cls(model, built, mesh, options, cuts)
         except BaseException:
             tiers.close()
             raise
@@ -235,3 +236,11 @@ class ZeroEngine:
         self.transport.close()
         if self._reduction is not self.transport:
             self._reduction.close()
+
+
+def _chunks(units: Sequence[Unit], cuts: ModelCuts) -> list[list[Unit]]:
+    """The units of each chunk. A unit without parameters is in the first."""
+    chunks: list[list[Unit]] = [[] for _ in range(cuts.chunks)]
+    for unit in units:
+        chunks[cuts.chunk_of(unit.names()[0]) if unit.names() else 0].append(unit)
+    return chunks

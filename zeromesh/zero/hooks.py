@@ -27,7 +27,7 @@ class Listener(Protocol):
 
     def before_part(self, module: nn.Module) -> None: ...
 
-    def after_part(self, module: nn.Module) -> None: ...
+    def after_part(self, module: nn.Module, output: Any) -> None: ...
 
     def before_backward(self, unit: Unit, place: int) -> None: ...
 
@@ -69,8 +69,8 @@ class Hooks:
         def before(module: nn.Module, _args: Any) -> None:
             listener.before_part(module)
 
-        def after(module: nn.Module, _args: Any, _output: Any) -> None:
-            listener.after_part(module)
+        def after(module: nn.Module, _args: Any, output: Any) -> None:
+            listener.after_part(module, output)
 
         for module in dict.fromkeys(map(root.module.get_submodule, sorted(names))):
             if module is not root.module:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeromesh import faults
 from zeromesh.errors import PhaseError
@@ -35,21 +36,33 @@ from zeromesh.zero.walk import Microbatch, Mode, Walk
 Tensors = Sequence[torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Forward:
-    """A microbatch between its forward, of a chunk of the model, and its backward. `outputs` are what backward starts from."""
+    """A microbatch between its forward, of a chunk of the model, and its backward."""
 
     chunk: int
     microbatch: Microbatch
-    outputs: tuple[torch.Tensor, ...]
+    outputs: Sequence[torch.Tensor | GradientEdge]
+    """What backward starts from: those that need a gradient."""
     walk: Walk
+    held: list[tuple[Unit, Bucket, int, torch.Tensor]] = field(default_factory=list)
+    """Gradients that have come before they were wanted."""
 
 
 class Passes:
     """Of one engine; what `Hooks` listens for. One pass at a time."""
 
-    def __init__(self, built: Built, mesh: Mesh, options: ZeroOptions, updater: Updater) -> None:
+    def __init__(
+        self,
+        built: Built,
+        mesh: Mesh,
+        options: ZeroOptions,
+        updater: Updater,
+        chunks: Sequence[Sequence[Unit]] = (),
+    ) -> None:
+        """`chunks` are the units of each part of the model that runs by itself; none: it is one."""
         self.units = built.units
+        self._chunks = chunks or [built.units]
         self.mode = Mode.IDLE
         self._mesh = mesh
         self._options = options
@@ -59,8 +72,11 @@ class Passes:
         self._unit_of = {id(bucket): unit for unit in self.units for bucket in unit.buckets}
         self._order = GatherOrder()
         self._entry: nn.Module | None = None
+        self._parts_alone = False
+        """Whether modules of the root run that the root does not run itself."""
         self._microbatch: Microbatch | None = None
         self._walk = Walk()
+        self._holding: Forward | None = None
         self._last_reductions: dict[int, list[int]] = {}
         self._reductions_settled = False
         self.gradients = GradientReducer(
@@ -84,32 +100,80 @@ class Passes:
         self._begin(Mode.FORWARD, "train", microbatch)
         with own_randomness(), torch.enable_grad():
             loss = run()
-            done = Forward(chunk=0, microbatch=microbatch, outputs=(loss,), walk=self._walk)
+            outputs, seeds = ([loss], [torch.full_like(loss, seed)]) if loss.requires_grad else ([], [])
+            done = Forward(chunk=0, microbatch=microbatch, outputs=outputs, walk=self._walk)
             self.mode = Mode.BACKWARD
-            self._backward(done, [torch.full_like(loss, seed)])
+            self._reduce_during(done, lambda: self._run_backward(done, seeds))
         self.end()
         return loss.detach()
 
-    def _backward(self, forward: Forward, gradients: Tensors) -> None:
-        microbatch = forward.microbatch
+    def forward(self, chunk: int, run: Callable[[], Tensors], microbatch: Microbatch) -> tuple[Tensors, Forward]:
+        """Forward of a microbatch through a chunk, whose backward comes later. Returns what `run` does too."""
+        self._begin(Mode.FORWARD, f"forward of chunk {chunk}", microbatch)
+        with own_randomness(), torch.enable_grad():
+            made = run()
+        # The edges alone: what was sent on need not stay until backward.
+        outputs = [get_gradient_edge(tensor) for tensor in made if tensor.requires_grad]
+        done = Forward(chunk=chunk, microbatch=microbatch, outputs=outputs, walk=self._walk)
+        self.end()
+        return made, done
+
+    def backward(self, forward: Forward, gradients: Tensors) -> None:
+        """Backward of a microbatch, from the gradients of its outputs."""
+        self._begin(Mode.BACKWARD, f"backward of chunk {forward.chunk}", forward.microbatch, forward.walk)
+        with own_randomness():
+            self._reduce_during(forward, lambda: self._run_backward(forward, gradients))
+        self.end()
+
+    def backward_input(self, forward: Forward, gradients: Tensors) -> None:
+        """The part of backward that others wait for. Gradients of parameters that come along are held for `backward_weight`."""
+        self._begin(Mode.BACKWARD, f"backward of chunk {forward.chunk}", forward.microbatch, forward.walk)
+        self._holding = forward
+        forward.walk.turn(dict.fromkeys(range(len(self.units)), 0))
+        try:
+            with own_randomness():
+                self._run_backward(forward, gradients)
+        finally:
+            self._holding = None
+        self.end()
+
+    def backward_weight(self, forward: Forward, run: Callable[[], None]) -> None:
+        """The rest of it: `run` brings the gradients of parameters that have not come yet."""
+        self._begin(Mode.BACKWARD, f"weights of chunk {forward.chunk}", forward.microbatch, forward.walk)
+
+        def deliver() -> None:
+            for _, bucket, index, gradient in forward.held:
+                bucket.parameters[index].grad = gradient
+                self.gradients.take(bucket, index, bucket.parameters[index])
+            forward.held.clear()
+            run()
+
+        self._reduce_during(forward, deliver)
+        self.end()
+
+    def _run_backward(self, forward: Forward, gradients: Tensors) -> None:
+        if forward.outputs:
+            torch.autograd.backward(forward.outputs, gradients)  # type: ignore[arg-type]  # all tensors, or all edges
+            return
+        # A microbatch without targets may have a constant for its loss; its gradients are zeros. Nothing is computed, but peers
+        # gather units around their backward.
+        for index, place in reversed(self._walk.calls):
+            self.before_backward(self.units[index], place)
+
+    def _reduce_during(self, forward: Forward, bring: Callable[[], None]) -> None:
+        """`bring` brings the gradients of a microbatch, which are reduced meanwhile and afterwards."""
+        microbatch, units = forward.microbatch, self._chunks[forward.chunk]
         reduce = microbatch.last or self._options.placements.accumulating is Placement.SHARDED
-        order = self._walk.reduction_order(range(len(self.units)))
+        order = [index for index in forward.walk.reduction_order(range(len(self.units))) if self.units[index] in units]
         self._reductions_settled = order == self._last_reductions.get(forward.chunk)
         self._last_reductions[forward.chunk] = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
-        self._walk.turn({unit.index: len(unit.trainable) for unit in self.units})
+        forward.walk.turn({unit.index: len(unit.trainable) for unit in self.units})
         self._updater.begin_backward(buckets, first=microbatch.first, last=microbatch.last)
         self.gradients.begin(buckets, reduce=reduce, first=microbatch.first)
-        pairs = [(out, grad) for out, grad in zip(forward.outputs, gradients, strict=True) if out.requires_grad]
-        if pairs:
-            torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
-        else:
-            # A microbatch without targets may have a constant for its loss; its gradients are zeros. Nothing is computed, but
-            # peers gather units around their backward.
-            for index, place in reversed(self._walk.calls):
-                self.before_backward(self.units[index], place)
+        bring()
         self.gradients.flush()
-        self._updater.end_backward(self.units)
+        self._updater.end_backward(units)
 
     # Any pass
 
@@ -125,13 +189,13 @@ class Passes:
                 self._mesh.fail(error)
                 raise
 
-    def _begin(self, mode: Mode, kind: str, microbatch: Microbatch | None = None) -> None:
+    def _begin(self, mode: Mode, kind: str, microbatch: Microbatch | None = None, walk: Walk | None = None) -> None:
         if self._entry is not None:
             self.end()  # A call of the user's own that failed half-way.
         if self.mode is not Mode.IDLE:
             raise PhaseError(f"a pass cannot begin during {self.mode.value}")
         self.mode = mode
-        self._walk = Walk()
+        self._walk = walk or Walk()
         self._microbatch = microbatch
         self._order.begin(kind)
 
@@ -147,6 +211,7 @@ class Passes:
         self.mode = Mode.IDLE
         self._entry = None
         self._microbatch = None
+        self._parts_alone = False
         self._transport.poll()
 
     def need(self, unit: Unit) -> None:
@@ -190,13 +255,19 @@ class Passes:
         """A module that holds some of the root's parameters is about to run, perhaps without the root."""
         if self.mode is Mode.IDLE:
             self._begin_users_pass(module)
-        if self.units[0].phase is not Phase.LIVE:
-            self.need(self.units[0])
+        root = self.units[0]
+        if self.mode is Mode.FORWARD and not self._walk.visited(root.index):
+            self._walk.visit(root.index)
+            self._parts_alone = True
+        if root.phase is not Phase.LIVE:
+            self.need(root)
 
-    def after_part(self, module: nn.Module) -> None:
+    def after_part(self, module: nn.Module, output: Any) -> None:
         """It has run."""
         if self._entry is module and self.mode is Mode.EVALUATION:
             self.end()
+        if self.mode is Mode.FORWARD and self._parts_alone:
+            self._hook_backward(self.units[0], output)
 
     def _begin_users_pass(self, module: nn.Module) -> None:
         if torch.is_grad_enabled():
@@ -214,14 +285,17 @@ class Passes:
         if self.mode is Mode.BACKWARD:
             return
         if self.mode is Mode.FORWARD:
-            place = self._walk.place
-            if on_gradient_of(output, lambda: self.before_backward(unit, place)):
-                self._walk.calls.append((unit.index, place))
+            self._hook_backward(unit, output)
         if self._sharded and unit.index != 0 and unit.phase is Phase.LIVE:
             unit.release()
             unit.enter(Phase.RESTING)
         if self._entry is unit.module:
             self.end()
+
+    def _hook_backward(self, unit: Unit, output: Any) -> None:
+        place = self._walk.place
+        if on_gradient_of(output, lambda: self.before_backward(unit, place)):
+            self._walk.calls.append((unit.index, place))
 
     def before_backward(self, unit: Unit, place: int) -> None:
         """Backward has reached the outputs of a unit's call; the calls of units after number `place` came after it."""
@@ -246,6 +320,10 @@ class Passes:
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """Autograd has a parameter's gradient."""
+        if self._holding is not None and parameter.grad is not None:
+            self._holding.held.append((unit, bucket, index, parameter.grad))
+            parameter.grad = None
+            return
         self.gradients.take(bucket, index, parameter)
 
     # Gradients
@@ -268,7 +346,8 @@ class Passes:
             unit.enter(Phase.RESTING)
         else:
             unit.enter(Phase.LIVE)
-        self._updater.leave([unit])
+        if self._holding is None:
+            self._updater.leave([unit])
 
     def _seed(self, unit: Unit) -> None:
         """Seed what a unit's forward draws, by what it computes and not by who does."""

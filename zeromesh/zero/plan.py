@@ -58,10 +58,16 @@ class ModelPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCuts:
-    """What tensor and pipeline parallelism have left of the whole model on this rank, by the names of its parameters here."""
+    """What tensor and pipeline parallelism have left of the whole model on this rank."""
 
     parts: Mapping[str, ParameterPart] = field(default_factory=dict)
+    """By the name in checkpoints."""
     copies: Mapping[str, StageCopies] = field(default_factory=dict)
+    """By the name here."""
+    chunks: int = 1
+    """Parts of the model that run by themselves, one after the other."""
+    chunk_of: Callable[[str], int] = lambda name: 0
+    """The chunk that a parameter belongs to, by its name here."""
 
 
 def plan_model(
@@ -89,7 +95,7 @@ def plan_model(
     members: dict[str, list[ParameterSpec]] = {ROOT: [], **{module: [] for module in modules}}
     for parameter, fqns in names:
         copies = cuts.copies.get(fqns[0])
-        group = group_of(fqns[0] if copies is None else copies.name) if parameter.requires_grad else 0
+        name = fqns[0] if copies is None else copies.name
         owners = {_owner(fqn, modules) for fqn in fqns}
         unit = owners.pop() if len(owners) == 1 else ROOT
         members[unit].append(
@@ -99,12 +105,12 @@ def plan_model(
                 shape=tuple(parameter.shape),
                 dtype=_dtype_of(parameter, fqns[0], main, compute_dtype, keep),
                 requires_grad=parameter.requires_grad,
-                group=group,
-                part=cuts.parts.get(fqns[0]),
+                group=group_of(name) if parameter.requires_grad else 0,
+                part=cuts.parts.get(name),
                 copies=copies,
             )
         )
-    return ModelPlan(units=_merge_small(members))
+    return ModelPlan(units=_merge_small(members, _SMALL if cuts.chunks == 1 else 0))  # The root is in one chunk alone.
 
 
 def _names_by_parameter(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
@@ -205,11 +211,11 @@ def _owner(fqn: str, modules: tuple[str, ...]) -> str:
     return ROOT
 
 
-def _merge_small(members: dict[str, list[ParameterSpec]]) -> tuple[UnitPlan, ...]:
+def _merge_small(members: dict[str, list[ParameterSpec]], least: int) -> tuple[UnitPlan, ...]:
     root = list(members.pop(ROOT))
     units = []
     for module, specs in members.items():
-        if sum(spec.numel for spec in specs) < _SMALL:
+        if sum(spec.numel for spec in specs) < least:
             root += specs
         else:
             units.append(UnitPlan(module=module, specs=tuple(specs)))

@@ -33,11 +33,13 @@ class GradientShards:
         self._leaving: deque[tuple[Transfer, int]] = deque()
         self._norms: dict[int, torch.Tensor] = {}
 
+    def begin_step(self) -> None:
+        """Nothing is known of gradients any more."""
+        self._norms.clear()
+
     def begin(self, *, first: bool) -> None:
         """A backward begins; `first` of its step."""
         self._first = first
-        if first:
-            self._norms.clear()
 
     def expect(self, bucket: Bucket) -> None:
         """The bucket's gradients are about to arrive: what there is of earlier microbatches is read in meanwhile."""

@@ -111,6 +111,7 @@ class Updater:
         """Learning rates of this step are the optimizer groups' times `lr_factor`."""
         self._lr_factor = lr_factor
         self._squares = 0.0
+        self.shards.begin_step()
         self.last_order = []
 
     def begin_backward(self, order: Sequence[Bucket], *, first: bool, last: bool) -> None:

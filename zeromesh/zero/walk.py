@@ -47,6 +47,10 @@ class Walk:
         self._first_visits.setdefault(unit, len(self._visited))
         self._visited.append(unit)
 
+    def visited(self, unit: int) -> bool:
+        """Whether forward has called a unit."""
+        return unit in self._first_visits
+
     @property
     def place(self) -> int:
         """Of the call that is running."""
