@@ -83,8 +83,9 @@ def _torch_order(rank: int, ranks: int, microbatches: int) -> list[tuple[str, in
     schedule._num_stages = ranks
     order = schedule._get_pipeline_order()
     assert order is not None
-    actions = [action for action in order[rank] if action is not None and str(action.computation_type) in "FB"]
-    return [(str(action.computation_type), int(action.microbatch_index or 0)) for action in actions]
+    letters = {"FORWARD": "F", "FULL_BACKWARD": "B"}
+    actions = [action for action in order[rank] if action is not None and action.computation_type.name in letters]
+    return [(letters[action.computation_type.name], int(action.microbatch_index or 0)) for action in actions]
 
 
 def _swapped(schedule: Schedule, rank: int, first: int, second: int) -> Schedule:
@@ -203,15 +204,11 @@ def test_pictures_fit(ranks: int, microbatches: int, chunks: int, columns: int) 
 
 def test_a_picture() -> None:
     picture = render(simulate(make_schedule("1f1b", ranks=2, microbatches=2)), columns=60)
-    assert (
-        picture.splitlines()
-        == [
-            "rank 0 0>>>1>>>....0<<<<<<<....1<<<<<<<",
-            "rank 1 ....0>>>0<<<<<<<1>>>1<<<<<<<....",
-            "bubble: 33 %, 33 %; all ranks 33.3 %",
-        ]
-        or picture
-    )
+    assert picture.splitlines() == [
+        "rank 0 0>>>1>>>........0<<<<<<<....1<<<<<<<",
+        "rank 1 ....0>>>0<<<<<<<1>>>1<<<<<<<........",
+        "bubble: 33 %, 33 %; all ranks 33.3 %",
+    ]
 
 
 COSTS = st.lists(st.integers(0, 20), min_size=1, max_size=8)
@@ -242,12 +239,12 @@ def test_a_cut_by_cost_is_the_best(costs: list[int], stages: int, first: int, la
 
 def test_equal_blocks_are_cut_evenly() -> None:
     assert cut_by_cost([1.0] * 8, stages=4).counts == (2, 2, 2, 2)
-    assert cut_by_cost([1.0] * 8, stages=4, first=1, last=1).counts == (2, 2, 2, 2)
+    assert cut_by_cost([1.0] * 10, stages=4, first=1, last=1).counts == (2, 3, 3, 2)
     assert cut_by_cost([1.0] * 6, stages=2, last=2).counts == (4, 2)
 
 
 def test_a_cut_by_hand() -> None:
-    assert cut_by_hand([1, 3], blocks=4, stages=2).ranges() == (range(0, 1), range(1, 4))
+    assert cut_by_hand([1, 3], blocks=4, stages=2).ranges() == (range(1), range(1, 4))
     for counts, text in (([2, 1], "3 of them, the model 4"), ([1, 1, 2], "has 3 stages"), ([4, 0], "at least 1")):
         with pytest.raises(LayoutError, match=text):
             cut_by_hand(counts, blocks=4, stages=2)
