@@ -1,0 +1,228 @@
+"""A rank's stages: the model itself, unmodified, with everything that belongs to other stages stubbed in place.
+
+Names do not change: a block keeps its place in the list, a parameter its FQN. Parameters of other stages are gone from the model,
+so whatever looks at its parameters sees this rank's alone. A model runs as it always does, from the batch: masks, positions and
+rotary embeddings are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeromesh.errors import LayoutError, PhaseError
+from zeromesh.pipeline.balance import ExpertBalance
+from zeromesh.pipeline.cut import Cut
+from zeromesh.pipeline.probe import Anatomy, body_inputs
+from zeromesh.pipeline.stubs import BlockStub, NanStub, Slot
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tie:
+    """A parameter with several names, some of which belong to different stages: each of these has a copy, whose gradients are
+    to be summed and counted once."""
+
+    names: tuple[str, ...]
+    """In the order of the model; the first one is its name in checkpoints."""
+    held: Mapping[int, str]
+    """For each stage that has a copy: the first of its names there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """Where a module hangs in the model, and who runs it."""
+
+    parent: nn.Module
+    leaf: str
+    module: nn.Module
+    stub: nn.Module
+    stage: int
+
+    def put(self, *, real: bool) -> None:
+        self.parent._modules[self.leaf] = self.module if real else self.stub
+
+
+def block_costs(model: nn.Module, anatomy: Anatomy) -> tuple[list[float], float, float]:
+    """Parameters of each block, of what comes before the blocks, and of what comes after them, as `cut_by_cost` takes them. A tied
+    weight counts at both ends: both stages hold it."""
+
+    def size(name: str) -> float:
+        return float(sum(parameter.numel() for parameter in model.get_submodule(name).parameters()))
+
+    blocks = [size(f"{anatomy.blocks}.{index}") for index in range(anatomy.count)]
+    return blocks, sum(map(size, anatomy.before)), sum(map(size, anatomy.after))
+
+
+class Stages:
+    """The chunks of one rank, made from a model that is not on other hands meanwhile.
+
+    `own` has the stage of each chunk, in order. Outside of `chunk` all modules of all own chunks are in the model.
+    """
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, cut: Cut, own: Sequence[int]) -> None:
+        """Raises LayoutError when the cut is not the model's, or a stage does not exist."""
+        if cut.blocks != anatomy.count:
+            raise LayoutError(f"the cut is of {cut.blocks} blocks, the model has {anatomy.count}")
+        if not own or any(not 0 <= stage < cut.stages for stage in own):
+            raise LayoutError(f"stages {list(own)} of a rank: there are 0 to {cut.stages - 1}")
+        self.model = model
+        self.own = tuple(own)
+        self.count = cut.stages
+        self._anatomy = anatomy
+        self._ranges = cut.ranges()
+        self._slot = Slot()
+        self._running = False
+        self._balance = ExpertBalance.of(model) if cut.stages > 1 else None
+        self._places = self._find_places()
+        self._names = _names_by_parameter(model)
+        self.ties = self._find_ties()
+        """Parameters of which several stages have a copy."""
+        self._remove_foreign()
+
+    def _find_places(self) -> list[_Place]:
+        """Every module that belongs to one stage."""
+        anatomy, places = self._anatomy, []
+        for stage, blocks in enumerate(self._ranges):
+            for index in blocks:
+                name = f"{anatomy.blocks}.{index}"
+                module = self.model.get_submodule(name)
+                stub = BlockStub(module, index, anatomy.forms[index], anatomy.takes, self._slot)
+                places.append(self._place(name, module, stub, stage))
+        for names, stage in ((anatomy.before, 0), (anatomy.after, self.count - 1)):
+            for name in names:
+                module = self.model.get_submodule(name)
+                places.append(self._place(name, module, NanStub(module, self._slot), stage))
+        return places
+
+    def _place(self, name: str, module: nn.Module, stub: nn.Module, stage: int) -> _Place:
+        parent, _, leaf = name.rpartition(".")
+        return _Place(parent=self.model.get_submodule(parent), leaf=leaf, module=module, stub=stub, stage=stage)
+
+    def stage_of(self, name: str) -> int:
+        """The stage that a parameter's name belongs to, whatever rank has it. Raises LayoutError for a name without one."""
+        anatomy = self._anatomy
+        if name.startswith(f"{anatomy.blocks}."):
+            index = int(name[len(anatomy.blocks) + 1 :].partition(".")[0])
+            return next(stage for stage, blocks in enumerate(self._ranges) if index in blocks)
+        for names, stage in ((anatomy.before, 0), (anatomy.after, self.count - 1)):
+            if any(name.startswith(f"{each}.") for each in names):
+                return stage
+        raise LayoutError(f"no stage has a parameter {name}")
+
+    def _find_ties(self) -> tuple[Tie, ...]:
+        ties = []
+        for names in self._names:
+            held: dict[int, str] = {}
+            for name in names:
+                held.setdefault(self.stage_of(name), name)
+            if len(held) > 1:
+                ties.append(Tie(names=names, held=held))
+        return tuple(ties)
+
+    def _remove_foreign(self) -> None:
+        """What no own chunk has leaves the model, and its memory."""
+        meta: dict[int, nn.Parameter] = {}
+        for place in self._places:
+            if place.stage in self.own:
+                continue
+            for module in place.module.modules():
+                for leaf, parameter in module._parameters.items():
+                    if parameter is not None:
+                        module._parameters[leaf] = meta.setdefault(id(parameter), _on_meta(parameter))
+            place.put(real=False)
+
+    @contextmanager
+    def chunk(self, chunk: int, received: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+        """Inside the block the model runs as this chunk, from what the stage before has sent; none for the first stage.
+
+        Raises:
+            PhaseError: inside another chunk, or for another number of tensors than the stage before sends.
+        """
+        stage = self.own[chunk]
+        wanted = 0 if stage == 0 else 1 if self._balance is None else 2
+        if self._running or len(received) != wanted:
+            what = "another stage is running" if self._running else f"it takes {wanted} tensors, got {len(received)}"
+            raise PhaseError(f"stage {stage} cannot run: {what}")
+        slot, blocks = self._slot, self._ranges[stage]
+        slot.inject_at = blocks.start - 1
+        slot.capture_at = blocks.stop if stage + 1 < self.count else -1
+        slot.received = received[0] if received else None
+        self._running = True
+        try:
+            self._arrange(stage)
+            terms = received[1] if len(received) > 1 else None
+            if self._balance is None or stage + 1 < self.count:
+                yield
+            else:
+                with self._balance.continuing(terms):
+                    yield
+        finally:
+            self._running = False
+            slot.received = slot.captured = None
+            self._arrange(None)
+
+    def _arrange(self, stage: int | None) -> None:
+        """Put into place what a stage runs; None: what all own stages have."""
+        if len(self.own) > 1:
+            for place in self._places:
+                if place.stage in self.own:
+                    place.put(real=stage is None or place.stage == stage)
+
+    def is_last(self, chunk: int) -> bool:
+        """Whether a chunk ends with the head: then the model itself is called, inside `chunk`, with labels and all."""
+        return self.own[chunk] == self.count - 1
+
+    def forward(
+        self, chunk: int, batch: Mapping[str, Any], received: Sequence[torch.Tensor] = ()
+    ) -> tuple[torch.Tensor, ...]:
+        """Run a chunk that is not the last stage; returns what goes to the next one: the hidden state `[batch, sequence, hidden]`,
+        and for experts the sums that balance them."""
+        if self.is_last(chunk):
+            raise PhaseError("the last stage returns what the model returns; call the model inside `chunk`")
+        with self.chunk(chunk, received):
+            output = self.run_body(batch)
+            hidden = self._slot.captured
+        if hidden is None:
+            raise PhaseError(f"stage {self.own[chunk]} ended without a hidden state: its blocks did not run")
+        if self._balance is None:
+            return (hidden,)
+        terms = received[1] if len(received) > 1 else None
+        return hidden, self._balance.add(terms, output.router_logits, batch.get("attention_mask"))
+
+    def run_body(self, batch: Mapping[str, Any]) -> Any:
+        """Run what runs the blocks, without the head."""
+        body = self.model.get_submodule(self._anatomy.body)
+        return body(**body_inputs(self.model, body, batch))
+
+    def restore(self) -> None:
+        """Put the model back whole. Parameters of other stages come back on the meta device, tied ones tied."""
+        for place in self._places:
+            place.put(real=True)
+        for names in self._names:
+            found = [_parameter(self.model, name) for name in names]
+            best = next((each for each in found if each.device.type != "meta"), found[0])
+            for name in names:
+                parent, _, leaf = name.rpartition(".")
+                self.model.get_submodule(parent)._parameters[leaf] = best
+
+
+def _names_by_parameter(model: nn.Module) -> list[tuple[str, ...]]:
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return [tuple(names) for names in found.values()]
+
+
+def _parameter(model: nn.Module, name: str) -> nn.Parameter:
+    return model.get_parameter(name)
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
