@@ -150,3 +150,17 @@ def goes_wrong(mesh: Mesh, kind: Any, fault: str) -> float:
     if fault == "other shares":
         return float(exchange.scatter_sum(tensor, 0).wait().sum())
     return float(exchange.sum(tensor).wait().sum())
+
+
+def forgotten(mesh: Mesh) -> list[bool]:
+    """A rank that has its result may forget the exchange; the others still read from it, now or later."""
+    equal = []
+    for number in range(20):
+        exchange = open_exchange(mesh.world, mesh.device, "shared")
+        pending = exchange.sum(torch.full((1000,), mesh.rank + 1.0))
+        del exchange
+        if number % mesh.world_size == mesh.rank:
+            time.sleep(0.01)
+        equal.append(pending.wait()[0].item() == sum(range(1, mesh.world_size + 1)))
+        del pending
+    return equal

@@ -101,3 +101,7 @@ def test_ranks_that_exchange_something_else_are_named(workers: Workers, fault: s
         own, other = (first, second) if rank == 0 else (second, first)
         assert outcome.error == "CollectiveError"
         assert f"rank {1 - rank} asked for a {other}, rank {rank} for a {own}" in outcome.message
+
+
+def test_an_exchange_is_forgotten_by_each_rank_when_it_likes(workers: Workers) -> None:
+    assert all(all(equal) for equal in workers.run(2, "exchange_cases:forgotten"))

@@ -26,6 +26,10 @@ class Counters:
         """Set this rank's counter."""
         self._words[self._mine] = value
 
+    def own(self) -> int:
+        """This rank's counter."""
+        return self._words[self._mine]
+
     def lowest(self) -> int:
         """Where the last of the ranks is."""
         words = self._words

@@ -26,7 +26,9 @@ def choose_transport(kind: TransportName, group: ProcessSet, device: torch.devic
 
     Raises:
         ConfigError: when the named one cannot serve the group.
+        CollectiveError: when this rank is not in it.
     """
+    group.require_member()
     if device.type == "cuda":
         if kind in ("shared", "gloo"):
             raise ConfigError(

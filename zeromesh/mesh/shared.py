@@ -24,6 +24,7 @@ from zeromesh.flat.split import Interval
 from zeromesh.mesh.counters import LINE, Counters
 from zeromesh.mesh.groups import ProcessSet
 from zeromesh.mesh.segments import PAGE, Segment, require_memory
+from zeromesh.mesh.traffic import Collective
 from zeromesh.mesh.transport import (
     BufferRequest,
     GatherBuffer,
@@ -52,6 +53,8 @@ class SharedBuffer:
         self._arena = arena
         self._written = written
         self._done = done
+        self._traffic = group.traffic
+        self._counted = 0
         self._generation = 0
         self._reading: Transfer | None = None
         self._live = False
@@ -91,8 +94,12 @@ class SharedBuffer:
         self.poll()
 
     def wait(self) -> None:
-        self._finish_reading()
-        self._written.wait(self._generation, self._what)
+        if self._counted != self._generation:
+            self._counted = self._generation
+            self._traffic.count(Collective.ALL_GATHER, self.full.nbytes)
+        with self._traffic.timed(Collective.ALL_GATHER):
+            self._finish_reading()
+            self._written.wait(self._generation, self._what)
 
     def _finish_reading(self) -> None:
         """This rank's shard is in place: others may read it."""
@@ -130,8 +137,17 @@ class SharedBuffer:
 class _Sum:
     """A reduction over shared slots: the sum happens in this rank's own thread, when it is asked to finish."""
 
-    def __init__(self, reducer: SharedReducer, sequence: int, parts: list[torch.Tensor], out: torch.Tensor, add: bool):
+    def __init__(
+        self,
+        reducer: SharedReducer,
+        sequence: int,
+        kind: Collective,
+        parts: list[torch.Tensor],
+        out: torch.Tensor,
+        add: bool,
+    ) -> None:
         self._reducer = reducer
+        self._kind = kind
         self._sequence = sequence
         self._parts = parts
         self._out = out
@@ -144,9 +160,10 @@ class _Sum:
     def finish(self) -> None:
         if self._done:
             return
-        self._reducer.published.wait(self._sequence + 1, "reduction of gradients")
-        sum_in_order(self._out, self._parts, add=self._add)
-        self._reducer.consume(self._sequence)
+        with self._reducer.traffic.timed(self._kind):
+            self._reducer.published.wait(self._sequence + 1, "reduction of gradients")
+            sum_in_order(self._out, self._parts, add=self._add)
+            self._reducer.consume(self._sequence)
         self._done = True
 
     def settle(self) -> None:
@@ -165,6 +182,7 @@ class SharedReducer:
         consumed: Counters,
     ) -> None:
         self._group = group
+        self.traffic = group.traffic
         self._ring = ring
         self.published = published
         self._consumed = consumed
@@ -194,7 +212,9 @@ class SharedReducer:
         for slots in self._slots:
             theirs = slots[sequence % self._ring.slots][:nbytes].view(filled.dtype)
             parts.append(theirs if whole else theirs[group.index * length : (group.index + 1) * length])
-        return _Sum(self, sequence, parts, out, add)
+        kind = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
+        self.traffic.count(kind, nbytes)
+        return _Sum(self, sequence, kind, parts, out, add)
 
     def consume(self, sequence: int) -> None:
         """This rank has read bucket `sequence` of all ranks."""

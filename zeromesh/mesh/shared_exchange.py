@@ -13,6 +13,7 @@ The sum happens in each rank's own thread, when it asks for its result.
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 import zlib
@@ -34,11 +35,12 @@ from zeromesh.mesh.exchange import (
 )
 from zeromesh.mesh.groups import ProcessSet
 from zeromesh.mesh.segments import PAGE, Segment
+from zeromesh.mesh.traffic import Collective
 
 IN_FLIGHT = 64
 """Exchanges that may be under way at once. With more, starting one waits for the result of the oldest."""
 _ENTRY = 16
-"""Words of an entry: slot, its serial number, descriptor and bytes; then what the tensor is."""
+"""Words of an entry: number of the slot, its serial number, descriptor and bytes; from word `_ABOUT` on what the tensor is."""
 _ABOUT = 4
 _DIMS = 8
 _SMALLEST = 16 * PAGE
@@ -58,6 +60,11 @@ class _Kind(IntEnum):
     @property
     def phrase(self) -> str:
         return ("sum", "maximum", "gather", "scattered sum")[self]
+
+    @property
+    def collective(self) -> Collective:
+        both = Collective.ALL_REDUCE
+        return (both, both, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)[self]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -101,7 +108,7 @@ class _Arriving:
 
 
 class SharedExchange:
-    """See the module. Every rank of `group` makes one, in the same order; its memory goes with the last that refers to it.
+    """See the module. Every rank of `group` makes one, in the same order. Its memory goes once nobody refers to it on any rank.
 
     Raises:
         StorageError: when memory is short or a peer's segment cannot be mapped; also when a larger slot is needed later.
@@ -126,7 +133,8 @@ class SharedExchange:
         self._slots: list[_Slot] = []
         self._serial = 0
         self._theirs: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
-        weakref.finalize(self, _close, self._segment, self._slots)
+        _sweep()
+        weakref.finalize(self, _leave, _Remains(self._segment, self._slots, self._published, self._consumed))
 
     def sum(self, tensor: torch.Tensor) -> Pending:
         shapes = [tuple(tensor.shape)] * self.size
@@ -161,27 +169,36 @@ class SharedExchange:
         lengths: Sequence[int] = (),
     ) -> Pending:
         """Write `tensor` and publish it. `shapes`: of the ranks' tensors; `result` makes the result of them."""
-        sequence, dtype = self._next, tensor.dtype
+        sequence, dtype, traffic = self._next, tensor.dtype, self._group.traffic
         what = f"{kind.phrase} of activations over axis {self._group.name}"
-        self._make_room(sequence, what)
-        slot, number = self._free_slot(tensor.nbytes)
-        _seen(slot.bytes, shapes[self.index], dtype).copy_(tensor.detach())
-        slot.sequence = sequence
-        where = [number, slot.serial, slot.segment.descriptor, slot.bytes.numel()]
         about = [_about(kind, dtype, shape, dim, lengths) for shape in shapes]
-        place = self._entry(self.index, sequence)
-        self._words[place : place + _ENTRY] = memoryview(array("q", where + about[self.index]))
-        self._next += 1
-        self._published.set(self._next)
+        self._group.require_member()
+        with traffic.timed(kind.collective):
+            self._make_room(sequence, what)
+            self._publish(tensor, shapes[self.index], about[self.index])
+        whole = sum(map(math.prod, shapes)) * dtype.itemsize if kind is _Kind.GATHER else tensor.nbytes
+        traffic.count(kind.collective, whole)
 
         def read() -> torch.Tensor:
-            self._published.wait(sequence + 1, what)
-            parts = [self._part(rank, sequence, about[rank], shape, dtype) for rank, shape in enumerate(shapes)]
-            return result(parts)
+            with traffic.timed(kind.collective):
+                self._published.wait(sequence + 1, what)
+                parts = [self._part(rank, sequence, about[rank], shape, dtype) for rank, shape in enumerate(shapes)]
+                return result(parts)
 
         arriving = _Arriving(self, sequence, read)
         self._flying[sequence] = weakref.ref(arriving)
         return arriving
+
+    def _publish(self, tensor: torch.Tensor, shape: tuple[int, ...], about: list[int]) -> None:
+        """Write the next exchange's tensor into a slot, and say so."""
+        slot, number = self._free_slot(tensor.nbytes)
+        _seen(slot.bytes, shape, tensor.dtype).copy_(tensor.detach())
+        slot.sequence = self._next
+        where = [number, slot.serial, slot.segment.descriptor, slot.bytes.numel()]
+        place = self._entry(self.index, self._next)
+        self._words[place : place + _ENTRY] = memoryview(array("q", where + about))
+        self._next += 1
+        self._published.set(self._next)
 
     def consume(self, sequence: int) -> None:
         """This rank will not read exchange `sequence` any more."""
@@ -264,18 +281,42 @@ def _open_words(group: ProcessSet) -> tuple[list[int], Segment]:
     return [pid for pid, _ in table], segment
 
 
-def _close(words: Segment, slots: list[_Slot]) -> None:
-    words.close()
-    for slot in slots:
-        slot.segment.close()
+class _Remains:
+    """What a forgotten exchange has left: its last tensors stay until the peers, too, have read them."""
+
+    def __init__(self, words: Segment, slots: list[_Slot], published: Counters, consumed: Counters) -> None:
+        self._segments = words, slots
+        self._published = published
+        self._consumed = consumed
+
+    def close(self) -> bool:
+        """Give the memory back if nobody needs it; returns whether."""
+        if self._consumed.lowest() < self._published.own():
+            return False
+        words, slots = self._segments
+        for segment in (words, *(slot.segment for slot in slots)):
+            segment.close()
+        return True
+
+
+_REMAINS: list[_Remains] = []
+
+
+def _leave(remains: _Remains) -> None:
+    _REMAINS.append(remains)
+    _sweep()
+
+
+def _sweep() -> None:
+    """Close what can be. Collection of garbage may call this amid itself, so the list is never walked while it changes."""
+    for remains in list(_REMAINS):
+        if remains.close() and remains in _REMAINS:
+            _REMAINS.remove(remains)
 
 
 def _seen(raw: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """The first bytes of a slot as a contiguous tensor."""
-    numel = 1
-    for length in shape:
-        numel *= length
-    return raw[: numel * dtype.itemsize].view(dtype).view(shape)
+    return raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def _about(kind: _Kind, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: Sequence[int]) -> list[int]:
