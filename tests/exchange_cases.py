@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -109,3 +113,54 @@ def refusals(mesh: Mesh, kind: Any) -> dict[str, str]:
     }
     mesh.world.barrier("all were refused")
     return found
+
+
+def memory_of_slots(mesh: Mesh) -> dict[str, Any]:
+    """What an exchange in shared memory keeps: two slots however many exchanges there were, as large as the largest."""
+    exchange = open_exchange(mesh.world, mesh.device, "shared")
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(40):
+        exchange.sum(torch.ones(20_000 * (1 + number % 7))).wait()
+    mesh.world.barrier("all have summed")
+    slots = [slot.bytes.numel() for slot in exchange._slots]  # type: ignore[attr-defined]
+    found = {"slots": slots, "descriptors": len(os.listdir("/proc/self/fd")) - before}
+    mesh.world.barrier("all have looked")
+    del exchange
+    gc.collect()
+    found["left"] = len(os.listdir("/proc/self/fd")) - before
+    return found
+
+
+def goes_wrong(mesh: Mesh, kind: Any, fault: str) -> float:
+    """The last rank ends, is late, or exchanges something else."""
+    exchange = open_exchange(mesh.world, mesh.device, kind)
+    tensor = torch.ones(4, 6)
+    exchange.sum(tensor).wait()
+    if mesh.rank == mesh.world_size - 1:
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "late":
+            time.sleep(4)
+        elif fault == "other collective":
+            return float(exchange.gather(tensor, 1).wait().sum())
+        elif fault == "other shape":
+            return float(exchange.sum(tensor[:3]).wait().sum())
+        elif fault == "other shares":
+            return float(exchange.scatter_sum(tensor, 0, sizes=[3, 1]).wait().sum())
+    if fault == "other shares":
+        return float(exchange.scatter_sum(tensor, 0).wait().sum())
+    return float(exchange.sum(tensor).wait().sum())
+
+
+def forgotten(mesh: Mesh) -> list[bool]:
+    """A rank that has its result may forget the exchange; the others still read from it, now or later."""
+    equal = []
+    for number in range(20):
+        exchange = open_exchange(mesh.world, mesh.device, "shared")
+        pending = exchange.sum(torch.full((1000,), mesh.rank + 1.0))
+        del exchange
+        if number % mesh.world_size == mesh.rank:
+            time.sleep(0.01)
+        equal.append(pending.wait()[0].item() == sum(range(1, mesh.world_size + 1)))
+        del pending
+    return equal

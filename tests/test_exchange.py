@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from workers import Workers
+from workers import Outcome, PoolOptions, Workers
 
 from zeromesh.errors import LayoutError
 from zeromesh.mesh.exchange import LocalExchange
+from zeromesh.mesh.segments import PAGE
+from zeromesh.mesh.shared_exchange import IN_FLIGHT
 
-KINDS = ["gloo"]
+KINDS = ["shared", "gloo"]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -22,8 +24,9 @@ def test_every_collective_gives_what_one_process_computes(workers: Workers, kind
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_are_waited_for_in_any_order(workers: Workers, kind: str) -> None:
-    for equal in workers.run(2, "exchange_cases:in_any_order", kind=kind, flying=24):
-        assert len(equal) > 12
+    """More of them than an exchange in shared memory keeps under way."""
+    for equal in workers.run(2, "exchange_cases:in_any_order", kind=kind, flying=2 * IN_FLIGHT + 9):
+        assert len(equal) > IN_FLIGHT
         assert all(equal)
 
 
@@ -51,3 +54,54 @@ def test_alone_everything_is_a_copy() -> None:
         assert result.data_ptr() != tensor.data_ptr()
     with pytest.raises(LayoutError, match="allowed are 1 that add up to 2"):
         exchange.scatter_sum(tensor, 0, sizes=[1])
+
+
+def test_slots_are_used_again(workers: Workers) -> None:
+    for found in workers.run(2, "exchange_cases:memory_of_slots"):
+        assert 1 <= len(found["slots"]) <= 2
+        assert max(found["slots"]) == -(-20_000 * 7 * 4 // PAGE) * PAGE
+        assert (
+            found["descriptors"] <= 2 * len(found["slots"]) + 2
+        )  # a mapping has one of its own; two slots of the peer
+        assert found["left"] < 0  # the counters' own goes as well
+
+
+def spoiled(workers: Workers, kind: str, fault: str) -> list[Outcome]:
+    with workers.fresh(PoolOptions(size=2, timeout_seconds=1.5)) as pool:
+        return pool.outcomes("exchange_cases:goes_wrong", timeout=30, kind=kind, fault=fault)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_is_gone_is_named(workers: Workers, kind: str) -> None:
+    survivor, victim = spoiled(workers, kind, "killed")
+    assert victim.error == "died"
+    assert survivor.error == "CollectiveError"
+    assert "sum of activations over axis world cannot end: rank 1 is gone (killed or exited)" in survivor.message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_is_late_is_named(workers: Workers, kind: str) -> None:
+    waiting, _ = spoiled(workers, kind, "late")
+    assert waiting.error == "CollectiveError"
+    assert "sum of activations over axis world did not end within 1.5 seconds" in waiting.message
+    assert "rank 1 (pid " in waiting.message
+
+
+@pytest.mark.parametrize(
+    ("fault", "first", "second"),
+    [
+        ("other collective", "sum of float32 [4, 6]", "gather along dim 1 of float32 [4, 6]"),
+        ("other shape", "sum of float32 [4, 6]", "sum of float32 [3, 6]"),
+        ("other shares", "scattered sum along dim 0 of float32 [4, 6]", "scattered sum along dim 0 of float32 [4, 6]"),
+    ],
+)
+def test_ranks_that_exchange_something_else_are_named(workers: Workers, fault: str, first: str, second: str) -> None:
+    """In shared memory; gloo itself cannot tell."""
+    for rank, outcome in enumerate(spoiled(workers, "shared", fault)):
+        own, other = (first, second) if rank == 0 else (second, first)
+        assert outcome.error == "CollectiveError"
+        assert f"rank {1 - rank} asked for a {other}, rank {rank} for a {own}" in outcome.message
+
+
+def test_an_exchange_is_forgotten_by_each_rank_when_it_likes(workers: Workers) -> None:
+    assert all(all(equal) for equal in workers.run(2, "exchange_cases:forgotten"))

@@ -147,7 +147,7 @@ class TestSeveralHosts:
 
     @pytest.mark.parametrize("stage", [2, 3])
     def test_training_is_the_same(self, scene: Scene, stage: int) -> None:
-        apart, _ = scene(Fault(kind="none", step=-1), stage=stage, transport="auto", hosts=True)
+        apart, _ = scene(Fault(kind="none", step=-1), stage=stage, transport="auto", hosts=1)
         together, _ = scene(Fault(kind="none", step=-1), stage=stage, transport="gloo")
         assert [outcome.result for outcome in apart] == [outcome.result for outcome in together]
 
@@ -155,29 +155,29 @@ class TestSeveralHosts:
     @pytest.mark.parametrize("where", ["forward", "backward"])
     def test_a_killed_rank_is_named(self, scene: Scene, where: str, rank: int) -> None:
         """Rank 0 keeps the store."""
-        outcomes, happened = scene(Fault(kind="kill", rank=rank, where=where), transport="gloo", hosts=True)
+        outcomes, happened = scene(Fault(kind="kill", rank=rank, where=where), transport="gloo", hosts=1)
         survivor = outcomes[1 - rank]
         check_named(survivor, rank)
         assert survivor.at - happened < TIMEOUT + SOON
 
     def test_a_stopped_rank_is_named(self, scene: Scene) -> None:
-        (survivor,), happened = scene(Fault(kind="stop"), transport="gloo", hosts=True)
+        (survivor,), happened = scene(Fault(kind="stop"), transport="gloo", hosts=1)
         check_named(survivor, 1)
         assert survivor.at - happened < TIMEOUT + SOON
 
     @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2, 3])
     def test_a_rank_that_takes_another_branch_is_named_by_all(self, scene: Scene, stage: int) -> None:
-        outcomes, happened = scene(Fault(kind="swap"), stage=stage, transport="gloo", hosts=True)
+        outcomes, happened = scene(Fault(kind="swap"), stage=stage, transport="gloo", hosts=1)
         for outcome in outcomes:
             check_named(outcome, 1 - outcome.rank)
             assert outcome.at - happened < TIMEOUT + SOON
         assert any("disagree on the order of units" in outcome.message for outcome in outcomes)
 
     def test_a_rank_that_errs_is_named_with_its_message(self, scene: Scene) -> None:
-        (survivor, _), happened = scene(Fault(kind="raise"), transport="gloo", hosts=True)
+        (survivor, _), happened = scene(Fault(kind="raise"), transport="gloo", hosts=1)
         assert "rank 1 failed with ValueError: sample 17 is bad" in survivor.message
         assert survivor.at - happened < SOON
 
     def test_a_slow_rank_is_waited_for(self, scene: Scene) -> None:
-        outcomes, _ = scene(Fault(kind="slow", seconds=0.5), transport="gloo", hosts=True, timeout=2.0)
+        outcomes, _ = scene(Fault(kind="slow", seconds=0.5), transport="gloo", hosts=1, timeout=2.0)
         assert [outcome.error for outcome in outcomes] == ["", ""], outcomes

@@ -31,7 +31,7 @@ def apart(workers: Workers) -> Iterator[Any]:
     def play(disks: list[int], folder: Path, steps: int = STEPS, case: str = "noted", **arguments: Any) -> list[Any]:
         size = len(disks)
         if size not in pools or not pools[size].open:
-            pools[size] = workers.fresh(PoolOptions(size=size, hosts=True, timeout_seconds=10.0))
+            pools[size] = workers.fresh(PoolOptions(size=size, hosts=1, timeout_seconds=10.0))
         given = {"folder": str(folder), "steps": steps, "disks": disks, "sections": {}, **arguments}
         return pools[size].run(f"checkpoint_cases:{case}", **given)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.mesh import groups
+from zeromesh.mesh import places
 from zeromesh.mesh.axes import MeshShape
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.launch import read_environment
@@ -49,11 +49,13 @@ def serve(address: str, options: dict[str, Any]) -> None:
 
 
 def join(options: dict[str, Any]) -> Mesh:
-    """This process's mesh. `hosts`: every rank takes itself to be on a host of its own."""
+    """This process's mesh. `hosts`: so many ranks, in turn, take themselves to be on one host."""
     environment = read_environment()
     if options.get("hosts"):
-        groups._host_identity = lambda: f"host {environment.rank}"
-    shape = MeshShape.resolve(environment.world_size, replicate=options.get("replicate", 1))
+        host = environment.rank // options["hosts"]
+        places.host_identity = lambda: f"host {host}"
+    axes = {name: options.get(name, 1) for name in ("replicate", "tensor", "pipeline")}
+    shape = MeshShape.resolve(environment.world_size, **axes)
     return Mesh(shape, environment, device=torch.device("cpu"), timeout_seconds=options["timeout_seconds"])
 
 

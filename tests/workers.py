@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -45,12 +45,14 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolOptions:
-    """A layout of ranks. `hosts`: every rank is told that it is on a host of its own."""
+    """A layout of ranks. `hosts`: so many ranks are told that they share a host; 0: as it is."""
 
     size: int
     replicate: int = 1
+    tensor: int = 1
+    pipeline: int = 1
     timeout_seconds: float = 20.0
-    hosts: bool = False
+    hosts: int = 0
 
 
 class Zygote:
@@ -118,7 +120,7 @@ class Pool:
         self.open = True
         self._workers: list[_Worker] = []
         port = str(_free_port())
-        plain = {"timeout_seconds": options.timeout_seconds, "hosts": options.hosts, "replicate": options.replicate}
+        plain = asdict(options)
         address = zygote.folder / f"socket-{port}"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(address))
@@ -226,17 +228,28 @@ class Workers:
         self._zygote = Zygote(folder)
         self._pools: dict[PoolOptions, Pool] = {}
 
-    def pool(self, size: int, *, replicate: int = 1) -> Pool:
-        """The kept pool of a layout, started when there is none."""
-        options = PoolOptions(size=size, replicate=replicate)
+    def pool(self, size: int, **axes: int) -> Pool:
+        """The kept pool of a layout, started when there is none. `axes`: ranks along the axes other than shard."""
+        options = PoolOptions(size=size, **axes)
         pool = self._pools.get(options)
         if pool is None or not pool.open:
             pool = self._pools[options] = Pool(self._zygote, options)
         return pool
 
-    def run(self, size: int, case: str, *, replicate: int = 1, timeout: float = 60.0, **arguments: Any) -> list[Any]:
+    def run(
+        self,
+        size: int,
+        case: str,
+        *,
+        replicate: int = 1,
+        tensor: int = 1,
+        pipeline: int = 1,
+        timeout: float = 60.0,
+        **arguments: Any,
+    ) -> list[Any]:
         """Run a case in the kept pool of a layout."""
-        return self.pool(size, replicate=replicate).run(case, timeout=timeout, **arguments)
+        pool = self.pool(size, replicate=replicate, tensor=tensor, pipeline=pipeline)
+        return pool.run(case, timeout=timeout, **arguments)
 
     def fresh(self, options: PoolOptions) -> Pool:
         """A pool for one test, which closes it."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from zeromesh.errors import LayoutError
@@ -119,6 +119,15 @@ class MeshShape:
                 raise LayoutError(f"{axis} {index} is not in the mesh {self}: it runs from 0 to {size - 1}")
             rank = rank * size + index
         return rank
+
+    def neighbour(self, rank: int, axis: Axis, step: int, *, wrap: bool = False) -> int | None:
+        """The rank `step` places from `rank` along `axis`; None past an end, unless the axis goes round (`wrap`)."""
+        _check_axes((axis,))
+        at, size = self.coordinate(rank), getattr(self, axis)
+        index = getattr(at, axis) + step
+        if wrap:
+            index %= size
+        return self.rank(replace(at, **{axis: index})) if 0 <= index < size else None
 
     def data_index(self, rank: int) -> int:
         """Which data-parallel rank this is, from 0 to `data_size` - 1. Equal along pipeline and tensor."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from zeromesh.flat.split import Interval
 from zeromesh.mesh.groups import ProcessSet
+from zeromesh.mesh.traffic import Collective
 from zeromesh.mesh.transport import (
     BufferRequest,
     GatherBuffer,
@@ -126,15 +127,19 @@ class CollectiveBuffer:
         reading, self._reading = self._reading, None
         if reading is not None:
             reading.wait()
+            self._group.traffic.count(Collective.ALL_GATHER, self.full.nbytes)
             self._work = _start_gather(self.full, self.own(), self._group, self._group.data_group)
 
     def wait(self) -> None:
-        while self._reading is not None:
-            self._queue.popleft().start()
-        if self._work is not None:
-            wait_for(self._work, self._watch, self._group, self._what)
-            self._work = None
-            self._current = True
+        if self._reading is None and self._work is None:
+            return
+        with self._group.traffic.timed(Collective.ALL_GATHER):
+            while self._reading is not None:
+                self._queue.popleft().start()
+            if self._work is not None:
+                wait_for(self._work, self._watch, self._group, self._what)
+                self._work = None
+                self._current = True
 
     def release(self) -> None:
         if self._memory is not None:
@@ -156,6 +161,7 @@ class _Exchange:
         self._received = received
         self._out = out
         self._add = add
+        reducer.group.traffic.count(Collective.REDUCE_SCATTER, filled.nbytes)
         self._work: Work = dist.all_to_all_single(received, filled, group=reducer.group.reduce_group, async_op=True)
         self._done = False
 
@@ -166,16 +172,19 @@ class _Exchange:
         if self._done:
             return
         group = self._reducer.group
-        wait_for(self._work, self._reducer.watch, group, "reduction of gradients")
-        sum_in_order(self._own_part(), self._received.chunk(group.size), add=self._add)
+        with group.traffic.timed(Collective.REDUCE_SCATTER):
+            wait_for(self._work, self._reducer.watch, group, "reduction of gradients")
+            sum_in_order(self._own_part(), self._received.chunk(group.size), add=self._add)
         self._reducer.finished += 1
         self._done = True
 
     def settle(self) -> None:
         group, own = self._reducer.group, self._own_part()
         if own.numel() != self._out.numel():
-            work = _start_gather(self._out, own, group, group.reduce_group)
-            wait_for(work, self._reducer.watch, group, "all-gather of summed gradients")
+            group.traffic.count(Collective.ALL_GATHER, self._out.nbytes)
+            with group.traffic.timed(Collective.ALL_GATHER):
+                work = _start_gather(self._out, own, group, group.reduce_group)
+                wait_for(work, self._reducer.watch, group, "all-gather of summed gradients")
 
     def _own_part(self) -> torch.Tensor:
         group = self._reducer.group
@@ -218,7 +227,9 @@ class _Scatter:
         self._add = add
         # Both tensors are kept until finish(): NCCL reads and writes them on a stream of its own.
         self._sent = filled if filled.dtype == out.dtype else filled.to(out.dtype)
-        if out.numel() == filled.numel():
+        self._kind = Collective.ALL_REDUCE if out.numel() == filled.numel() else Collective.REDUCE_SCATTER
+        group.traffic.count(self._kind, self._sent.nbytes)
+        if self._kind is Collective.ALL_REDUCE:
             self._received = self._sent if self._sent is not filled else filled.clone()
             self._work: Work = dist.all_reduce(self._received, group=group.reduce_group, async_op=True)
         else:
@@ -231,7 +242,8 @@ class _Scatter:
 
     def finish(self) -> None:
         if not self._done:
-            self._work.wait()
+            with self._reducer.group.traffic.timed(self._kind):
+                self._work.wait()
             if self._add:
                 self._out.add_(self._received)
             else:

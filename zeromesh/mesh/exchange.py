@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.groups import ProcessSet
+from zeromesh.mesh.traffic import Collective
 from zeromesh.mesh.watch import Watch, Work
 
 _CHUNK = 1 << 15
@@ -125,77 +126,96 @@ class GroupExchange:
 
     def sum(self, tensor: torch.Tensor) -> Pending:
         if self._group.on_stream:
-            return self._reduced(tensor, dist.ReduceOp.SUM)
-        parts, works = self._everyones(tensor, [tensor.shape] * self.size)
-        return self._arriving(works, "sum of activations", lambda: sum_in_ranks(parts))
+            return self._reduced(tensor, dist.ReduceOp.SUM, "sum of activations")
+        parts, start = self._everyones(tensor, [tensor.shape] * self.size)
+        return self._begin(Collective.ALL_REDUCE, "sum of activations", tensor, start, lambda: sum_in_ranks(parts))
 
     def maximum(self, tensor: torch.Tensor) -> Pending:
         if self._group.on_stream:
-            return self._reduced(tensor, dist.ReduceOp.MAX)
-        parts, works = self._everyones(tensor, [tensor.shape] * self.size)
-        return self._arriving(works, "maximum of activations", lambda: maximum_in_ranks(parts))
+            return self._reduced(tensor, dist.ReduceOp.MAX, "maximum of activations")
+        parts, start = self._everyones(tensor, [tensor.shape] * self.size)
+        what = "maximum of activations"
+        return self._begin(Collective.ALL_REDUCE, what, tensor, start, lambda: maximum_in_ranks(parts))
 
     def gather(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
         dim, lengths = gathered_along(tensor, dim, sizes, self.size, self.index)
         shapes = [(*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]) for length in lengths]
-        parts, works = self._everyones(tensor, shapes)
-        return self._arriving(works, "gather of activations", lambda: torch.cat(parts, dim))
+        parts, start = self._everyones(tensor, shapes)
+        return self._begin(Collective.ALL_GATHER, "gather of activations", parts, start, lambda: torch.cat(parts, dim))
 
     def scatter_sum(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
         dim, lengths = shared_along(tensor, dim, sizes, self.size)
         pieces = [piece.contiguous() for piece in torch.split(tensor.detach(), lengths, dim)]
-        shape, numbers = pieces[self.index].shape, [piece.numel() for piece in pieces]
+        own, group = pieces[self.index], self._group.data_group
         what = "scattered sum of activations"
         if self._group.on_stream:
-            out = torch.empty_like(pieces[self.index])
-            work = dist.reduce_scatter(out, pieces, group=self._group.data_group, async_op=True)
-            return self._arriving([work], what, lambda: out, keep=pieces)
-        sent = torch.cat([piece.view(-1) for piece in pieces])
-        own = numbers[self.index]
-        received = sent.new_empty(self.size * own)
-        work = dist.all_to_all_single(
-            received, sent, [own] * self.size, numbers, group=self._group.data_group, async_op=True
-        )
-        parts = [part.view(shape) for part in torch.split(received, own)] if own else [received.view(shape)]
-        return self._arriving([work], what, lambda: sum_in_ranks(parts), keep=[sent])
+            out = torch.empty_like(own)
 
-    def _reduced(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> Pending:
-        out = _copy(tensor)
-        work = dist.all_reduce(out, op=op, group=self._group.data_group, async_op=True)
-        return self._arriving([work], "sum of activations", lambda: out)
+            def reduce() -> list[Work]:
+                return [dist.reduce_scatter(out, pieces, group=group, async_op=True)]
+
+            return self._begin(Collective.REDUCE_SCATTER, what, pieces, reduce, lambda: out)
+        sent = torch.cat([piece.view(-1) for piece in pieces])
+        received = sent.new_empty(self.size, own.numel())
+        given, taken = [piece.numel() for piece in pieces], [own.numel()] * self.size
+
+        def send() -> list[Work]:
+            return [dist.all_to_all_single(received.view(-1), sent, taken, given, group=group, async_op=True)]
+
+        def summed() -> torch.Tensor:
+            return sum_in_ranks([part.view(own.shape) for part in received])
+
+        return self._begin(Collective.REDUCE_SCATTER, what, sent, send, summed)
+
+    def _reduced(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Pending:
+        out, group = _copy(tensor), self._group.data_group
+
+        def reduce() -> list[Work]:
+            return [dist.all_reduce(out, op=op, group=group, async_op=True)]
+
+        return self._begin(Collective.ALL_REDUCE, what, out, reduce, lambda: out)
 
     def _everyones(
         self, tensor: torch.Tensor, shapes: Sequence[Sequence[int]]
-    ) -> tuple[list[torch.Tensor], list[Work]]:
-        """Every rank's tensor, once the works are done. On gloo one broadcast each: its all-gather copies."""
+    ) -> tuple[list[torch.Tensor], Callable[[], list[Work]]]:
+        """Every rank's tensor, and what starts to fill them. On gloo one broadcast each: its all-gather copies."""
         parts = [tensor.new_empty(tuple(shape)) for shape in shapes]
         parts[self.index] = tensor.detach().contiguous()
-        process_group = self._group.data_group
-        if self._group.on_stream:
-            return parts, [dist.all_gather(parts, parts[self.index], group=process_group, async_op=True)]
-        works: list[Work] = [
-            dist.broadcast(part, src=rank, group=process_group, async_op=True)
-            for rank, part in zip(self._group.ranks, parts, strict=True)
-            if part.numel()
-        ]
-        return parts, works
+        group = self._group.data_group
 
-    def _arriving(
+        def start() -> list[Work]:
+            if self._group.on_stream:
+                return [dist.all_gather(parts, parts[self.index], group=group, async_op=True)]
+            pairs = zip(self._group.ranks, parts, strict=True)
+            return [dist.broadcast(part, src=rank, group=group, async_op=True) for rank, part in pairs if part.numel()]
+
+        return parts, start
+
+    def _begin(
         self,
-        works: Sequence[Work],
+        collective: Collective,
         what: str,
+        moved: torch.Tensor | Sequence[torch.Tensor],
+        start: Callable[[], list[Work]],
         finish: Callable[[], torch.Tensor],
-        keep: Sequence[torch.Tensor] = (),
     ) -> Arriving:
-        """`keep`: what must live until the works are done."""
+        """Start, and count it. `moved`: the tensors that go round, kept until they have."""
+        kept = [moved] if isinstance(moved, torch.Tensor) else list(moved)
+        group, traffic = self._group, self._group.traffic
+        group.require_member()
+        traffic.count(collective, sum(each.nbytes for each in kept))
+        with traffic.timed(collective):
+            works = start()
 
-        def arrive(kept: Sequence[torch.Tensor] = keep) -> torch.Tensor:
-            for work in works:
-                if self._group.on_stream:
-                    work.wait()
-                else:
-                    self._watch.wait_work(work, self._group.ranks, f"{what} over axis {self._group.name}")
-            return finish()
+        def arrive() -> torch.Tensor:
+            with traffic.timed(collective):
+                for work in works:
+                    if group.on_stream:
+                        work.wait()
+                    else:
+                        self._watch.wait_work(work, group.ranks, f"{what} over axis {group.name}")
+                kept.clear()
+                return finish()
 
         return Arriving(arrive)
 

@@ -14,6 +14,7 @@ from zeromesh.mesh.exchange import Exchange, GroupExchange, LocalExchange
 from zeromesh.mesh.groups import ProcessSet
 from zeromesh.mesh.local import LocalTransport
 from zeromesh.mesh.shared import SharedTransport
+from zeromesh.mesh.shared_exchange import SharedExchange
 from zeromesh.mesh.transport import BufferRequest, RingRequest, Transport
 
 TransportName = Literal["auto", "shared", "gloo", "nccl"]
@@ -25,7 +26,9 @@ def choose_transport(kind: TransportName, group: ProcessSet, device: torch.devic
 
     Raises:
         ConfigError: when the named one cannot serve the group.
+        CollectiveError: when this rank is not in it.
     """
+    group.require_member()
     if device.type == "cuda":
         if kind in ("shared", "gloo"):
             raise ConfigError(
@@ -73,4 +76,6 @@ def open_exchange(group: ProcessSet, device: torch.device, kind: TransportName =
         StorageError: when the memory cannot be had.
     """
     name = choose_transport(kind, group, device)
-    return LocalExchange() if name == "local" else GroupExchange(group)
+    if name == "local":
+        return LocalExchange()
+    return SharedExchange(group) if name == "shared" else GroupExchange(group)

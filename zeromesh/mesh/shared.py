@@ -21,8 +21,10 @@ import torch
 
 from zeromesh.errors import CollectiveError
 from zeromesh.flat.split import Interval
+from zeromesh.mesh.counters import LINE, Counters
 from zeromesh.mesh.groups import ProcessSet
 from zeromesh.mesh.segments import PAGE, Segment, require_memory
+from zeromesh.mesh.traffic import Collective
 from zeromesh.mesh.transport import (
     BufferRequest,
     GatherBuffer,
@@ -31,39 +33,7 @@ from zeromesh.mesh.transport import (
     RingRequest,
     sum_in_order,
 )
-from zeromesh.mesh.watch import Watch
 from zeromesh.offload import TieredTensor, Transfer
-
-_LINE = 8
-"""Words in a cache line: counters of different writers never share one."""
-
-
-class Counters:
-    """One growing counter per rank, in shared words, a cache line apart."""
-
-    def __init__(self, words: memoryview, base: int, group: ProcessSet, watch: Watch) -> None:
-        self._words = words
-        self._places = [base + rank * _LINE for rank in range(group.size)]
-        self._mine = self._places[group.index]
-        self._ranks = group.ranks
-        self._watch = watch
-
-    def set(self, value: int) -> None:
-        """Set this rank's counter."""
-        self._words[self._mine] = value
-
-    def reached(self, value: int) -> bool:
-        """Whether all ranks have got to `value`."""
-        words = self._words
-        return all(words[place] >= value for place in self._places)
-
-    def wait(self, value: int, what: str) -> None:
-        """Wait until all ranks have got to `value`; the ranks that have not are the ones that an error names."""
-        if self.reached(value):
-            return
-        words = self._words
-        behind = [rank for rank, place in zip(self._ranks, self._places, strict=True) if words[place] < value]
-        self._watch.wait(lambda: self.reached(value), behind, what)
 
 
 class SharedBuffer:
@@ -83,6 +53,8 @@ class SharedBuffer:
         self._arena = arena
         self._written = written
         self._done = done
+        self._traffic = group.traffic
+        self._counted = 0
         self._generation = 0
         self._reading: Transfer | None = None
         self._live = False
@@ -122,8 +94,12 @@ class SharedBuffer:
         self.poll()
 
     def wait(self) -> None:
-        self._finish_reading()
-        self._written.wait(self._generation, self._what)
+        if self._counted != self._generation:
+            self._counted = self._generation
+            self._traffic.count(Collective.ALL_GATHER, self.full.nbytes)
+        with self._traffic.timed(Collective.ALL_GATHER):
+            self._finish_reading()
+            self._written.wait(self._generation, self._what)
 
     def _finish_reading(self) -> None:
         """This rank's shard is in place: others may read it."""
@@ -161,8 +137,17 @@ class SharedBuffer:
 class _Sum:
     """A reduction over shared slots: the sum happens in this rank's own thread, when it is asked to finish."""
 
-    def __init__(self, reducer: SharedReducer, sequence: int, parts: list[torch.Tensor], out: torch.Tensor, add: bool):
+    def __init__(
+        self,
+        reducer: SharedReducer,
+        sequence: int,
+        kind: Collective,
+        parts: list[torch.Tensor],
+        out: torch.Tensor,
+        add: bool,
+    ) -> None:
         self._reducer = reducer
+        self._kind = kind
         self._sequence = sequence
         self._parts = parts
         self._out = out
@@ -175,9 +160,10 @@ class _Sum:
     def finish(self) -> None:
         if self._done:
             return
-        self._reducer.published.wait(self._sequence + 1, "reduction of gradients")
-        sum_in_order(self._out, self._parts, add=self._add)
-        self._reducer.consume(self._sequence)
+        with self._reducer.traffic.timed(self._kind):
+            self._reducer.published.wait(self._sequence + 1, "reduction of gradients")
+            sum_in_order(self._out, self._parts, add=self._add)
+            self._reducer.consume(self._sequence)
         self._done = True
 
     def settle(self) -> None:
@@ -196,6 +182,7 @@ class SharedReducer:
         consumed: Counters,
     ) -> None:
         self._group = group
+        self.traffic = group.traffic
         self._ring = ring
         self.published = published
         self._consumed = consumed
@@ -225,7 +212,9 @@ class SharedReducer:
         for slots in self._slots:
             theirs = slots[sequence % self._ring.slots][:nbytes].view(filled.dtype)
             parts.append(theirs if whole else theirs[group.index * length : (group.index + 1) * length])
-        return _Sum(self, sequence, parts, out, add)
+        kind = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
+        self.traffic.count(kind, nbytes)
+        return _Sum(self, sequence, kind, parts, out, add)
 
     def consume(self, sequence: int) -> None:
         """This rank has read bucket `sequence` of all ranks."""
@@ -245,13 +234,13 @@ class SharedTransport:
         for request in requests:
             offsets.append(end)
             end += -(-request.padded * request.dtype.itemsize // PAGE) * PAGE
-        sizes = (end, (2 + 2 * len(requests)) * group.size * _LINE * 8)
+        sizes = (end, (2 + 2 * len(requests)) * group.size * LINE * 8)
         arena, words, *rings = _exchange_segments(group, sizes, ring)
         self._segments = (arena, words, *rings)
         table = words.words()
 
         def counters(row: int) -> Counters:
-            return Counters(table, row * group.size * _LINE, group, watch)
+            return Counters(table, row * group.size * LINE, group, watch)
 
         watch = group.watch
         buffers = []

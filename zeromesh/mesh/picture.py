@@ -1,0 +1,114 @@
+"""A picture of who is where: host by host, rank by rank, with coordinates. No torch and no processes.
+
+pipeline 2 x replicate 1 x shard 1 x tensor 2: 4 ranks on 2 hosts
+  node-a
+    rank 0   pipeline 0  tensor 0
+    rank 1   pipeline 0  tensor 1
+  node-b
+    rank 2   pipeline 1  tensor 0   <- here
+    rank 3   pipeline 1  tensor 1
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from zeromesh.mesh.axes import AXES, Axis, MeshShape
+from zeromesh.mesh.topology import Place, far_warning
+
+T = TypeVar("T")
+WIDTH = 100
+_RANKS_SHOWN = 8
+_HOSTS_SHOWN = 8
+
+
+def mesh_picture(
+    shape: MeshShape, places: Sequence[Place], *, here: int | None = None, processes: Sequence[int] = ()
+) -> str:
+    """Lines of at most `WIDTH` columns. `places` are those of ranks; `here` is the reader's rank.
+
+    `processes` are the numbers that the launch had given the ranks, shown where they differ. Of a host with many ranks only the
+    first and the last are shown, so of a world with many hosts, and always the reader's.
+    """
+    hosts = _by_host(places)
+    names = _names(places, list(hosts))
+    count = f"{shape.world_size} rank{'s' * (shape.world_size > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)}"
+    lines = [f"{shape}: {count}"]
+    axes: list[Axis] = [axis for axis in AXES if getattr(shape, axis) > 1]
+    for host in _shown(list(hosts), _HOSTS_SHOWN, [] if here is None else [places[here].host]):
+        if isinstance(host, _Gap):
+            lines.append(f"  ... {host.count} more host{'s' * (host.count > 1)}")
+            continue
+        lines.append(f"  {names[host]}")
+        islands = len({places[rank].island for rank in hosts[host]}) > 1
+        for rank in _shown(hosts[host], _RANKS_SHOWN, [] if here is None else [here]):
+            if isinstance(rank, _Gap):
+                lines.append(f"    ... {rank.count} more rank{'s' * (rank.count > 1)}")
+            else:
+                lines.append("    " + _line(shape, axes, rank, places[rank] if islands else None, here, processes))
+    return "\n".join([*(line[:WIDTH] for line in lines), *_wrapped(far_warning(shape, places))])
+
+
+def _line(
+    shape: MeshShape, axes: Sequence[Axis], rank: int, place: Place | None, here: int | None, processes: Sequence[int]
+) -> str:
+    at = shape.coordinate(rank)
+    digits = len(str(shape.world_size - 1))
+    words = [f"rank {rank:<{digits}} "]
+    words += [f"{axis} {getattr(at, axis):<{len(str(getattr(shape, axis) - 1))}}" for axis in axes]
+    if place is not None:
+        words.append(f"island {place.island}")
+    if processes and processes[rank] != rank:
+        words.append(f"(launched as {processes[rank]})")
+    if rank == here:
+        words.append("<- here")
+    return "  ".join(words).rstrip()
+
+
+def _by_host(places: Sequence[Place]) -> dict[str, list[int]]:
+    hosts: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        hosts.setdefault(place.host, []).append(rank)
+    return hosts
+
+
+def _names(places: Sequence[Place], hosts: Sequence[str]) -> dict[str, str]:
+    """What hosts are called; those of one name are numbered."""
+    named = {place.host: place.name or place.host for place in reversed(places)}
+    twice = {name for name, count in Counter(named.values()).items() if count > 1}
+    found, numbers = {}, Counter[str]()
+    for host in hosts:
+        name = named[host]
+        numbers[name] += 1
+        found[host] = f"{name} ({numbers[name]})" if name in twice else name
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """So many that are not shown."""
+
+    count: int
+
+
+def _shown(items: Sequence[T], most: int, needed: Collection[T]) -> list[T | _Gap]:
+    """The items, but of more than `most` only the first and last few and the `needed`, with gaps between them."""
+    if len(items) <= most:
+        return list(items)
+    found: list[T | _Gap] = []
+    gap = 0
+    for number, item in enumerate(items):
+        if number < most - 2 or number >= len(items) - 2 or item in needed:
+            found += [_Gap(gap), item] if gap else [item]
+            gap = 0
+        else:
+            gap += 1
+    return found
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(f"warning: {text}", WIDTH, initial_indent="  ", subsequent_indent="  ") if text else []

@@ -1,0 +1,272 @@
+"""`ProcessMesh`: the ranks of a run on named axes, joined: their process sets, board, watch and device."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeromesh.errors import CollectiveError, ConfigError, LayoutError, StorageError, ZeromeshError
+from zeromesh.mesh.axes import AXES, Axis, Coordinate, MeshShape
+from zeromesh.mesh.board import SharedBoard, Store, StoreBoard
+from zeromesh.mesh.launch import LaunchEnvironment
+from zeromesh.mesh.links import START_SECONDS, Lane, Link, Links
+from zeromesh.mesh.picture import mesh_picture
+from zeromesh.mesh.places import exchange_places
+from zeromesh.mesh.process_set import ProcessSet
+from zeromesh.mesh.process_sets import ProcessSets
+from zeromesh.mesh.segments import Segment
+from zeromesh.mesh.topology import Order, Place, far_warning, rank_order
+from zeromesh.mesh.traffic import Account, Traffic
+from zeromesh.mesh.watch import Activity, Watch
+
+_LOGGER = logging.getLogger(__name__)
+
+_LANES: dict[tuple[Axis, ...], tuple[Lane, ...]] = {
+    ("shard",): ("data", "reduce"),
+    ("replicate",): ("data",),
+    ("tensor",): ("data",),
+    ("pipeline",): ("data",),
+}
+"""What groups a set over these axes has besides the one for agreements."""
+
+
+class ProcessMesh:
+    """Process sets of the axes `pipeline, replicate, shard, tensor`, and what all ranks share: board, watch, device.
+
+        mesh.tensor, mesh.group("tensor")           the ranks that differ from this one along tensor only
+        mesh.data, mesh["replicate", "shard"]       those that see different samples
+        mesh.coordinate, mesh.neighbour("pipeline", 1), mesh.picture()
+        mesh.process_sets.add([0, 3], name="edges")
+
+    Ranks are numbered by `order` (see `mesh/topology.py`), so `rank` may differ from the number that the launcher gave this
+    process. Every rank makes the mesh, with equal arguments but for `environment` and `device`.
+
+    Raises:
+        ConfigError: when the shape or the order does not fit the launch.
+        CollectiveError: when the others cannot be reached.
+    """
+
+    def __init__(
+        self,
+        shape: MeshShape,
+        environment: LaunchEnvironment,
+        *,
+        device: torch.device,
+        timeout_seconds: float,
+        order: Order = "topology",
+    ) -> None:
+        if shape.world_size != environment.world_size:
+            raise ConfigError(f"the mesh has {shape.world_size} ranks, the launch {environment.world_size}")
+        self.shape = shape
+        self.device = device
+        self.rank = environment.rank
+        self.environment = environment
+        self.world_size = environment.world_size
+        self.traffic = Traffic()
+        self.processes: tuple[int, ...] = (0,)
+        """The numbers that the launch has given the ranks."""
+        self.places: tuple[Place, ...] = (Place(host="here"),)
+        """Where the ranks run."""
+        self._one_host = True
+        self._shares_memory = True
+        self._sets: dict[frozenset[Axis], ProcessSet] = {}
+        self._device_mesh: DeviceMesh | None = None
+        self._links = Links(environment, device)
+        # A mesh that is forgotten without having been closed leaves its own groups too, at the latest when the process ends.
+        weakref.finalize(self, self._links.leave)
+        try:
+            if self.world_size > 1:
+                self._connect(timeout_seconds, order)
+            self.world = self._axes_set("world", AXES)
+            self.data = self._axes_set("data", ("replicate", "shard"))
+            self.shard, self.replicate = self.group("shard"), self.group("replicate")
+            self.tensor, self.pipeline = self.group("tensor"), self.group("pipeline")
+        except ZeromeshError:
+            self._links.leave()
+            raise
+        except RuntimeError as error:  # torch has no narrower kind for what gloo and the store meet
+            raise CollectiveError(
+                f"rank {self.rank} could not join the others at {environment.master_address}:{environment.master_port} "
+                f"({str(error).splitlines()[0]}); a rank has ended meanwhile, or cannot be reached"
+            ) from error
+        self.process_sets = ProcessSets(self.world, self._links, self.traffic, self._as_set)
+        self.data_index = shape.data_index(self.rank)
+
+    def _connect(self, timeout_seconds: float, order: Order) -> None:
+        process, joined_before = self.environment.rank, dist.is_initialized()
+        store = cast(Store, self._links.store())
+        places = exchange_places(store, process, self.world_size, self.device)
+        if joined_before and order == "topology":
+            order = self._order_of_group(store, process)
+        self.processes = rank_order(places, order)
+        self.places = tuple(places[each] for each in self.processes)
+        self.rank = self.processes.index(process)
+        self.environment = replace(self.environment, rank=self.rank)
+        self._links.join(self.rank)
+        self._one_host = len({place.host for place in self.places}) == 1
+        self._links.watch = self._make_watch(store, timeout_seconds)
+        warning = far_warning(self.shape, self.places)
+        if warning and self.rank == 0:
+            _LOGGER.warning("%s", warning)
+
+    def _order_of_group(self, store: Store, process: int) -> tuple[int, ...]:
+        """How the process group that is there already numbers the processes: that cannot be changed any more."""
+        store.set(f"rank-of/{process}", str(dist.get_rank()))
+        ranks = [int(store.get(f"rank-of/{each}")) for each in range(self.world_size)]
+        return tuple(sorted(range(self.world_size), key=ranks.__getitem__))
+
+    def _make_watch(self, store: Store, timeout_seconds: float) -> Watch:
+        if self._one_host:
+            segment = self._shared_board(store)
+            if segment is not None:
+                return Watch(SharedBoard(segment, self.rank), self.rank, timeout_seconds, compare_events=True)
+            self._one_host = self._shares_memory = False
+        board = StoreBoard(store, store.clone(), self.rank, stale_seconds=timeout_seconds)
+        dist.barrier()
+        return Watch(board, self.rank, timeout_seconds, compare_events=False)
+
+    def _shared_board(self, store: Store) -> Segment | None:
+        """Rank 0's board segment, or None when some rank cannot map it."""
+        segment: Segment | None = None
+        nbytes = SharedBoard.nbytes(self.world_size)
+        if self.rank == 0:
+            segment = Segment.create("board", nbytes)
+            store.set("board-at", f"{os.getpid()} {segment.descriptor}")
+        pid, descriptor = (int(part) for part in store.get("board-at").split())
+        try:
+            if segment is None:
+                segment = Segment.attach(pid, descriptor, nbytes, "board")
+        except StorageError:
+            segment = None
+        mapped = torch.tensor([0 if segment is None else 1])
+        dist.all_reduce(mapped, op=dist.ReduceOp.MIN)
+        return segment if mapped.item() else None
+
+    def group(self, *names: str) -> ProcessSet:
+        """The set over these axes that this rank is in, or the process set of this name.
+
+        The sets of `world`, `data` and the single axes are there. One over other axes is made when it is first asked for, which
+        all ranks then do, in the same order.
+
+        Raises:
+            LayoutError: for names that are neither axes nor one process set.
+        """
+        if names in (("world",), ("data",)):
+            return self.world if names == ("world",) else self.data
+        if set(names) <= set(AXES) and names:
+            axes = cast(tuple[Axis, ...], names)
+            return self._axes_set(" x ".join(axis for axis in AXES if axis in axes), axes)
+        if len(names) == 1 and names[0] in self.process_sets:
+            return self.process_sets[names[0]]
+        raise LayoutError(
+            f"group {', '.join(names)!r}: allowed are world, data, axes ({', '.join(AXES)}), "
+            f"or a process set ({', '.join(self.process_sets) or 'there are none'})"
+        )
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> ProcessSet:
+        return self.group(*((names,) if isinstance(names, str) else names))
+
+    def _axes_set(self, name: str, axes: Sequence[Axis]) -> ProcessSet:
+        key = frozenset(axes)
+        if key not in self._sets:
+            self._sets[key] = self._make_set(name, tuple(axes))
+        return self._sets[key]
+
+    def _make_set(self, name: str, axes: tuple[Axis, ...]) -> ProcessSet:
+        mine = self.shape.group_of(self.rank, *axes)
+        link = None
+        for ranks in self.shape.groups(*axes):
+            if len(ranks) > 1:
+                made = self._links.between(ranks, _LANES.get(axes, ()))
+                link = made if ranks == mine else link
+        return self._as_set(name, mine, link)
+
+    def _as_set(self, name: str, ranks: tuple[int, ...], link: Link | None) -> ProcessSet:
+        """The set as this rank sees it, which need not be in it."""
+        joined = self.rank in ranks and len(ranks) > 1
+        return ProcessSet(
+            name=name,
+            ranks=ranks,
+            index=ranks.index(self.rank) if self.rank in ranks else -1,
+            watch=self.watch if joined else None,
+            link=link,
+            one_host=self._shares_memory and len({self.places[rank].host for rank in ranks}) == 1,
+            on_stream=self.device.type == "cuda",
+            traffic=self.traffic.open(name, len(ranks)) if joined else Account(1),
+        )
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """Where this rank stands; `shape.coordinate` knows it of any."""
+        return self.shape.coordinate(self.rank)
+
+    def neighbour(self, axis: Axis, step: int, *, wrap: bool = False) -> int | None:
+        """The rank `step` places further along `axis` (back when negative); None past the end, unless it goes round (`wrap`)."""
+        return self.shape.neighbour(self.rank, axis, step, wrap=wrap)
+
+    def picture(self) -> str:
+        """Who is where: host by host, rank by rank, with coordinates, in at most 100 columns."""
+        return mesh_picture(self.shape, self.places, here=self.rank, processes=self.processes)
+
+    def __str__(self) -> str:
+        return self.picture()
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """torch's own object for the same axes, for code that wants one (DTensor, `parallelize_module`).
+
+        It makes process groups of its own when it is first asked for, which all ranks then do alike.
+        """
+        if self._device_mesh is None:
+            if not dist.is_initialized():
+                raise LayoutError("a single rank has joined no process group, so torch can make no DeviceMesh of it")
+            ranks = torch.arange(self.world_size).view(self.shape.sizes)
+            made = DeviceMesh(self.device.type, ranks, mesh_dim_names=AXES)
+            self._links.adopt(group for group in made.get_all_groups() if group is not dist.group.WORLD)
+            self._device_mesh = made
+        return self._device_mesh
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are on one host, and share its memory."""
+        return self._one_host
+
+    def post(self, activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
+        """Say on the board what this rank does now; `step` counts from 0."""
+        if self.watch is not None:
+            self.watch.post(activity, unit, step=step)
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks, longer than within a step: until here they read and build at speeds of their own."""
+        if self.watch is not None:
+            with self.watch.patience(START_SECONDS):
+                self.world.barrier(what)
+
+    @property
+    def watch(self) -> Watch | None:
+        """Bounds waits for the others; None on a single rank, and once the mesh is closed."""
+        return self._links.watch
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one stops amid what they do together."""
+        if self.watch is not None:
+            self.watch.in_doubt = True
+            self.watch.fail(error)
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell the other ranks why this one does not begin, and leave; the mesh is over."""
+        if self.watch is not None:
+            self.watch.fail(error)
+        self._links.leave()
+
+    def close(self) -> None:
+        """Leave the process groups, on all ranks alike, when no collective is in flight. The mesh is over."""
+        self._links.leave(default=True)
