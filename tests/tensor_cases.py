@@ -13,7 +13,10 @@ from zeromesh.mesh.exchange import Exchange, Pending
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.select import open_exchange
 from zeromesh.tensor.apply import Parallelized, load_parts, parallelize
+from zeromesh.tensor.cross_entropy import chunked_cross_entropy
+from zeromesh.tensor.heads import balanced
 from zeromesh.tensor.plan import plan_tensor
+from zeromesh.tensor.vocab_loss import logits_cross_entropy, vocab_parallel_cross_entropy
 from zeromesh.trainer.hf.loss_check import InFloat64
 
 _SMALL = {
@@ -44,6 +47,7 @@ def _without(*names: str) -> dict[str, Any]:
     return {name: value for name, value in _SMALL.items() if name not in names}
 
 
+_OPT = {**_without("intermediate_size"), "pad_token_id": 1, "ffn_dim": 44}
 _FALCON = {**_without("head_dim", "num_key_value_heads", "intermediate_size"), "ffn_hidden_size": 44}
 
 
@@ -66,7 +70,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**{**_SMALL, "pad_token_id": 0}, sliding_window=4)),
     "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**_GPT2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)),
     "opt": lambda: tf.OPTForCausalLM(
-        tf.OPTConfig(**_without("intermediate_size", "pad_token_id"), pad_token_id=1, ffn_dim=44, dropout=0.0, word_embed_proj_dim=24)
+        tf.OPTConfig(**_OPT, dropout=0.0, word_embed_proj_dim=24)
     ),
     "falcon": lambda: tf.FalconForCausalLM(
         tf.FalconConfig(**_FALCON, num_kv_heads=2, new_decoder_architecture=True, alibi=False, bias=True)
@@ -179,6 +183,12 @@ def assembled(model: Any, parallel: Parallelized, exchange: Exchange) -> dict[st
     return found
 
 
+def gradients(whole: Any) -> dict[str, torch.Tensor]:
+    """By name; zeros where there is none."""
+    named = dict(whole.named_parameters())
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named.items()}
+
+
 def differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, float]:
     """Largest relative difference of each tensor, where it is above the tolerance; NaN counts as one."""
     assert expected.keys() == found.keys()
@@ -207,16 +217,198 @@ def equals(mesh: Mesh, models: list[str], sequence: bool = False, checkpointing:
                 )
             found = model(**inputs)
             found.loss.backward()
-        reference = {key: parameter.grad for key, parameter in whole.named_parameters()}
-        reference = {
-            key: torch.zeros_like(p) if reference[key] is None else reference[key]
-            for key, p in whole.named_parameters()
-        }
+        reference = gradients(whole)
         problems = differences(reference, assembled(model, parallel, exchange))
         problems |= differences(
             {"loss": expected.loss, "logits": expected.logits}, {"loss": found.loss, "logits": found.logits}
         )
-        problems |= {key: 1.0 for key in parallel.parts if key not in reference}
         if problems:
             wrong[name] = problems
     return wrong
+
+
+def learns_in_chunks(mesh: Mesh, name: str, sequence: bool = False) -> dict[str, Any]:
+    """The sum of the losses by the divided head in chunks, and every gradient; and how much was exchanged at once."""
+    exchange = Counting(open_exchange(mesh.shard, mesh.device, "auto"))
+    inputs = batch()
+    targets = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[..., 1:].reshape(-1)
+    count = int((targets != -100).sum())
+    with InFloat64():
+        whole = build(name)
+        expected = whole(**inputs).loss * count
+        expected.backward()
+        model, parallel = divided(name, exchange, sequence=sequence)
+        assert parallel.head is not None
+        hidden = model.base_model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
+        exchange.calls.clear()
+        found = parallel.head.loss(hidden.flatten(0, 1), targets, seed=1.0, chunk_tokens=3)
+        calls = list(exchange.calls)
+        found.backward()
+        most = exchange.most
+    problems = differences(gradients(whole), assembled(model, parallel, exchange))
+    problems |= differences({"loss": expected}, {"loss": found})
+    return {"wrong": problems, "most": most, "hidden": hidden.numel(), "calls": calls, "kept": count}
+
+
+def learns_with_soft_capping(mesh: Mesh) -> dict[str, float]:
+    """A model that changes its logits before the loss gets this rank's alone."""
+    exchange = Counting(open_exchange(mesh.shard, mesh.device, "auto"))
+    inputs = batch()
+    with InFloat64():
+        whole = build("gemma2")
+        expected = whole(**inputs)
+        expected.loss.backward()
+        model, parallel = divided("gemma2", exchange)
+        head, most = parallel.head, [0]
+
+        def loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            most[0] = logits.shape[-1]
+            targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
+            total = logits_cross_entropy(logits.flatten(0, 1), targets, sizes=head.sizes, exchange=exchange)
+            return total / (targets != -100).sum()
+
+        model.loss_function = loss
+        with head.local_logits():
+            found = model(**inputs)
+        found.loss.backward()
+    assert most[0] == head.sizes[exchange.index] < 67
+    problems = differences(gradients(whole), assembled(model, parallel, exchange))
+    return problems | differences({"loss": expected.loss}, {"loss": found.loss})
+
+
+def losses_of_halves(mesh: Mesh, dtype: str, chunk_tokens: int) -> list[float]:
+    """Differences of the loss and its gradients from those of the whole head, with an odd vocabulary and masked targets."""
+    exchange = open_exchange(mesh.shard, mesh.device, "auto")
+    kind = getattr(torch, dtype)
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight, bias = (
+        (torch.randn(*shape, generator=generator) * scale).to(kind)
+        for shape, scale in (((29, 16), 1.0), ((51, 16), 1.0), ((51,), 1.0))
+    )
+    targets = torch.randint(0, 51, (29,), generator=generator)
+    targets[[0, 7]] = -100
+    wholes = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    expected = chunked_cross_entropy(*wholes, targets, seed=2.0, chunk_tokens=chunk_tokens)
+    (expected * 2.0).backward()
+    sizes = [one.length for one in balanced(51, exchange.size)]
+    own = balanced(51, exchange.size)[exchange.index]
+    halves = [
+        tensor.clone().requires_grad_() for tensor in (hidden, weight[own.start : own.end], bias[own.start : own.end])
+    ]
+    settings: dict[str, Any] = {"sizes": sizes, "exchange": exchange, "seed": 2.0, "chunk_tokens": chunk_tokens}
+    found = vocab_parallel_cross_entropy(*halves, targets, **settings)
+    (found * 2.0).backward()
+    with torch.no_grad():
+        quiet = vocab_parallel_cross_entropy(*halves, targets, **settings)
+    of = [tensor.grad for tensor in wholes]
+    pairs = [(found, expected), (quiet, found), (halves[0].grad, of[0])]
+    pairs += [(halves[number].grad, of[number][own.start : own.end]) for number in (1, 2)]
+    return [float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs]
+
+
+def generates(mesh: Mesh, names: list[str], sequence: bool = False) -> dict[str, Any]:
+    """Greedy generation with a cache against the whole model; what differs, by model."""
+    exchange = open_exchange(mesh.shard, mesh.device, "auto")
+    wrong = {}
+    for name in names:
+        ids = batch(5)["input_ids"]
+        whole = build(name).eval()
+        settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+        expected = whole.generate(ids, **settings)
+        model, _ = divided(name, exchange, sequence=sequence)
+        found = model.eval().generate(ids, **settings)
+        if found.tolist() != expected.tolist():
+            wrong[name] = [expected.tolist(), found.tolist()]
+    return wrong
+
+
+def drops_out(mesh: Mesh, sequence: bool) -> dict[str, Any]:
+    """Masks of dropout by shape; loss and gradients, with and without recomputation."""
+    exchange = open_exchange(mesh.shard, mesh.device, "auto")
+    masks: list[tuple[list[int], int]] = []
+    plain = torch.nn.functional.dropout
+
+    def noting(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = plain(x, *args, **kwargs)
+        masks.append((list(out.shape), hash(tuple((out == 0).flatten().tolist()))))
+        return out
+
+    config = tf.GPT2Config(**_GPT2, resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3, attn_implementation="eager")
+    results, seen = [], []
+    for checkpointing in (False, True, False):
+        torch.manual_seed(1)
+        model, parallel = divided(
+            "gpt2", exchange, sequence=sequence, model=tf.GPT2LMHeadModel(config).double().train()
+        )
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(5)
+        torch.nn.functional.dropout = noting
+        try:
+            loss = model(**batch()).loss
+            seen.append(list(masks))
+            after = torch.get_rng_state().sum().item()
+            loss.backward()
+        finally:
+            torch.nn.functional.dropout = plain
+            masks.clear()
+        results.append({"loss": loss.detach(), **assembled(model, parallel, exchange)})
+    same = [differences(results[0], other) for other in results[1:]]
+    return {
+        "masks": seen[0],
+        "again": seen[0] == seen[2],
+        "differs": same,
+        "loss": results[0]["loss"].item(),
+        "after": after,
+    }
+
+
+def frozen_and_restored(mesh: Mesh) -> list[Any]:
+    """A frozen embedding and frozen keys; then the model is whole again."""
+    exchange = open_exchange(mesh.shard, mesh.device, "auto")
+    inputs = batch()
+
+    def freeze(model: Any) -> Any:
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[0].self_attn.k_proj.requires_grad_(False)
+        model.model.layers[1].mlp.requires_grad_(False)
+        return model
+
+    with InFloat64():
+        whole = freeze(build("llama"))
+        whole(**inputs).loss.backward()
+        model, parallel = divided("llama", exchange, model=freeze(build("llama")))
+        model(**inputs).loss.backward()
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad and p.grad is not None]
+    problems = differences(gradients(whole), assembled(model, parallel, exchange))
+    parallel.restore()
+    kinds = {type(module).__name__ for module in model.modules()} - {
+        type(module).__name__ for module in whole.modules()
+    }
+    shapes = [list(p.shape) for p in model.parameters()] == [list(p.shape) for p in whole.parameters()]
+    load_parts(model, {}, dict(whole.named_parameters()))
+    with InFloat64():
+        again = differences({"loss": whole(**inputs).loss}, {"loss": model(**inputs).loss})
+    return [frozen, problems, sorted(kinds), shapes, again]
+
+
+def narrow(mesh: Mesh, name: str, sequence: bool) -> float:
+    """In bfloat16: the relative distance of the gradient from that of float64."""
+    exchange = open_exchange(mesh.shard, mesh.device, "auto")
+    found = []
+    for dtype in (torch.float64, torch.bfloat16):
+        model, parallel = divided(name, exchange, sequence=sequence, model=build(name).to(dtype))
+        model(**batch()).loss.backward()
+        found.append(torch.cat([g.flatten().double() for g in assembled(model, parallel, exchange).values()]))
+    return float((found[1] - found[0]).norm() / found[0].norm())
+
+
+def counts_exchanges(mesh: Mesh, name: str, sequence: bool) -> list[list[str]]:
+    """What is exchanged in forward and in backward of a model without its head."""
+    exchange = Counting(open_exchange(mesh.shard, mesh.device, "auto"))
+    model, _ = divided(name, exchange, sequence=sequence)
+    hidden = model.base_model(batch()["input_ids"]).last_hidden_state
+    forward = list(exchange.calls)
+    exchange.calls.clear()
+    hidden.sum().backward()
+    return [forward, exchange.calls]

@@ -169,8 +169,7 @@ class _Application:
         module: Any = self.model.get_submodule(layer.module)
         index = self.exchange.index
         if layer.style is Style.EXPERTS:
-            randomness = None if self.shares is not None else self.randomness
-            self._set(module, "forward", parallel_experts(module.forward, self.exchange, randomness))
+            self._set(module, "forward", parallel_experts(module.forward, self.exchange))
             return None
         if layer.style in (Style.PARTIAL, Style.EMBEDDING_FEATURES):
             return None

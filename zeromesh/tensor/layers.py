@@ -237,9 +237,7 @@ class VocabParallelHead(ColumnParallelLinear):
             self._gathered = gathered
 
 
-def parallel_experts(
-    original: Callable[..., torch.Tensor], exchange: Exchange, randomness: ShardedRandomness | None
-) -> Callable[..., torch.Tensor]:
+def parallel_experts(original: Callable[..., torch.Tensor], exchange: Exchange) -> Callable[..., torch.Tensor]:
     """The forward of experts of which each rank holds a part of the intermediate features.
 
     `original` takes hidden states [tokens, hidden], the chosen experts and their weights [tokens, chosen] and gives
@@ -249,11 +247,6 @@ def parallel_experts(
     def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *rest: Any) -> torch.Tensor:
         if torch.is_grad_enabled():
             hidden, weights = functions.copy_in(hidden, exchange), functions.copy_in(weights, exchange)
-        if randomness is not None:
-            randomness.enter()
-        out = original(hidden, chosen, weights, *rest)
-        if randomness is not None:
-            randomness.leave()
-        return functions.sum_out(out, None, exchange)
+        return functions.sum_out(original(hidden, chosen, weights, *rest), None, exchange)
 
     return forward

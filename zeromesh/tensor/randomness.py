@@ -33,7 +33,7 @@ class ShardedRandomness:
         """Activations are divided from here on. Does nothing where they already are."""
         if not self.active or self.entered:
             return
-        common = int(torch.randint(2**62, ()))
+        common = int(torch.randint(2**62, (), device="cpu"))
         self._states = [torch.get_rng_state()]
         if self._device.type == "cuda":
             self._states.append(torch.cuda.get_rng_state(self._device))
