@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.mesh.launcher import WorkersFailed, launch_workers, python_arguments
+from zeromesh.mesh.launch import python_arguments
+from zeromesh.mesh.launcher import WorkersFailed, launch_workers
 
 WORKER = """\
 import os, signal, sys, time
