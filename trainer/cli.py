@@ -118,8 +118,11 @@ def _attached(options: argparse.Namespace) -> int:
     line = Lifeline(options.attached)
     line.read_variables()
     with line:
-        processes = _processes(options, read_environment())
-        result = _launch(options, processes)
+        try:
+            result = _launch(options, _processes(options, read_environment()))
+        except ZeromeshError as error:
+            line.end(exit_code_of(error), text=str(error))
+            return exit_code_of(error)
         if isinstance(result, int):
             line.end(result)
             return result
@@ -161,9 +164,6 @@ def _processes(options: argparse.Namespace, environment: LaunchEnvironment) -> i
 
 
 def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:
-    _hint(f"starting {processes} processes")
-    from zeromesh.mesh.launcher import Nodes, launch_workers
-
     least, most = options.nnodes
     if most > 1 and not options.rdzv_endpoint:
         raise ConfigError("--nnodes of several hosts needs --rdzv-endpoint HOST:PORT, the same on all of them")
@@ -173,6 +173,9 @@ def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:
         )
     if options.node_rank is not None and options.max_restarts:
         raise ConfigError(f"--max-restarts {options.max_restarts}: hosts that have a --node-rank start once")
+    _hint(f"starting {processes} processes")
+    from zeromesh.mesh.launcher import Nodes, launch_workers
+
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (most > least)
     meeting = {"endpoint": options.rdzv_endpoint, "run_id": options.rdzv_id} if options.rdzv_endpoint else {}
     where = Nodes(least=least, most=most, max_restarts=restarts, rank=options.node_rank, **meeting)

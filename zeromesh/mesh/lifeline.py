@@ -17,13 +17,11 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from zeromesh.errors import CollectiveError, ZeromeshError
 from zeromesh.mesh.launch import export
 
 BEGIN, END = b"\x1ezeromesh:", b"\x1e"
@@ -122,8 +120,7 @@ class Lifeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            text = str(error) if isinstance(error, ZeromeshError) else "".join(traceback.format_exception(error))
-            self.end(1, text=text, noticed=isinstance(error, CollectiveError))
+            self.end(1, text=f"{type(error).__name__}: {error}")
 
     def read_variables(self) -> None:
         """Take over the environment variables that the first message has. Call before entering."""
