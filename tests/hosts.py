@@ -1,6 +1,7 @@
 """Hosts on one machine: network namespaces with addresses of their own, joined by a bridge, whose cables can be pulled.
 
-A host also has a name and process ids of its own, so that its ranks share no memory with those of another.
+A host also has a name and process ids of its own, so that its ranks share no memory with those of another. As on many systems,
+its own name leads to its loopback there.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Hosts:
 
     prefix: str
     names: tuple[str, ...]
+    folder: Path
 
     def address(self, name: str) -> str:
         return f"10.77.7.{2 + self.names.index(name)}"
@@ -43,7 +45,7 @@ class Hosts:
         return f"{sys.executable} -S {SHELL} {PORT} {addresses}"
 
     def hostfile(self, path: Path, slots: int = 1) -> Path:
-        path.write_text("".join(f"{name} slots={slots} address={self.address(name)}\n" for name in self.names))
+        path.write_text("".join(f"{name} slots={slots}\n" for name in self.names))
         return path
 
     def pull(self, name: str) -> None:
@@ -64,14 +66,14 @@ class Hosts:
 
 
 @contextmanager
-def hosts(*names: str) -> Iterator[Hosts]:
-    """Such hosts, for a while; skips the test where they are not permitted."""
+def hosts(folder: Path, *names: str) -> Iterator[Hosts]:
+    """Such hosts, for a while, with files in `folder`; skips the test where they are not permitted."""
     missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
         pytest.skip(
             f"hosts as network namespaces need root, ip and unshare{'; missing: ' * bool(missing)}{', '.join(missing)}"
         )
-    made = Hosts(prefix=f"zm{os.getpid()}", names=names)
+    made = Hosts(prefix=f"zm{os.getpid()}", names=names, folder=folder)
     servers: list[subprocess.Popen[bytes]] = []
     try:
         try:
@@ -106,16 +108,20 @@ def _connect(made: Hosts) -> None:
 
 
 def _serve(made: Hosts, name: str) -> subprocess.Popen[bytes]:
-    inside = f"hostname {name} && exec {sys.executable} -S {SHELL} serve {made.address(name)} {PORT}"
+    table = made.folder / f"hosts-of-{name}"
+    others = "".join(f"{made.address(other)} {other}\n" for other in made.names if other != name)
+    table.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{others}")
+    server = f"{sys.executable} -S {SHELL} serve {made.address(name)} {PORT}"
+    inside = f"hostname {name} && mount --bind {table} /etc/hosts && exec {server}"
     own = ("unshare", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child", "sh", "-c", inside)
-    server = subprocess.Popen(["ip", "netns", "exec", f"{made.prefix}-{name}", *own])
+    process = subprocess.Popen(["ip", "netns", "exec", f"{made.prefix}-{name}", *own])
     probe = [*made.middle, *made.ssh.split(), name, "true"]
     deadline = time.monotonic() + 20
     while subprocess.run(probe, capture_output=True, check=False, timeout=20).returncode:
-        if server.poll() is not None or time.monotonic() > deadline:
+        if process.poll() is not None or time.monotonic() > deadline:
             pytest.skip("no process and name spaces here")
         time.sleep(0.1)
-    return server
+    return process
 
 
 def _ip(*words: str) -> str:

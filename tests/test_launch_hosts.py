@@ -29,8 +29,8 @@ FOREVER = ("run.max_steps=1000000", "checkpoint.every_steps=20")
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Hosts]:
-    with hosts("alpha", "beta") as made:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with hosts(tmp_path_factory.mktemp("hosts"), "alpha", "beta") as made:
         yield made
 
 
@@ -91,7 +91,7 @@ def all_over(two: Hosts) -> bool:
 
 
 def test_two_hosts_train(two: Hosts, start: Start, tmp_path: Path) -> None:
-    """gloo left alone would bind the loopback here, since no host's name resolves."""
+    """gloo left alone would bind the loopback here, where each host's own name leads."""
     process = start()
     assert process.wait(timeout=120) == 0, (tmp_path / "err").read_text()
     said = (tmp_path / "out").read_text().splitlines()

@@ -129,6 +129,14 @@ def test_no_worker_outlives_the_command(tmp_path: Path, number: signal.Signals, 
         wait_until(lambda file=file: not is_running(int(file.read_text())), seconds=10.0)
 
 
+def test_a_worker_whose_launcher_is_gone_already_leaves(tmp_path: Path) -> None:
+    """It was starting Python when the launcher was killed."""
+    command = [sys.executable, "-m", "zeromesh", "train", "--worker", "--", str(tmp_path / "none.yaml")]
+    variables = {**os.environ, "ZEROMESH_LAUNCHER_PID": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (137, "", "")
+
+
 def is_running(pid: int) -> bool:
     """Whether the process exists and is more than an entry that nobody has collected yet."""
     try:

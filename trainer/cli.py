@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from zeromesh import __version__
 from zeromesh.errors import ConfigError, ZeromeshError
-from zeromesh.mesh.launch import LaunchEnvironment, python_arguments, read_environment
+from zeromesh.mesh.launch import LaunchEnvironment, die_with_launcher, python_arguments, read_environment
 from zeromesh.trainer.checkpoint_cli import add_checkpoint_command, run_checkpoint
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_file import load_config
@@ -132,6 +132,7 @@ def _attached(options: argparse.Namespace) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     if options.worker:
+        die_with_launcher()
         from zeromesh.mesh.launcher import become_worker
 
         become_worker(exit_code_of)

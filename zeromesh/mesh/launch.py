@@ -6,8 +6,10 @@ Open MPI, MPICH and Intel MPI. A process that none of them started is a world of
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +25,9 @@ LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable that tells gloo which interface to use."""
+
+_LAUNCHER = "ZEROMESH_LAUNCHER_PID"
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -120,6 +125,23 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
 def export(variables: Mapping[str, str]) -> None:
     """Set variables for the rest of this process's life, and for the processes that it starts."""
     os.environ.update(variables)
+
+
+def die_with_launcher() -> None:
+    """Have the kernel end this process when its launcher ends, or leave when the one that `launcher_variables` names has ended.
+
+    To be called before anything slow is imported: a launcher that is killed cannot end its workers itself.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
+    launcher = setting(_LAUNCHER)
+    if launcher is not None and launcher != str(os.getppid()):
+        raise SystemExit(128 + int(signal.SIGKILL))
+
+
+def launcher_variables() -> dict[str, str]:
+    """What tells workers that this process is their launcher."""
+    return {_LAUNCHER: str(os.getpid())}
 
 
 def available_cores() -> int:

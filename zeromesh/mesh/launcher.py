@@ -7,7 +7,6 @@ one message comes out, from the rank that failed first, and not one traceback pe
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import signal
@@ -28,7 +27,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from zeromesh.errors import CollectiveError, ZeromeshError
-from zeromesh.mesh.launch import LOOPBACK, exported, setting, worker_environment
+from zeromesh.mesh.launch import LOOPBACK, die_with_launcher, exported, launcher_variables, setting, worker_environment
 from zeromesh.offload.heap import TUNABLES, heap_variables
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -39,7 +38,6 @@ MEETING_SECONDS = 120
 """How long launchers with numbers wait for each other; they start together."""
 _LAST_CALL_SECONDS = 1
 """How long launchers wait for further ones once enough are there. torch's 30 seconds pass after every change."""
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +97,7 @@ def launch_workers(arguments: Sequence[str], *, processes: int, nodes: Nodes = N
     process was told to stop; the workers are gone then.
     """
     heap = heap_variables() if setting(TUNABLES) is None else {}
-    variables = {**worker_environment(processes, alone=nodes.alone), **heap, **_RENDEZVOUS}
+    variables = {**worker_environment(processes, alone=nodes.alone), **heap, **_RENDEZVOUS, **launcher_variables()}
     with exported(variables), _quiet_elastic(), _kept_signal_handlers():
         config = LaunchConfig(
             min_nodes=nodes.least,
@@ -144,9 +142,7 @@ def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:
 
     `exit_code_of` says with which code the launching command should exit after an error.
     """
-    if sys.platform == "linux":
-        # The kernel ends this process when the launcher is killed, which then cannot do it itself.
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
+    die_with_launcher()
 
     def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, KeyboardInterrupt):

@@ -95,7 +95,7 @@ class Lifeline:
     """The host's end: as a context, it beats from entering to leaving, and says at the end how that came about.
 
     The process becomes the leader of its own group, which is killed as a whole when the other side is silent for
-    `silence_seconds`, has closed the line, or says so. It takes standard input for itself.
+    `silence_seconds`, has closed the line, or says so; its workers die with it. It takes standard input for itself.
     """
 
     def __init__(self, silence_seconds: float) -> None:
