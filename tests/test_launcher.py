@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.mesh.launcher import WorkersFailed, launch_workers, python_arguments
+from zeromesh.mesh.launch import python_arguments
+from zeromesh.mesh.launcher import WorkersFailed, launch_workers
 
 WORKER = """\
 import os, signal, sys, time
@@ -126,6 +127,14 @@ def test_no_worker_outlives_the_command(tmp_path: Path, number: signal.Signals, 
         assert driver.wait(timeout=20) == code
     for file in files:
         wait_until(lambda file=file: not is_running(int(file.read_text())), seconds=10.0)
+
+
+def test_a_worker_whose_launcher_is_gone_already_leaves(tmp_path: Path) -> None:
+    """It was starting Python when the launcher was killed."""
+    command = [sys.executable, "-m", "zeromesh", "train", "--worker", "--", str(tmp_path / "none.yaml")]
+    variables = {**os.environ, "ZEROMESH_LAUNCHER_PID": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (137, "", "")
 
 
 def is_running(pid: int) -> bool:

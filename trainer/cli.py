@@ -1,5 +1,5 @@
-"""The `zeromesh` command: `train` runs a configuration, `config` prints it resolved, `checkpoint` looks after what runs saved,
-`status` shows where a run is.
+"""The `zeromesh` command: `train` runs a configuration, `launch` does so on several hosts, `config` prints it resolved,
+`checkpoint` looks after what runs saved, `status` shows where a run is.
 
 Exit codes: 0 done, 2 the configuration or the command line is wrong, 1 anything else, 128 plus the signal's
 number when stopped by one.
@@ -11,14 +11,19 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from zeromesh import __version__
 from zeromesh.errors import ConfigError, ZeromeshError
-from zeromesh.mesh.axes import MeshShape
-from zeromesh.mesh.launch import LaunchEnvironment, read_environment
+from zeromesh.mesh.launch import LaunchEnvironment, die_with_launcher, python_arguments, read_environment
 from zeromesh.trainer.checkpoint_cli import add_checkpoint_command, run_checkpoint
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_file import load_config
+from zeromesh.trainer.launch_cli import add_launch_command, check_mesh, natural, nodes, positive, run_launch
+
+if TYPE_CHECKING:
+    from zeromesh.mesh.launcher import WorkersFailed
+    from zeromesh.mesh.remote import HostFailure
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_checkpoint(options)
         if options.command == "status":
             return _status(options)
-        return _train(options)
+        if options.command == "launch":
+            return _report(run_launch(options, _say))
+        return _attached(options) if options.attached is not None else _train(options)
     except KeyboardInterrupt:
         if not options.worker:
             _say("interrupted")
@@ -56,30 +63,38 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     train = commands.add_parser("train", help="train what a configuration describes")
     train.add_argument(
         "--nproc",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="processes to start on this host when no launcher has (default 1)",
     )
     train.add_argument(
         "--nnodes",
-        type=_nodes,
+        type=nodes,
         default=(1, 1),
         metavar="N|MIN:MAX",
         help="hosts that run this command together; with MIN:MAX they may come and go (default 1)",
+    )
+    train.add_argument(
+        "--node-rank",
+        type=natural,
+        metavar="I",
+        help="this host's number, from 0, when all hosts are there from the start; 0 is the one of --rdzv-endpoint",
     )
     train.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: one of the hosts and a free port")
     train.add_argument("--rdzv-id", default="zeromesh", metavar="NAME", help="the same on all hosts (default zeromesh)")
     train.add_argument(
         "--max-restarts",
-        type=_natural,
+        type=natural,
         metavar="N",
         help="times that all ranks start again from the newest checkpoint after a failure (default 0; 3 with MIN:MAX)",
     )
-    # Set on the command line of the workers that this command starts.
+    # Set on the command lines of the workers that this command starts, and of the launchers that `zeromesh launch` starts.
     train.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    train.add_argument("--attached", type=float, metavar="SECONDS", help=argparse.SUPPRESS)
+    launch = add_launch_command(commands)
     config = commands.add_parser("config", help="print a configuration with every default filled in")
     config.set_defaults(nproc=None, worker=False)
-    for command in (train, config):
+    for command in (train, launch, config):
         command.add_argument("config", metavar="CONFIG", help="a YAML or JSON file")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys to change, values in YAML")
     status = commands.add_parser("status", help="where a run that goes on is, rank by rank")
@@ -96,29 +111,28 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _nodes(text: str) -> tuple[int, int]:
-    least, _, most = text.partition(":")
-    most = most or least
-    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed is a number of hosts, or MIN:MAX")
-    return int(least), int(most)
+def _attached(options: argparse.Namespace) -> int:
+    """Run as the part of a `zeromesh launch` on one host: what is to be said goes there, and ends when that is gone."""
+    from zeromesh.mesh.lifeline import Lifeline
 
-
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed is an integer >= 0")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed is an integer >= 1")
-    return number
+    line = Lifeline(options.attached)
+    line.read_variables()
+    with line:
+        try:
+            result = _launch(options, _processes(options, read_environment()))
+        except ZeromeshError as error:
+            line.end(exit_code_of(error), text=str(error))
+            return exit_code_of(error)
+        if isinstance(result, int):
+            line.end(result)
+            return result
+        line.end(result.exit_code, text=str(result), noticed=result.noticed, apart=result.apart)
+        return result.exit_code
 
 
 def _train(options: argparse.Namespace) -> int:
     if options.worker:
+        die_with_launcher()
         from zeromesh.mesh.launcher import become_worker
 
         become_worker(exit_code_of)
@@ -126,24 +140,12 @@ def _train(options: argparse.Namespace) -> int:
     environment = read_environment()
     processes = _processes(options, environment)
     if options.nnodes[1] == 1:
-        _check_mesh(config, processes)
+        check_mesh(config, processes)
     if not options.worker and (processes > environment.world_size or options.nnodes[1] > 1 or options.max_restarts):
-        return _launch(options, processes)
+        return _report(_launch(options, processes))
     if not options.worker and environment.rank == 0:
         _hint("loading torch and transformers")
     return _fit(config)
-
-
-def _check_mesh(config: TrainerConfig, processes: int) -> None:
-    """A mesh that does not fit is an error here, before any process or group exists."""
-    parallel = config.parallel
-    MeshShape.resolve(
-        processes,
-        pipeline=parallel.pipeline,
-        replicate=parallel.replicate,
-        shard=parallel.shard,
-        tensor=parallel.tensor,
-    )
 
 
 def _processes(options: argparse.Namespace, environment: LaunchEnvironment) -> int:
@@ -162,19 +164,29 @@ def _processes(options: argparse.Namespace, environment: LaunchEnvironment) -> i
     return environment.world_size
 
 
-def _launch(options: argparse.Namespace, processes: int) -> int:
-    _hint(f"starting {processes} processes")
-    from zeromesh.mesh.launcher import Nodes, WorkersFailed, launch_workers, python_arguments
-
+def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:
     least, most = options.nnodes
     if most > 1 and not options.rdzv_endpoint:
         raise ConfigError("--nnodes of several hosts needs --rdzv-endpoint HOST:PORT, the same on all of them")
+    if options.node_rank is not None and not (options.rdzv_endpoint and least == most > options.node_rank):
+        raise ConfigError(
+            f"--node-rank {options.node_rank} is for --nnodes N with N above it (not MIN:MAX), and --rdzv-endpoint HOST:PORT"
+        )
+    if options.node_rank is not None and options.max_restarts:
+        raise ConfigError(f"--max-restarts {options.max_restarts}: hosts that have a --node-rank start once")
+    _hint(f"starting {processes} processes")
+    from zeromesh.mesh.launcher import Nodes, launch_workers
+
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (most > least)
     meeting = {"endpoint": options.rdzv_endpoint, "run_id": options.rdzv_id} if options.rdzv_endpoint else {}
-    nodes = Nodes(least=least, most=most, max_restarts=restarts, **meeting)
+    where = Nodes(least=least, most=most, max_restarts=restarts, rank=options.node_rank, **meeting)
     command = ("train", "--worker", "--", options.config, *options.overrides)
-    result = launch_workers(python_arguments("zeromesh", command), processes=processes, nodes=nodes)
-    if isinstance(result, WorkersFailed):
+    return launch_workers(python_arguments("zeromesh", command), processes=processes, nodes=where)
+
+
+def _report(result: WorkersFailed | HostFailure | int) -> int:
+    """Say how what was launched has ended; returns the exit code."""
+    if not isinstance(result, int):
         _say(str(result))
         return result.exit_code
     if result:

@@ -6,11 +6,13 @@ Open MPI, MPICH and Intel MPI. A process that none of them started is a world of
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -21,6 +23,11 @@ Launcher = Literal["single", "torchrun", "slurm", "openmpi", "mpich"]
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The variable that tells gloo which interface to use."""
+
+_LAUNCHER = "ZEROMESH_LAUNCHER_PID"
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -86,17 +93,17 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
 
 
 def worker_environment(
-    processes: int, *, environ: Mapping[str, str] | None = None, cores: int | None = None
+    processes: int, *, environ: Mapping[str, str] | None = None, cores: int | None = None, alone: bool = True
 ) -> dict[str, str]:
     """The variables to set for `processes` workers that this process starts on its host. What is set stays.
 
     The workers share the cores out: else each one's kernels would use all of them, and they would wait for
-    each other. Loopback needs no host name that resolves.
+    each other. Loopback needs no host name that resolves, but leads to no other host: it is for a host `alone`.
     """
     environ = os.environ if environ is None else environ
     wanted = {"OMP_NUM_THREADS": str(max(1, (cores or available_cores()) // processes))}
-    if sys.platform == "linux":
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    if sys.platform == "linux" and alone:
+        wanted[INTERFACE] = "lo"
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
 
@@ -115,10 +122,43 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def export(variables: Mapping[str, str]) -> None:
+    """Set variables for the rest of this process's life, and for the processes that it starts."""
+    os.environ.update(variables)
+
+
+def die_with_launcher() -> None:
+    """Have the kernel end this process when its launcher ends, or leave when the one that `launcher_variables` names has ended.
+
+    To be called before anything slow is imported: a launcher that is killed cannot end its workers itself.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
+    launcher = setting(_LAUNCHER)
+    if launcher is not None and launcher != str(os.getppid()):
+        raise SystemExit(128 + int(signal.SIGKILL))
+
+
+def launcher_variables() -> dict[str, str]:
+    """What tells workers that this process is their launcher."""
+    return {_LAUNCHER: str(os.getpid())}
+
+
 def available_cores() -> int:
     """The cores that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def python_arguments(module: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """The arguments that run `module` in a new Python as it runs in this one.
+
+    `python -m` searches the working directory first, an installed command does not: then a worker must not
+    either, lest a `datasets.py` lying there be taken for the library.
+    """
+    searched = {os.path.realpath(entry or os.getcwd()) for entry in sys.path[:1]}
+    isolated = () if os.path.realpath(os.getcwd()) in searched else ("-P",)
+    return (*isolated, "-m", module, *arguments)
 
 
 def setting(name: str) -> str | None:

@@ -7,10 +7,8 @@ one message comes out, from the rank that failed first, and not one traceback pe
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
-import os
 import signal
 import sys
 import time
@@ -22,22 +20,24 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from zeromesh.errors import CollectiveError, ZeromeshError
-from zeromesh.mesh.launch import LOOPBACK, exported, setting, worker_environment
+from zeromesh.mesh.launch import LOOPBACK, die_with_launcher, exported, launcher_variables, setting, worker_environment
 from zeromesh.offload.heap import TUNABLES, heap_variables
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _RENDEZVOUS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """With the shared store a launcher that joins later never learns where the workers' store is (torch 2.13)."""
 _STOPPED = {128 + int(number): number.name for number in (signal.SIGINT, signal.SIGTERM)}
+MEETING_SECONDS = 120
+"""How long launchers with numbers wait for each other; they start together."""
 _LAST_CALL_SECONDS = 1
 """How long launchers wait for further ones once enough are there. torch's 30 seconds pass after every change."""
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +47,10 @@ class WorkersFailed:
     ranks: tuple[int, ...]
     message: str
     exit_code: int
+    noticed: bool = False
+    """Whether these ranks only noticed that others are gone or wrong."""
+    apart: bool = False
+    """Whether there were no ranks yet, since this host did not come together with the others."""
 
     def __str__(self) -> str:
         if not self.ranks:
@@ -61,6 +65,9 @@ class Nodes:
 
     `endpoint` is `HOST:PORT` of the launcher that the others find; all give the same `run_id`. After a failure, and when
     launchers come or go, all workers start again, failures at most `max_restarts` times.
+
+    With a `rank` the launchers are `most`, numbered from 0, which serves the endpoint, and so are the ranks of their workers.
+    None of them comes or goes, and none starts workers again.
     """
 
     least: int = 1
@@ -68,11 +75,19 @@ class Nodes:
     endpoint: str = f"{LOOPBACK}:0"
     run_id: str = ""
     max_restarts: int = 0
+    rank: int | None = None
 
     @property
     def alone(self) -> bool:
         """Whether there is one launcher."""
         return self.most == 1
+
+    @property
+    def meeting(self) -> dict[str, Any]:
+        """How torch's launcher finds the others: its fields."""
+        if self.rank is not None:
+            return {"rdzv_backend": "static", "rdzv_configs": {"rank": self.rank, "timeout": MEETING_SECONDS}}
+        return {"rdzv_backend": "c10d", "rdzv_configs": {"last_call_timeout": _LAST_CALL_SECONDS}}
 
 
 def launch_workers(arguments: Sequence[str], *, processes: int, nodes: Nodes = Nodes()) -> WorkersFailed | int:
@@ -82,15 +97,15 @@ def launch_workers(arguments: Sequence[str], *, processes: int, nodes: Nodes = N
     process was told to stop; the workers are gone then.
     """
     heap = heap_variables() if setting(TUNABLES) is None else {}
-    with exported({**worker_environment(processes), **heap, **_RENDEZVOUS}), _quiet_elastic(), _kept_signal_handlers():
+    variables = {**worker_environment(processes, alone=nodes.alone), **heap, **_RENDEZVOUS, **launcher_variables()}
+    with exported(variables), _quiet_elastic(), _kept_signal_handlers():
         config = LaunchConfig(
             min_nodes=nodes.least,
             max_nodes=nodes.most,
             nproc_per_node=processes,
             run_id=nodes.run_id or uuid.uuid4().hex,
-            rdzv_backend="c10d",
             rdzv_endpoint=nodes.endpoint,
-            rdzv_configs={"last_call_timeout": _LAST_CALL_SECONDS},
+            **nodes.meeting,
             local_addr=LOOPBACK if nodes.endpoint.rpartition(":")[0] in (LOOPBACK, "localhost") else None,
             max_restarts=nodes.max_restarts,
             monitor_interval=0.1,
@@ -99,8 +114,8 @@ def launch_workers(arguments: Sequence[str], *, processes: int, nodes: Nodes = N
             elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
             return _first_failure(error.failures)
-        except RendezvousError as error:
-            return WorkersFailed(ranks=(), message=_lost_meeting(nodes, error), exit_code=1)
+        except (RendezvousError, DistError) as error:
+            return WorkersFailed(ranks=(), message=_lost_meeting(nodes, error), exit_code=1, apart=True)
         except SignalException as error:
             return 128 + int(error.sigval)
         except KeyboardInterrupt:
@@ -108,7 +123,12 @@ def launch_workers(arguments: Sequence[str], *, processes: int, nodes: Nodes = N
     return 0
 
 
-def _lost_meeting(nodes: Nodes, error: RendezvousError) -> str:
+def _lost_meeting(nodes: Nodes, error: Exception) -> str:
+    if nodes.rank is not None:
+        reason = str(error).splitlines()[0]
+        if nodes.rank == 0:
+            return f"the launchers of {nodes.most} hosts could not meet at {nodes.endpoint}, here ({reason})"
+        return f"{nodes.endpoint}, where the hosts meet, cannot be reached from here ({reason})"
     if isinstance(error, RendezvousTimeoutError):
         return f"fewer than {nodes.least} of the hosts (--nnodes) have come to {nodes.endpoint} in time"
     return (
@@ -122,9 +142,7 @@ def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:
 
     `exit_code_of` says with which code the launching command should exit after an error.
     """
-    if sys.platform == "linux":
-        # The kernel ends this process when the launcher is killed, which then cannot do it itself.
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
+    die_with_launcher()
 
     def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, KeyboardInterrupt):
@@ -158,7 +176,9 @@ def _first_failure(failures: dict[int, ProcessFailure]) -> WorkersFailed:
     said = {rank: _said(failure) for rank, failure in failures.items()}
     first = min(said, key=lambda rank: (said[rank].distance, said[rank].time, rank))
     same = tuple(sorted(rank for rank in said if said[rank].text == said[first].text))
-    return WorkersFailed(ranks=same, message=said[first].text, exit_code=said[first].exit_code)
+    return WorkersFailed(
+        ranks=same, message=said[first].text, exit_code=said[first].exit_code, noticed=said[first].distance > 0
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,14 +251,3 @@ def _kept_signal_handlers() -> Iterator[None]:
         for number, handler in kept.items():
             if handler is not None:
                 signal.signal(number, handler)
-
-
-def python_arguments(module: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    """The arguments that run `module` in a new Python as it runs in this one.
-
-    `python -m` searches the working directory first, an installed command does not: then a worker must not
-    either, lest a `datasets.py` lying there be taken for the library.
-    """
-    searched = {os.path.realpath(entry or os.getcwd()) for entry in sys.path[:1]}
-    isolated = () if os.path.realpath(os.getcwd()) in searched else ("-P",)
-    return (*isolated, "-m", module, *arguments)

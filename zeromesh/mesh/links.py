@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from zeromesh.errors import ConfigError
-from zeromesh.mesh.launch import LaunchEnvironment
+from zeromesh.mesh.interfaces import interface_for
+from zeromesh.mesh.launch import INTERFACE, LaunchEnvironment, export, setting
 from zeromesh.mesh.watch import Watch
 
 _NUMBERS = itertools.count()
@@ -89,9 +90,11 @@ class Links:
         if not dist.is_initialized():
             # A later group must not find the addresses that an earlier one has left in the store.
             prefix = f"zeromesh/group-{next(_NUMBERS)}"
+            store = dist.distributed_c10d.PrefixStore(prefix, _rendezvous_store(self._environment))
+            _choose_interface(store, self._environment)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self._on_cuda else "gloo",
-                store=dist.distributed_c10d.PrefixStore(prefix, _rendezvous_store(self._environment)),
+                store=store,
                 rank=rank,
                 world_size=self._environment.world_size,
                 timeout=timedelta(seconds=START_SECONDS),
@@ -179,6 +182,20 @@ def _leave_default() -> None:
     if _DEFAULT.made_here and not _DEFAULT.in_doubt and dist.is_initialized():
         _DEFAULT.made_here = False
         dist.destroy_process_group()
+
+
+def _choose_interface(store: dist.distributed_c10d.Store, environment: LaunchEnvironment) -> None:
+    """Tell gloo the interface that leads to the other hosts, unless it has been told, or there are none.
+
+    A rank that has been told still says its route, which others may wait for.
+    """
+    if environment.local_world_size == environment.world_size:
+        return
+    name = interface_for(
+        store, rank=environment.rank, world_size=environment.world_size, master_address=environment.master_address
+    )
+    if name is not None and setting(INTERFACE) is None:
+        export({INTERFACE: name})
 
 
 def _new_group(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
