@@ -131,8 +131,30 @@ class ParallelSection(Section):
     shard: Literal["auto"] | Count = Field(
         default="auto", description="Ranks that share one copy of the states; auto: all left."
     )
-    tensor: Count = Field(default=1, description="Ranks that split each layer. This version has 1 only.")
-    pipeline: Count = Field(default=1, description="Stages that split the blocks. This version has 1 only.")
+    tensor: Count = Field(default=1, description="Ranks that divide every layer among them, best within one host.")
+    pipeline: Count = Field(default=1, description="Ranks that divide the blocks of the model into stages.")
+    sequence: bool = Field(
+        default=False,
+        description="Between divided layers each tensor rank has a share of the sequence: less memory, the same result.",
+    )
+    plan: Annotated[dict[str, Text], Allowed("null, or a mapping of patterns to styles")] | None = Field(
+        default=None,
+        description='Styles of layers by pattern of their names, such as `{"*.q_proj": "colwise"}`, beside those that the '
+        "model or zeromesh has.",
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = Field(
+        default="1f1b", description="The order in which stages run the microbatches of a step."
+    )
+    chunks: Count = Field(
+        default=1, description="Stages of each pipeline rank: more than one with the schedule `interleaved` alone."
+    )
+    stages: (
+        Annotated[tuple[Count, ...], BeforeValidator(tuple_from_list), Allowed("null, or a list of numbers of blocks")]
+        | None
+    ) = Field(
+        default=None,
+        description="Blocks of each stage, first to last; null: so that stages have about as many parameters.",
+    )
     transport: Literal["auto", "shared", "gloo", "nccl"] = Field(
         default="auto",
         description="How ranks exchange tensors: host-shared memory, gloo or NCCL; auto: the fastest that works.",

@@ -84,10 +84,29 @@ def _positions(config: TrainerConfig) -> Iterator[str]:
 
 
 def _mesh(config: TrainerConfig) -> Iterator[str]:
-    for axis in ("tensor", "pipeline"):
-        size = getattr(config.parallel, axis)
-        if size > 1:
-            yield f"parallel.{axis}: got {size}; this version has 1 only, split with parallel.shard instead"
+    parallel = config.parallel
+    if parallel.tensor == 1:
+        if parallel.sequence:
+            yield "parallel.sequence: true shares sequences out to tensor ranks, and parallel.tensor is 1; set one of them"
+        if parallel.plan:
+            yield "parallel.plan says how layers are divided, and parallel.tensor is 1; set parallel.tensor, or no plan"
+    interleaved = parallel.schedule == "interleaved"
+    if interleaved != (parallel.chunks > 1):
+        yield (
+            f"parallel.chunks: {parallel.chunks} with parallel.schedule {parallel.schedule}; `interleaved`, and it alone, has "
+            "2 or more stages on each rank"
+        )
+    if parallel.pipeline == 1 and (interleaved or parallel.stages):
+        key = "schedule" if interleaved else "stages"
+        yield f"parallel.{key} is about stages, and parallel.pipeline is 1; set parallel.pipeline, or leave it out"
+    count = parallel.pipeline * parallel.chunks
+    if parallel.stages and parallel.pipeline > 1 and len(parallel.stages) != count:
+        yield f"parallel.stages has {len(parallel.stages)} numbers of blocks for {count} stages (pipeline x chunks)"
+    if config.optimizer.in_backward and parallel.pipeline > 1 and parallel.schedule == "zero_bubble":
+        yield (
+            "optimizer.in_backward does not go with parallel.schedule zero_bubble, whose gradients of weights come after "
+            "backward; set optimizer.in_backward: false, or another schedule"
+        )
 
 
 def _widths(config: TrainerConfig) -> Iterator[str]:
@@ -198,7 +217,7 @@ _CURVE_KEYS = ("name", "warmup_steps", "min_ratio", "num_cycles", "power", "deca
 _RULES = (
     Rule(keys=("model.source", "model.config"), find=_model),
     Rule(keys=("model.config", "data.sequence_length"), find=_positions),
-    Rule(keys=("parallel.tensor", "parallel.pipeline"), find=_mesh),
+    Rule(keys=("parallel.tensor", "parallel.pipeline", "parallel.schedule", "parallel.chunks"), find=_mesh),
     Rule(keys=("precision.compute", "precision.master", "precision.reduce"), find=_widths),
     Rule(keys=("precision.compute", "run.on_nonfinite"), find=_float16),
     Rule(

@@ -18,7 +18,7 @@ from zeromesh.optim.sharded import GroupRules
 from zeromesh.trainer.console import human_bytes, human_count
 from zeromesh.zero.footprint import Footprint, predict_memory
 from zeromesh.zero.options import ZeroOptions
-from zeromesh.zero.plan import ModelPlan, plan_model
+from zeromesh.zero.plan import ModelCuts, ModelPlan, plan_model
 
 _STEP = 0.05
 """Of the fractions that are tried."""
@@ -46,10 +46,18 @@ class Need:
     """Bytes of a rank's kept inputs of recomputed blocks on files, as far as they are known beforehand."""
 
     @classmethod
-    def of(cls, model: nn.Module, options: ZeroOptions, mesh: Mesh, transport: str, inputs: int = 0) -> Need:
-        """What a model needs on this mesh."""
+    def of(
+        cls,
+        model: nn.Module,
+        options: ZeroOptions,
+        mesh: Mesh,
+        transport: str,
+        inputs: int = 0,
+        cuts: ModelCuts | None = None,
+    ) -> Need:
+        """What a model needs on this mesh, of which `cuts` have left this rank its part."""
         return cls(
-            plan=plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of),
+            plan=plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts),
             parts=mesh.shard.size,
             transport=transport,
             local_ranks=mesh.environment.local_world_size,
@@ -148,12 +156,20 @@ def kept_input_bytes(model: nn.Module, blocks: int, samples: int, length: int, d
     return blocks * samples * length * width * dtype.itemsize if isinstance(width, int) else 0
 
 
-def require_memory(model: nn.Module, options: ZeroOptions, mesh: Mesh, *, transport: str, inputs: int = 0) -> list[str]:
+def require_memory(
+    model: nn.Module,
+    options: ZeroOptions,
+    mesh: Mesh,
+    *,
+    transport: str,
+    inputs: int = 0,
+    cuts: ModelCuts | None = None,
+) -> list[str]:
     """Raise `StorageError` where a host of CPU ranks has less memory and swap, or less disk, than the states need at the least.
 
     `inputs`: bytes of kept inputs of recomputed blocks that leave the device. Returns notes on what rests on files.
     """
-    need = Need.of(model, options, mesh, transport, inputs)
+    need = Need.of(model, options, mesh, transport, inputs, cuts)
     free = available_bytes()
     given_back = need.local_ranks * sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
     directories = options.offload.files.directories

@@ -82,8 +82,10 @@ class Run:
         self._kept = KeptAttributes(self.model)
         tiers = open_tiers(mesh, options)
         try:
-            away = self._dress(options, tiers)
             setup.place_buffers(built, mesh, config.run.seed)
+            self.divided = setup.divide_model(self.model, config, mesh)
+            self._tell(self.divided.notes)
+            away = self._dress(options, tiers)
             self.takes = Takes.of(self.model, users_loss=given.compute_loss is not None)
             self.console.status("trying the loss on a small copy")
             self.loss = make_loss(self.model, mode=config.model.loss, compute_loss=given.compute_loss)
@@ -91,10 +93,11 @@ class Run:
             about_model = [*built.notes, *setup.notes_on_modules(self.model)]
             self._tell([*about_model, *self.loss.notes, *self.feeds.check()])
             inputs = self._kept_inputs(away, options)
-            self._tell(require_memory(self.model, options, mesh, transport=transport, inputs=inputs))
+            cuts = self.divided.cuts
+            self._tell(require_memory(self.model, options, mesh, transport=transport, inputs=inputs, cuts=cuts))
             mesh.meet("start of the run")
             source = WatchedSource(built, self.console, mesh)
-            self.engine: ZeroEngine | None = ZeroEngine.build(self.model, mesh, options, source, tiers)
+            self.engine: ZeroEngine | None = ZeroEngine.build(self.model, mesh, options, source, tiers, cuts)
         except BaseException:
             tiers.close()
             self._kept.put_back()
@@ -382,12 +385,13 @@ class Run:
             self.console.note("parameters rest on another tier, and the model stays partitioned; use save()")
             return
         master = engine.options.precision.master
-        nbytes = sum(bucket.layout.padded * master.itemsize for unit in engine.units for bucket in unit.buckets)
+        state = engine.state
+        nbytes = state.numel * master.itemsize
         free = self._least_available()
         if free is not None and 2 * nbytes > free:
             self.console.note("the model does not fit in one rank's memory and stays partitioned; use save()")
             return
-        engine.state.make_whole(lambda: None)
+        state.make_whole(self.divided.restore)
         engine.close()
         self.engine = None
         self._kept.put_back()

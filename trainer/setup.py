@@ -18,6 +18,7 @@ from zeromesh.mesh.groups import Mesh, pick_device
 from zeromesh.mesh.launch import read_environment
 from zeromesh.offload import FileSettings, TierChoice
 from zeromesh.optim.sharded import OptimizerSettings
+from zeromesh.parallel import Divided, ParallelOptions, divide
 from zeromesh.trainer.collate import MapDataset, check_dataset
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.data import LoadedData, load_datasets
@@ -73,6 +74,17 @@ def offload_options(config: TrainerConfig) -> OffloadOptions:
         update=section.update,
         staging_bytes=section.staging,
     )
+
+
+def divide_model(model: nn.Module, config: TrainerConfig, mesh: Mesh) -> Divided:
+    """Leave on this rank its part of the model.
+
+    Raises:
+        LayoutError: for a model that cannot be divided so.
+    """
+    parallel = config.parallel
+    options = ParallelOptions(rules=parallel.plan or {}, sequence=parallel.sequence, transport=parallel.transport)
+    return divide(model, mesh, options)
 
 
 def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:

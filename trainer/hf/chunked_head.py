@@ -18,6 +18,7 @@ from torch import nn
 
 from zeromesh.errors import PhaseError
 from zeromesh.tensor.cross_entropy import chunk_for, chunked_cross_entropy
+from zeromesh.tensor.layers import VocabParallelHead
 
 Route = Literal["loss_function", "logits"]
 """How the loss leaves the model: through its replaced `loss_function`, or as the logits of a call without labels."""
@@ -48,7 +49,7 @@ class ChunkedHead:
 
     def __init__(self, model: Any, *, route: Route, chunk_tokens: int | None = None, strict: bool = False) -> None:
         self._model = model
-        self._head: nn.Linear = model.get_output_embeddings()
+        self._head: nn.Linear | VocabParallelHead = model.get_output_embeddings()
         self._route = route
         self._chunk_tokens = chunk_tokens
         self._strict = strict
@@ -94,14 +95,13 @@ class ChunkedHead:
         if rows.shape[0] != current.targets.numel():
             raise PhaseError(f"{rows.shape[0]} hidden states reached the head for {current.targets.numel()} labels")
         vocab = self._head.weight.shape[0]
-        total = chunked_cross_entropy(
-            rows,
-            self._head.weight,
-            self._head.bias,
-            current.targets.to(rows.device),
-            seed=current.seed,
-            chunk_tokens=self._chunk_tokens or chunk_for(rows.shape[0], rows.shape[1], vocab, rows.dtype),
-        )
+        targets = current.targets.to(rows.device)
+        chunk = self._chunk_tokens or chunk_for(rows.shape[0], rows.shape[1], vocab, rows.dtype)
+        if isinstance(self._head, VocabParallelHead):
+            total = self._head.loss(rows, targets, seed=current.seed, chunk_tokens=chunk)
+        else:
+            weight, bias = self._head.weight, self._head.bias
+            total = chunked_cross_entropy(rows, weight, bias, targets, seed=current.seed, chunk_tokens=chunk)
         if self._route == "loss_function":
             total = total / max(1, current.count)
         current.result = total.reshape(1, 1, 1)

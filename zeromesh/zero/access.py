@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import nn
@@ -93,6 +94,11 @@ class StateAccess:
                 intervals = tuple(tuple(Interval(start=start, end=end) for start, end in dim) for dim in dims)
                 found.setdefault(name, []).append(Region(shape=self._canonical[name][1].shape, dims=intervals))
         return found
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole model."""
+        return sum(prod(each.shape) for known in self._stages for each in known)
 
     def names(self) -> list[str]:
         """Canonical names, tied parameters once, in the order in which `parameters` yields them."""
