@@ -152,3 +152,24 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         wide: torch.Tensor = wide_linear(x, weight, bias)
         return wide
     return functional.linear(x, weight, bias)
+
+
+def linear_grad_x(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The gradient of `linear`'s `x` [..., in], from that of its result [..., out]."""
+    if _is_wide(grad, weight):
+        wide: torch.Tensor = _grad_x(grad, weight)
+        return wide
+    return grad @ weight
+
+
+def linear_grad_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The gradient of `linear`'s `weight` [out, in]."""
+    if _is_wide(grad, x):
+        wide: torch.Tensor = _grad_weight(grad, x)
+        return wide
+    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+
+
+def _is_wide(grad: torch.Tensor, factor: torch.Tensor) -> bool:
+    narrow = grad.dtype == factor.dtype and grad.numel() > 0
+    return narrow and product_dtype(grad.dtype, grad.device.type) != grad.dtype
