@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from zeromesh.errors import StorageError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.offload import Ledger, Purpose, Tier
-from zeromesh.parallel import ParallelOptions, divide
+from zeromesh.parallel import Divided, ParallelOptions, divide
+from zeromesh.pipeline.runner import Work
 from zeromesh.zero.build import open_tiers
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.sources import BuiltSource
@@ -36,6 +37,7 @@ class Run:
     layout: Layout
     model: Any
     engine: ZeroEngine
+    divided: Divided
     losses: list[float] = field(default_factory=list)
     outcomes: list[StepOutcome] = field(default_factory=list)
 
@@ -52,9 +54,11 @@ class Run:
         if arena is not None:
             tiers.ledger = Ledger({Tier.DEVICE: arena})
         source = BuiltSource(model)
-        divided = divide(model, mesh, ParallelOptions(sequence=layout.sequence))
+        schedule: Any = layout.schedule
+        parallel = ParallelOptions(sequence=layout.sequence, schedule=schedule, chunks=layout.chunks)
+        divided = divide(model, mesh, parallel)
         engine = ZeroEngine.build(model, mesh, options, source, tiers, divided.cuts)
-        return cls(mesh=mesh, problem=problem, layout=layout, model=model, engine=engine)
+        return cls(mesh=mesh, problem=problem, layout=layout, model=model, engine=engine, divided=divided)
 
     def microbatches(self, step: int) -> list[tuple[int, Batch]]:
         """This rank's microbatches of a step, each with its first sample's number in the batch."""
@@ -71,14 +75,24 @@ class Run:
         parts = self.microbatches(number)
         total = torch.zeros(1, dtype=torch.float64)
         self.engine.begin_step(number, 1.0)
-        for place, (start, micro) in enumerate(parts):
-            microbatch = Microbatch(
+        where = [
+            Microbatch(
                 step=number,
                 first_sample=number * self.problem.samples + start,
                 first=place == 0,
                 last=place == len(parts) - 1,
             )
-            total += self.engine.forward_backward(lambda m=micro: self.loss_of(m, factor), 1.0 / count, microbatch)
+            for place, (start, _) in enumerate(parts)
+        ]
+        if self.divided.pipeline is not None:
+            work = [Work(batch=m, where=at, seed=1.0 / count) for (_, m), at in zip(parts, where, strict=True)]
+            with self.problem.arithmetic():
+                losses = self.divided.pipeline.train(self.engine.passes, work, lambda m, _: self.loss_of(m, factor))
+            total += torch.stack(losses).double().sum()
+            self.mesh.pipeline.sum_(total, "loss")
+        else:
+            for (_, micro), at in zip(parts, where, strict=True):
+                total += self.engine.forward_backward(lambda m=micro: self.loss_of(m, factor), 1.0 / count, at)
         self.mesh.data.sum_(total, "loss")
         self.losses.append(float(total) / count)
         if before_update is not None:
@@ -95,6 +109,13 @@ class Run:
     def evaluate(self) -> float:
         """Loss of the whole first batch, by this rank, with the parameters as they are now."""
         subject, batch = SUBJECTS[self.problem.model], reference.batch_of(self.problem, 0)
+        if self.divided.pipeline is not None:
+            work = [Work(batch=batch, where=Microbatch(step=0, first_sample=0, first=True, last=True))]
+            passes, around = self.engine.passes, self.engine.evaluation()
+            with self.problem.arithmetic():
+                losses = self.divided.pipeline.evaluate(passes, work, lambda m, _: self.loss_of(m, 1.0), around)
+            total = torch.stack(losses).double()
+            return float(self.mesh.pipeline.sum_(total, "loss")) / subject.count(batch)
         with self.engine.evaluation(), self.problem.arithmetic():
             return float(subject.loss_sum(self.model, batch)) / subject.count(batch)
 
@@ -122,6 +143,7 @@ class Run:
     def close(self) -> None:
         """Free the engine."""
         self.engine.close()
+        self.divided.close()
 
 
 def train(

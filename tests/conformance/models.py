@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,25 +65,25 @@ def bert() -> Any:
     return tf.BertForSequenceClassification(config)
 
 
-def moe() -> Any:
+def moe(layers: int = 2) -> Any:
     """A mixture of experts, whose router picks two of four for each token; no auxiliary loss."""
-    sizes = {"num_hidden_layers": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    sizes = {"num_hidden_layers": layers, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     config = tf.MixtralConfig(**_SMALL, **sizes, output_router_logits=False, use_cache=False)
     config._experts_implementation = "eager"
     return tf.MixtralForCausalLM(config)
 
 
-def qwen3() -> Any:
+def qwen3(layers: int = 2) -> Any:
     """Norms of each head's queries and keys."""
     return tf.Qwen3ForCausalLM(
-        tf.Qwen3Config(**_SMALL, num_hidden_layers=2, num_key_value_heads=2, head_dim=8, use_cache=False)
+        tf.Qwen3Config(**_SMALL, num_hidden_layers=layers, num_key_value_heads=2, head_dim=8, use_cache=False)
     )
 
 
-def gemma() -> Any:
+def gemma(layers: int = 2) -> Any:
     """Tied embeddings that are scaled, and a norm of its own kind."""
     return tf.GemmaForCausalLM(
-        tf.GemmaConfig(**_SMALL, num_hidden_layers=2, num_key_value_heads=2, head_dim=8, use_cache=False)
+        tf.GemmaConfig(**_SMALL, num_hidden_layers=layers, num_key_value_heads=2, head_dim=8, use_cache=False)
     )
 
 
@@ -364,9 +365,32 @@ SUBJECTS: dict[str, Subject] = {
     "detached": _text(lambda: Stack([Detached(32) for _ in range(3)], [0, 1, 2], 32)),
     "guided": _text(GuidedStack),
     "single": _values(Single, 19),
-    "llama-1kv": _text(lambda: llama(num_key_value_heads=1), no_decay=("*norm*",)),
-    "qwen3": _text(qwen3, no_decay=("*norm*",)),
-    "gemma": _text(gemma, no_decay=("*norm*",)),
 }
-DIVIDED = ("llama-1kv", "qwen3", "gemma")
-"""Models that are there for tensor and pipeline parallelism alone."""
+
+_DEPTH = 8
+
+
+def _divided() -> dict[str, Subject]:
+    """Models that are there for tensor and pipeline parallelism alone; of each one with blocks for eight stages."""
+    builds: dict[str, Callable[[int], Any]] = {
+        "llama": lambda layers: llama(num_hidden_layers=layers),
+        "llama-1kv": lambda layers: llama(num_key_value_heads=1, num_hidden_layers=layers),
+        "qwen3": qwen3,
+        "gemma": gemma,
+        "gpt2": lambda layers: gpt2(layers=layers),
+        "moe": moe,
+    }
+    def plain(name: str) -> tuple[str, ...]:
+        return ("*ln_*",) if name == "gpt2" else ("*norm*",)
+
+    found = {
+        f"{name}-deep": _text(partial(build, _DEPTH), no_decay=plain(name)) for name, build in builds.items()
+    }
+    return found | {
+        name: _text(partial(builds[name], 2), no_decay=("*norm*",)) for name in ("llama-1kv", "qwen3", "gemma")
+    }
+
+
+MATRIX = tuple(SUBJECTS)
+"""Models for data parallelism."""
+SUBJECTS |= _divided()

@@ -87,6 +87,8 @@ class Layout:
     scale: float = 0.0
     """Initial loss scale; 0 for none."""
     sequence: bool = False
+    schedule: str = "1f1b"
+    chunks: int = 1
     offload: str = ""
     """What rests where: `optimizer=file gradients=none parameters=host:0.5`, and `checksums` or `stripes`."""
 

@@ -16,11 +16,11 @@ import pytest
 
 from .checks import Laboratory, check_equal
 from .cover import Row, pairs_of, pairwise
-from .models import DIVIDED, SUBJECTS
+from .models import MATRIX
 from .recipe import Layout, Problem
 
 CORE: dict[str, list[Any]] = {
-    "model": [name for name in SUBJECTS if name not in DIVIDED],
+    "model": list(MATRIX),
     "size": [1, 2, 3, 4],
     "stage": [0, 1, 2, 3],
     "accumulation": [1, 4],

@@ -1,4 +1,4 @@
-"""Tensor parallelism with ZeRO around it equals one plain process: models x axes x stages x accumulation, in float64 throughout."""
+"""Tensor and pipeline parallelism with ZeRO around them equal one plain process, in float64 throughout."""
 
 from __future__ import annotations
 
@@ -34,5 +34,38 @@ def test_a_divided_model_trains_as_one_process(
     size, sizes = AXES[axes]
     problem = Problem(model=model, clip=0.3, samples=8, wide=True)
     layout = Layout(stage=stage, accumulation=accumulation, sequence=sequence)
+    found = laboratory.train(size, problem, layout, **sizes)
+    check_equal(found, laboratory.reference(problem), problem)
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+PIPELINES = {
+    "pipeline 2": (2, {"pipeline": 2}),
+    "data 2 x pipeline 2": (4, {"pipeline": 2}),
+    "pipeline 4": (4, {"pipeline": 4}),
+}
+
+
+def pipeline_cases() -> list[Any]:
+    """The whole product; a diagonal of it in the short run."""
+    found = []
+    for number, (axes, schedule, model, stage, accumulation) in enumerate(
+        product(PIPELINES, SCHEDULES, MODELS, STAGES, (1, 4))
+    ):
+        marks = () if number % 17 == 0 else (pytest.mark.full,)
+        name = f"{model}, {axes}, {schedule}, stage {stage}, {accumulation} microbatches"
+        found.append(pytest.param(axes, schedule, model, stage, accumulation, marks=marks, id=name))
+    return found
+
+
+@pytest.mark.parametrize(("axes", "schedule", "model", "stage", "accumulation"), pipeline_cases())
+def test_a_model_in_stages_trains_as_one_process(
+    laboratory: Laboratory, axes: str, schedule: str, model: str, stage: int, accumulation: int
+) -> None:
+    size, sizes = PIPELINES[axes]
+    deep = f"{model}-deep" if size == 4 or schedule == "interleaved" else model
+    problem = Problem(model=deep, clip=0.3, samples=8, wide=True)
+    chunks = 2 if schedule == "interleaved" else 1
+    layout = Layout(stage=stage, accumulation=accumulation, schedule=schedule, chunks=chunks)
     found = laboratory.train(size, problem, layout, **sizes)
     check_equal(found, laboratory.reference(problem), problem)

@@ -179,6 +179,8 @@ class ZeroEngine:
     def _next_generation(self) -> None:
         """Parameters are out of date everywhere: units rest, and replicated ones start to gather again."""
         for unit in self.units:
+            if unit.phase is Phase.GATHERING:
+                unit.wait()  # Nothing has used it, such as the root of a stage whose body alone runs.
             if unit.phase is Phase.LIVE:
                 unit.release()
                 unit.enter(Phase.RESTING)

@@ -45,7 +45,7 @@ class Forward:
     outputs: Sequence[torch.Tensor | GradientEdge]
     """What backward starts from: those that need a gradient."""
     walk: Walk
-    held: list[tuple[Unit, Bucket, int, torch.Tensor]] = field(default_factory=list)
+    held: list[tuple[Bucket, int, torch.Tensor]] = field(default_factory=list)
     """Gradients that have come before they were wanted."""
 
 
@@ -142,7 +142,7 @@ class Passes:
         self._begin(Mode.BACKWARD, f"weights of chunk {forward.chunk}", forward.microbatch, forward.walk)
 
         def deliver() -> None:
-            for _, bucket, index, gradient in forward.held:
+            for bucket, index, gradient in forward.held:
                 bucket.parameters[index].grad = gradient
                 self.gradients.take(bucket, index, bucket.parameters[index])
             forward.held.clear()
@@ -320,9 +320,10 @@ class Passes:
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """Autograd has a parameter's gradient."""
-        if self._holding is not None and parameter.grad is not None:
-            self._holding.held.append((unit, bucket, index, parameter.grad))
-            parameter.grad = None
+        if self._holding is not None:
+            if parameter.grad is not None:  # Else its gradient is deferred.
+                self._holding.held.append((bucket, index, parameter.grad))
+                parameter.grad = None
             return
         self.gradients.take(bucket, index, parameter)
 
