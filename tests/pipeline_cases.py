@@ -14,6 +14,7 @@ from zeromesh.mesh.groups import Mesh
 from zeromesh.pipeline.cut import cut_by_cost
 from zeromesh.pipeline.deferred import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Executor
+from zeromesh.pipeline.generate import generate
 from zeromesh.pipeline.plain import PlainRunner
 from zeromesh.pipeline.probe import examine
 from zeromesh.pipeline.schedule import forward_only, make_schedule
@@ -46,6 +47,9 @@ def build(name: str, layers: int) -> Any:
         model = tf.Qwen3ForCausalLM(tf.Qwen3Config(**small, head_dim=8))
     elif name == "gemma":
         model = tf.GemmaForCausalLM(tf.GemmaConfig(**small, head_dim=8))
+    elif name == "gemma3":
+        kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+        model = tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**small, head_dim=8, layer_types=kinds, sliding_window=4))
     elif name == "gpt2":
         rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         sizes = {"n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY}
@@ -171,3 +175,23 @@ def evaluates(mesh: Mesh, model: str, microbatches: int, chunks: int) -> float:
         wanted = torch.stack([loss_of(whole, batch) for batch in data])
     channels.close()
     return _difference(executor.share(runner.losses), wanted)
+
+
+def generates(mesh: Mesh, model: str, chunks: int, microbatches: int, cached: bool) -> dict[str, Any]:
+    """Tokens of a pipeline, and those of one process by the library's own loop."""
+    whole = build(model, 4).eval()
+    stages = cut(mesh, copy.deepcopy(whole), chunks)
+    prompts = torch.randint(1, VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(prompts)
+    mask[1, :2] = 0
+    wanted = whole.generate(
+        prompts, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, use_cache=True
+    )
+    channels = Channels(mesh.world, mesh.device)
+    executor = Executor(mesh.world, channels)
+    found = generate(executor, stages, prompts, mask, new_tokens=6, microbatches=microbatches, cached=cached)
+    # A token that comes up is an end, too.
+    end = int(wanted[0, 7])
+    ended = generate(executor, stages, prompts[:1], mask[:1], new_tokens=6, end=end)
+    channels.close()
+    return {"found": found.tolist(), "wanted": wanted.tolist(), "ended": ended.tolist()[0], "end": end}

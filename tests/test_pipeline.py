@@ -36,3 +36,17 @@ def test_training_is_that_of_one_process(
         assert found["difference"] <= EXACT
         assert found["calls"] == [2 * microbatches]
     assert len({name for found in results for name in found["names"]}) == sum(len(found["names"]) for found in results)
+
+
+@pytest.mark.parametrize(
+    ("model", "chunks", "microbatches", "cached"),
+    [("llama", 1, 1, True), ("gpt2", 2, 2, True), ("gemma3", 2, 3, True), ("mixtral", 1, 2, False)],
+)
+def test_generation_is_that_of_one_process(
+    workers: Workers, model: str, chunks: int, microbatches: int, cached: bool
+) -> None:
+    arguments = {"model": model, "chunks": chunks, "microbatches": microbatches, "cached": cached}
+    for found in run(workers, 2, "generates", **arguments):
+        assert found["found"] == found["wanted"]
+        first = found["wanted"][0]
+        assert found["ended"] == first[: first.index(found["end"], 5) + 1]

@@ -16,6 +16,7 @@ import torch
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.channel import Channels, Incoming, TensorSpec
 from zeromesh.mesh.groups import ProcessSet
+from zeromesh.mesh.watch import Activity, Watch
 from zeromesh.pipeline.schedule import Action, Kind, Message, Schedule, received_by, sent_by
 from zeromesh.pipeline.simulate import Span, Timeline, simulate, validate
 
@@ -93,7 +94,7 @@ class Executor:
         self._agree(schedule, signatures)
         run = _Run(plan, runner, signatures, self._channels, self.AHEAD)
         began = time.perf_counter()
-        spans = tuple(run.do(action, began) for action in plan.actions)
+        spans = tuple(run.do(action, began, self.group.watch) for action in plan.actions)
         self._channels.settle()
         return Measured(schedule=schedule, rank=self.group.index, spans=spans, total=time.perf_counter() - began)
 
@@ -176,7 +177,7 @@ class _Run:
         self._owed: dict[tuple[int, int], list[TensorSpec]] = {}
         """The same for what it has received."""
 
-    def do(self, action: Action, began: float) -> Span:
+    def do(self, action: Action, began: float, watch: Watch | None) -> Span:
         """Wait for what the action needs, carry it out, send what it makes."""
         schedule, rank = self._plan.schedule, self._plan.rank
         received: Sequence[torch.Tensor] = ()
@@ -184,6 +185,8 @@ class _Run:
         if wanted is not None:
             received = self._take(wanted)
         self._post_ahead()
+        if watch is not None:
+            watch.post(Activity.FORWARD if action.kind is Kind.FORWARD else Activity.BACKWARD, 0)
         start = time.perf_counter() - began
         made = self._compute(action, received)
         end = time.perf_counter() - began

@@ -181,30 +181,36 @@ class Stages:
         self, chunk: int, batch: Mapping[str, Any], received: Sequence[torch.Tensor] = ()
     ) -> tuple[torch.Tensor, ...]:
         """Run a chunk that is not the last stage; returns what goes to the next one: the hidden state `[batch, sequence, hidden]`,
-        and for experts the sums that balance them."""
+        and for experts the sums that balance them.
+
+        Raises:
+            PhaseError: for the last stage, or when the model did not run its blocks.
+        """
+        return self.run(chunk, batch, received)[0]
+
+    def run(
+        self, chunk: int, batch: Mapping[str, Any], received: Sequence[torch.Tensor] = ()
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """The same, with what the model's body has returned: of use is what it keeps for later calls."""
         if self.is_last(chunk):
             raise PhaseError("the last stage returns what the model returns; call the model inside `chunk`")
         with self.chunk(chunk, received):
-            output = self.run_body(batch)
+            body = self.model.get_submodule(self._anatomy.body)
+            output = body(**body_inputs(self.model, body, batch))
             hidden = self._slot.captured
         if hidden is None:
             raise PhaseError(f"stage {self.own[chunk]} ended without a hidden state: its blocks did not run")
         if self._balance is None:
-            return (hidden,)
+            return (hidden,), output
         terms = received[1] if len(received) > 1 else None
-        return hidden, self._balance.add(terms, output.router_logits, batch.get("attention_mask"))
-
-    def run_body(self, batch: Mapping[str, Any]) -> Any:
-        """Run what runs the blocks, without the head."""
-        body = self.model.get_submodule(self._anatomy.body)
-        return body(**body_inputs(self.model, body, batch))
+        return (hidden, self._balance.add(terms, output.router_logits, batch.get("attention_mask"))), output
 
     def restore(self) -> None:
         """Put the model back whole. Parameters of other stages come back on the meta device, tied ones tied."""
         for place in self._places:
             place.put(real=True)
         for names in self._names:
-            found = [_parameter(self.model, name) for name in names]
+            found = [self.model.get_parameter(name) for name in names]
             best = next((each for each in found if each.device.type != "meta"), found[0])
             for name in names:
                 parent, _, leaf = name.rpartition(".")
@@ -216,10 +222,6 @@ def _names_by_parameter(model: nn.Module) -> list[tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
     return [tuple(names) for names in found.values()]
-
-
-def _parameter(model: nn.Module, name: str) -> nn.Parameter:
-    return model.get_parameter(name)
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
