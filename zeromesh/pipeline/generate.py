@@ -42,15 +42,17 @@ class _TokenRunner:
         if self._with_positions:
             positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
             batch["position_ids"] = positions[:, -ids.shape[1] :]
+        if hasattr(getattr(self._stages.model, "config", None), "output_router_logits"):
+            batch["output_router_logits"] = False
         if key in self._caches:
             batch["past_key_values"] = self._caches[key]
         if self._stages.is_last(chunk):
-            with self._stages.chunk(chunk, received):
+            with self._stages.chunk(chunk, received, balance=False):
                 output = self._stages.model(**batch, **self._one_logit)
             self.tokens[microbatch] = output.logits[:, -1].argmax(-1).cpu()
             made: tuple[torch.Tensor, ...] = ()
         else:
-            made, output = self._stages.run(chunk, batch, received)
+            made, output = self._stages.run(chunk, batch, received, balance=False)
         if self._cached:
             self._caches[key] = output.past_key_values
         return made

@@ -137,14 +137,16 @@ class Stages:
             place.put(real=False)
 
     @contextmanager
-    def chunk(self, chunk: int, received: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+    def chunk(self, chunk: int, received: Sequence[torch.Tensor] = (), *, balance: bool = True) -> Iterator[None]:
         """Inside the block the model runs as this chunk, from what the stage before has sent; none for the first stage.
+        `balance`: the experts' loss is wanted, if the model has it.
 
         Raises:
             PhaseError: inside another chunk, or for another number of tensors than the stage before sends.
         """
         stage = self.own[chunk]
-        wanted = 0 if stage == 0 else 1 if self._balance is None else 2
+        experts = self._balance if balance else None
+        wanted = 0 if stage == 0 else 1 if experts is None else 2
         if self._running or len(received) != wanted:
             what = "another stage is running" if self._running else f"it takes {wanted} tensors, got {len(received)}"
             raise PhaseError(f"stage {stage} cannot run: {what}")
@@ -156,10 +158,10 @@ class Stages:
         try:
             self._arrange(stage)
             terms = received[1] if len(received) > 1 else None
-            if self._balance is None or stage + 1 < self.count:
+            if experts is None or stage + 1 < self.count:
                 yield
             else:
-                with self._balance.continuing(terms):
+                with experts.continuing(terms):
                     yield
         finally:
             self._running = False
@@ -189,18 +191,18 @@ class Stages:
         return self.run(chunk, batch, received)[0]
 
     def run(
-        self, chunk: int, batch: Mapping[str, Any], received: Sequence[torch.Tensor] = ()
+        self, chunk: int, batch: Mapping[str, Any], received: Sequence[torch.Tensor] = (), *, balance: bool = True
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """The same, with what the model's body has returned: of use is what it keeps for later calls."""
         if self.is_last(chunk):
             raise PhaseError("the last stage returns what the model returns; call the model inside `chunk`")
-        with self.chunk(chunk, received):
+        with self.chunk(chunk, received, balance=balance):
             body = self.model.get_submodule(self._anatomy.body)
             output = body(**body_inputs(self.model, body, batch))
             hidden = self._slot.captured
         if hidden is None:
             raise PhaseError(f"stage {self.own[chunk]} ended without a hidden state: its blocks did not run")
-        if self._balance is None:
+        if self._balance is None or not balance:
             return (hidden,), output
         terms = received[1] if len(received) > 1 else None
         return (hidden, self._balance.add(terms, output.router_logits, batch.get("attention_mask"))), output
