@@ -13,14 +13,12 @@ import transformers as tf
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.channel import Channels
 from zeromesh.mesh.groups import Mesh
-from zeromesh.pipeline.cut import cut_by_cost
 from zeromesh.pipeline.deferred import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Executor
 from zeromesh.pipeline.generate import generate
 from zeromesh.pipeline.plain import PlainRunner
-from zeromesh.pipeline.probe import examine
 from zeromesh.pipeline.schedule import forward_only, make_schedule
-from zeromesh.pipeline.stage import Stages, block_costs
+from zeromesh.pipeline.stage import Stages, cut_model
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -97,11 +95,7 @@ def alone(model: Any, data: Sequence[Batch], seed: float) -> tuple[torch.Tensor,
 
 
 def cut(mesh: Mesh, model: Any, chunks: int) -> Stages:
-    anatomy = examine(model)
-    size = mesh.world.size
-    blocks, first, last = block_costs(model, anatomy)
-    plan = cut_by_cost(blocks, stages=size * chunks, first=first / 10, last=last / 10)
-    return Stages(model, anatomy, plan, [chunk * size + mesh.world.index for chunk in range(chunks)])
+    return cut_model(model, ranks=mesh.world.size, index=mesh.world.index, chunks=chunks)
 
 
 def trains(
@@ -252,7 +246,8 @@ def channels_carry(mesh: Mesh) -> dict[str, Any]:
         incoming = [channels.receive(before, number, f"message {number}") for number in range(len(sent))]
         for number, tensors in enumerate(sent):
             channels.send(following, number, tensors, f"message {number}")
-        for tensors, message in zip(sent, incoming, strict=True):
+        # The last one first: those before it begin, too.
+        for tensors, message in zip(reversed(sent), reversed(incoming), strict=True):
             received, specs = message.wait()
             equal.append(len(received) == len(tensors) == len(specs))
             equal += [

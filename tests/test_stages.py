@@ -21,9 +21,9 @@ from zeromesh.pipeline.cut import Cut
 from zeromesh.pipeline.deferred import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Executor, bubble
 from zeromesh.pipeline.plain import PlainRunner
-from zeromesh.pipeline.probe import examine
+from zeromesh.pipeline.probe import body_inputs, examine
 from zeromesh.pipeline.schedule import make_schedule
-from zeromesh.pipeline.stage import Stages, block_costs
+from zeromesh.pipeline.stage import Stages, block_costs, cut_model
 
 ALONE = ProcessSet(name="pipeline", ranks=(0,), index=0, watch=None, link=None, one_host=True, on_stream=False)
 
@@ -159,6 +159,16 @@ def test_a_stage_holds_its_own_parameters_alone_until_it_is_restored() -> None:
     assert torch.equal(model.transformer.h[2].mlp.c_fc.weight, whole.transformer.h[2].mlp.c_fc.weight)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_tie_is_whole_again_with_the_copy_that_the_stage_had(stage: int) -> None:
+    model = build("gpt2", 2)
+    weight = model.lm_head.weight
+    stages = Stages(model, examine(model), Cut(counts=(1, 1)), [stage])
+    assert [name for name, each in model.named_parameters() if each is weight] == [stages.ties[0].held[stage]]
+    stages.restore()
+    assert model.lm_head.weight is model.transformer.wte.weight is weight
+
+
 def test_wrong_uses_of_stages_are_named() -> None:
     model = build("llama", 4)
     anatomy = examine(model)
@@ -183,12 +193,14 @@ def test_a_balance_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch)
         ExpertBalance(model)
 
 
-@pytest.mark.parametrize("name", ["gemma", "mixtral"])
-def test_all_stages_in_one_process(name: str) -> None:
-    """One rank with several chunks sends to itself."""
-    whole = build(name, 4)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gemma", torch.float64), ("mixtral", torch.float64), ("llama", torch.bfloat16)]
+)
+def test_all_stages_in_one_process(name: str, dtype: torch.dtype) -> None:
+    """One rank with several chunks sends to itself; the same operators run, whatever the dtype."""
+    whole = build(name, 4).to(dtype)
     model = copy.deepcopy(whole)
-    stages = Stages(model, examine(model), Cut(counts=(1, 1, 2)), [0, 1, 2])
+    stages = cut_model(model, ranks=1, index=0, chunks=3, counts=[1, 1, 2])
     data = batches(3)
     runner = PlainRunner(stages, data, loss_of)
     executor = Executor(ALONE, Channels(ALONE, torch.device("cpu"), sets=[]))
@@ -197,7 +209,24 @@ def test_all_stages_in_one_process(name: str) -> None:
     assert torch.equal(runner.losses.float(), losses)
     for parameter_name, parameter in model.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        assert torch.allclose(grad, wanted[parameter_name], rtol=1e-9, atol=1e-12), parameter_name
+        if any(parameter_name in tie.names for tie in stages.ties):  # both ends add to it, in another order
+            assert torch.allclose(grad, wanted[parameter_name], rtol=1e-9, atol=1e-12), parameter_name
+        else:
+            assert torch.equal(grad, wanted[parameter_name]), parameter_name
+
+
+def test_a_cut_of_a_model_is_refused_where_it_does_not_fit() -> None:
+    with pytest.raises(LayoutError, match="4 blocks cannot be cut into 6 pipeline stages"):
+        cut_model(build("llama", 4), ranks=3, index=0, chunks=2)
+    with pytest.raises(LayoutError, match="has 3 of them, the model 4"):
+        cut_model(build("llama", 4), ranks=2, index=0, counts=[1, 2])
+
+
+def test_only_the_names_that_a_body_takes_are_given_to_it() -> None:
+    model = build("llama", 1)
+    batch = {"input_ids": 1, "labels": 2, "logits_to_keep": 3, "cu_seq_lens_q": 4}
+    assert body_inputs(model, model.model, batch) == {"input_ids": 1, "cu_seq_lens_q": 4}
+    assert body_inputs(model, model, batch) == batch
 
 
 class Twice(nn.Module):

@@ -7,7 +7,7 @@ rotary embeddings are its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,8 @@ from torch import nn
 
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.pipeline.balance import ExpertBalance
-from zeromesh.pipeline.cut import Cut
-from zeromesh.pipeline.probe import Anatomy, body_inputs
+from zeromesh.pipeline.cut import Cut, cut_by_cost, cut_by_hand
+from zeromesh.pipeline.probe import Anatomy, body_inputs, examine
 from zeromesh.pipeline.stubs import BlockStub, NanStub, Slot
 
 
@@ -56,6 +56,34 @@ def block_costs(model: nn.Module, anatomy: Anatomy) -> tuple[list[float], float,
 
     blocks = [size(f"{anatomy.blocks}.{index}") for index in range(anatomy.count)]
     return blocks, sum(map(size, anatomy.before)), sum(map(size, anatomy.after))
+
+
+def cut_model(
+    model: nn.Module,
+    *,
+    ranks: int,
+    index: int,
+    chunks: int = 1,
+    counts: Sequence[int] = (),
+    costs: Callable[[nn.Module, Anatomy], tuple[Sequence[float], float, float]] = block_costs,
+    example: Mapping[str, Any] | None = None,
+) -> Stages:
+    """Cut a model for `ranks` ranks of `chunks` chunks each and leave in it what belongs to rank `index`.
+
+    `counts`: blocks of each stage, by hand; else stages are cut by `costs`, of each block, of what is before and of what is after.
+    All ranks decide the same, since a cut depends on the model alone.
+
+    Raises:
+        LayoutError: for a model that cannot be cut, or not in this way.
+    """
+    anatomy = examine(model, example)
+    stages = ranks * chunks
+    if counts:
+        cut = cut_by_hand(counts, blocks=anatomy.count, stages=stages)
+    else:
+        blocks, first, last = costs(model, anatomy)
+        cut = cut_by_cost(blocks, stages=stages, first=first, last=last)
+    return Stages(model, anatomy, cut, [chunk * ranks + index for chunk in range(chunks)])
 
 
 class Stages:
