@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.errors import DataError
+from zeromesh.errors import DataError, PhaseError
 from zeromesh.pipeline.executor import Executor
 from zeromesh.pipeline.schedule import forward_only
 from zeromesh.pipeline.stage import Stages
@@ -58,12 +58,12 @@ class _TokenRunner:
         return made
 
     def backward(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        raise NotImplementedError("generation has no backward")
+        raise PhaseError("generation has no backward")
 
     backward_input = backward
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:
-        raise NotImplementedError("generation has no backward")
+        raise PhaseError("generation has no backward")
 
 
 def generate(
