@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers as tf
 
+from zeromesh.errors import CollectiveError
 from zeromesh.mesh.channel import Channels
 from zeromesh.mesh.groups import Mesh
-from zeromesh.pipeline.cut import cut_by_cost
 from zeromesh.pipeline.deferred import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Executor
+from zeromesh.pipeline.generate import generate
 from zeromesh.pipeline.plain import PlainRunner
-from zeromesh.pipeline.probe import examine
 from zeromesh.pipeline.schedule import forward_only, make_schedule
-from zeromesh.pipeline.stage import Stages, block_costs
+from zeromesh.pipeline.stage import Stages, cut_model
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -46,6 +47,9 @@ def build(name: str, layers: int) -> Any:
         model = tf.Qwen3ForCausalLM(tf.Qwen3Config(**small, head_dim=8))
     elif name == "gemma":
         model = tf.GemmaForCausalLM(tf.GemmaConfig(**small, head_dim=8))
+    elif name == "gemma3":
+        kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+        model = tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**small, head_dim=8, layer_types=kinds, sliding_window=4))
     elif name == "gpt2":
         rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         sizes = {"n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY}
@@ -91,17 +95,17 @@ def alone(model: Any, data: Sequence[Batch], seed: float) -> tuple[torch.Tensor,
 
 
 def cut(mesh: Mesh, model: Any, chunks: int) -> Stages:
-    anatomy = examine(model)
-    size = mesh.world.size
-    blocks, first, last = block_costs(model, anatomy)
-    plan = cut_by_cost(blocks, stages=size * chunks, first=first / 10, last=last / 10)
-    return Stages(model, anatomy, plan, [chunk * size + mesh.world.index for chunk in range(chunks)])
+    return cut_model(model, ranks=mesh.world.size, index=mesh.world.index, chunks=chunks)
 
 
-def trains(mesh: Mesh, model: str, schedule: Any, microbatches: int, chunks: int, layers: int = 4) -> dict[str, Any]:
-    """A step in stages and one in one process. Largest relative differences, and what else there is to see."""
-    whole = build(model, layers)
+def trains(
+    mesh: Mesh, model: str, schedule: Any, microbatches: int, chunks: int, recompute: bool = False
+) -> dict[str, Any]:
+    """Two steps in stages and in one process. Largest relative difference, and what else there is to see."""
+    whole = build(model, 4)
     staged = copy.deepcopy(whole)
+    if recompute:
+        staged.train().gradient_checkpointing_enable({"use_reentrant": False})
     stages = cut(mesh, staged, chunks)
     data = batches(microbatches)
     queue = WeightQueue()
@@ -171,3 +175,90 @@ def evaluates(mesh: Mesh, model: str, microbatches: int, chunks: int) -> float:
         wanted = torch.stack([loss_of(whole, batch) for batch in data])
     channels.close()
     return _difference(executor.share(runner.losses), wanted)
+
+
+def generates(mesh: Mesh, model: str, chunks: int, microbatches: int, cached: bool) -> dict[str, Any]:
+    """Tokens of a pipeline, and those of one process by the library's own loop."""
+    whole = build(model, 4).eval()
+    stages = cut(mesh, copy.deepcopy(whole), chunks)
+    prompts = torch.randint(1, VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(prompts)
+    mask[1, :2] = 0
+    whole.config.output_router_logits = False
+    wanted = whole.generate(
+        prompts, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, use_cache=True
+    )
+    channels = Channels(mesh.world, mesh.device)
+    executor = Executor(mesh.world, channels)
+    found = generate(executor, stages, prompts, mask, new_tokens=6, microbatches=microbatches, cached=cached)
+    # A token that comes up is an end, too.
+    end = int(wanted[0, 7])
+    ended = generate(executor, stages, prompts[:1], mask[:1], new_tokens=6, end=end)
+    channels.close()
+    return {"found": found.tolist(), "wanted": wanted.tolist(), "ended": ended.tolist()[0], "end": end}
+
+
+def disagrees(mesh: Mesh) -> str:
+    """Ranks that have other microbatches; what the error says."""
+    stages = cut(mesh, build("llama", 4), 1)
+    channels = Channels(mesh.world, mesh.device)
+    executor = Executor(mesh.world, channels)
+    runner = PlainRunner(stages, batches(3)[mesh.rank :][:2], loss_of)
+    try:
+        executor.run(make_schedule("1f1b", ranks=mesh.world.size, microbatches=2), runner)
+    except CollectiveError as error:
+        channels.close()
+        return str(error)
+    return ""
+
+
+def loses_a_rank(mesh: Mesh) -> str:
+    """The last rank ends amid a step."""
+    stages = cut(mesh, build("llama", 4), 1)
+    executor = Executor(mesh.world, Channels(mesh.world, mesh.device))
+
+    def loss(model: Any, batch: Batch) -> torch.Tensor:
+        if batch["input_ids"].shape == data[2]["input_ids"].shape:
+            os._exit(3)
+        return loss_of(model, batch)
+
+    data = batches(4)
+    runner = PlainRunner(stages, data, loss)
+    executor.run(make_schedule("1f1b", ranks=mesh.world.size, microbatches=4), runner)
+    return ""
+
+
+def channels_carry(mesh: Mesh) -> dict[str, Any]:
+    """Tensors of many kinds both ways around a ring, some of them again in another shape."""
+    world = mesh.world
+    channels = Channels(world, mesh.device)
+    following, before = (world.index + 1) % world.size, (world.index - 1) % world.size
+    torch.manual_seed(0)
+    sent: list[list[torch.Tensor]] = [
+        [torch.randn(2, 3, dtype=torch.float64), torch.tensor(7)],
+        [torch.randn(3, 4).to(torch.bfloat16).t()],
+        [torch.zeros(0, 5), torch.tensor([True, False])],
+        [torch.randn(300_000)],
+        [],
+    ]
+    equal = []
+    for _turn in range(2):
+        incoming = [channels.receive(before, number, f"message {number}") for number in range(len(sent))]
+        for number, tensors in enumerate(sent):
+            channels.send(following, number, tensors, f"message {number}")
+        # The last one first: those before it begin, too.
+        for tensors, message in zip(reversed(sent), reversed(incoming), strict=True):
+            received, specs = message.wait()
+            equal.append(len(received) == len(tensors) == len(specs))
+            equal += [
+                found.dtype == wanted.dtype and torch.equal(found, wanted)
+                for found, wanted in zip(received, tensors, strict=True)
+            ]
+        channels.settle()
+    message = ""
+    try:
+        channels.send(following, 3, [torch.ones(2)], "message 3")
+    except CollectiveError as error:
+        message = str(error)
+    channels.close()
+    return {"equal": equal, "message": message}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
@@ -22,6 +22,7 @@ MICROBATCHES = st.integers(1, 14)
 PLAIN: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "zero_bubble")
 
 
+@settings(max_examples=60)
 @given(RANKS, MICROBATCHES, st.sampled_from(PLAIN))
 def test_a_schedule_can_be_carried_out_and_lasts_as_long_as_its_paper_says(
     ranks: int, microbatches: int, name: ScheduleName
@@ -45,6 +46,7 @@ def test_activations_in_flight(ranks: int, microbatches: int) -> None:
     assert peak("zero_bubble") == [min(microbatches, ranks)] * ranks
 
 
+@settings(max_examples=60)
 @given(RANKS, MICROBATCHES, st.integers(1, 4))
 def test_interleaved_is_sound_and_with_full_rounds_divides_the_bubble(
     ranks: int, microbatches: int, chunks: int
@@ -56,6 +58,7 @@ def test_interleaved_is_sound_and_with_full_rounds_divides_the_bubble(
         assert simulate(schedule).duration == 3 * microbatches * chunks + 3 * (ranks - 1)
 
 
+@settings(max_examples=40)
 @given(RANKS, MICROBATCHES, st.integers(1, 3))
 def test_forward_only(ranks: int, microbatches: int, chunks: int) -> None:
     schedule = forward_only(ranks=ranks, microbatches=microbatches, chunks=chunks)
@@ -192,6 +195,7 @@ def test_a_transfer_and_slow_ranks_lengthen_the_step() -> None:
     assert timeline.bubble == pytest.approx(0.5)
 
 
+@settings(max_examples=40)
 @given(RANKS, MICROBATCHES, st.integers(1, 3), st.integers(20, 140))
 def test_pictures_fit(ranks: int, microbatches: int, chunks: int, columns: int) -> None:
     timeline = simulate(make_schedule("interleaved", ranks=ranks, microbatches=microbatches, chunks=chunks))

@@ -181,6 +181,7 @@ class Channels:
         """All ranks of the world call this together. `sets`: the ranks of all such sets of the world (`MeshShape.groups` of the
         axis), by default this one alone."""
         self.group = group
+        self.device = device
         self._out: dict[int, _Line] = {}
         self._in: dict[int, _Line] = {}
         mine = group.ranks[group.index]

@@ -53,12 +53,11 @@ class WeightQueue:
         finally:
             self._current = None
 
-    def take(self, product: _Product) -> bool:
-        """Queue a product; False outside of `deferring`."""
+    def take(self, product: _Product) -> None:
+        """Queue a product. Raises PhaseError outside of `deferring`."""
         if self._current is None:
-            return False
+            raise PhaseError("backward of a model whose gradients of weights are deferred ran outside of `deferring`")
         self._current.append(product)
-        return True
 
     def run(self, key: Hashable) -> None:
         """Compute what was queued, in the order of backward; factors are freed on the way.
@@ -86,26 +85,35 @@ class WeightQueue:
 
 
 class _DeferredLinear(torch.autograd.Function):
+    """The weight comes twice: as a plain tensor to multiply with, and as the parameter, of which autograd knows nothing here. Were
+    it an input without a gradient, hooks on it would run all the same."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, queue: WeightQueue, transposed: bool
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, later: _Later
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.queue, ctx.transposed = weight, queue, transposed
-        return linear(x, weight.t() if transposed else weight, bias)
+        ctx.later = later
+        return linear(x, weight.t() if later.transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-        grad_x = linear_grad_x(grad, weight.t() if ctx.transposed else weight) if of_x else None
+        later: _Later = ctx.later
+        of_x, _, of_bias = ctx.needs_input_grad[:3]
+        later.queue.take(_Product(weight=later.parameter, grad=grad, x=x, transposed=later.transposed))
+        grad_x = linear_grad_x(grad, weight.t() if later.transposed else weight) if of_x else None
         grad_bias = grad.flatten(0, -2).sum(dim=0) if of_bias else None
-        grad_weight = None
-        if of_weight:
-            product = _Product(weight=ctx.weight, grad=grad, x=x, transposed=ctx.transposed)
-            if not ctx.queue.take(product):
-                grad_weight = product.compute()
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, None, grad_bias, None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Later:
+    """Where the gradient of a layer's weight goes."""
+
+    queue: WeightQueue
+    parameter: nn.Parameter
+    transposed: bool
 
 
 def defer_weights(model: nn.Module, blocks: Iterable[nn.Module], queue: WeightQueue) -> Callable[[], None]:
@@ -134,7 +142,11 @@ def defer_weights(model: nn.Module, blocks: Iterable[nn.Module], queue: WeightQu
 
 def _forward_of(queue: WeightQueue, *, transposed: bool) -> Callable[[Any, torch.Tensor], torch.Tensor]:
     def forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = _DeferredLinear.apply(x, layer.weight, layer.bias, queue, transposed)  # type: ignore[no-untyped-call]
+        weight: nn.Parameter = layer.weight
+        if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
+            return linear(x, weight.t() if transposed else weight, layer.bias)
+        later = _Later(queue=queue, parameter=weight, transposed=transposed)
+        made: torch.Tensor = _DeferredLinear.apply(x, weight.detach(), layer.bias, later)  # type: ignore[no-untyped-call]
         return made
 
     return forward

@@ -16,6 +16,7 @@ import torch
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.channel import Channels, Incoming, TensorSpec
 from zeromesh.mesh.groups import ProcessSet
+from zeromesh.mesh.watch import Activity, Watch
 from zeromesh.pipeline.schedule import Action, Kind, Message, Schedule, received_by, sent_by
 from zeromesh.pipeline.simulate import Span, Timeline, simulate, validate
 
@@ -42,15 +43,50 @@ class StageRunner(Protocol):
     def backward_weight(self, chunk: int, microbatch: int) -> None: ...
 
 
+class _Clock:
+    """Marks moments: on the host, or on a device's stream, where the host is ahead of what is computed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_stream = device.type == "cuda"
+
+    def mark(self) -> float | torch.cuda.Event:
+        if not self._on_stream:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def _seconds(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(start, float) or isinstance(end, float):
+        return float(end) - float(start)  # type: ignore[arg-type]
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """One run of a schedule on this rank, in seconds since it began."""
+    """One run of a schedule on this rank. On a device, asking for seconds waits until it has been computed."""
 
     schedule: Schedule
     rank: int
-    spans: tuple[Span, ...]
-    """The actions' own time: not what was waited for before them."""
-    total: float
+    marks: tuple[float | torch.cuda.Event, ...]
+    """The beginning, start and end of each action, the end."""
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The actions' own time, in seconds since the beginning: not what was waited for before them."""
+        began, *inner = self.marks[:-1]
+        moments = [_seconds(began, mark) for mark in inner]
+        return tuple(
+            Span(action=action, start=moments[2 * n], end=moments[2 * n + 1])
+            for n, action in enumerate(self.schedule.actions[self.rank])
+        )
+
+    @property
+    def total(self) -> float:
+        """Seconds from beginning to end, when all that was sent is gone."""
+        return _seconds(self.marks[0], self.marks[-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,10 +128,11 @@ class Executor:
         signatures = [runner.signature(number) for number in range(schedule.microbatches)]
         self._agree(schedule, signatures)
         run = _Run(plan, runner, signatures, self._channels, self.AHEAD)
-        began = time.perf_counter()
-        spans = tuple(run.do(action, began) for action in plan.actions)
+        marks = [run.clock.mark()]
+        for action in plan.actions:
+            marks += run.do(action, self.group.watch)
         self._channels.settle()
-        return Measured(schedule=schedule, rank=self.group.index, spans=spans, total=time.perf_counter() - began)
+        return Measured(schedule=schedule, rank=self.group.index, marks=(*marks, run.clock.mark()))
 
     def _agree(self, schedule: Schedule, shapes: Sequence[Hashable]) -> None:
         """Shapes that one rank remembers and another does not would end in an abort."""
@@ -166,6 +203,7 @@ class _Run:
         self._signatures = signatures
         self._channels = channels
         self._ahead = ahead
+        self.clock = _Clock(channels.device)
         self._posted: dict[int, int] = dict.fromkeys(plan.incoming, 0)
         self._consumed: dict[int, int] = dict.fromkeys(plan.incoming, 0)
         self._waiting: dict[Message, Incoming] = {}
@@ -176,24 +214,26 @@ class _Run:
         self._owed: dict[tuple[int, int], list[TensorSpec]] = {}
         """The same for what it has received."""
 
-    def do(self, action: Action, began: float) -> Span:
-        """Wait for what the action needs, carry it out, send what it makes."""
+    def do(self, action: Action, watch: Watch | None) -> list[float | torch.cuda.Event]:
+        """Wait for what the action needs, carry it out, send what it makes; returns its start and end."""
         schedule, rank = self._plan.schedule, self._plan.rank
         received: Sequence[torch.Tensor] = ()
         wanted = received_by(schedule, rank, action)
         if wanted is not None:
             received = self._take(wanted)
         self._post_ahead()
-        start = time.perf_counter() - began
+        if watch is not None:
+            watch.post(Activity.FORWARD if action.kind is Kind.FORWARD else Activity.BACKWARD, 0)
+        start = self.clock.mark()
         made = self._compute(action, received)
-        end = time.perf_counter() - began
+        end = self.clock.mark()
         del received
         message = sent_by(schedule, rank, action)
         if message is not None:
             self._send(message, made)
         self._channels.advance()
         self._post_ahead()
-        return Span(action=action, start=start, end=end)
+        return [start, end]
 
     def _compute(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         runner, chunk, number = self._runner, action.chunk, action.microbatch

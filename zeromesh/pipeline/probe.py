@@ -92,7 +92,10 @@ def body_inputs(model: nn.Module, body: nn.Module, batch: Mapping[str, Any]) -> 
     """What of a batch the body takes: not what the model's forward names and the body's does not (labels)."""
     if body is model:
         return dict(batch)
-    own = set(inspect.signature(model.forward).parameters) - set(inspect.signature(body.forward).parameters)
+    named = inspect.signature(body.forward).parameters
+    if not any(each.kind is each.POSITIONAL_OR_KEYWORD for each in named.values()):
+        return dict(batch)  # a wrapper that hands on whatever it is given
+    own = set(inspect.signature(model.forward).parameters) - set(named)
     return {name: value for name, value in batch.items() if name not in own}
 
 

@@ -7,7 +7,7 @@ rotary embeddings are its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,8 @@ from torch import nn
 
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.pipeline.balance import ExpertBalance
-from zeromesh.pipeline.cut import Cut
-from zeromesh.pipeline.probe import Anatomy, body_inputs
+from zeromesh.pipeline.cut import Cut, cut_by_cost, cut_by_hand
+from zeromesh.pipeline.probe import Anatomy, body_inputs, examine
 from zeromesh.pipeline.stubs import BlockStub, NanStub, Slot
 
 
@@ -56,6 +56,34 @@ def block_costs(model: nn.Module, anatomy: Anatomy) -> tuple[list[float], float,
 
     blocks = [size(f"{anatomy.blocks}.{index}") for index in range(anatomy.count)]
     return blocks, sum(map(size, anatomy.before)), sum(map(size, anatomy.after))
+
+
+def cut_model(
+    model: nn.Module,
+    *,
+    ranks: int,
+    index: int,
+    chunks: int = 1,
+    counts: Sequence[int] = (),
+    costs: Callable[[nn.Module, Anatomy], tuple[Sequence[float], float, float]] = block_costs,
+    example: Mapping[str, Any] | None = None,
+) -> Stages:
+    """Cut a model for `ranks` ranks of `chunks` chunks each and leave in it what belongs to rank `index`.
+
+    `counts`: blocks of each stage, by hand; else stages are cut by `costs`, of each block, of what is before and of what is after.
+    All ranks decide the same, since a cut depends on the model alone.
+
+    Raises:
+        LayoutError: for a model that cannot be cut, or not in this way.
+    """
+    anatomy = examine(model, example)
+    stages = ranks * chunks
+    if counts:
+        cut = cut_by_hand(counts, blocks=anatomy.count, stages=stages)
+    else:
+        blocks, first, last = costs(model, anatomy)
+        cut = cut_by_cost(blocks, stages=stages, first=first, last=last)
+    return Stages(model, anatomy, cut, [chunk * ranks + index for chunk in range(chunks)])
 
 
 class Stages:
@@ -137,14 +165,16 @@ class Stages:
             place.put(real=False)
 
     @contextmanager
-    def chunk(self, chunk: int, received: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+    def chunk(self, chunk: int, received: Sequence[torch.Tensor] = (), *, balance: bool = True) -> Iterator[None]:
         """Inside the block the model runs as this chunk, from what the stage before has sent; none for the first stage.
+        `balance`: the experts' loss is wanted, if the model has it.
 
         Raises:
             PhaseError: inside another chunk, or for another number of tensors than the stage before sends.
         """
         stage = self.own[chunk]
-        wanted = 0 if stage == 0 else 1 if self._balance is None else 2
+        experts = self._balance if balance else None
+        wanted = 0 if stage == 0 else 1 if experts is None else 2
         if self._running or len(received) != wanted:
             what = "another stage is running" if self._running else f"it takes {wanted} tensors, got {len(received)}"
             raise PhaseError(f"stage {stage} cannot run: {what}")
@@ -156,10 +186,10 @@ class Stages:
         try:
             self._arrange(stage)
             terms = received[1] if len(received) > 1 else None
-            if self._balance is None or stage + 1 < self.count:
+            if experts is None or stage + 1 < self.count:
                 yield
             else:
-                with self._balance.continuing(terms):
+                with experts.continuing(terms):
                     yield
         finally:
             self._running = False
@@ -181,30 +211,36 @@ class Stages:
         self, chunk: int, batch: Mapping[str, Any], received: Sequence[torch.Tensor] = ()
     ) -> tuple[torch.Tensor, ...]:
         """Run a chunk that is not the last stage; returns what goes to the next one: the hidden state `[batch, sequence, hidden]`,
-        and for experts the sums that balance them."""
+        and for experts the sums that balance them.
+
+        Raises:
+            PhaseError: for the last stage, or when the model did not run its blocks.
+        """
+        return self.run(chunk, batch, received)[0]
+
+    def run(
+        self, chunk: int, batch: Mapping[str, Any], received: Sequence[torch.Tensor] = (), *, balance: bool = True
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """The same, with what the model's body has returned: of use is what it keeps for later calls."""
         if self.is_last(chunk):
             raise PhaseError("the last stage returns what the model returns; call the model inside `chunk`")
-        with self.chunk(chunk, received):
-            output = self.run_body(batch)
+        with self.chunk(chunk, received, balance=balance):
+            body = self.model.get_submodule(self._anatomy.body)
+            output = body(**body_inputs(self.model, body, batch))
             hidden = self._slot.captured
         if hidden is None:
             raise PhaseError(f"stage {self.own[chunk]} ended without a hidden state: its blocks did not run")
-        if self._balance is None:
-            return (hidden,)
+        if self._balance is None or not balance:
+            return (hidden,), output
         terms = received[1] if len(received) > 1 else None
-        return hidden, self._balance.add(terms, output.router_logits, batch.get("attention_mask"))
-
-    def run_body(self, batch: Mapping[str, Any]) -> Any:
-        """Run what runs the blocks, without the head."""
-        body = self.model.get_submodule(self._anatomy.body)
-        return body(**body_inputs(self.model, body, batch))
+        return (hidden, self._balance.add(terms, output.router_logits, batch.get("attention_mask"))), output
 
     def restore(self) -> None:
         """Put the model back whole. Parameters of other stages come back on the meta device, tied ones tied."""
         for place in self._places:
             place.put(real=True)
         for names in self._names:
-            found = [_parameter(self.model, name) for name in names]
+            found = [self.model.get_parameter(name) for name in names]
             best = next((each for each in found if each.device.type != "meta"), found[0])
             for name in names:
                 parent, _, leaf = name.rpartition(".")
@@ -216,10 +252,6 @@ def _names_by_parameter(model: nn.Module) -> list[tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
     return [tuple(names) for names in found.values()]
-
-
-def _parameter(model: nn.Module, name: str) -> nn.Parameter:
-    return model.get_parameter(name)
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
