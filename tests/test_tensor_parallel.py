@@ -17,7 +17,9 @@ from workers import Workers
 from zeromesh.errors import LayoutError
 from zeromesh.tensor.heads import balanced, share_heads
 from zeromesh.tensor.parts import parts_of
-from zeromesh.tensor.plan import Style, TensorPlan, plan_tensor
+from zeromesh.tensor.plan import Style, TensorPlan
+from zeromesh.tensor.planner import plan_tensor
+from zeromesh.tensor.sequence import check_blocks
 
 MOST = ["llama", "llama-1kv", "llama-9-3", "gpt2", "qwen3", "gemma2", "mixtral"]
 OTHERS = sorted(set(MODELS) - set(MOST))
@@ -237,6 +239,20 @@ def test_embeddings_that_are_tied_are_divided_together_or_not_at_all() -> None:
     plan = plan_tensor(tied, 2, {"lm_head": "replicate"})
     assert not {"model.embed_tokens", "lm_head"} & set(_styles(plan))
     assert "model.embed_tokens and lm_head share a parameter that not all of them can divide" in plan.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"*.self_attn.*": "replicate"}, "model.layers.0 has no attention that is divided among ranks"),
+        ({"*.mlp.up_proj": "replicate"}, "model.layers.0.mlp.up_proj (Linear) may need the whole sequence"),
+    ],
+)
+def test_a_block_that_may_need_the_whole_sequence_gets_it(rules: dict[str, str], message: str) -> None:
+    model = _llama()
+    with pytest.raises(LayoutError) as raised:
+        check_blocks(model, plan_tensor(model, 2, rules))
+    assert message in str(raised.value)
 
 
 def test_a_plain_module_by_a_users_rules() -> None:

@@ -1,6 +1,6 @@
 """Plans of architectures for which transformers has none, or one that gathers where parts would do. Data alone.
 
-A rule is a pattern of FQNs (`*` matches anything, as in a shell) and a style; see `plan.py` for what the styles mean.
+A rule is a pattern of FQNs (`*` matches anything, as in a shell) and a style; see `planner.py` for what the styles mean.
 """
 
 from __future__ import annotations
@@ -60,6 +60,20 @@ _PHI3: Rules = {
     "*.mlp.gate_up_proj": "packed_colwise",
     "*.mlp.down_proj": "rowwise",
 }
+_DEEPSEEK: Rules = {
+    "*.self_attn.q_proj": "colwise",
+    "*.self_attn.q_b_proj": "colwise",
+    "*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
+    "*.self_attn.kv_b_proj": "colwise",
+    "*.self_attn.o_proj": "rowwise",
+    "*.mlp.experts": "moe_tp_experts",
+    "*.mlp.gate_proj": "colwise",
+    "*.mlp.up_proj": "colwise",
+    "*.mlp.down_proj": "rowwise",
+    "*.mlp.shared_experts.gate_proj": "colwise",
+    "*.mlp.shared_experts.up_proj": "colwise",
+    "*.mlp.shared_experts.down_proj": "rowwise",
+}
 
 OWN: Mapping[str, Rules] = {
     "gpt2": _GPT2,
@@ -76,5 +90,6 @@ OWN: Mapping[str, Rules] = {
     "mt5": _T5,
     "umt5": _T5,
     "phi3": _PHI3,
+    "deepseek_v3": _DEEPSEEK,
 }
 """By `config.model_type`. Input and output embeddings are divided by vocabulary without a rule."""

@@ -61,6 +61,8 @@ class _Reading:
     transposed: tuple[bool, ...]
     needed: bool
     """Whether the input itself wants a gradient."""
+    trained: tuple[bool, ...]
+    """Whether the weights of layers want gradients."""
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     """Of the outputs of layers, by their number."""
 
@@ -106,19 +108,12 @@ class SharedInput:
 
     def take(self, x: torch.Tensor) -> tuple[torch.Tensor, _Reading]:
         """`x` for a member. Members that are given the same tensor get the same result."""
-        seen = self._seen
-        recorded = torch.is_grad_enabled()
-        if (
-            seen is None
-            or seen.given is not x
-            or seen.version != x._version
-            or seen.recorded != recorded
-            or seen.left == 0
-        ):
+        seen, recorded = self._seen, torch.is_grad_enabled()
+        version = 0 if x.is_inference() else x._version
+        if seen is None or seen.given is not x or (seen.version, seen.recorded) != (version, recorded):
             taken, reading = self._read(x)
-            seen = _Seen(
-                given=x, version=x._version, recorded=recorded, taken=taken, reading=reading, left=len(self._members)
-            )
+            left = len(self._members)
+            seen = _Seen(given=x, version=version, recorded=recorded, taken=taken, reading=reading, left=left)
         seen.left -= 1
         # Kept no longer than it is needed: it may be all that holds the input.
         self._seen = seen if seen.left else None
@@ -135,8 +130,11 @@ class SharedInput:
         elif self.shares is not None and self.shares.active and not self.before:
             mode = "gather"
         transposed = tuple(self._transposed)
-        reading = _Reading(exchange=self.exchange, mode=mode, transposed=transposed, needed=x.requires_grad)
-        weights = [member.weight for member in self._members]
+        weights = [cast(torch.Tensor, member.weight) for member in self._members]
+        trained = tuple(weight.requires_grad for weight in weights)
+        reading = _Reading(
+            exchange=self.exchange, mode=mode, transposed=transposed, needed=x.requires_grad, trained=trained
+        )
         taken = _Take.apply(x, share.detach(), reading, *weights)  # type: ignore[no-untyped-call]
         return cast(torch.Tensor, taken), reading
 
@@ -145,7 +143,7 @@ class SharedInput:
         taken, reading = self.take(x)
         if not torch.is_grad_enabled():
             return linear(taken, weight.t() if self._transposed[number] else weight, bias)
-        return cast(torch.Tensor, _Project.apply(taken, weight, bias, reading, number))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, _Project.apply(taken, weight.detach(), bias, reading, number))  # type: ignore[no-untyped-call]
 
 
 def sequence_dim(x: torch.Tensor) -> int:
@@ -173,7 +171,7 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
         reading: _Reading = ctx.reading
         exchange, (x,) = reading.exchange, ctx.saved_tensors
-        wanted = {number for number in reading.gradients if ctx.needs_input_grad[3 + number]}
+        wanted = sorted(reading.gradients)
         shared = reading.mode != "sum"
         whole = exchange.gather(x, sequence_dim(x)) if shared and wanted else None
         total = None
@@ -182,7 +180,7 @@ class _Take(torch.autograd.Function):
         if whole is not None:
             x = whole.wait()
         of_weights: list[torch.Tensor | None] = [None] * len(reading.transposed)
-        for number in sorted(wanted):
+        for number in wanted:
             left, right = reading.gradients[number], x
             if reading.transposed[number]:
                 left, right = right, left
@@ -224,7 +222,7 @@ class _Project(torch.autograd.Function):
         of_x = None
         if reading.needed:
             of_x = linear_grad_x(grad, weight.t() if reading.transposed[ctx.number] else weight)
-        if ctx.needs_input_grad[1]:
+        if reading.trained[ctx.number]:
             reading.gradients[ctx.number] = grad
         of_bias = None
         if ctx.needs_input_grad[2]:
