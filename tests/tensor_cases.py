@@ -17,7 +17,9 @@ from zeromesh.tensor.cross_entropy import chunked_cross_entropy
 from zeromesh.tensor.heads import balanced
 from zeromesh.tensor.planner import plan_tensor
 from zeromesh.tensor.vocab_loss import logits_cross_entropy, vocab_parallel_cross_entropy
+from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
 from zeromesh.trainer.hf.loss_check import InFloat64
+from zeromesh.zero.plan import block_modules
 
 _SMALL = {
     "hidden_size": 32,
@@ -424,3 +426,21 @@ def counts_exchanges(mesh: Mesh, name: str, sequence: bool) -> list[list[str]]:
     exchange.calls.clear()
     hidden.sum().backward()
     return [forward, exchange.calls]
+
+
+def computes_otherwise(mesh: Mesh, name: str, sequence: bool, how: str) -> dict[str, float]:
+    """What differs when activations are recomputed or kept selectively, or blocks compiled."""
+    exchange = open_exchange(mesh.shard, mesh.device, "auto")
+    found = []
+    for way in ("none", how):
+        model, parallel = divided(name, exchange, sequence=sequence)
+        if way == "compile":
+            for block in block_modules(model):
+                block.forward = torch.compile(block.forward, backend="aot_eager")
+        else:
+            enable_activation_checkpointing(model, way)
+        loss = model(**batch()).loss
+        loss.backward()
+        found.append({"loss": loss.detach(), **assembled(model, parallel, exchange)})
+    # Norms compute in fp32 here.
+    return {key: error for key, error in differences(*found).items() if not error <= 1e-4}

@@ -56,6 +56,16 @@ def test_activations_may_be_recomputed(workers: Workers, sequence: bool) -> None
         assert not wrong
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("how", ["block", "selective", "compile"])
+def test_blocks_may_be_compiled_and_keep_some_activations(workers: Workers, how: str, sequence: bool) -> None:
+    for name in ("llama", "gpt2"):
+        arguments = {"name": name, "sequence": sequence, "how": how}
+        for wrong in workers.run(2, "tensor_cases:computes_otherwise", timeout=120.0, **arguments):
+            assert not wrong
+
+
 @pytest.mark.parametrize(("name", "sequence"), [("llama", False), ("gpt2", True)])
 def test_the_loss_never_gathers_logits(workers: Workers, name: str, sequence: bool) -> None:
     for result in workers.run(2, "tensor_cases:learns_in_chunks", name=name, sequence=sequence):

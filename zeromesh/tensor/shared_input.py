@@ -17,7 +17,7 @@ from torch import nn
 
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.mesh.exchange import Exchange
-from zeromesh.tensor.functions import Gradients, share_of_dim
+from zeromesh.tensor.functions import Gradients, share_of_dim, uncompiled
 from zeromesh.tensor.products import linear, linear_grad_weight, linear_grad_x
 
 
@@ -106,6 +106,7 @@ class SharedInput:
         """`whole` is the ranks' `share`s put together; until `forget`, whoever reads it reads that."""
         self._joined = (whole, share)
 
+    @uncompiled
     def take(self, x: torch.Tensor) -> tuple[torch.Tensor, _Reading]:
         """`x` for a member. Members that are given the same tensor get the same result."""
         seen, recorded = self._seen, torch.is_grad_enabled()
@@ -138,6 +139,7 @@ class SharedInput:
         taken = _Take.apply(x, share.detach(), reading, *weights)  # type: ignore[no-untyped-call]
         return cast(torch.Tensor, taken), reading
 
+    @uncompiled
     def project(self, x: torch.Tensor, number: int, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Member `number`'s `x @ weight.T + bias` of the input it was given: `x @ weight + bias` if it is transposed."""
         taken, reading = self.take(x)
