@@ -217,6 +217,7 @@ def _refusals() -> Iterator[Any]:
         {"*.mlp": "colwise"},
         "model.layers.0.mlp: a LlamaMLP cannot be divided; allowed are torch.nn.Linear",
     )
+    yield _llama(), 2, {"*.k_proj": "replicate"}, "model.layers.0.self_attn.k_proj would be whole beside projections"
     yield nn.Sequential(nn.Linear(4, 4)), 2, {}, "there is no tensor-parallel plan for Sequential"
 
 

@@ -152,6 +152,13 @@ class _Planner:
                 self._add(name, Style.COLUMN, division.queries_of(name, features))
             else:
                 self._add(name, Style.COLUMN, division.keys_of(name, features))
+        for parent in self.attentions:
+            for leaf in (*_QUERIES, *_KEYS):
+                name = f"{parent}.{leaf}"
+                if name in self.modules and name not in self.layers:
+                    raise LayoutError(
+                        f"{name} would be whole beside projections of {parent} that are divided; give all of them the same style"
+                    )
         self._norms()
 
     def _norms(self) -> None:
