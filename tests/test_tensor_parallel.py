@@ -89,7 +89,7 @@ def test_the_loss_over_a_divided_vocabulary(workers: Workers, dtype: str, chunk_
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_generation_has_a_cache_of_local_heads(workers: Workers, sequence: bool) -> None:
-    names = ["llama", "llama-1kv", "gpt2", "falcon-mq"]
+    names = ["llama", "llama-1kv", "gpt2", "falcon-mq", "t5"]
     for wrong in workers.run(2, "tensor_cases:generates", names=names, sequence=sequence):
         assert not wrong
 

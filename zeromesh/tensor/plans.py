@@ -60,6 +60,31 @@ _PHI3: Rules = {
     "*.mlp.gate_up_proj": "packed_colwise",
     "*.mlp.down_proj": "rowwise",
 }
+_GPTJ: Rules = {
+    "*.attn.[qkv]_proj": "colwise",
+    "*.attn.out_proj": "rowwise",
+    "*.mlp.fc_in": "colwise",
+    "*.mlp.fc_out": "rowwise",
+}
+_GPT_NEO: Rules = {
+    "*.attention.[qkv]_proj": "colwise",
+    "*.attention.out_proj": "rowwise",
+    "*.mlp.c_fc": "colwise",
+    "*.mlp.c_proj": "rowwise",
+}
+_STABLELM: Rules = {
+    "*.self_attn.[qkv]_proj": "colwise",
+    "*.self_attn.o_proj": "rowwise",
+    "*.mlp.gate_proj": "colwise",
+    "*.mlp.up_proj": "colwise",
+    "*.mlp.down_proj": "rowwise",
+}
+_PERSIMMON: Rules = {
+    "*.self_attn.query_key_value": "qkv_by_head",
+    "*.self_attn.dense": "rowwise",
+    "*.mlp.dense_h_to_4h": "colwise",
+    "*.mlp.dense_4h_to_h": "rowwise",
+}
 _DEEPSEEK: Rules = {
     "*.self_attn.q_proj": "colwise",
     "*.self_attn.q_b_proj": "colwise",
@@ -90,6 +115,19 @@ OWN: Mapping[str, Rules] = {
     "mt5": _T5,
     "umt5": _T5,
     "phi3": _PHI3,
+    "gptj": _GPTJ,
+    "gpt_neo": _GPT_NEO,
+    "stablelm": _STABLELM,
+    "persimmon": _PERSIMMON,
+    "biogpt": _OPT,
+    "ernie": _BERT,
+    "megatron-bert": _BERT,
+    "rembert": _BERT,
+    "roformer": _BERT,
+    "data2vec-text": _BERT,
+    "bert-generation": _BERT,
+    "roberta-prelayernorm": _BERT,
+    "xlm-roberta-xl": _BERT,
     "deepseek_v3": _DEEPSEEK,
 }
 """By `config.model_type`. Input and output embeddings are divided by vocabulary without a rule."""
