@@ -49,10 +49,11 @@ def serve(address: str, options: dict[str, Any]) -> None:
 
 
 def join(options: dict[str, Any]) -> Mesh:
-    """This process's mesh. `hosts`: so many ranks, in turn, take themselves to be on one host."""
+    """This process's mesh. `hosts`: see `PoolOptions`."""
     environment = read_environment()
     if options.get("hosts"):
-        host = environment.rank // options["hosts"]
+        each, rank = options["hosts"], environment.rank
+        host = rank // each if each > 0 else rank % -each
         places.host_identity = lambda: f"host {host}"
     axes = {name: options.get(name, 1) for name in ("replicate", "tensor", "pipeline")}
     shape = MeshShape.resolve(environment.world_size, **axes)

@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolOptions:
-    """A layout of ranks. `hosts`: so many ranks are told that they share a host; 0: as it is."""
+    """A layout of ranks. `hosts`: so many ranks are told that they share a host; 0: as it is; -n: they are dealt out to n hosts."""
 
     size: int
     replicate: int = 1

@@ -69,21 +69,31 @@ class Links:
         self._joined = False
         self.watch: Watch | None = None
 
-    def join(self, rank: int) -> None:
-        """Join the default process group as `rank`, unless the process has done so.
+    def store(self) -> dist.distributed_c10d.Store:
+        """A store for one mesh: what an earlier one of the process has stored must not be taken for this one's.
 
         Raises:
-            ConfigError: when it has another number of ranks than the launch, or this process another rank in it.
+            ConfigError: when the process is in a default group of another number of ranks than the launch.
         """
-        environment = self._environment
+        prefix, environment = f"zeromesh/mesh-{next(_NUMBERS)}", self._environment
+        if not dist.is_initialized():
+            return dist.distributed_c10d.PrefixStore(prefix, _rendezvous_store(environment))
+        if dist.get_world_size() != environment.world_size:
+            raise ConfigError(
+                f"the process group has {dist.get_world_size()} ranks, the launch environment {environment.world_size}"
+            )
+        return dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+
+    def join(self, rank: int) -> None:
+        """Join the default process group as `rank`, unless the process has done so."""
         if not dist.is_initialized():
             # A later group must not find the addresses that an earlier one has left in the store.
             prefix = f"zeromesh/group-{next(_NUMBERS)}"
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self._on_cuda else "gloo",
-                store=dist.distributed_c10d.PrefixStore(prefix, _rendezvous_store(environment)),
+                store=dist.distributed_c10d.PrefixStore(prefix, _rendezvous_store(self._environment)),
                 rank=rank,
-                world_size=environment.world_size,
+                world_size=self._environment.world_size,
                 timeout=timedelta(seconds=START_SECONDS),
             )
             _DEFAULT.made_here = True
@@ -91,22 +101,6 @@ class Links:
         _DEFAULT.users += 1
         self._joined = True
         self._rank = rank
-        if dist.get_world_size() != environment.world_size:
-            raise ConfigError(
-                f"the process group has {dist.get_world_size()} ranks, the launch environment {environment.world_size}"
-            )
-        if dist.get_rank() != rank:
-            raise ConfigError(
-                f"this process is rank {dist.get_rank()} of the process group that it has joined before, but rank {rank} of the "
-                "mesh; give both the same order"
-            )
-
-    def store(self) -> dist.distributed_c10d.Store:
-        """A store for one mesh: what an earlier one of the process has stored must not be taken for this one's."""
-        prefix = f"zeromesh/mesh-{next(_NUMBERS)}"
-        if dist.is_initialized():
-            return dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-        return dist.distributed_c10d.PrefixStore(prefix, _rendezvous_store(self._environment))
 
     def between(self, ranks: tuple[int, ...], lanes: Collection[Lane] = ()) -> Link | None:
         """The link of these ranks, with the control group and what `lanes` adds; None on others.

@@ -23,7 +23,7 @@ from zeromesh.mesh.topology import Place, far_warning
 T = TypeVar("T")
 WIDTH = 100
 _RANKS_SHOWN = 8
-_HOSTS_SHOWN = 8
+_HOSTS_SHOWN = 6
 
 
 def mesh_picture(
@@ -62,10 +62,10 @@ def _line(
     words += [f"{axis} {getattr(at, axis):<{len(str(getattr(shape, axis) - 1))}}" for axis in axes]
     if place is not None:
         words.append(f"island {place.island}")
-    if processes and processes[rank] != rank:
-        words.append(f"(launched as {processes[rank]})")
     if rank == here:
         words.append("<- here")
+    if processes and processes[rank] != rank:
+        words.append(f"(launched as {processes[rank]})")
     return "  ".join(words).rstrip()
 
 

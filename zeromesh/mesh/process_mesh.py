@@ -104,9 +104,9 @@ class ProcessMesh:
         process, joined_before = self.environment.rank, dist.is_initialized()
         store = cast(Store, self._links.store())
         places = exchange_places(store, process, self.world_size, self.device)
-        if joined_before and order == "topology":
-            order = self._order_of_group(store, process)
         self.processes = rank_order(places, order)
+        if joined_before:
+            self.processes = self._order_of_group(store, process, order)
         self.places = tuple(places[each] for each in self.processes)
         self.rank = self.processes.index(process)
         self.environment = replace(self.environment, rank=self.rank)
@@ -117,11 +117,17 @@ class ProcessMesh:
         if warning and self.rank == 0:
             _LOGGER.warning("%s", warning)
 
-    def _order_of_group(self, store: Store, process: int) -> tuple[int, ...]:
+    def _order_of_group(self, store: Store, process: int, order: Order) -> tuple[int, ...]:
         """How the process group that is there already numbers the processes: that cannot be changed any more."""
         store.set(f"rank-of/{process}", str(dist.get_rank()))
         ranks = [int(store.get(f"rank-of/{each}")) for each in range(self.world_size)]
-        return tuple(sorted(range(self.world_size), key=ranks.__getitem__))
+        found = tuple(sorted(range(self.world_size), key=ranks.__getitem__))
+        if order != "topology" and found != self.processes:
+            raise ConfigError(
+                f"order of ranks: {list(self.processes)} was asked for, but the process group that is there already numbers "
+                f"the processes {list(found)}, which stays; ask for that, or for topology"
+            )
+        return found
 
     def _make_watch(self, store: Store, timeout_seconds: float) -> Watch:
         if self._one_host:
