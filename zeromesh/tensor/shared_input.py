@@ -65,6 +65,24 @@ class _Reading:
     """Whether the weights of layers want gradients."""
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     """Of the outputs of layers, by their number."""
+    total: torch.Tensor | None = None
+    """The gradient of the input, of the layers that backward has been through."""
+
+    def add(self, grad: torch.Tensor, weight: torch.Tensor) -> None:
+        """Add `grad @ weight` to the gradient of the input."""
+        if self.total is None:
+            self.total = linear_grad_x(grad, weight)
+        elif grad.dtype.itemsize < 4:
+            self.total += linear_grad_x(grad, weight)
+        else:
+            self.total.view(-1, self.total.shape[-1]).addmm_(grad.reshape(-1, grad.shape[-1]), weight)
+
+    def collected(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient of the input: what layers added, and `grad` that came by autograd."""
+        total, self.total = self.total, None
+        if total is None or grad is None:
+            return grad if total is None else total
+        return total.add_(grad)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -173,6 +191,7 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
         reading: _Reading = ctx.reading
         exchange, (x,) = reading.exchange, ctx.saved_tensors
+        grad = reading.collected(grad)
         wanted = sorted(reading.gradients)
         shared = reading.mode != "sum"
         whole = exchange.gather(x, sequence_dim(x)) if shared and wanted else None
@@ -199,7 +218,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Project(torch.autograd.Function):
-    """Backward: makes the gradient of the input, and leaves that of the output for `_Take`."""
+    """Backward: adds to the gradient of the input, and leaves that of the output for `_Take`."""
 
     @staticmethod
     def forward(
@@ -221,13 +240,12 @@ class _Project(torch.autograd.Function):
         if ctx.number in reading.gradients:
             raise PhaseError("backward ran through a column layer twice before it reached the layer's input")
         (weight,) = ctx.saved_tensors
-        of_x = None
         if reading.needed:
-            of_x = linear_grad_x(grad, weight.t() if reading.transposed[ctx.number] else weight)
+            reading.add(grad, weight.t() if reading.transposed[ctx.number] else weight)
         if reading.trained[ctx.number]:
             reading.gradients[ctx.number] = grad
         of_bias = None
         if ctx.needs_input_grad[2]:
             wide = torch.float32 if grad.dtype.itemsize < 4 else grad.dtype
             of_bias = grad.flatten(0, -2).sum(dim=0, dtype=wide).to(grad.dtype)
-        return of_x, None, of_bias, None, None
+        return None, None, of_bias, None, None
