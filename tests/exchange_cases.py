@@ -90,6 +90,24 @@ def in_any_order(mesh: Mesh, kind: Any, flying: int) -> list[bool]:
     return list(equal.values())
 
 
+def computed_into_room(mesh: Mesh, kind: Any) -> list[bool]:
+    """What is computed into the exchange's own memory is what is summed; a room that is not used harms nothing."""
+    exchange = open_exchange(mesh.world, mesh.device, kind)
+    equal, weight = [], torch.eye(64).double()
+    for number in range(12):
+        parts = [_values(rank, number, (16 + number, 64), torch.float64) for rank in range(exchange.size)]
+        room = exchange.room((16 + number, 64), torch.float64)
+        if number % 4 == 3:
+            pending = exchange.sum(parts[exchange.index])
+        else:
+            torch.mm(parts[exchange.index], weight, out=room)
+            pending = exchange.sum(room)
+        if number % 4 == 2:
+            exchange.room((1000, 64), torch.float64).fill_(number)  # not that of the sum in flight
+        equal.append(torch.equal(pending.wait(), _summed(parts)))
+    return equal
+
+
 def refusals(mesh: Mesh, kind: Any) -> dict[str, str]:
     """What is said of shares that do not fit, and of a result asked for twice."""
     exchange = open_exchange(mesh.world, mesh.device, kind)
@@ -122,7 +140,7 @@ def memory_of_slots(mesh: Mesh) -> dict[str, Any]:
     for number in range(40):
         exchange.sum(torch.ones(20_000 * (1 + number % 7))).wait()
     mesh.world.barrier("all have summed")
-    slots = [slot.bytes.numel() for slot in exchange._slots]  # type: ignore[attr-defined]
+    slots = [slot.nbytes for slot in exchange._slots]  # type: ignore[attr-defined]
     found = {"slots": slots, "descriptors": len(os.listdir("/proc/self/fd")) - before}
     mesh.world.barrier("all have looked")
     del exchange

@@ -15,9 +15,11 @@ from zeromesh.mesh.select import open_exchange
 from zeromesh.tensor.apply import Parallelized, load_parts, parallelize
 from zeromesh.tensor.cross_entropy import chunked_cross_entropy
 from zeromesh.tensor.heads import balanced
-from zeromesh.tensor.plan import plan_tensor
+from zeromesh.tensor.planner import plan_tensor
 from zeromesh.tensor.vocab_loss import logits_cross_entropy, vocab_parallel_cross_entropy
+from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
 from zeromesh.trainer.hf.loss_check import InFloat64
+from zeromesh.zero.plan import block_modules
 
 _SMALL = {
     "hidden_size": 32,
@@ -48,6 +50,11 @@ def _without(*names: str) -> dict[str, Any]:
 
 
 _OPT = {**_without("intermediate_size"), "pad_token_id": 1, "ffn_dim": 44}
+_DEEPSEEK = {
+    "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8,
+    "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 22,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 _FALCON = {**_without("head_dim", "num_key_value_heads", "intermediate_size"), "ffn_hidden_size": 44}
 
 
@@ -78,6 +85,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     "falcon-mq": lambda: tf.FalconForCausalLM(
         tf.FalconConfig(**_FALCON, new_decoder_architecture=False, multi_query=True, parallel_attn=True, alibi=False)
     ),
+    "falcon-alibi": lambda: tf.FalconForCausalLM(
+        tf.FalconConfig(**_FALCON, new_decoder_architecture=False, multi_query=False, alibi=True)
+    ),
+    "deepseek": lambda: tf.DeepseekV3ForCausalLM(
+        _experts(tf.DeepseekV3Config(**_without("head_dim", "num_key_value_heads"), **_DEEPSEEK))
+    ),
+    "apertus": lambda: tf.ApertusForCausalLM(tf.ApertusConfig(**{**_SMALL, "pad_token_id": 0})),
     "bloom": lambda: tf.BloomForCausalLM(
         tf.BloomConfig(**_without("num_attention_heads", "num_hidden_layers"), n_head=4, n_layer=2)
     ),
@@ -412,3 +426,21 @@ def counts_exchanges(mesh: Mesh, name: str, sequence: bool) -> list[list[str]]:
     exchange.calls.clear()
     hidden.sum().backward()
     return [forward, exchange.calls]
+
+
+def computes_otherwise(mesh: Mesh, name: str, sequence: bool, how: str) -> dict[str, float]:
+    """What differs when activations are recomputed or kept selectively, or blocks compiled."""
+    exchange = open_exchange(mesh.shard, mesh.device, "auto")
+    found = []
+    for way in ("none", how):
+        model, parallel = divided(name, exchange, sequence=sequence)
+        if way == "compile":
+            for block in block_modules(model):
+                block.forward = torch.compile(block.forward, backend="aot_eager")
+        else:
+            enable_activation_checkpointing(model, way)
+        loss = model(**batch()).loss
+        loss.backward()
+        found.append({"loss": loss.detach(), **assembled(model, parallel, exchange)})
+    # Norms compute in fp32 here.
+    return {key: error for key, error in differences(*found).items() if not error <= 1e-4}

@@ -31,6 +31,11 @@ def test_results_are_waited_for_in_any_order(workers: Workers, kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_may_be_computed_where_it_is_read(workers: Workers, kind: str) -> None:
+    assert all(all(equal) for equal in workers.run(3, "exchange_cases:computed_into_room", kind=kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_does_not_fit_is_refused(workers: Workers, kind: str) -> None:
     for found in workers.run(2, "exchange_cases:refusals", kind=kind):
         assert "LayoutError: scattered sum of [3, 5]: 3 along dim 0 is no multiple of 2 ranks" in found["scatter"]

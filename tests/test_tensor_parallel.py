@@ -17,7 +17,9 @@ from workers import Workers
 from zeromesh.errors import LayoutError
 from zeromesh.tensor.heads import balanced, share_heads
 from zeromesh.tensor.parts import parts_of
-from zeromesh.tensor.plan import Style, TensorPlan, plan_tensor
+from zeromesh.tensor.plan import Style, TensorPlan
+from zeromesh.tensor.planner import plan_tensor
+from zeromesh.tensor.sequence import check_blocks
 
 MOST = ["llama", "llama-1kv", "llama-9-3", "gpt2", "qwen3", "gemma2", "mixtral"]
 OTHERS = sorted(set(MODELS) - set(MOST))
@@ -54,6 +56,16 @@ def test_activations_may_be_recomputed(workers: Workers, sequence: bool) -> None
         assert not wrong
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("how", ["block", "selective", "compile"])
+def test_blocks_may_be_compiled_and_keep_some_activations(workers: Workers, how: str, sequence: bool) -> None:
+    for name in ("llama", "gpt2"):
+        arguments = {"name": name, "sequence": sequence, "how": how}
+        for wrong in workers.run(2, "tensor_cases:computes_otherwise", timeout=120.0, **arguments):
+            assert not wrong
+
+
 @pytest.mark.parametrize(("name", "sequence"), [("llama", False), ("gpt2", True)])
 def test_the_loss_never_gathers_logits(workers: Workers, name: str, sequence: bool) -> None:
     for result in workers.run(2, "tensor_cases:learns_in_chunks", name=name, sequence=sequence):
@@ -77,7 +89,7 @@ def test_the_loss_over_a_divided_vocabulary(workers: Workers, dtype: str, chunk_
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_generation_has_a_cache_of_local_heads(workers: Workers, sequence: bool) -> None:
-    names = ["llama", "llama-1kv", "gpt2", "falcon-mq"]
+    names = ["llama", "llama-1kv", "gpt2", "falcon-mq", "t5"]
     for wrong in workers.run(2, "tensor_cases:generates", names=names, sequence=sequence):
         assert not wrong
 
@@ -205,6 +217,7 @@ def _refusals() -> Iterator[Any]:
         {"*.mlp": "colwise"},
         "model.layers.0.mlp: a LlamaMLP cannot be divided; allowed are torch.nn.Linear",
     )
+    yield _llama(), 2, {"*.k_proj": "replicate"}, "model.layers.0.self_attn.k_proj would be whole beside projections"
     yield nn.Sequential(nn.Linear(4, 4)), 2, {}, "there is no tensor-parallel plan for Sequential"
 
 
@@ -237,6 +250,20 @@ def test_embeddings_that_are_tied_are_divided_together_or_not_at_all() -> None:
     plan = plan_tensor(tied, 2, {"lm_head": "replicate"})
     assert not {"model.embed_tokens", "lm_head"} & set(_styles(plan))
     assert "model.embed_tokens and lm_head share a parameter that not all of them can divide" in plan.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"*.self_attn.*": "replicate"}, "model.layers.0 has no attention that is divided among ranks"),
+        ({"*.mlp.up_proj": "replicate"}, "model.layers.0.mlp.up_proj (Linear) may need the whole sequence"),
+    ],
+)
+def test_a_block_that_may_need_the_whole_sequence_gets_it(rules: dict[str, str], message: str) -> None:
+    model = _llama()
+    with pytest.raises(LayoutError) as raised:
+        check_blocks(model, plan_tensor(model, 2, rules))
+    assert message in str(raised.value)
 
 
 def test_a_plain_module_by_a_users_rules() -> None:

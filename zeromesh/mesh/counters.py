@@ -38,7 +38,10 @@ class Counters:
     def reached(self, value: int) -> bool:
         """Whether all ranks have got to `value`."""
         words = self._words
-        return all(words[place] >= value for place in self._places)
+        for place in self._places:  # noqa: SIM110 - a third of the time of `all`, in the loop of every wait
+            if words[place] < value:
+                return False
+        return True
 
     def wait(self, value: int, what: str) -> None:
         """Wait until all ranks have got to `value`; the ranks that have not are the ones that an error names."""

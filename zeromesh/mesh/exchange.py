@@ -52,6 +52,13 @@ class Exchange(Protocol):
     index: int
     """This rank's position among them."""
 
+    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+        """Memory for a tensor that the very next exchange is given, contiguous and not initialised.
+
+        What is computed into it (`out=`) need not be copied, where ranks share memory. It is the exchange's again afterwards.
+        """
+        ...
+
     def sum(self, tensor: torch.Tensor) -> Pending:
         """The sum over the ranks: a new tensor of the same shape and dtype."""
         ...
@@ -98,6 +105,9 @@ class LocalExchange:
     size = 1
     index = 0
 
+    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
     def sum(self, tensor: torch.Tensor) -> Pending:
         return _copied(tensor)
 
@@ -123,6 +133,9 @@ class GroupExchange:
         self.index = group.index
         self._group = group
         self._watch: Watch = group.watch
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def sum(self, tensor: torch.Tensor) -> Pending:
         if self._group.on_stream:

@@ -21,6 +21,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import torch
 
@@ -44,6 +45,7 @@ _ENTRY = 16
 _ABOUT = 4
 _DIMS = 8
 _SMALLEST = 16 * PAGE
+_VIEWS = 32
 
 _DTYPES = sorted((each for each in vars(torch).values() if isinstance(each, torch.dtype)), key=str)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
@@ -67,14 +69,38 @@ class _Kind(IntEnum):
         return (both, both, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)[self]
 
 
+class _Memory:
+    """A mapped slot, seen as tensors. What was seen lately is kept: making a view costs as much as summing a small tensor."""
+
+    __slots__ = ("_seen", "raw")
+
+    def __init__(self, segment: Segment, nbytes: int) -> None:
+        self.raw = segment.tensor(0, nbytes, torch.uint8)
+        self._seen: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
+
+    def seen(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The first bytes as a contiguous tensor."""
+        found = self._seen.get((shape, dtype))
+        if found is None:
+            if len(self._seen) >= _VIEWS:
+                self._seen.clear()
+            found = self.raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            self._seen[shape, dtype] = found
+        return found
+
+
 @dataclass(kw_only=True, slots=True)
 class _Slot:
     """Memory of this rank, which holds the tensor of exchange `sequence`."""
 
     segment: Segment
     serial: int
-    bytes: torch.Tensor
+    memory: _Memory
     sequence: int = -1
+
+    @property
+    def nbytes(self) -> int:
+        return self.segment.nbytes
 
 
 class _Arriving:
@@ -132,9 +158,17 @@ class SharedExchange:
         self._flying: dict[int, weakref.ref[_Arriving]] = {}
         self._slots: list[_Slot] = []
         self._serial = 0
-        self._theirs: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+        self._room: int | None = None
+        """The slot that the next exchange may have been computed into."""
+        self._theirs: dict[tuple[int, int], tuple[int, _Memory]] = {}
         _sweep()
         weakref.finalize(self, _leave, _Remains(self._segment, self._slots, self._published, self._consumed))
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+        self._await_entry(self._next, "activation")
+        shape = tuple(shape)
+        slot, self._room = self._free_slot(math.prod(shape) * dtype.itemsize)
+        return slot.memory.seen(shape, dtype)
 
     def sum(self, tensor: torch.Tensor) -> Pending:
         shapes = [tuple(tensor.shape)] * self.size
@@ -157,7 +191,7 @@ class SharedExchange:
         def result(parts: list[torch.Tensor]) -> torch.Tensor:
             return sum_in_ranks([part.narrow(dim, start, length) for part in parts])
 
-        return self._start(_Kind.SCATTER_SUM, tensor, shapes, result, dim, lengths)
+        return self._start(_Kind.SCATTER_SUM, tensor, shapes, result, dim, tuple(lengths))
 
     def _start(
         self,
@@ -166,7 +200,7 @@ class SharedExchange:
         shapes: Sequence[tuple[int, ...]],
         result: _Result,
         dim: int = -1,
-        lengths: Sequence[int] = (),
+        lengths: tuple[int, ...] = (),
     ) -> Pending:
         """Write `tensor` and publish it. `shapes`: of the ranks' tensors; `result` makes the result of them."""
         sequence, dtype, traffic = self._next, tensor.dtype, self._group.traffic
@@ -174,7 +208,7 @@ class SharedExchange:
         about = [_about(kind, dtype, shape, dim, lengths) for shape in shapes]
         self._group.require_member()
         with traffic.timed(kind.collective):
-            self._make_room(sequence, what)
+            self._await_entry(sequence, what)
             self._publish(tensor, shapes[self.index], about[self.index])
         whole = sum(map(math.prod, shapes)) * dtype.itemsize if kind is _Kind.GATHER else tensor.nbytes
         traffic.count(kind.collective, whole)
@@ -191,10 +225,14 @@ class SharedExchange:
 
     def _publish(self, tensor: torch.Tensor, shape: tuple[int, ...], about: list[int]) -> None:
         """Write the next exchange's tensor into a slot, and say so."""
-        slot, number = self._free_slot(tensor.nbytes)
-        _seen(slot.bytes, shape, tensor.dtype).copy_(tensor.detach())
+        room, self._room = self._room, None
+        if room is not None and tensor.is_contiguous() and tensor.data_ptr() == self._slots[room].memory.raw.data_ptr():
+            slot, number = self._slots[room], room
+        else:
+            slot, number = self._free_slot(tensor.nbytes)
+            slot.memory.seen(shape, tensor.dtype).copy_(tensor.detach())
         slot.sequence = self._next
-        where = [number, slot.serial, slot.segment.descriptor, slot.bytes.numel()]
+        where = [number, slot.serial, slot.segment.descriptor, slot.nbytes]
         place = self._entry(self.index, self._next)
         self._words[place : place + _ENTRY] = memoryview(array("q", where + about))
         self._next += 1
@@ -209,7 +247,7 @@ class SharedExchange:
             self._behind += 1
         self._consumed.set(self._behind)
 
-    def _make_room(self, sequence: int, what: str) -> None:
+    def _await_entry(self, sequence: int, what: str) -> None:
         """Wait until no rank needs the entry that is about to be written again."""
         oldest = sequence - IN_FLIGHT
         if oldest < 0:
@@ -223,7 +261,7 @@ class SharedExchange:
     def _free_slot(self, nbytes: int) -> tuple[_Slot, int]:
         """The smallest slot that is free and large enough, made if there is none; in place of a free one that is too small."""
         low = self._consumed.lowest()
-        free = [(slot.bytes.numel(), number) for number, slot in enumerate(self._slots) if slot.sequence < low]
+        free = [(slot.nbytes, number) for number, slot in enumerate(self._slots) if slot.sequence < low]
         fitting = [each for each in free if each[0] >= nbytes]
         if fitting:
             number = min(fitting)[1]
@@ -231,7 +269,7 @@ class SharedExchange:
         self._serial += 1
         capacity = max(_SMALLEST, -(-nbytes // PAGE) * PAGE)
         segment = Segment.create("activations", capacity)
-        slot = _Slot(segment=segment, serial=self._serial, bytes=segment.tensor(0, capacity, torch.uint8))
+        slot = _Slot(segment=segment, serial=self._serial, memory=_Memory(segment, capacity))
         if free:
             number = max(free)[1]
             self._slots[number].segment.close()
@@ -251,13 +289,13 @@ class SharedExchange:
             mine = self._words[(own := self._entry(self.index, sequence)) : own + _ENTRY].tolist()[_ABOUT:]
             raise self._parted(rank, theirs, mine)
         if rank == self.index:
-            return _seen(self._slots[number].bytes, shape, dtype)
+            return self._slots[number].memory.seen(shape, dtype)
         known = self._theirs.get((rank, number))
         if known is None or known[0] != serial:
             segment = Segment.attach(self._pids[rank], descriptor, capacity, "activations")
-            known = self._theirs[rank, number] = (serial, segment.tensor(0, capacity, torch.uint8))
+            known = self._theirs[rank, number] = (serial, _Memory(segment, capacity))
             segment.close()  # The mapping stays for as long as the tensor.
-        return _seen(known[1], shape, dtype)
+        return known[1].seen(shape, dtype)
 
     def _parted(self, rank: int, theirs: list[int], mine: list[int]) -> CollectiveError:
         ranks = self._group.ranks
@@ -314,13 +352,9 @@ def _sweep() -> None:
             _REMAINS.remove(remains)
 
 
-def _seen(raw: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The first bytes of a slot as a contiguous tensor."""
-    return raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-
-def _about(kind: _Kind, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: Sequence[int]) -> list[int]:
-    """What the exchange is, as the words of an entry that all ranks compare."""
+@lru_cache(maxsize=256)
+def _about(kind: _Kind, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: tuple[int, ...]) -> list[int]:
+    """What the exchange is, as the words of an entry that all ranks compare. Not to be changed."""
     shares = zlib.crc32(array("q", lengths).tobytes())
     dims = [*shape, *([0] * _DIMS)][:_DIMS]
     return [int(kind) | (dim + 1) << 8, shares, _CODES[dtype], len(shape), *dims]

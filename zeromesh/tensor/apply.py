@@ -10,6 +10,7 @@ shares of the sequence:
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,13 +30,14 @@ from zeromesh.tensor.layers import (
     SlicedColumnLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
+    divided_experts,
+    latent_and_rotary,
     lookup_own,
-    parallel_experts,
 )
 from zeromesh.tensor.parts import parts_of
 from zeromesh.tensor.plan import LayerPlan, Style, TensorPlan
 from zeromesh.tensor.randomness import ShardedRandomness
-from zeromesh.tensor.sequence import share_sequence
+from zeromesh.tensor.sequence import check_blocks, share_sequence
 from zeromesh.tensor.shared_input import SequenceShares, SharedInput
 
 
@@ -77,14 +79,12 @@ def parallelize(
         device: where the model will compute (for its random numbers); CPU by default.
 
     Raises:
-        LayoutError: when the plan is for another number of ranks; with `sequence`, for a model without known blocks.
+        LayoutError: when the plan is for another number of ranks; with `sequence`, for a model whose blocks may need all of it.
     """
     if plan.size != exchange.size:
         raise LayoutError(f"a plan for {plan.size} tensor ranks on an axis of {exchange.size}")
-    if sequence and not plan.stacks:
-        raise LayoutError(
-            f"{type(model).__name__} has no repeated blocks to share a sequence out in; set parallel.sequence: false"
-        )
+    if sequence:
+        check_blocks(model, plan)
     return _Application(model, exchange, plan, sequence, device or torch.device("cpu")).run()
 
 
@@ -169,9 +169,15 @@ class _Application:
         module: Any = self.model.get_submodule(layer.module)
         index = self.exchange.index
         if layer.style is Style.EXPERTS:
-            self._set(module, "forward", parallel_experts(module.forward, self.exchange))
+            self._set(module, "forward", partial(divided_experts, module.forward, self.exchange))
             return None
-        if layer.style in (Style.PARTIAL, Style.EMBEDDING_FEATURES):
+        if layer.style in (Style.PARTIAL, Style.EMBEDDING_FEATURES, Style.SINKS):
+            return None
+        if layer.style is Style.LATENT:
+            attention: Any = self.model.get_submodule(layer.parent)
+            self._set(
+                module, "forward", partial(latent_and_rotary, module.forward, attention.kv_lora_rank, self.exchange)
+            )
             return None
         if layer.style is Style.EMBEDDING:
             return self._embedding(module, layer.shares[index][0])
@@ -250,20 +256,25 @@ class _Application:
                 self._set(module, holder, config)
             else:
                 self._set(module, attribute, patch.values[index])
-        for module in self.model.modules():
-            build = getattr(module, "build_alibi_tensor", None)
-            if build is not None and self.plan.attentions:
-                share = next(iter(self.plan.attentions.values())).shares[index]
-                self._set(module, "build_alibi_tensor", partial(_alibi_of, build, share.queries))
+        for name, division in self.plan.attentions.items():
+            module = self.model.get_submodule(name)
+            if "alibi" in inspect.signature(module.forward).parameters:
+                own = division.shares[index].queries
+                self._set(module, "forward", partial(_with_biases, module.forward, own, division.queries))
 
 
-def _alibi_of(
-    build: Callable[..., torch.Tensor], heads: Interval, mask: torch.Tensor, count: int, **rest: Any
-) -> torch.Tensor:
-    """Position biases [batch x all heads, 1, sequence], of `heads` alone."""
-    whole = build(mask, count, **rest)
-    own = whole.view(mask.shape[0], count, *whole.shape[1:])[:, heads.start : heads.end]
-    return own.reshape(-1, *whole.shape[1:])
+def _with_biases(forward: Callable[..., Any], own: Interval, heads: int, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an attention that is given position biases of all heads, and maybe a mask with them.
+
+    `alibi` is [batch x heads, 1, sequence] or [batch, heads, 1, sequence], a mask with them [batch, heads, sequence, sequence].
+    """
+    alibi, mask = kwargs.get("alibi"), kwargs.get("attention_mask")
+    if alibi is not None:
+        apart = alibi.view(-1, heads, *alibi.shape[-2:])[:, own.start : own.end]
+        kwargs["alibi"] = apart if alibi.dim() == 4 else apart.flatten(0, 1)
+        if mask is not None and mask.dim() == 4 and mask.shape[1] == heads > 1:
+            kwargs["attention_mask"] = mask[:, own.start : own.end]
+    return forward(*args, **kwargs)
 
 
 def _draws(model: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,18 @@ def linear_form(module: nn.Module) -> bool | None:
         return False
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
         return True
+    return None
+
+
+def experts_form(shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int] | None:
+    """The dim of `gate_up_proj` and `down_proj` that is the intermediate one, from their shapes; None for other experts."""
+    if set(shapes) != {"gate_up_proj", "down_proj"} or any(len(shape) != 3 for shape in shapes.values()):
+        return None
+    up, down = shapes["gate_up_proj"], shapes["down_proj"]
+    if (up[1], up[2]) == (2 * down[2], down[1]):
+        return {"gate_up_proj": 1, "down_proj": 2}
+    if (up[2], up[1]) == (2 * down[1], down[2]):
+        return {"gate_up_proj": 2, "down_proj": 1}
     return None
 
 

@@ -14,14 +14,20 @@ arXiv:2205.05198.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 
 from zeromesh.mesh.exchange import Exchange
 
 Gradients = tuple[torch.Tensor | None, ...]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: _Function) -> _Function:
+    """`torch.compile` calls the function as it is, between two graphs: what ranks tell each other has no place in one."""
+    return cast(_Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 def copy_in(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
@@ -55,6 +61,7 @@ def share_of_dim(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[
     return sum(lengths[: exchange.index]), lengths[exchange.index]
 
 
+@uncompiled
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
     return cast(torch.Tensor, function.apply(*arguments))  # type: ignore[no-untyped-call]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -237,16 +236,30 @@ class VocabParallelHead(ColumnParallelLinear):
             self._gathered = gathered
 
 
-def parallel_experts(original: Callable[..., torch.Tensor], exchange: Exchange) -> Callable[..., torch.Tensor]:
+def divided_experts(
+    forward: Callable[..., torch.Tensor], exchange: Exchange, *args: torch.Tensor, **kwargs: torch.Tensor
+) -> torch.Tensor:
     """The forward of experts of which each rank holds a part of the intermediate features.
 
-    `original` takes hidden states [tokens, hidden], the chosen experts and their weights [tokens, chosen] and gives
-    [tokens, hidden], here a summand. Hidden states and weights are whole, and so are their gradients; the router is outside.
+    What they are given (hidden states, the weights of the chosen experts) is whole, and so are its gradients: the router is
+    outside. `forward` gives a summand.
     """
 
-    def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *rest: Any) -> torch.Tensor:
-        if torch.is_grad_enabled():
-            hidden, weights = functions.copy_in(hidden, exchange), functions.copy_in(weights, exchange)
-        return functions.sum_out(original(hidden, chosen, weights, *rest), None, exchange)
+    def taken(value: torch.Tensor) -> torch.Tensor:
+        tracked = isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()
+        return functions.copy_in(value, exchange) if tracked else value
 
-    return forward
+    out = forward(*map(taken, args), **{name: taken(value) for name, value in kwargs.items()})
+    return functions.sum_out(out, None, exchange)
+
+
+def latent_and_rotary(
+    forward: Callable[[torch.Tensor], torch.Tensor], latent: int, exchange: Exchange, x: torch.Tensor
+) -> torch.Tensor:
+    """Outputs [..., latent + rotary] of a projection that is whole on all ranks (multi-head latent attention, DeepSeek-V2 2024).
+
+    Keys are made of the latent ones by column layers, which sum the gradient; the rotary ones go to this rank's heads as they are.
+    """
+    out = forward(x)
+    rotary = functions.copy_in(out[..., latent:], exchange)
+    return torch.cat((out[..., :latent], rotary), dim=-1)

@@ -10,7 +10,7 @@ from zeromesh.checkpoint.regions import Region
 from zeromesh.errors import LayoutError
 from zeromesh.flat.part import ParameterPart
 from zeromesh.flat.split import Interval
-from zeromesh.tensor.divide import linear_form
+from zeromesh.tensor.divide import experts_form, linear_form
 from zeromesh.tensor.plan import LayerPlan, Style, TensorPlan
 
 
@@ -45,14 +45,14 @@ def parts_of(model: nn.Module, plan: TensorPlan, rank: int, *, sequence: bool) -
 
 def _part(layer: LayerPlan, module: nn.Module, leaf: str, shape: tuple[int, ...], rank: int) -> ParameterPart | None:
     """None for a parameter of the layer that stays whole."""
-    if layer.style in (Style.PARTIAL, Style.SLICED):
+    if layer.style in (Style.PARTIAL, Style.LATENT, Style.SLICED):
         return None
     dim = _dim(layer, module, leaf)
     if dim is None:
         return None
     intervals = layer.shares[rank]
     if layer.style is Style.EXPERTS and leaf == "gate_up_proj":
-        (own,), half = intervals, shape[1] // 2
+        (own,), half = intervals, shape[dim] // 2
         intervals = (own, Interval(start=own.start + half, end=own.end + half))
     dims = tuple(intervals if number == dim else (Interval(start=0, end=size),) for number, size in enumerate(shape))
     holders = layer.holders(rank)
@@ -62,8 +62,8 @@ def _part(layer: LayerPlan, module: nn.Module, leaf: str, shape: tuple[int, ...]
 def _dim(layer: LayerPlan, module: nn.Module, leaf: str) -> int | None:
     """The dim that is divided."""
     if layer.style is Style.EXPERTS:
-        return {"gate_up_proj": 1, "down_proj": 2}[leaf]
-    if layer.style is Style.EMBEDDING:
+        return (experts_form({name: tuple(held.shape) for name, held in module.named_parameters()}) or {})[leaf]
+    if layer.style in (Style.EMBEDDING, Style.SINKS):
         return 0
     if layer.style is Style.EMBEDDING_FEATURES:
         return 1
@@ -86,5 +86,4 @@ def _on_shares(plan: TensorPlan, full: str) -> bool:
         return False
     if any(full.startswith(f"{layer.module}.") for layer in plan.layers if layer.style in (Style.ROW, Style.ROW_SPLIT)):
         return True
-    gathered = {layer.parent for layer in plan.layers if layer.style is Style.COLUMN_GATHERED}
-    return not any(full.startswith(f"{module}.") for module in gathered)
+    return not any(full.startswith(f"{module}.") for module in plan.readers())

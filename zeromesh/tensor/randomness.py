@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
+from zeromesh.tensor.functions import uncompiled
+
 
 class ShardedRandomness:
     """What is drawn between `enter` and `leave` is this rank's own. `active` is false for a model that draws nothing."""
@@ -29,6 +31,7 @@ class ShardedRandomness:
         """Whether the generators are in this rank's own state: a recomputation that was cut short may have put them back."""
         return self._seed is not None and torch.initial_seed() == self._seed
 
+    @uncompiled
     def enter(self) -> None:
         """Activations are divided from here on. Does nothing where they already are."""
         if not self.active or self.entered:
@@ -41,6 +44,7 @@ class ShardedRandomness:
         self._seed = int.from_bytes(digest, "little") >> 1
         torch.manual_seed(self._seed)
 
+    @uncompiled
     def leave(self) -> None:
         """All ranks have the same activations again. Does nothing where they already do."""
         if not self.active or not self.entered:

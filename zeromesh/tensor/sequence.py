@@ -11,11 +11,37 @@ from torch import nn
 
 from zeromesh.errors import LayoutError
 from zeromesh.tensor import functions
+from zeromesh.tensor.plan import WHOLE, TensorPlan
 from zeromesh.tensor.randomness import ShardedRandomness
 from zeromesh.tensor.shared_input import SequenceShares, SharedInput
 
 Undo = list[Callable[[], None]]
 _HIDDEN = "hidden_states"
+
+
+def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
+    """See that whatever could mix tokens is given the whole sequence.
+
+    Raises:
+        LayoutError: when blocks are not known, have no divided attention, or hold a matrix that the plan does not know.
+    """
+    off = "set parallel.sequence: false"
+    if not plan.stacks:
+        raise LayoutError(
+            f"{type(model).__name__} has no repeated blocks in which a sequence could be shared out; {off}"
+        )
+    known = (*plan.readers(), *(layer.module for layer in plan.layers if layer.style not in WHOLE))
+    for block in (name for stack in plan.stacks for name in stack):
+        if not any(reader.startswith(f"{block}.") for reader in plan.readers()):
+            raise LayoutError(
+                f"{block} has no attention that is divided among ranks, so it needs the whole sequence; {off}"
+            )
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
+            inside = plan.in_experts(name) or any(f"{name}.".startswith(f"{one}.") for one in known)
+            if not inside and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+                raise LayoutError(
+                    f"{name} ({type(module).__name__}) may need the whole sequence, as the plan does not know it; {off}"
+                )
 
 
 def share_sequence(
@@ -100,11 +126,17 @@ def _read(forward: Callable[..., Any], source: SharedInput, shares: SequenceShar
 
 
 def _route(forward: Callable[..., Any], shares: SequenceShares, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a block of experts, of the whole sequence, with a share of what it gives."""
+    """The forward of a block of experts, of the whole sequence, with a share of what it gives: tokens may be in one row."""
     if not shares.active:
         return forward(*args, **kwargs)
     args, kwargs = _with_hidden(args, kwargs, lambda x: functions.gather(x, 1, shares.exchange))
-    return _with_first(forward(*args, **kwargs), lambda x: functions.split(x, 1, shares.exchange))
+    shape = _hidden(args, kwargs).shape
+
+    def share(out: torch.Tensor) -> torch.Tensor:
+        own = functions.split(out.view(shape), 1, shares.exchange)
+        return own if out.dim() == len(shape) else own.flatten(0, 1)
+
+    return _with_first(forward(*args, **kwargs), share)
 
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.mesh.exchange import Exchange
-from zeromesh.tensor.functions import Gradients, share_of_dim
+from zeromesh.tensor.functions import Gradients, share_of_dim, uncompiled
 from zeromesh.tensor.products import linear, linear_grad_weight, linear_grad_x
 
 
@@ -61,8 +61,28 @@ class _Reading:
     transposed: tuple[bool, ...]
     needed: bool
     """Whether the input itself wants a gradient."""
+    trained: tuple[bool, ...]
+    """Whether the weights of layers want gradients."""
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     """Of the outputs of layers, by their number."""
+    total: torch.Tensor | None = None
+    """The gradient of the input, of the layers that backward has been through."""
+
+    def add(self, grad: torch.Tensor, weight: torch.Tensor) -> None:
+        """Add `grad @ weight` to the gradient of the input."""
+        if self.total is None:
+            self.total = linear_grad_x(grad, weight)
+        elif grad.dtype.itemsize < 4:
+            self.total += linear_grad_x(grad, weight)
+        else:
+            self.total.view(-1, self.total.shape[-1]).addmm_(grad.reshape(-1, grad.shape[-1]), weight)
+
+    def collected(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient of the input: what layers added, and `grad` that came by autograd."""
+        total, self.total = self.total, None
+        if total is None or grad is None:
+            return grad if total is None else total
+        return total.add_(grad)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,21 +124,15 @@ class SharedInput:
         """`whole` is the ranks' `share`s put together; until `forget`, whoever reads it reads that."""
         self._joined = (whole, share)
 
+    @uncompiled
     def take(self, x: torch.Tensor) -> tuple[torch.Tensor, _Reading]:
         """`x` for a member. Members that are given the same tensor get the same result."""
-        seen = self._seen
-        recorded = torch.is_grad_enabled()
-        if (
-            seen is None
-            or seen.given is not x
-            or seen.version != x._version
-            or seen.recorded != recorded
-            or seen.left == 0
-        ):
+        seen, recorded = self._seen, torch.is_grad_enabled()
+        version = 0 if x.is_inference() else x._version
+        if seen is None or seen.given is not x or (seen.version, seen.recorded) != (version, recorded):
             taken, reading = self._read(x)
-            seen = _Seen(
-                given=x, version=x._version, recorded=recorded, taken=taken, reading=reading, left=len(self._members)
-            )
+            left = len(self._members)
+            seen = _Seen(given=x, version=version, recorded=recorded, taken=taken, reading=reading, left=left)
         seen.left -= 1
         # Kept no longer than it is needed: it may be all that holds the input.
         self._seen = seen if seen.left else None
@@ -135,17 +149,21 @@ class SharedInput:
         elif self.shares is not None and self.shares.active and not self.before:
             mode = "gather"
         transposed = tuple(self._transposed)
-        reading = _Reading(exchange=self.exchange, mode=mode, transposed=transposed, needed=x.requires_grad)
-        weights = [member.weight for member in self._members]
+        weights = [cast(torch.Tensor, member.weight) for member in self._members]
+        trained = tuple(weight.requires_grad for weight in weights)
+        reading = _Reading(
+            exchange=self.exchange, mode=mode, transposed=transposed, needed=x.requires_grad, trained=trained
+        )
         taken = _Take.apply(x, share.detach(), reading, *weights)  # type: ignore[no-untyped-call]
         return cast(torch.Tensor, taken), reading
 
+    @uncompiled
     def project(self, x: torch.Tensor, number: int, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Member `number`'s `x @ weight.T + bias` of the input it was given: `x @ weight + bias` if it is transposed."""
         taken, reading = self.take(x)
         if not torch.is_grad_enabled():
             return linear(taken, weight.t() if self._transposed[number] else weight, bias)
-        return cast(torch.Tensor, _Project.apply(taken, weight, bias, reading, number))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, _Project.apply(taken, weight.detach(), bias, reading, number))  # type: ignore[no-untyped-call]
 
 
 def sequence_dim(x: torch.Tensor) -> int:
@@ -173,7 +191,8 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
         reading: _Reading = ctx.reading
         exchange, (x,) = reading.exchange, ctx.saved_tensors
-        wanted = {number for number in reading.gradients if ctx.needs_input_grad[3 + number]}
+        grad = reading.collected(grad)
+        wanted = sorted(reading.gradients)
         shared = reading.mode != "sum"
         whole = exchange.gather(x, sequence_dim(x)) if shared and wanted else None
         total = None
@@ -182,7 +201,7 @@ class _Take(torch.autograd.Function):
         if whole is not None:
             x = whole.wait()
         of_weights: list[torch.Tensor | None] = [None] * len(reading.transposed)
-        for number in sorted(wanted):
+        for number in wanted:
             left, right = reading.gradients[number], x
             if reading.transposed[number]:
                 left, right = right, left
@@ -199,7 +218,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Project(torch.autograd.Function):
-    """Backward: makes the gradient of the input, and leaves that of the output for `_Take`."""
+    """Backward: adds to the gradient of the input, and leaves that of the output for `_Take`."""
 
     @staticmethod
     def forward(
@@ -221,13 +240,12 @@ class _Project(torch.autograd.Function):
         if ctx.number in reading.gradients:
             raise PhaseError("backward ran through a column layer twice before it reached the layer's input")
         (weight,) = ctx.saved_tensors
-        of_x = None
         if reading.needed:
-            of_x = linear_grad_x(grad, weight.t() if reading.transposed[ctx.number] else weight)
-        if ctx.needs_input_grad[1]:
+            reading.add(grad, weight.t() if reading.transposed[ctx.number] else weight)
+        if reading.trained[ctx.number]:
             reading.gradients[ctx.number] = grad
         of_bias = None
         if ctx.needs_input_grad[2]:
             wide = torch.float32 if grad.dtype.itemsize < 4 else grad.dtype
             of_bias = grad.flatten(0, -2).sum(dim=0, dtype=wide).to(grad.dtype)
-        return of_x, None, of_bias, None, None
+        return None, None, of_bias, None, None
