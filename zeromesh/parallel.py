@@ -25,7 +25,7 @@ from zeromesh.pipeline.probe import Anatomy, examine
 from zeromesh.pipeline.schedule import ScheduleName
 from zeromesh.pipeline.stage import Stages, block_costs
 from zeromesh.tensor.apply import Parallelized, parallelize
-from zeromesh.tensor.plan import plan_tensor
+from zeromesh.tensor.planner import plan_tensor
 from zeromesh.zero.plan import ModelCuts
 
 

@@ -53,6 +53,7 @@ class Pipeline:
         runner = ZeroRunner(passes, self.stages, work, loss, self._queue)
         with torch.enable_grad():
             self._measured = self._executor.run(self.schedule(len(work)), runner)
+        passes.end_backwards()
         return runner.losses
 
     def evaluate(

@@ -151,6 +151,10 @@ class Passes:
         self._reduce_during(forward, deliver)
         self.end()
 
+    def end_backwards(self) -> None:
+        """All microbatches of a step have run backward, on all ranks that wait for one another."""
+        self._updater.end_backwards()
+
     def _run_backward(self, forward: Forward, gradients: Tensors) -> None:
         if forward.outputs:
             torch.autograd.backward(forward.outputs, gradients)  # type: ignore[arg-type]  # all tensors, or all edges

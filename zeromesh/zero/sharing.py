@@ -63,6 +63,10 @@ class Sharing:
         stage = here.pipeline if spec.copies is None else spec.copies.ranks[0]
         return (here.tensor, here.pipeline) == (first, stage)
 
+    def over_stages(self, bucket: Bucket) -> bool:
+        """Whether other stages of a pipeline have a bucket's parameters too."""
+        return _spec(bucket).copies is not None
+
     def start_sum(self, bucket: Bucket, gradient: torch.Tensor) -> Callable[[], None] | None:
         """Begin to sum a gradient shard over those that share it, in place; the returned call waits for it. None: nobody does."""
         found = self._sets[_spec(bucket).shared_by]

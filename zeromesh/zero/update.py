@@ -60,6 +60,7 @@ class Updater:
         }
         self._sums: dict[int, Callable[[], None]] = {}
         self._ready: deque[Bucket] = deque()
+        self._tied: list[Bucket] = []
         self._retired: set[int] = set()
         self._last = True
         self._order: Sequence[Bucket] = ()
@@ -112,6 +113,7 @@ class Updater:
         self._lr_factor = lr_factor
         self._squares = 0.0
         self.shards.begin_step()
+        self._retired = set()
         self.last_order = []
 
     def begin_backward(self, order: Sequence[Bucket], *, first: bool, last: bool) -> None:
@@ -119,7 +121,6 @@ class Updater:
         say so."""
         self._order = order
         self.shards.begin(first=first)
-        self._retired = set()
         self._last = last
         self._in_backward = last and self._options.optimizer_in_backward
 
@@ -130,6 +131,13 @@ class Updater:
                 self.shards.put_away(bucket, last=False)
             return
         self.shards.make_room(bucket)
+        if self.sharing.over_stages(bucket):
+            self._tied.append(bucket)  # The other stage may be waiting for what comes after this backward.
+        else:
+            self._share(bucket)
+
+    def _share(self, bucket: Bucket) -> None:
+        """Sum over those that share a bucket, and update or put it away if that is now."""
         wait = self.sharing.start_sum(bucket, gradient_of(bucket))
         if wait is not None:
             self._sums[id(bucket)] = wait
@@ -163,6 +171,14 @@ class Updater:
         for bucket in self._buckets:
             self._complete(bucket)
         self.shards.settle()
+
+    def end_backwards(self) -> None:
+        """All of a step's backwards are over on this rank, and none of another rank waits for it: sum what stages share."""
+        tied, self._tied = sorted(self._tied, key=lambda bucket: bucket.layout.slots[0].spec.name), []
+        for bucket in tied:
+            self._share(bucket)
+        if tied:
+            self.end_backward(())
 
     def finish(self, units: Iterable[Unit], factor: float, *, loss_finite: bool) -> StepOutcome:
         """Clip and update, unless backward has done so; gradients are first multiplied by `factor` and unscaled.
@@ -220,6 +236,7 @@ class Updater:
     def abandon(self) -> None:
         """Forget a step that has ended before its time, and has changed nothing."""
         self._ready.clear()
+        self._tied.clear()
         self._sums.clear()
         self._stream.forget()
         self.shards.abandon(self._buckets)
