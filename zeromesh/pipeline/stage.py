@@ -19,7 +19,7 @@ from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.pipeline.balance import ExpertBalance
 from zeromesh.pipeline.cut import Cut, cut_by_cost, cut_by_hand
 from zeromesh.pipeline.probe import Anatomy, body_inputs, examine
-from zeromesh.pipeline.stubs import BlockStub, NanStub, Slot
+from zeromesh.pipeline.stubs import BlockStub, NanStub, Slot, meta_copy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,14 +86,29 @@ def cut_model(
     return Stages(model, anatomy, cut, [chunk * ranks + index for chunk in range(chunks)])
 
 
+def copies_outside(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
+    """Copies without memory of the modules outside the blocks, which tell what other stages do not compute."""
+    return {name: meta_copy(model.get_submodule(name)) for name in (*anatomy.before, *anatomy.after)}
+
+
 class Stages:
     """The chunks of one rank, made from a model that is not on other hands meanwhile.
 
     `own` has the stage of each chunk, in order. Outside of `chunk` all modules of all own chunks are in the model.
     """
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, cut: Cut, own: Sequence[int]) -> None:
-        """Raises LayoutError when the cut is not the model's, or a stage does not exist."""
+    def __init__(
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        cut: Cut,
+        own: Sequence[int],
+        outside: Mapping[str, nn.Module] | None = None,
+    ) -> None:
+        """`outside` has what `copies_outside` made of a model whose layers have been divided since.
+
+        Raises LayoutError when the cut is not the model's, or a stage does not exist.
+        """
         if cut.blocks != anatomy.count:
             raise LayoutError(f"the cut is of {cut.blocks} blocks, the model has {anatomy.count}")
         if not own or any(not 0 <= stage < cut.stages for stage in own):
@@ -106,13 +121,13 @@ class Stages:
         self._slot = Slot()
         self._running = False
         self._balance = ExpertBalance.of(model) if cut.stages > 1 else None
-        self._places = self._find_places()
+        self._places = self._find_places(outside or copies_outside(model, anatomy))
         self._names = _names_by_parameter(model)
         self.ties = self._find_ties()
         """Parameters of which several stages have a copy."""
         self._remove_foreign()
 
-    def _find_places(self) -> list[_Place]:
+    def _find_places(self, outside: Mapping[str, nn.Module]) -> list[_Place]:
         """Every module that belongs to one stage."""
         anatomy, places = self._anatomy, []
         for stage, blocks in enumerate(self._ranges):
@@ -124,7 +139,7 @@ class Stages:
         for names, stage in ((anatomy.before, 0), (anatomy.after, self.count - 1)):
             for name in names:
                 module = self.model.get_submodule(name)
-                places.append(self._place(name, module, NanStub(module, self._slot), stage))
+                places.append(self._place(name, module, NanStub(module, outside[name], self._slot), stage))
         return places
 
     def _place(self, name: str, module: nn.Module, stub: nn.Module, stage: int) -> _Place:

@@ -82,13 +82,11 @@ class BlockStub(_Stub):
 class NanStub(_Stub):
     """Stands for a module outside the blocks: returns NaN in the shapes that the module would return."""
 
-    def __init__(self, foreign: nn.Module, slot: Slot) -> None:
+    def __init__(self, foreign: nn.Module, shape: nn.Module, slot: Slot) -> None:
+        """`shape` is a copy of it on the meta device, see `meta_copy`."""
         super().__init__(foreign)
         self._slot = slot
-        tensors = [*foreign.parameters(), *foreign.buffers()]
-        on_meta = {id(each): torch.empty_like(each, device="meta") for each in tensors}
-        # A copy of its own: what hooks the module later, or gives it another chunk's memory, does not hook this.
-        self._copy = (copy.deepcopy(foreign, on_meta).eval(),)
+        self._copy = (shape,)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = pytree.tree_leaves((args, kwargs))
@@ -105,3 +103,9 @@ class NanStub(_Stub):
         received = self._slot.received
         dtype = like.dtype if received is None else received.dtype
         return torch.full((), float("nan"), dtype=dtype, device=device).expand(like.shape)
+
+
+def meta_copy(module: nn.Module) -> nn.Module:
+    """A copy without memory that tells the shapes of what `module` returns: what is done to that one later, it does not feel."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return copy.deepcopy(module, {id(each): torch.empty_like(each, device="meta") for each in tensors}).eval()
