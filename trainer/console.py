@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Protocol, Self, TextIO
 
@@ -252,7 +252,7 @@ def step_line(metrics: StepMetrics, *, total_steps: int = 0) -> str:
         f"{human_count(metrics.tokens_per_second)} tokens/s",
         f"{human_seconds(metrics.step_seconds)}/step",
         human_bytes(metrics.peak_memory_bytes),
-        *(f"{name} {value}" for name, value in metrics.extras.items()),
+        *(f"{name} {value}" for name, value in metrics.extras.items() if not isinstance(value, Mapping)),
     ]
     return "  ".join(parts)
 

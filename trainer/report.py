@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from zeromesh.errors import NonFiniteError
+from zeromesh.mesh.traffic import Figures, added, traffic_table
 from zeromesh.trainer.metrics import StepMetrics
 from zeromesh.trainer.step import StepResult
 
@@ -42,6 +44,8 @@ class Progress:
         self._in_a_row = 0
         self._earlier = 0
         self._last_loss: float | None = None
+        self._communication: Figures = {}
+        self._bubbles: list[Mapping[str, float]] = []
 
     @property
     def tokens(self) -> int:
@@ -79,6 +83,12 @@ class Progress:
         if result.loss_scale != 1.0:
             extras["loss_scale"] = result.loss_scale
         extras |= {f"{tier}_wait_seconds": round(seconds, 4) for tier, seconds in result.waited.items()}
+        if result.bubble:
+            extras["bubble"] = {name: round(part, 4) for name, part in result.bubble.items()}
+            self._bubbles.append(result.bubble)
+        if result.communication:
+            extras["communication"] = result.communication
+            self._communication = added(self._communication, result.communication)
         return StepMetrics(
             step=step,
             loss=result.loss,
@@ -90,6 +100,22 @@ class Progress:
             peak_memory_bytes=peak,
             extras=extras,
         )
+
+    def notes(self) -> list[str]:
+        """What the steps have told on average, and how long a pipeline has stood still."""
+        found = []
+        if self._communication:
+            table = traffic_table(self._communication, steps=len(self._seconds)).replace("\n", "\n  ")
+            found.append(f"communication of this rank in a step:\n  {table}")
+        if self._bubbles:
+            measured, predicted = (
+                sorted(each[name] for each in self._bubbles)[len(self._bubbles) // 2]
+                for name in ("measured", "predicted")
+            )
+            found.append(
+                f"pipeline: ranks stood still for {measured:.0%} of a step (median; {predicted:.0%} predicted)"
+            )
+        return found
 
     def check(self, step: int) -> None:
         """Raise `NonFiniteError` after too many skipped steps in a row."""

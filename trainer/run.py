@@ -118,6 +118,8 @@ class Run:
         axes = [f"{axis} {size}" for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1]
         ranks = f"{shape.world_size} {device} ranks: {' x '.join(axes)}" if axes else f"1 {device} rank"
         self.console.note(f"{self.config.run.name}: ZeRO stage {self.config.zero.stage} on {ranks}")
+        if shape.tensor > 1 or shape.pipeline > 1:
+            self.console.note(self.mesh.picture())
         self.console.note(f"batch: {self.plan.equation()}")
         self.console.note(precision)
 
@@ -233,6 +235,7 @@ class Run:
             f"done: {report.final_step} steps, loss {report.final_loss:.4f}, "
             f"{human_count(report.tokens_per_second)} tokens/s, peak memory {human_bytes(report.peak_memory_bytes)} a rank"
         )
+        self._tell(self.progress.notes())
         self._make_whole()
         self.report = report
         return report

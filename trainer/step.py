@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.groups import Mesh
+from zeromesh.mesh.traffic import Figures
 from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.pipeline.runner import Work
 from zeromesh.trainer.batching import BatchPlan, Microbatch, SampleOrder
@@ -90,6 +91,10 @@ class StepResult:
     cause: str = ""
     waited: Mapping[str, float] = field(default_factory=dict)
     """Seconds that this rank stood still for bytes of a tier, by its name."""
+    communication: Figures = field(default_factory=dict)
+    """What this rank told others, by axis and collective."""
+    bubble: Mapping[str, float] = field(default_factory=dict)
+    """The part of the step in which ranks of a pipeline did not compute, `predicted` and `measured`."""
     votes: Votes = field(default_factory=Votes)
 
 
@@ -176,9 +181,15 @@ class Stepper:
             skipped=outcome.skipped,
             cause=outcome.cause,
             waited={tier.value: seconds for tier, seconds in outcome.waited.items()},
+            communication=self._mesh.traffic.take(),
+            bubble=self._bubble(),
             loss_scale=outcome.loss_scale,
             seconds=time.perf_counter() - began,
         )
+
+    def _bubble(self) -> dict[str, float]:
+        found = self._pipeline.bubble() if self._pipeline is not None else None
+        return {} if found is None else {"predicted": found.predicted, "measured": found.measured}
 
     def evaluate(self, feed: Feed, go_on: Callable[[int, int], bool]) -> EvaluationResult | None:
         """Mean loss over the feed's dataset, each sample once, as one batch of its plan; None where it was not to go on.
