@@ -155,6 +155,10 @@ class ParallelSection(Section):
         default=None,
         description="Blocks of each stage, first to last; null: so that stages have about as many parameters.",
     )
+    order: Literal["topology", "launch"] = Field(
+        default="topology",
+        description="How processes become ranks: host by host, so that tensor ranks are neighbours, or as they were launched.",
+    )
     transport: Literal["auto", "shared", "gloo", "nccl"] = Field(
         default="auto",
         description="How ranks exchange tensors: host-shared memory, gloo or NCCL; auto: the fastest that works.",
