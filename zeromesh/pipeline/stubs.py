@@ -79,23 +79,27 @@ class BlockStub(_Stub):
         return self._form.around(hidden)
 
 
-class NanStub(_Stub):
-    """Stands for a module outside the blocks: returns NaN in the shapes that the module would return."""
+def shadow_of(module: nn.Module) -> nn.Module:
+    """A copy on the meta device, which gives the shapes that the module gives, whatever becomes of the module."""
+    tensors = [*module.parameters(), *module.buffers()]
+    on_meta = {id(each): torch.empty_like(each, device="meta") for each in tensors}
+    return copy.deepcopy(module, on_meta).eval()
 
-    def __init__(self, foreign: nn.Module, slot: Slot) -> None:
+
+class NanStub(_Stub):
+    """Stands for a module outside the blocks: returns NaN in the shapes that `shadow` returns."""
+
+    def __init__(self, foreign: nn.Module, shadow: nn.Module, slot: Slot) -> None:
         super().__init__(foreign)
         self._slot = slot
-        tensors = [*foreign.parameters(), *foreign.buffers()]
-        on_meta = {id(each): torch.empty_like(each, device="meta") for each in tensors}
-        # A copy of its own: what hooks the module later, or gives it another chunk's memory, does not hook this.
-        self._copy = (copy.deepcopy(foreign, on_meta).eval(),)
+        self._shadow = (shadow,)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = pytree.tree_leaves((args, kwargs))
         device = next((leaf.device for leaf in given if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
         to_meta = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         with torch.no_grad():
-            output = self._copy[0](*to_meta[0], **to_meta[1])
+            output = self._shadow[0](*to_meta[0], **to_meta[1])
         return pytree.tree_map_only(torch.Tensor, lambda tensor: self._nan(tensor, device), output)
 
     def _nan(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
