@@ -34,7 +34,7 @@ def boards() -> Iterator[Boards]:
 
 def watch_of(board: SharedBoard, rank: int, timeout: float = 0.3, *, compare: bool = True) -> Watch:
     watch = Watch(board, rank, timeout, compare_events=compare)
-    watch.name_units(["unit root", "unit a", "unit b"])
+    watch.name_units({each: ["unit root", "unit a", "unit b"] for each in range(8)})
     return watch
 
 

@@ -105,7 +105,8 @@ class Run:
         source.close()
         if mesh.device.type == "cpu":
             settle_heap(setting(TUNABLES) or "")
-        self.stepper = Stepper(self.model, self.loss, mesh, options.precision.compute, self.engine)
+        pipeline = self.divided.pipeline
+        self.stepper = Stepper(self.model, self.loss, mesh, options.precision.compute, self.engine, pipeline)
         self.console.note(self._size(self.engine))
         self._tell([note for note in [self.engine.updater.place.note()] if note])
 
@@ -125,10 +126,10 @@ class Run:
             self.console.note(note)
 
     def _size(self, engine: ZeroEngine) -> str:
-        count = sum(bucket.layout.numel for unit in engine.units for bucket in unit.buckets)
-        units = f"{len(engine.units)} unit{'s' if len(engine.units) > 1 else ''}"
-        sums = f", gradients summed over {engine.reduction_name}" if self.mesh.world_size > 1 else ""
-        return f"{type(self.model).__name__}: {human_count(count)} parameters in {units}{sums}"
+        here = " on this rank" if self.divided.pipeline is not None else ""
+        units = f"{len(engine.units)} unit{'s' if len(engine.units) > 1 else ''}{here}"
+        sums = f", gradients summed over {engine.reduction_name}" if self.mesh.shard.size > 1 else ""
+        return f"{type(self.model).__name__}: {human_count(engine.state.numel)} parameters in {units}{sums}"
 
     def _kept_inputs(self, blocks: int, options: ZeroOptions) -> int:
         """Bytes of the inputs of so many blocks; 0 where samples are of the user's own lengths."""
@@ -403,3 +404,4 @@ class Run:
         if self.engine is not None:
             self.engine.close()
             self.engine = None
+        self.divided.close()

@@ -83,7 +83,14 @@ def divide_model(model: nn.Module, config: TrainerConfig, mesh: Mesh) -> Divided
         LayoutError: for a model that cannot be divided so.
     """
     parallel = config.parallel
-    options = ParallelOptions(rules=parallel.plan or {}, sequence=parallel.sequence, transport=parallel.transport)
+    options = ParallelOptions(
+        rules=parallel.plan or {},
+        sequence=parallel.sequence,
+        transport=parallel.transport,
+        schedule=parallel.schedule,
+        chunks=parallel.chunks,
+        stages=parallel.stages or (),
+    )
     return divide(model, mesh, options)
 
 

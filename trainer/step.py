@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.groups import Mesh
+from zeromesh.pipeline.pipeline import Pipeline
+from zeromesh.pipeline.runner import Work
 from zeromesh.trainer.batching import BatchPlan, Microbatch, SampleOrder
 from zeromesh.trainer.collate import Collate, MapDataset, fetch_microbatch
 from zeromesh.trainer.hf.losses import Loss
@@ -102,13 +105,21 @@ class Stepper:
     """Runs training steps of an engine, and evaluations of the model with or without one."""
 
     def __init__(
-        self, model: nn.Module, loss: Loss, mesh: Mesh, compute_dtype: torch.dtype, engine: ZeroEngine | None
+        self,
+        model: nn.Module,
+        loss: Loss,
+        mesh: Mesh,
+        compute_dtype: torch.dtype,
+        engine: ZeroEngine | None,
+        pipeline: Pipeline | None = None,
     ) -> None:
+        """`pipeline`: the engine's model is but some stages of it."""
         self._model = model
         self._loss = loss
         self._mesh = mesh
         self._dtype = compute_dtype
         self._engine = engine
+        self._pipeline = pipeline
         self.gradient_factor = 1.0
         """What gradients have to be multiplied by, between the last backward and the update, to be the loss's."""
 
@@ -134,27 +145,31 @@ class Stepper:
         seed = 1.0 if count is None else 1.0 / max(1, count)
         engine.begin_step(step, lr_factor)
         sums = torch.tensor([0, 0, 0, vote.terminate, vote.interrupt], dtype=torch.float64)
-        for number, (microbatch, batch) in enumerate(zip(microbatches, batches, strict=True)):
-            weight = microbatch.weight
-            where = EngineMicrobatch(
+        where = [
+            EngineMicrobatch(
                 step=step,
-                first_sample=microbatch.first_sample,
+                first_sample=each.first_sample,
                 first=number == 0,
                 last=number == len(microbatches) - 1,
             )
-            loss = self._forward_backward(engine, batch, seed * weight, where)
-            if weight:
-                sums[:3] += torch.tensor([float(loss), self._loss.last_count, _tokens(batch)], dtype=torch.float64)
+            for number, each in enumerate(microbatches)
+        ]
+        seeds = [seed * each.weight for each in microbatches]
+        for (loss, targets), each, batch in zip(
+            self._forwards_backwards(engine, batches, seeds, where), microbatches, batches, strict=True
+        ):
+            if each.weight and self._speaks:
+                sums[:3] += torch.tensor([float(loss), targets, _tokens(batch)], dtype=torch.float64)
         loss_finite = math.isfinite(sums[0])
-        self._mesh.data.sum_(sums, "sum of the loss")
-        total, targets = float(sums[0]), int(sums[1])
-        factor = 1.0 if count is not None else 1.0 / max(1, targets)
+        self._mesh.world.sum_(sums, "sum of the loss")
+        total, count_found = float(sums[0]), int(sums[1])
+        factor = 1.0 if count is not None else 1.0 / max(1, count_found)
         self.gradient_factor = factor / engine.updater.scaler.scale
         before_update()
         outcome = engine.finish_step(factor, loss_finite=loss_finite)
         return StepResult(
-            loss=total / targets if targets else float("nan"),
-            targets=targets,
+            loss=total / count_found if count_found else float("nan"),
+            targets=count_found,
             tokens=int(sums[2]),
             votes=Votes(terminate=int(sums[3]), interrupt=int(sums[4])),
             grad_norm=outcome.grad_norm,
@@ -173,16 +188,43 @@ class Stepper:
         microbatches = feed.plan.microbatches(0, self._mesh.data_index)
         sums = torch.zeros(2, dtype=torch.float64)
         with _in_evaluation_mode(self._model):
-            for number, microbatch in enumerate(microbatches, start=1):
-                batch = self._to_device(feed.fetch(microbatch))
-                loss = self._forward(batch)
-                if microbatch.weight:
-                    sums[:3] += torch.tensor([float(loss), self._loss.last_count], dtype=torch.float64)
-                if not go_on(number, len(microbatches)):
+            for number, group in enumerate(_groups(microbatches, self._evaluated_at_once), start=1):
+                batches = [self._to_device(feed.fetch(each)) for each in group]
+                for each, (loss, targets) in zip(group, self._forwards(batches), strict=True):
+                    if each.weight and self._speaks:
+                        sums += torch.tensor([float(loss), targets], dtype=torch.float64)
+                done = min(number * self._evaluated_at_once, len(microbatches))
+                if not go_on(done, len(microbatches)):
                     return None
-        self._mesh.data.sum_(sums, "sum of the evaluation loss")
+        self._mesh.world.sum_(sums, "sum of the evaluation loss")
         targets = int(sums[1])
         return EvaluationResult(loss=float(sums[0]) / targets if targets else float("nan"), targets=targets)
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank counts what several ranks see alike: one tensor rank, of the stage that knows the loss."""
+        return self._mesh.tensor.index == 0 and (self._pipeline is None or self._pipeline.is_last)
+
+    @property
+    def _evaluated_at_once(self) -> int:
+        """Microbatches that are in a pipeline together."""
+        return 2 * self._mesh.pipeline.size if self._pipeline is not None else 1
+
+    def _forwards(self, batches: Sequence[dict[str, Any]]) -> list[tuple[Tensor, int]]:
+        """The loss of each batch and its targets, where this rank speaks."""
+        if self._pipeline is None or self._engine is None:
+            return [(self._forward(batch), self._loss.last_count) for batch in batches]
+        counts: list[int] = []
+
+        def loss_of(batch: Mapping[str, Any], seed: float) -> Tensor:
+            loss = self._loss(self._model, batch, seed=seed)
+            counts.append(self._loss.last_count)
+            return loss
+
+        nowhere = EngineMicrobatch(step=0, first_sample=0, first=True, last=True)
+        work = [Work(batch=batch, where=nowhere, seed=0.0) for batch in batches]
+        losses = self._pipeline.evaluate(self._engine.passes, work, loss_of, self._engine.evaluation())
+        return list(zip(losses, counts or [0] * len(losses), strict=True))
 
     def _forward(self, batch: dict[str, Any]) -> Tensor:
         if self._engine is None:
@@ -191,22 +233,42 @@ class Stepper:
         with self._engine.evaluation():
             return self._loss(self._model, batch, seed=0.0)
 
-    def _forward_backward(
-        self, engine: ZeroEngine, batch: dict[str, Any], seed: float, where: EngineMicrobatch
-    ) -> Tensor:
-        on_device = self._to_device(batch)
-        scaled = seed * engine.updater.scaler.scale
+    def _forwards_backwards(
+        self,
+        engine: ZeroEngine,
+        batches: Sequence[dict[str, Any]],
+        seeds: Sequence[float],
+        where: Sequence[EngineMicrobatch],
+    ) -> Iterator[tuple[Tensor, int]]:
+        """Run a step's microbatches; gives the loss of each and its targets, where this rank speaks."""
+        scale = engine.updater.scaler.scale
+        if self._pipeline is None:
+            for batch, seed, at in zip(batches, seeds, where, strict=True):
+                run = partial(self._loss_of, self._to_device(batch), seed * scale)
+                yield engine.forward_backward(run, seed, at), self._loss.last_count
+            return
+        counts: list[int] = []
 
-        def run() -> Tensor:
-            loss = self._loss(self._model, on_device, seed=scaled)
-            if self._loss.last_count and not loss.requires_grad:
-                raise ConfigError(
-                    "the loss does not depend on any trained parameter: it was computed under no_grad, detached, or made "
-                    "into a number and back"
-                )
+        def loss_of(batch: Mapping[str, Any], seed: float) -> Tensor:
+            loss = self._loss_of(batch, seed)
+            counts.append(self._loss.last_count)
             return loss
 
-        return engine.forward_backward(run, seed, where)
+        work = [
+            Work(batch=self._to_device(batch), where=at, seed=seed * scale)
+            for batch, seed, at in zip(batches, seeds, where, strict=True)
+        ]
+        losses = engine.forwards_backwards(partial(self._pipeline.train, engine.passes, work, loss_of))
+        yield from zip(losses, counts or [0] * len(losses), strict=True)
+
+    def _loss_of(self, batch: Mapping[str, Any], seed: float) -> Tensor:
+        loss = self._loss(self._model, batch, seed=seed)
+        if self._loss.last_count and not loss.requires_grad:
+            raise ConfigError(
+                "the loss does not depend on any trained parameter: it was computed under no_grad, detached, or made into a "
+                "number and back"
+            )
+        return loss
 
     def _known_count(self, microbatches: tuple[Microbatch, ...], batches: list[dict[str, Any]]) -> int | None:
         """Targets of the global batch, or None where the loss tells only after forward."""
@@ -251,3 +313,8 @@ def _tokens(batch: Mapping[str, Any]) -> int:
         return ids.numel()
     first = next((value for value in batch.values() if isinstance(value, Tensor)), None)
     return 0 if first is None else first.shape[0]
+
+
+def _groups(microbatches: Sequence[Microbatch], count: int) -> Iterator[Sequence[Microbatch]]:
+    for start in range(0, len(microbatches), count):
+        yield microbatches[start : start + count]

@@ -23,7 +23,7 @@ from zeromesh.pipeline.cut import Cut, cut_by_cost, cut_by_hand
 from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.pipeline.probe import Anatomy, examine
 from zeromesh.pipeline.schedule import ScheduleName
-from zeromesh.pipeline.stage import Stages, block_costs, shadows_of
+from zeromesh.pipeline.stage import Stages, block_costs, copies_outside
 from zeromesh.tensor.apply import Parallelized, parallelize
 from zeromesh.tensor.planner import plan_tensor
 from zeromesh.zero.plan import ModelCuts
@@ -75,14 +75,14 @@ def divide(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Divided:
     """
     anatomy = examine(model) if mesh.pipeline.size > 1 else None
     cut = _cut(model, anatomy, mesh, options) if anatomy is not None else None
-    shadows = shadows_of(model, anatomy) if anatomy is not None else {}
+    outside = copies_outside(model, anatomy) if anatomy is not None else None
     tensor = _divide_layers(model, mesh, options) if mesh.tensor.size > 1 else None
     parts, notes = (tensor.parts, tensor.notes) if tensor is not None else ({}, ())
     if anatomy is None or cut is None:
         return Divided(cuts=ModelCuts(parts=parts), tensor=tensor, notes=notes)
     ranks = mesh.pipeline.size
     own = [chunk * ranks + mesh.pipeline.index for chunk in range(options.chunks)]
-    stages = Stages(model, anatomy, cut, own, shadows)
+    stages = Stages(model, anatomy, cut, own, outside)
     blocks = [model.get_submodule(f"{anatomy.blocks}.{index}") for stage in own for index in cut.ranges()[stage]]
     cuts = ModelCuts(
         parts=parts,

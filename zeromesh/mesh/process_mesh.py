@@ -97,6 +97,8 @@ class ProcessMesh:
                 f"rank {self.rank} could not join the others at {environment.master_address}:{environment.master_port} "
                 f"({str(error).splitlines()[0]}); a rank has ended meanwhile, or cannot be reached"
             ) from error
+        if self.watch is not None:
+            self.watch.compare_with(self.data.ranks)
         self.process_sets = ProcessSets(self.world, self._links, self.traffic, self._as_set)
         self.data_index = shape.data_index(self.rank)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -100,7 +100,8 @@ class Watch:
         self._rank = rank
         self.timeout_seconds = timeout_seconds
         self._compare_events = compare_events
-        self._names: Sequence[str] = ()
+        self._names: Mapping[int, Sequence[str]] = {}
+        self._alike: frozenset[int] | None = None
         self._step = 0  # Counted from 1, as everything that a person reads; 0 before the first.
         self._doing = (Activity.IDLE, -1)
         self._events: dict[int, tuple[int, int]] = {}
@@ -119,9 +120,13 @@ class Watch:
         finally:
             self.timeout_seconds = usual
 
-    def name_units(self, names: Sequence[str]) -> None:
-        """Names that unit numbers stand for in messages."""
+    def name_units(self, names: Mapping[int, Sequence[str]]) -> None:
+        """Names that unit numbers stand for in messages, by rank."""
         self._names = names
+
+    def compare_with(self, ranks: Iterable[int]) -> None:
+        """These ranks, and no others, go through the same events as this one. Before it is said, all do."""
+        self._alike = frozenset(ranks)
 
     def post(self, activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
         """Say what this rank does now; `step` counts from 0."""
@@ -214,7 +219,7 @@ class Watch:
     def state(self, rank: int) -> RankState:
         """What a rank last said of itself."""
         row = self._board.row(rank)
-        where = self._unit_name(row.unit)
+        where = self._unit_name(rank, row.unit)
         doing = Activity(row.activity).phrase + ("" if row.activity in _WITHOUT_UNIT else f" {where}")
         return RankState(
             pid=row.pid, step=row.step, doing=doing, progress=self._board.progress(rank), failure=row.failure
@@ -225,8 +230,9 @@ class Watch:
         state = self.state(rank)
         return f"rank {rank} (pid {state.pid}) was {state.doing} {_when(state.step)}"
 
-    def _unit_name(self, unit: int) -> str:
-        return self._names[unit] if 0 <= unit < len(self._names) else "the run's counters"
+    def _unit_name(self, rank: int, unit: int) -> str:
+        names = self._names.get(rank, ())
+        return names[unit] if 0 <= unit < len(names) else "the run's counters"
 
     def _broken(self, error: RuntimeError, peers: Sequence[int], what: str) -> CollectiveError:
         """A transport's own error, usually a closed connection: look for the rank that explains it."""
@@ -263,7 +269,8 @@ class Watch:
         self._compare(peers)
 
     def _compare(self, peers: Sequence[int]) -> None:
-        for peer, (stream, (number, word)) in product(peers, self._events.items()):
+        alike = [peer for peer in peers if self._alike is None or peer in self._alike]
+        for peer, (stream, (number, word)) in product(alike, self._events.items()):
             theirs = self._board.event_of(peer, stream, number)
             if theirs is not None and theirs != word:
                 self.in_doubt = True
@@ -290,7 +297,7 @@ class Watch:
 
     def _phrase(self, word: int) -> str:
         activity, unit = divmod(word & _CODE, 1 << _UNIT_BITS)
-        return f"{Activity(activity).phrase} {self._unit_name(unit - 1)}"
+        return f"{Activity(activity).phrase} {self._unit_name(self._rank, unit - 1)}"
 
     def progress_of(self, peers: Sequence[int]) -> int:
         """Sum of the peers' progress counters; it moves while any of them works."""

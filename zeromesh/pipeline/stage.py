@@ -19,7 +19,7 @@ from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.pipeline.balance import ExpertBalance
 from zeromesh.pipeline.cut import Cut, cut_by_cost, cut_by_hand
 from zeromesh.pipeline.probe import Anatomy, body_inputs, examine
-from zeromesh.pipeline.stubs import BlockStub, NanStub, Slot, shadow_of
+from zeromesh.pipeline.stubs import BlockStub, NanStub, Slot, meta_copy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,11 +58,6 @@ def block_costs(model: nn.Module, anatomy: Anatomy) -> tuple[list[float], float,
     return blocks, sum(map(size, anatomy.before)), sum(map(size, anatomy.after))
 
 
-def shadows_of(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
-    """Copies on the meta device of what is outside the blocks, by name: a divided layer's own forward would talk to other ranks."""
-    return {name: shadow_of(model.get_submodule(name)) for name in (*anatomy.before, *anatomy.after)}
-
-
 def cut_model(
     model: nn.Module,
     *,
@@ -91,11 +86,15 @@ def cut_model(
     return Stages(model, anatomy, cut, [chunk * ranks + index for chunk in range(chunks)])
 
 
+def copies_outside(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
+    """Copies without memory of the modules outside the blocks, which tell what other stages do not compute."""
+    return {name: meta_copy(model.get_submodule(name)) for name in (*anatomy.before, *anatomy.after)}
+
+
 class Stages:
     """The chunks of one rank, made from a model that is not on other hands meanwhile.
 
-    `own` has the stage of each chunk, in order. Outside of `chunk` all modules of all own chunks are in the model. `shadows` are
-    those of the model before its layers were divided, where they were.
+    `own` has the stage of each chunk, in order. Outside of `chunk` all modules of all own chunks are in the model.
     """
 
     def __init__(
@@ -104,9 +103,12 @@ class Stages:
         anatomy: Anatomy,
         cut: Cut,
         own: Sequence[int],
-        shadows: Mapping[str, nn.Module] | None = None,
+        outside: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        """Raises LayoutError when the cut is not the model's, or a stage does not exist."""
+        """`outside` has what `copies_outside` made of a model whose layers have been divided since.
+
+        Raises LayoutError when the cut is not the model's, or a stage does not exist.
+        """
         if cut.blocks != anatomy.count:
             raise LayoutError(f"the cut is of {cut.blocks} blocks, the model has {anatomy.count}")
         if not own or any(not 0 <= stage < cut.stages for stage in own):
@@ -119,13 +121,13 @@ class Stages:
         self._slot = Slot()
         self._running = False
         self._balance = ExpertBalance.of(model) if cut.stages > 1 else None
-        self._places = self._find_places(shadows_of(model, anatomy) if shadows is None else shadows)
+        self._places = self._find_places(outside or copies_outside(model, anatomy))
         self._names = _names_by_parameter(model)
         self.ties = self._find_ties()
         """Parameters of which several stages have a copy."""
         self._remove_foreign()
 
-    def _find_places(self, shadows: Mapping[str, nn.Module]) -> list[_Place]:
+    def _find_places(self, outside: Mapping[str, nn.Module]) -> list[_Place]:
         """Every module that belongs to one stage."""
         anatomy, places = self._anatomy, []
         for stage, blocks in enumerate(self._ranges):
@@ -137,7 +139,7 @@ class Stages:
         for names, stage in ((anatomy.before, 0), (anatomy.after, self.count - 1)):
             for name in names:
                 module = self.model.get_submodule(name)
-                places.append(self._place(name, module, NanStub(module, shadows[name], self._slot), stage))
+                places.append(self._place(name, module, NanStub(module, outside[name], self._slot), stage))
         return places
 
     def _place(self, name: str, module: nn.Module, stub: nn.Module, stage: int) -> _Place:

@@ -79,27 +79,21 @@ class BlockStub(_Stub):
         return self._form.around(hidden)
 
 
-def shadow_of(module: nn.Module) -> nn.Module:
-    """A copy on the meta device, which gives the shapes that the module gives, whatever becomes of the module."""
-    tensors = [*module.parameters(), *module.buffers()]
-    on_meta = {id(each): torch.empty_like(each, device="meta") for each in tensors}
-    return copy.deepcopy(module, on_meta).eval()
-
-
 class NanStub(_Stub):
-    """Stands for a module outside the blocks: returns NaN in the shapes that `shadow` returns."""
+    """Stands for a module outside the blocks: returns NaN in the shapes that the module would return."""
 
-    def __init__(self, foreign: nn.Module, shadow: nn.Module, slot: Slot) -> None:
+    def __init__(self, foreign: nn.Module, shape: nn.Module, slot: Slot) -> None:
+        """`shape` is a copy of it on the meta device, see `meta_copy`."""
         super().__init__(foreign)
         self._slot = slot
-        self._shadow = (shadow,)
+        self._copy = (shape,)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = pytree.tree_leaves((args, kwargs))
         device = next((leaf.device for leaf in given if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
         to_meta = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         with torch.no_grad():
-            output = self._shadow[0](*to_meta[0], **to_meta[1])
+            output = self._copy[0](*to_meta[0], **to_meta[1])
         return pytree.tree_map_only(torch.Tensor, lambda tensor: self._nan(tensor, device), output)
 
     def _nan(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -109,3 +103,9 @@ class NanStub(_Stub):
         received = self._slot.received
         dtype = like.dtype if received is None else received.dtype
         return torch.full((), float("nan"), dtype=dtype, device=device).expand(like.shape)
+
+
+def meta_copy(module: nn.Module) -> nn.Module:
+    """A copy without memory that tells the shapes of what `module` returns: what is done to that one later, it does not feel."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return copy.deepcopy(module, {id(each): torch.empty_like(each, device="meta") for each in tensors}).eval()

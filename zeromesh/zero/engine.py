@@ -9,8 +9,10 @@ What a stage changes is where things lie (`options.placements`), never which cod
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +36,8 @@ from zeromesh.zero.unit import Unit, all_buckets
 from zeromesh.zero.update import StepOutcome, Updater
 from zeromesh.zero.walk import Microbatch, Mode
 
+_Result = TypeVar("_Result")
+
 
 class ZeroEngine:
     """Runs forward, backward and update of a model whose units `build_units` has made."""
@@ -55,7 +59,7 @@ class ZeroEngine:
         self._mixed = False
         """Whether some weights may be of one state and some of another."""
         if mesh.watch is not None:
-            mesh.watch.name_units([f"unit {unit.name}" for unit in self.units])
+            mesh.watch.name_units(_names_by_rank(mesh, self.units))
         self._hooks = Hooks(self.units, self.passes)
         if not self._sharded:
             self._gather_all()
@@ -136,6 +140,19 @@ class ZeroEngine:
             raise
         self._mixed = updates
         return loss
+
+    def forwards_backwards(self, run: Callable[[], _Result]) -> _Result:
+        """Run all microbatches of a step by a schedule, whose actions are calls of `passes`; what `run` gives.
+
+        Raises:
+            CollectiveError: when a peer is gone, late or in another unit.
+        """
+        self._mixed = self.options.optimizer_in_backward
+        try:
+            return run()
+        except BaseException as error:
+            self.mesh.fail(error)
+            raise
 
     def finish_step(self, factor: float = 1.0, *, loss_finite: bool = True) -> StepOutcome:
         """Update the parameters from the gradients, which are first multiplied by `factor`.
@@ -238,6 +255,13 @@ class ZeroEngine:
         self.transport.close()
         if self._reduction is not self.transport:
             self._reduction.close()
+
+
+def _names_by_rank(mesh: Mesh, units: Sequence[Unit]) -> dict[int, list[str]]:
+    """What unit numbers stand for on every rank: stages of a pipeline have units of their own."""
+    mine = json.dumps([f"unit {unit.name}" for unit in units]).encode()
+    stages = [json.loads(text) for text in mesh.pipeline.gather_bytes(mine, "names of units")]
+    return {rank: stages[mesh.shape.coordinate(rank).pipeline] for rank in mesh.world.ranks}
 
 
 def _chunks(units: Sequence[Unit], cuts: ModelCuts) -> list[list[Unit]]:
