@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
@@ -34,30 +36,35 @@ def stored(checkpoint: Path) -> Tensors:
 
 
 def relay(
-    mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], folder: str, first: int, steps: int
+    mesh: Mesh,
+    problem: dict[str, Any],
+    layout: dict[str, Any],
+    folder: str,
+    first: int,
+    steps: int,
+    disks: Sequence[int] = (),
+    whole: str = "",
 ) -> dict[str, Any]:
     """Go on from the checkpoint of step `first` in `folder`, if that is not 0, for so many steps, and save.
 
-    What was loaded is compared with the files by every rank, and saved again at once under `mirror`.
+    What was loaded is compared with the files by every rank, and saved again at once under `mirror`. `disks` has for each rank the
+    disk that its host has; the folder is then another on each disk, and `whole` is the checkpoint that its parts make.
     """
     task = Problem(**problem)
     run = Run.start(mesh, task, Layout(**layout))
+    here = Path(folder) / f"disk-{disks[mesh.rank]}" if disks else Path(folder)
     wrong: list[str] = []
     if first:
-        source = CheckpointStore(Path(folder)).path(first)
+        source = CheckpointStore(here).path(first)
         _load(run, source)
-        wrong = _differences(run, stored(source))
-        _save(run, Path(folder) / "mirror", first)
+        wrong = _differences(run, stored(Path(whole) if whole else source))
+        _save(run, here / "mirror", first)
     for step in range(first, first + steps):
         run.step(step)
-    _save(run, Path(folder), first + steps)
-    result = {"wrong": wrong, "losses": run.losses}
-    if mesh.rank == 0:
-        result["aliases"] = _aliases(run)
-    else:
-        _aliases(run)
+    bands = _save(run, here, first + steps)
+    aliases = run.engine.holdings.aliases()
     run.close()
-    return result
+    return {"wrong": wrong, "bands": bands, "aliases": aliases}
 
 
 def opened(mesh: Mesh, checkpoint: str) -> list[str]:
@@ -72,7 +79,8 @@ def opened(mesh: Mesh, checkpoint: str) -> list[str]:
     return [*wrong, *sorted(names - seen - state.keys())]
 
 
-def _save(run: Run, folder: Path, step: int) -> None:
+def _save(run: Run, folder: Path, step: int) -> int:
+    """Save; how many bands this rank has a share of."""
     saver, holdings = Saver(CheckpointStore(folder), run.mesh), run.engine.holdings
     content = Content(
         tensors=holdings.tensors(),
@@ -82,10 +90,14 @@ def _save(run: Run, folder: Path, step: int) -> None:
         keep=lambda: set(range(100)),
         aliases=holdings.aliases(),
     )
-    saver.begin(step, content)
+    with patch("zeromesh.checkpoint.bands.LEAST_TENSOR", 0):  # Others are larger than these.
+        saver.begin(step, content)
+    assert saver._save is not None
+    bands = len(saver._save.division.shares)
     saved = saver.finish()
     assert saved is not None
     assert not saved.failure, saved
+    return bands
 
 
 def _load(run: Run, checkpoint: Path) -> None:
@@ -99,10 +111,6 @@ def _step_of(checkpoint: Path) -> int:
     step = CheckpointStore.step_of(checkpoint)
     assert step is not None
     return step
-
-
-def _aliases(run: Run) -> dict[str, str]:
-    return run.engine.holdings.aliases()
 
 
 def _differences(run: Run, wanted: Tensors) -> list[str]:

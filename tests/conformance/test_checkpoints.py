@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from workers import Workers
+from workers import Pool, Workers
+
+from zeromesh.checkpoint.merge import merge, open_parts
 
 from .recipe import LEARNING_RATE, Layout, Problem
 from .stores import stored
@@ -49,6 +52,7 @@ def check_relay(workers: Workers, folder: Path, problem: Problem, stops: tuple[S
         first = number * steps
         found = workers.run(size, "conformance.stores:relay", layout=asdict(layout), first=first, **axes, **case)
         assert [rank["wrong"] for rank in found] == [[]] * size, (size, axes)
+        assert any(rank["bands"] for rank in found) == (axes.get("tensor", 1) > 1)
         assert found[0]["aliases"] == TIED.get(problem.model.removesuffix("-deep"), {})
         if first:
             check_same(stored(checkpoint), stored(folder / "mirror" / checkpoint.name))
@@ -109,3 +113,29 @@ def test_what_is_stored_is_what_one_process_has(
     for (kind, name), value in wanted.items():
         scale = float(value.norm()) + (LEARNING_RATE * steps * value.numel() ** 0.5 if kind == "model" else 1e-6)
         assert float((found[kind, name] - value).norm()) <= 1e-9 * scale, (kind, name)
+
+
+def test_hosts_with_a_disk_each(workers: Workers, fresh_pool: Callable[..., Pool], tmp_path: Path) -> None:
+    """Tensor ranks on one host, shards on two: the parts make the checkpoint of one host, and load in another layout."""
+    problem = Problem(model="llama", samples=8, precision="bfloat16")
+    case: dict[str, Any] = {"problem": asdict(problem), "steps": 2}
+    size, axes, layout = DATA_TENSOR
+    one = {"folder": str(tmp_path / "one"), "first": 0, **case, "layout": asdict(layout)}
+    two = {**one, "folder": str(tmp_path / "two"), "disks": [0, 0, 1, 1]}
+    workers.run(size, "conformance.stores:relay", **axes, **one)
+    found = fresh_pool(size, hosts=2, **axes).run("conformance.stores:relay", **two)
+    assert any(rank["bands"] for rank in found)
+
+    def merged(step: int, folder: Path) -> Path:
+        parts = [tmp_path / "two" / f"disk-{disk}" / folder / f"step-{step:08d}" for disk in (0, 1)]
+        whole = tmp_path / "two" / f"whole-{folder.name}-{step}"
+        merge(open_parts(parts), whole, lambda nbytes: None)
+        return whole
+
+    whole = merged(2, Path())
+    check_same(stored(whole), stored(tmp_path / "one" / "step-00000002"))
+    size, axes, layout = PIPELINE
+    two |= {"first": 2, "layout": asdict(layout), "disks": [1, 0], "whole": str(whole)}
+    found = fresh_pool(size, hosts=1, **axes).run("conformance.stores:relay", **two)
+    assert [rank["wrong"] for rank in found] == [[], []]
+    check_same(stored(whole), stored(merged(2, Path("mirror"))))
