@@ -33,7 +33,7 @@ from zeromesh.trainer.feeds import Feeds, Given
 from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
 from zeromesh.trainer.hf.losses import make_loss
 from zeromesh.trainer.hf.products import use_fastest_products
-from zeromesh.trainer.hf.save import save_pretrained
+from zeromesh.trainer.hf.save import save_pretrained, specs_of, tensors_of
 from zeromesh.trainer.loop import TrainingLoop
 from zeromesh.trainer.memory import kept_input_bytes, require_memory
 from zeromesh.trainer.report import FitReport, Progress
@@ -341,13 +341,15 @@ class Run:
     def save(self, path: Path) -> None:
         """See `Trainer.save`."""
         with self.guarded():
+            state = self.engine.state if self.engine is not None else None
+            whole = tensors_of(self.model) if state is None else {}
             failure = save_pretrained(
                 self.model,
-                self.state_dict(),
+                specs_of(whole) if state is None else state.stored_specs(),
+                iter(whole.items()) if state is None else state.stored(),
                 path,
                 self.mesh,
                 processing_class=self.processing_class,
-                master=self.engine.options.precision.master if self.engine else None,
             )
         if failure:
             raise StorageError(failure)

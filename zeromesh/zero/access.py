@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from zeromesh.checkpoint.regions import Region
+from zeromesh.checkpoint.tensor_files import TensorSpec
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.flat.layout import Slot
 from zeromesh.flat.split import Interval
 from zeromesh.mesh.groups import Mesh
+from zeromesh.zero.holdings import MODEL, buffers_of_stages, saved_buffers
 from zeromesh.zero.unit import Bucket, Unit, all_buckets
 
 _Whole = Callable[[Bucket], torch.Tensor | None]
@@ -111,6 +113,29 @@ class StateAccess:
         """
         return self._of_all_stages(lambda known: True, self._weights, None)
 
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`(name, tensor)` of every persistent buffer of the whole model; one that several stages have is the first one's."""
+        mine, pipeline = saved_buffers(self._model), self._mesh.pipeline
+        for stage, specs in enumerate(buffers_of_stages(self._model, pipeline)):
+            for spec in specs:
+                here = mine[spec.name].detach() if stage == pipeline.index else None
+                value = torch.empty(spec.shape, dtype=spec.dtype, device=self._mesh.device) if here is None else here
+                yield spec.name, pipeline.broadcast_(value.contiguous(), stage, f"reading of {spec.name}")
+
+    def stored_specs(self) -> list[TensorSpec]:
+        """What `stored` gives: of parameters the dtype of their master weights, or the model's where they are frozen."""
+        found = [
+            TensorSpec(kind=MODEL, name=each.name, dtype=getattr(torch, each.dtype), shape=each.shape)
+            for known in self._stages
+            for each in known
+        ]
+        return [*found, *(spec for specs in buffers_of_stages(self._model, self._mesh.pipeline) for spec in specs)]
+
+    def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`(name, tensor)` of all that a saved model has: parameters, tied ones once, and persistent buffers."""
+        yield from self.parameters()
+        yield from self.buffers()
+
     def parameter(self, fqn: str) -> torch.Tensor:
         """One parameter whole."""
         known = self._find(fqn)[1]
@@ -148,7 +173,10 @@ class StateAccess:
         `restore` gives the model back the modules that it had, whatever has replaced them.
         """
         values = {name: tensor.clone() for name, tensor in self.parameters()}
+        buffers = {name: tensor.clone() for name, tensor in self.buffers()} if self._mesh.pipeline.size > 1 else {}
         restore()
+        for name, value in buffers.items():
+            self._model.get_buffer(name).copy_(value)
         for name, value in values.items():
             known = self._canonical[name][1]
             made = nn.Parameter(value, requires_grad=known.trainable)
