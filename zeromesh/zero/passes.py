@@ -111,6 +111,7 @@ class Passes:
         """Forward of a microbatch through a chunk, whose backward comes later. Returns what `run` does too."""
         self._begin(Mode.FORWARD, f"forward of chunk {chunk}", microbatch)
         with own_randomness(), torch.enable_grad():
+            self._seed(self.units[0])  # A stage need not run the root, whose embeddings draw too.
             made = run()
         # The edges alone: what was sent on need not stay until backward.
         outputs = [get_gradient_edge(tensor) for tensor in made if tensor.requires_grad]
