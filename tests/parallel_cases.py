@@ -79,6 +79,11 @@ class Look(Callback):
         if step == 2:
             self.state = {name: tensor.clone() for name, tensor in trainer.state_dict()}
             trainer.save(self.folder / "during")
+            names = [name for name in self.state if name.endswith(("norm.weight", "up_proj.weight", "wte.weight"))]
+            with trainer.gathered(names):
+                found = {name: trainer.model.get_parameter(name).detach().clone() for name in names}
+            dtype = found[names[0]].dtype if names else None
+            self.gathered = distance(found, {name: self.state[name].to(dtype) for name in names}) if names else 0.0
 
 
 def trained_names(trainer: Trainer) -> list[str]:
@@ -108,6 +113,8 @@ def fit(
         after = trainer.evaluate()
         trainer.save(Path(folder) / "after")
         state = {name: tensor.clone() for name, tensor in trainer.state_dict()}
+        if trainer.engine is not None:  # It stays partitioned.
+            model = type(model).from_pretrained(Path(folder) / "after", dtype=state["lm_head.weight"].dtype)
     whole = {name: p.detach().clone() for name, p in model.named_parameters()}
     with torch.no_grad():
         ids = sentences()[1]["input_ids"][None]
@@ -127,13 +134,14 @@ def fit(
         "targets": [before.targets, after.targets],
         "logits": float((logits - theirs).abs().max()),
         "whole": distance(whole, state),
+        "gathered": getattr(seen, "gathered", 0.0),
         "left": left_in(model),
     }
 
 
 def left_in(model: torch.nn.Module) -> list[str]:
     """What of a run is still in a model."""
-    found = [f"hooks in {name}" for name, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks]
+    found = [f"hooks in {name}" for name, module in model.named_modules() if any(each.__module__.startswith("zeromesh") for each in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))]
     found += [f"forward of {name}" for name, module in model.named_modules() if "forward" in vars(module)]
     found += [f"{name} is {type(module).__module__}" for name, module in model.named_modules() if type(module).__module__.startswith("zeromesh")]
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
@@ -166,6 +167,34 @@ class StateAccess:
         wanted = {self._find(fqn)[1].name for fqn in fqns}
         buckets = {id(bucket) for bucket, slot in self._slots if slot.spec.name in wanted}
         return [unit for unit in self._units if any(id(bucket) in buckets for bucket in unit.buckets)]
+
+    def nbytes_of(self, fqns: Iterable[str]) -> int:
+        """Bytes that `gathered` needs on a rank for these parameters. Raises `LayoutError` for names that no stage has."""
+        if self._mesh.tensor.size == self._mesh.pipeline.size == 1:
+            return sum(unit.nbytes for unit in self.units_of(fqns))
+        found = {each.name: each for each in (self._find(fqn)[1] for fqn in fqns)}
+        return sum(prod(each.shape) * getattr(torch, each.dtype).itemsize for each in found.values())
+
+    @contextmanager
+    def whole(self, fqns: Iterable[str], dtype: torch.dtype) -> Iterator[None]:
+        """Inside the block whole parameters, trained ones in `dtype`, stand in the model for what this rank has of them."""
+        places: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+        try:
+            for known in {each.name: each for each in (self._find(fqn)[1] for fqn in fqns)}.values():
+                value = self.parameter(known.name)
+                made = nn.Parameter(value.to(dtype) if known.trainable else value, requires_grad=known.trainable)
+                for name in (known.name, *known.other_names):
+                    owner, _, leaf = name.rpartition(".")
+                    module = self._model.get_submodule(owner)
+                    places.append((module, leaf, module._parameters.get(leaf)))
+                    module._parameters[leaf] = made
+            yield
+        finally:
+            for module, leaf, parameter in places:
+                if parameter is None:  # It stands for a module of another stage.
+                    del module._parameters[leaf]
+                else:
+                    module._parameters[leaf] = parameter
 
     def make_whole(self, restore: Callable[[], None]) -> None:
         """Give the model ordinary parameters of its own, in the master dtype; the engine is over afterwards.

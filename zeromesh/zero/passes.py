@@ -275,6 +275,11 @@ class Passes:
             self._hook_backward(self.units[0], output)
 
     def _begin_users_pass(self, module: nn.Module) -> None:
+        if self._mesh.pipeline.size > 1:
+            raise PhaseError(
+                "the model was called by itself, and this rank has but some stages of it; use trainer.evaluate(), or call it "
+                "when fit has made it whole"
+            )
         if torch.is_grad_enabled():
             raise PhaseError(
                 "the model was called outside a training step with gradients enabled; call it under torch.no_grad(), "
