@@ -33,7 +33,7 @@ from zeromesh.trainer.feeds import Feeds, Given
 from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
 from zeromesh.trainer.hf.losses import make_loss
 from zeromesh.trainer.hf.products import use_fastest_products
-from zeromesh.trainer.hf.save import save_pretrained
+from zeromesh.trainer.hf.save import save_pretrained, specs_of, tensors_of
 from zeromesh.trainer.loop import TrainingLoop
 from zeromesh.trainer.memory import kept_input_bytes, require_memory
 from zeromesh.trainer.report import FitReport, Progress
@@ -83,12 +83,13 @@ class Run:
         tiers = open_tiers(mesh, options)
         try:
             setup.place_buffers(built, mesh, config.run.seed)
-            self.divided = setup.divide_model(self.model, config, mesh)
-            self._tell(self.divided.notes)
-            away = self._dress(options, tiers)
+            # Of the whole model, so that all ranks take the same batches, count alike and refuse alike.
             self.takes = Takes.of(self.model, users_loss=given.compute_loss is not None)
             self.console.status("trying the loss on a small copy")
             self.loss = make_loss(self.model, mode=config.model.loss, compute_loss=given.compute_loss)
+            self.divided = setup.divide_model(self.model, config, mesh)
+            self._tell(self.divided.notes)
+            away = self._dress(options, tiers)
             self.feeds = Feeds(config, given, self.data, self.takes, self.loss, self.plan)
             about_model = [*built.notes, *setup.notes_on_modules(self.model)]
             self._tell([*about_model, *self.loss.notes, *self.feeds.check()])
@@ -341,13 +342,15 @@ class Run:
     def save(self, path: Path) -> None:
         """See `Trainer.save`."""
         with self.guarded():
+            state = self.engine.state if self.engine is not None else None
+            whole = tensors_of(self.model) if state is None else {}
             failure = save_pretrained(
                 self.model,
-                self.state_dict(),
+                specs_of(whole) if state is None else state.stored_specs(),
+                iter(whole.items()) if state is None else state.stored(),
                 path,
                 self.mesh,
                 processing_class=self.processing_class,
-                master=self.engine.options.precision.master if self.engine else None,
             )
         if failure:
             raise StorageError(failure)
@@ -363,8 +366,7 @@ class Run:
         """See `Trainer.gathered`."""
         if self.engine is None:
             return nullcontext()
-        units = self.engine.state.units_of(names)
-        needed, free = sum(unit.nbytes for unit in units), self._least_available()
+        needed, free = self.engine.state.nbytes_of(names), self._least_available()
         if free is not None and needed > free:
             raise StorageError(
                 f"parameters {', '.join(names[:4])} need {human_bytes(needed)} on every rank, and a rank has "

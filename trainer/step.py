@@ -214,7 +214,8 @@ class Stepper:
     @property
     def _speaks(self) -> bool:
         """Whether this rank counts what several ranks see alike: one tensor rank, of the stage that knows the loss."""
-        return self._mesh.tensor.index == 0 and (self._pipeline is None or self._pipeline.is_last)
+        last = self._mesh.pipeline.index == 0 if self._pipeline is None else self._pipeline.is_last
+        return self._mesh.tensor.index == 0 and last
 
     @property
     def _evaluated_at_once(self) -> int:

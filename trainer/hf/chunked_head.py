@@ -49,11 +49,16 @@ class ChunkedHead:
 
     def __init__(self, model: Any, *, route: Route, chunk_tokens: int | None = None, strict: bool = False) -> None:
         self._model = model
-        self._head: nn.Linear | VocabParallelHead = model.get_output_embeddings()
         self._route = route
         self._chunk_tokens = chunk_tokens
         self._strict = strict
         self._current: _Microbatch | None = None
+
+    @property
+    def _head(self) -> nn.Linear | VocabParallelHead:
+        """The present one: a divided model has its own again after training."""
+        head: nn.Linear | VocabParallelHead = self._model.get_output_embeddings()
+        return head
 
     def run(
         self, model: Any, inputs: dict[str, Any], *, targets: torch.Tensor, seed: float, count: int

@@ -6,7 +6,7 @@ import copy
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,28 +28,28 @@ _SYNCED_BYTES = 256 << 20
 
 def save_pretrained(
     model: nn.Module,
-    parameters: Iterator[tuple[str, Tensor]],
+    specs: Sequence[TensorSpec],
+    tensors: Iterator[tuple[str, Tensor]],
     path: Path,
     mesh: Mesh,
     *,
     processing_class: Any = None,
-    master: torch.dtype | None = None,
 ) -> str:
     """Write `path` so that `from_pretrained(path)` loads it; all ranks call it, rank 0 writes.
 
-    Parameters come as they are to be stored, tied ones once: trained ones in `master`, if given, else all in the dtype that
-    the model has. Everything is written under another name first, so that a failure leaves what was there. Other files of
-    a directory that exists stay. Returns why it could not be written, on all ranks; empty where it was.
+    `tensors` are those of `specs`, parameters (tied ones once) and persistent buffers; `model` gives its configuration.
+    Everything is written under another name first, so that a failure leaves what was there. Other files of a directory that
+    exists stay. Returns why it could not be written, on all ranks; empty where it was.
     """
     failure = ""
     path = Path(os.path.abspath(path))
     writer = _Writer(path, mesh) if mesh.rank == 0 else None
     try:
         if writer is not None:
-            writer.open(_tensors(model, master))
+            writer.open(specs)
     except (OSError, StorageError) as error:
         failure = f"{str(path)!r} cannot be written ({getattr(error, 'strerror', None) or error})"
-    for name, tensor in parameters:
+    for name, tensor in tensors:
         if writer is not None and not failure:
             failure = writer.put(name, tensor)
     if writer is not None:
@@ -109,10 +109,7 @@ class _Writer:
             self._mesh.post(Activity.SAVE)
 
     def finish(self, model: nn.Module, processing_class: Any, failure: str) -> str:
-        """Buffers, configuration, tokenizer, then the move; returns what went wrong, here or before."""
-        if not failure:
-            for name, buffer in saved_buffers(model).items():
-                failure = failure or self.put(name, buffer)
+        """Configuration, tokenizer, then the move; returns what went wrong, here or before."""
         try:
             for file in self._files:
                 file.sync()
@@ -158,14 +155,14 @@ def save_configuration(model: nn.Module, dtype: torch.dtype | None, processing_c
             save(directory)
 
 
-def _tensors(model: nn.Module, master: torch.dtype | None) -> list[TensorSpec]:
-    """What is stored: tied parameters once."""
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """What is stored of a whole model: parameters, tied ones once, and persistent buffers."""
+    return {**{name: parameter.detach() for name, parameter in model.named_parameters()}, **saved_buffers(model)}
 
-    def spec(name: str, tensor: Tensor, dtype: torch.dtype) -> TensorSpec:
-        return TensorSpec(kind="model", name=name, dtype=dtype, shape=tuple(tensor.shape))
 
-    found = []
-    for name, parameter in model.named_parameters():
-        trained = parameter.requires_grad and parameter.is_floating_point()
-        found.append(spec(name, parameter, master if master and trained else parameter.dtype))
-    return [*found, *(spec(name, buffer, buffer.dtype) for name, buffer in saved_buffers(model).items())]
+def specs_of(tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
+    """As what they are stored."""
+    return [
+        TensorSpec(kind="model", name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 
 from zeromesh.checkpoint.regions import Region
+from zeromesh.checkpoint.tensor_files import TensorSpec
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.flat.layout import Slot
 from zeromesh.flat.split import Interval
 from zeromesh.mesh.groups import Mesh
+from zeromesh.zero.holdings import MODEL, buffers_of_stages, saved_buffers
 from zeromesh.zero.unit import Bucket, Unit, all_buckets
 
 _Whole = Callable[[Bucket], torch.Tensor | None]
@@ -111,6 +114,29 @@ class StateAccess:
         """
         return self._of_all_stages(lambda known: True, self._weights, None)
 
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`(name, tensor)` of every persistent buffer of the whole model; one that several stages have is the first one's."""
+        mine, pipeline = saved_buffers(self._model), self._mesh.pipeline
+        for stage, specs in enumerate(buffers_of_stages(self._model, pipeline)):
+            for spec in specs:
+                here = mine[spec.name].detach() if stage == pipeline.index else None
+                value = torch.empty(spec.shape, dtype=spec.dtype, device=self._mesh.device) if here is None else here
+                yield spec.name, pipeline.broadcast_(value.contiguous(), stage, f"reading of {spec.name}")
+
+    def stored_specs(self) -> list[TensorSpec]:
+        """What `stored` gives: of parameters the dtype of their master weights, or the model's where they are frozen."""
+        found = [
+            TensorSpec(kind=MODEL, name=each.name, dtype=getattr(torch, each.dtype), shape=each.shape)
+            for known in self._stages
+            for each in known
+        ]
+        return [*found, *(spec for specs in buffers_of_stages(self._model, self._mesh.pipeline) for spec in specs)]
+
+    def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`(name, tensor)` of all that a saved model has: parameters, tied ones once, and persistent buffers."""
+        yield from self.parameters()
+        yield from self.buffers()
+
     def parameter(self, fqn: str) -> torch.Tensor:
         """One parameter whole."""
         known = self._find(fqn)[1]
@@ -142,13 +168,44 @@ class StateAccess:
         buckets = {id(bucket) for bucket, slot in self._slots if slot.spec.name in wanted}
         return [unit for unit in self._units if any(id(bucket) in buckets for bucket in unit.buckets)]
 
+    def nbytes_of(self, fqns: Iterable[str]) -> int:
+        """Bytes that `gathered` needs on a rank for these parameters. Raises `LayoutError` for names that no stage has."""
+        if self._mesh.tensor.size == self._mesh.pipeline.size == 1:
+            return sum(unit.nbytes for unit in self.units_of(fqns))
+        found = {each.name: each for each in (self._find(fqn)[1] for fqn in fqns)}
+        return sum(prod(each.shape) * getattr(torch, each.dtype).itemsize for each in found.values())
+
+    @contextmanager
+    def whole(self, fqns: Iterable[str], dtype: torch.dtype) -> Iterator[None]:
+        """Inside the block whole parameters, trained ones in `dtype`, stand in the model for what this rank has of them."""
+        places: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+        try:
+            for known in {each.name: each for each in (self._find(fqn)[1] for fqn in fqns)}.values():
+                value = self.parameter(known.name)
+                made = nn.Parameter(value.to(dtype) if known.trainable else value, requires_grad=known.trainable)
+                for name in (known.name, *known.other_names):
+                    owner, _, leaf = name.rpartition(".")
+                    module = self._model.get_submodule(owner)
+                    places.append((module, leaf, module._parameters.get(leaf)))
+                    module._parameters[leaf] = made
+            yield
+        finally:
+            for module, leaf, parameter in places:
+                if parameter is None:  # It stands for a module of another stage.
+                    del module._parameters[leaf]
+                else:
+                    module._parameters[leaf] = parameter
+
     def make_whole(self, restore: Callable[[], None]) -> None:
         """Give the model ordinary parameters of its own, in the master dtype; the engine is over afterwards.
 
         `restore` gives the model back the modules that it had, whatever has replaced them.
         """
         values = {name: tensor.clone() for name, tensor in self.parameters()}
+        buffers = {name: tensor.clone() for name, tensor in self.buffers()} if self._mesh.pipeline.size > 1 else {}
         restore()
+        for name, value in buffers.items():
+            self._model.get_buffer(name).copy_(value)
         for name, value in values.items():
             known = self._canonical[name][1]
             made = nn.Parameter(value, requires_grad=known.trainable)

@@ -243,6 +243,10 @@ class ZeroEngine:
     @contextmanager
     def gathered(self, fqns: Sequence[str]) -> Iterator[None]:
         """Inside the block these parameters are whole on every rank, in the compute dtype, to be read."""
+        if self.mesh.tensor.size > 1 or self.mesh.pipeline.size > 1:
+            with self.state.whole(fqns, self.options.precision.compute):
+                yield
+            return
         with self.evaluation():
             for unit in self.state.units_of(fqns):
                 self.passes.need(unit)

@@ -14,7 +14,7 @@ from zeromesh.checkpoint.tensor_files import TensorSpec
 from zeromesh.flat.layout import Piece
 from zeromesh.flat.placement import Placement
 from zeromesh.flat.split import ALIGNMENT, Interval
-from zeromesh.mesh.groups import Mesh
+from zeromesh.mesh.groups import Mesh, ProcessSet
 from zeromesh.offload import TensorSlice, TieredTensor
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.unit import Bucket, Unit, all_buckets
@@ -57,12 +57,10 @@ class StateHoldings:
         """What all stages of a pipeline have, each tensor once, in the order of stages."""
         if self._mesh.pipeline.size == 1:
             return mine
-        text = json.dumps([[spec.kind, spec.name, str(spec.dtype).removeprefix("torch."), spec.shape] for spec in mine])
-        rows = self._mesh.pipeline.gather_bytes(text.encode(), "tensors of all stages")
+        rows = self._mesh.pipeline.gather_bytes(_as_json(mine), "tensors of all stages")
         found: dict[tuple[str, str], TensorSpec] = {}
-        for kind, name, dtype, shape in (row for text in rows for row in json.loads(text)):
-            spec = TensorSpec(kind=kind, name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
-            found.setdefault((kind, name), spec)
+        for spec in (spec for text in rows for spec in _from_json(text)):
+            found.setdefault((spec.kind, spec.name), spec)
         return list(found.values())
 
     def aliases(self) -> dict[str, str]:
@@ -88,10 +86,9 @@ class StateHoldings:
     def _own_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that this rank writes: the first rank of a stage those that no earlier stage has."""
         buffers, here = saved_buffers(self._model), self._mesh.coordinate
-        rows = self._mesh.pipeline.gather_bytes(json.dumps(list(buffers)).encode(), "buffers of all stages")
-        earlier = {name for text in rows[: here.pipeline] for name in json.loads(text)}
+        mine = buffers_of_stages(self._model, self._mesh.pipeline)[here.pipeline]
         first = here.tensor == self._mesh.data_index == 0
-        return {name: buffer for name, buffer in buffers.items() if first and name not in earlier}
+        return {spec.name: buffers[spec.name] for spec in mine if first}
 
     def wanted(self) -> list[Holding]:
         """What this rank needs: its whole shards, master weights rather than parameters, and all buffers."""
@@ -154,6 +151,30 @@ def _of_buffer(name: str, buffer: torch.Tensor) -> Holding:
         interval=Interval(start=0, end=buffer.numel()),
         values=TensorSlice.of(buffer.detach().reshape(-1)),
     )
+
+
+def buffers_of_stages(model: nn.Module, pipeline: ProcessSet) -> list[list[TensorSpec]]:
+    """The persistent buffers of each stage that no earlier one has; all ranks of `pipeline` call this."""
+    mine = _as_json([_spec_of(name, buffer) for name, buffer in saved_buffers(model).items()])
+    seen: set[str] = set()
+    found = []
+    for text in pipeline.gather_bytes(mine, "buffers of all stages"):
+        specs = [spec for spec in _from_json(text) if spec.name not in seen]
+        seen.update(spec.name for spec in specs)
+        found.append(specs)
+    return found
+
+
+def _as_json(specs: Sequence[TensorSpec]) -> bytes:
+    rows = [[spec.kind, spec.name, str(spec.dtype).removeprefix("torch."), spec.shape] for spec in specs]
+    return json.dumps(rows).encode()
+
+
+def _from_json(text: bytes) -> list[TensorSpec]:
+    return [
+        TensorSpec(kind=kind, name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
+        for kind, name, dtype, shape in json.loads(text)
+    ]
 
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

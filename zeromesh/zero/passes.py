@@ -111,6 +111,7 @@ class Passes:
         """Forward of a microbatch through a chunk, whose backward comes later. Returns what `run` does too."""
         self._begin(Mode.FORWARD, f"forward of chunk {chunk}", microbatch)
         with own_randomness(), torch.enable_grad():
+            self._seed(self.units[0])  # A stage need not run the root, whose embeddings draw too.
             made = run()
         # The edges alone: what was sent on need not stay until backward.
         outputs = [get_gradient_edge(tensor) for tensor in made if tensor.requires_grad]
@@ -274,6 +275,11 @@ class Passes:
             self._hook_backward(self.units[0], output)
 
     def _begin_users_pass(self, module: nn.Module) -> None:
+        if self._mesh.pipeline.size > 1:
+            raise PhaseError(
+                "the model was called by itself, and this rank has but some stages of it; use trainer.evaluate(), or call it "
+                "when fit has made it whole"
+            )
         if torch.is_grad_enabled():
             raise PhaseError(
                 "the model was called outside a training step with gradients enabled; call it under torch.no_grad(), "
