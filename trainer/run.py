@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from zeromesh.trainer.console import RunConsole, human_bytes, human_count, make_
 from zeromesh.trainer.directory import RunDirectory
 from zeromesh.trainer.feeds import Feeds, Given
 from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
+from zeromesh.trainer.hf.generate import check_arguments, generate
 from zeromesh.trainer.hf.losses import make_loss
 from zeromesh.trainer.hf.products import use_fastest_products
 from zeromesh.trainer.hf.save import save_pretrained, specs_of, tensors_of
@@ -48,6 +50,7 @@ from zeromesh.zero.build import open_tiers
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.plan import block_modules
+from zeromesh.zero.randomness import seed_forward
 
 Call = Callable[..., None]
 """`call(event, *arguments)` runs the callbacks' method of that name."""
@@ -67,6 +70,7 @@ class Run:
         self.report: FitReport | None = None
         self.gradients_ready = False
         self._broken = ""
+        self._generations = 0
         self.plan = BatchPlan(
             global_size=config.batch.global_size, micro_size=config.batch.micro_size, data_ranks=mesh.data.size
         )
@@ -332,6 +336,21 @@ class Run:
 
         with self.guarded():
             return self.stepper.evaluate(feed, go_on)
+
+    def generate(self, arguments: Mapping[str, Any], seed: int | None) -> Any:
+        """See `Trainer.generate`."""
+        mesh, divided = self.mesh, self.engine is not None
+        staged = divided and mesh.pipeline.size > 1
+        shared = staged or (divided and mesh.tensor.size > 1)
+        check_arguments(self.model, arguments, staged=staged, shared=shared)
+        self._generations += 1
+        sow: Callable[[], object] = partial(
+            seed_forward, self.config.run.seed, self.step, self._generations, "generate"
+        )
+        if seed is not None:
+            sow = partial(torch.manual_seed, seed)
+        with self.guarded():
+            return generate(self.model, mesh, arguments, seed=sow, engine=self.engine, pipeline=self.divided.pipeline)
 
     def state_dict(self) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer.state_dict`."""

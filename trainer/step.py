@@ -11,7 +11,6 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.traffic import Figures
 from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.pipeline.runner import Work
+from zeromesh.trainer.attributes import in_evaluation_mode
 from zeromesh.trainer.batching import BatchPlan, Microbatch, SampleOrder
 from zeromesh.trainer.collate import Collate, MapDataset, fetch_microbatch
 from zeromesh.trainer.hf.losses import Loss
@@ -198,7 +198,7 @@ class Stepper:
         """
         microbatches = feed.plan.microbatches(0, self._mesh.data_index)
         sums = torch.zeros(2, dtype=torch.float64)
-        with _in_evaluation_mode(self._model):
+        with in_evaluation_mode(self._model):
             for number, group in enumerate(_groups(microbatches, self._evaluated_at_once), start=1):
                 batches = [self._to_device(feed.fetch(each)) for each in group]
                 for each, (loss, targets) in zip(group, self._forwards(batches), strict=True):
@@ -304,18 +304,6 @@ class Stepper:
         if self._engine is None:
             raise RuntimeError("training needs an engine")
         return self._engine
-
-
-@contextmanager
-def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """As `model.eval()`, but each module is afterwards in the mode in which it was."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
 
 
 def _tokens(batch: Mapping[str, Any]) -> int:
