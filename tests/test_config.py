@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config import DEFAULT_MODEL, TrainerConfig
+from zeromesh.trainer.config import TrainerConfig
+from zeromesh.trainer.config_sections import DEFAULT_MODEL
 from zeromesh.trainer.config_file import load_config
 from zeromesh.trainer.config_rules import schedule_of
 from zeromesh.trainer.config_words import allowed, choices, known_paths, suggestion

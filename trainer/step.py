@@ -150,15 +150,7 @@ class Stepper:
         seed = 1.0 if count is None else 1.0 / max(1, count)
         engine.begin_step(step, lr_factor)
         sums = torch.tensor([0, 0, 0, vote.terminate, vote.interrupt], dtype=torch.float64)
-        where = [
-            EngineMicrobatch(
-                step=step,
-                first_sample=each.first_sample,
-                first=number == 0,
-                last=number == len(microbatches) - 1,
-            )
-            for number, each in enumerate(microbatches)
-        ]
+        where = _positions(step, microbatches)
         seeds = [seed * each.weight for each in microbatches]
         for (loss, targets), each, batch in zip(
             self._forwards_backwards(engine, batches, seeds, where), microbatches, batches, strict=True
@@ -318,3 +310,12 @@ def _tokens(batch: Mapping[str, Any]) -> int:
 def _groups(microbatches: Sequence[Microbatch], count: int) -> Iterator[Sequence[Microbatch]]:
     for start in range(0, len(microbatches), count):
         yield microbatches[start : start + count]
+
+
+def _positions(step: int, microbatches: Sequence[Microbatch]) -> list[EngineMicrobatch]:
+    """Where the microbatches of a step stand, for the engine."""
+    last = len(microbatches) - 1
+    return [
+        EngineMicrobatch(step=step, first_sample=each.first_sample, first=number == 0, last=number == last)
+        for number, each in enumerate(microbatches)
+    ]
