@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from zeromesh.checkpoint.holding import Holding
 from zeromesh.checkpoint.loader import Loader
 from zeromesh.checkpoint.regions import Region
-from zeromesh.checkpoint.saver import Content, Saver
+from zeromesh.checkpoint.saver import Content, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.mesh.groups import Mesh
 from zeromesh.trainer.hf.save import save_configuration
@@ -67,6 +69,21 @@ def relay(
     return {"wrong": wrong, "bands": bands, "aliases": aliases}
 
 
+def unwritten(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """The disk of rank 1 of two forgets what it is given of bands: how the save ends, what is left, how the next one ends."""
+    run = Run.start(mesh, Problem(samples=8), Layout(stage=1))
+    run.step(0)
+    lost = patch("zeromesh.checkpoint.writer.Share.write", lambda self, data, file: None)
+    with lost if mesh.rank == 1 else nullcontext():
+        failure = _saved(run, Path(folder), 1)[0].failure
+    mesh.world.barrier("end of the save")
+    left = os.listdir(folder)
+    mesh.world.barrier("look at the directory")
+    again = _saved(run, Path(folder), 1)[0].failure
+    run.close()
+    return {"failure": failure, "left": left, "again": again}
+
+
 def opened(mesh: Mesh, checkpoint: str) -> list[str]:
     """Names of parameters that transformers does not get as they are stored, those of tied ones among them."""
     found, wanted = AutoModelForCausalLM.from_pretrained(checkpoint), stored(Path(checkpoint))
@@ -81,6 +98,12 @@ def opened(mesh: Mesh, checkpoint: str) -> list[str]:
 
 def _save(run: Run, folder: Path, step: int) -> int:
     """Save; how many bands this rank has a share of."""
+    saved, bands = _saved(run, folder, step)
+    assert not saved.failure, saved
+    return bands
+
+
+def _saved(run: Run, folder: Path, step: int) -> tuple[Saved, int]:
     saver, holdings = Saver(CheckpointStore(folder), run.mesh), run.engine.holdings
     content = Content(
         tensors=holdings.tensors(),
@@ -96,8 +119,7 @@ def _save(run: Run, folder: Path, step: int) -> int:
     bands = len(saver._save.division.shares)
     saved = saver.finish()
     assert saved is not None
-    assert not saved.failure, saved
-    return bands
+    return saved, bands
 
 
 def _load(run: Run, checkpoint: Path) -> None:

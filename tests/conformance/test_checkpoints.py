@@ -115,6 +115,14 @@ def test_what_is_stored_is_what_one_process_has(
         assert float((found[kind, name] - value).norm()) <= 1e-9 * scale, (kind, name)
 
 
+def test_what_a_disk_has_lost_ends_the_save_before_it_is_a_checkpoint(workers: Workers, tmp_path: Path) -> None:
+    for found in workers.run(2, "conformance.stores:unwritten", tensor=2, folder=str(tmp_path)):
+        assert "those of rank 1 are not what rank 1 wrote" in found["failure"]
+        assert found["left"] == []
+        assert not found["again"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
 def test_hosts_with_a_disk_each(workers: Workers, fresh_pool: Callable[..., Pool], tmp_path: Path) -> None:
     """Tensor ranks on one host, shards on two: the parts make the checkpoint of one host, and load in another layout."""
     problem = Problem(model="llama", samples=8, precision="bfloat16")
