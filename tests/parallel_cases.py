@@ -25,7 +25,7 @@ from trainer_cases import (
     settings,
 )
 
-from zeromesh import Callback, Trainer
+from zeromesh import Callback, Trainer, faults
 from zeromesh.errors import ZeromeshError
 from zeromesh.mesh.groups import Mesh
 
@@ -141,7 +141,9 @@ def fit(
         theirs = loaded.eval()(input_ids=ids).logits
     lines = lines_of(Path(folder) / "run")
     if mesh.rank == 0:
-        torch.save({"gradients": seen.gradients, "during": getattr(seen, "state", {}), "after": state}, f"{folder}/seen.pt")
+        torch.save(
+            {"gradients": seen.gradients, "during": getattr(seen, "state", {}), "after": state}, f"{folder}/seen.pt"
+        )
     return {
         "losses": list(report.losses),
         "norms": [line["grad_norm"] for line in lines],
@@ -158,9 +160,20 @@ def fit(
 
 def left_in(model: torch.nn.Module) -> list[str]:
     """What of a run is still in a model."""
-    found = [f"hooks in {name}" for name, module in model.named_modules() if any(each.__module__.startswith("zeromesh") for each in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))]
+    found = [
+        f"hooks in {name}"
+        for name, module in model.named_modules()
+        if any(
+            each.__module__.startswith("zeromesh")
+            for each in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        )
+    ]
     found += [f"forward of {name}" for name, module in model.named_modules() if "forward" in vars(module)]
-    found += [f"{name} is {type(module).__module__}" for name, module in model.named_modules() if type(module).__module__.startswith("zeromesh")]
+    found += [
+        f"{name} is {type(module).__module__}"
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("zeromesh")
+    ]
     return found
 
 
@@ -249,7 +262,9 @@ def again(mesh: Mesh, *, folder: str, axes: Mapping[str, Any]) -> list[float]:
     return losses
 
 
-def refused(mesh: Mesh, *, folder: str, axes: Mapping[str, Any], kind: str = "llama", own: bool = False, length: int = 0) -> str:
+def refused(
+    mesh: Mesh, *, folder: str, axes: Mapping[str, Any], kind: str = "llama", own: bool = False, length: int = 0
+) -> str:
     """What is said before the first step, and by whom: a run that cannot be."""
     model = Pictures(loss=True) if kind == "pictures" else seeded(KINDS[kind])
     data: Any = pictures() if kind == "pictures" else sentences()
@@ -269,3 +284,12 @@ def refused(mesh: Mesh, *, folder: str, axes: Mapping[str, Any], kind: str = "ll
     except ZeromeshError as error:
         return f"{len(steps)} {type(error).__name__}: {error}"
     return "nothing"
+
+
+def killed(mesh: Mesh, *, folder: str, rank: int, count: int, axes: Mapping[str, Any], stage: int) -> None:
+    """One rank is killed as it comes to a unit's forward for the `count`-th time; says when."""
+    if mesh.rank == rank:
+        os.environ["ZEROMESH_FAULT"] = f"kill@forward:{rank}:{count}"
+    faults._fault.cache_clear()
+    with Trainer(seeded(_deep), settings(folder, parallel=axes, zero={"stage": stage}), sentences()) as trainer:
+        trainer.fit()

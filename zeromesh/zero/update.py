@@ -194,7 +194,9 @@ class Updater:
             self._retire(units)
             squares = zip(self._buckets, self.shards.squares(self._buckets), strict=True)
             # What others count may be amiss here alone.
-            self._squares = sum(value for each, value in squares if self.sharing.counts(each) or not math.isfinite(value))
+            self._squares = sum(
+                value for each, value in squares if self.sharing.counts(each) or not math.isfinite(value)
+            )
         scale = self.scaler.scale
         factor /= scale
         norm = global_norm(self._squares, self._owners) * abs(factor)
