@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as tf
-from trainer_cases import LLAMA, LENGTH, VOCABULARY, distance, gpt2, lines_of, llama, seeded, sentence_loss, sentences, settings
+from trainer_cases import (
+    LLAMA,
+    VOCABULARY,
+    Pictures,
+    digest,
+    distance,
+    gpt2,
+    lines_of,
+    llama,
+    pictures,
+    seeded,
+    sentence_loss,
+    sentences,
+    settings,
+)
 
-from zeromesh import Callback, Trainer
+from zeromesh import Callback, Trainer, faults
+from zeromesh.errors import ZeromeshError
 from zeromesh.mesh.groups import Mesh
 
 MIXTRAL = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "use_cache": False}
@@ -50,6 +66,7 @@ KINDS = {
     "bert": _bert,
     "dropout": _dropout,
     "frozen": _frozen,
+    "two heads": lambda: llama(num_attention_heads=2, num_key_value_heads=2),
 }
 
 
@@ -124,7 +141,9 @@ def fit(
         theirs = loaded.eval()(input_ids=ids).logits
     lines = lines_of(Path(folder) / "run")
     if mesh.rank == 0:
-        torch.save({"gradients": seen.gradients, "during": getattr(seen, "state", {}), "after": state}, f"{folder}/seen.pt")
+        torch.save(
+            {"gradients": seen.gradients, "during": getattr(seen, "state", {}), "after": state}, f"{folder}/seen.pt"
+        )
     return {
         "losses": list(report.losses),
         "norms": [line["grad_norm"] for line in lines],
@@ -141,7 +160,136 @@ def fit(
 
 def left_in(model: torch.nn.Module) -> list[str]:
     """What of a run is still in a model."""
-    found = [f"hooks in {name}" for name, module in model.named_modules() if any(each.__module__.startswith("zeromesh") for each in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))]
+    found = [
+        f"hooks in {name}"
+        for name, module in model.named_modules()
+        if any(
+            each.__module__.startswith("zeromesh")
+            for each in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        )
+    ]
     found += [f"forward of {name}" for name, module in model.named_modules() if "forward" in vars(module)]
-    found += [f"{name} is {type(module).__module__}" for name, module in model.named_modules() if type(module).__module__.startswith("zeromesh")]
+    found += [
+        f"{name} is {type(module).__module__}"
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("zeromesh")
+    ]
     return found
+
+
+# When something is not finite
+
+
+class Poison(Callback):
+    """Puts an infinity into a gradient shard of one rank before one update."""
+
+    def __init__(self, step: int, *, here: bool) -> None:
+        self.step, self.here = step, here
+
+    def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
+        engine = trainer.engine
+        if self.here and step == self.step and engine is not None:
+            bucket = engine.units[-1].trainable[0]
+            assert bucket.grad is not None
+            bucket.grad[0] = float("inf")
+
+
+def poisoned(mesh: Mesh, *, folder: str, rank: int, axes: Mapping[str, Any]) -> dict[str, Any]:
+    """One rank's gradients are not finite in one step."""
+    config = settings(folder, parallel=axes, run={"log_every": 1})
+    model = seeded(_deep)
+    with Trainer(model, config, sentences(), callbacks=[Poison(2, here=mesh.rank == rank)]) as trainer:
+        report = trainer.fit()
+    lines = lines_of(Path(folder) / "run")
+    weights = digest({name: parameter.detach() for name, parameter in model.named_parameters()})
+    return {"skipped": report.skipped_steps, "lines": lines, "weights": weights}
+
+
+# Stopping, and other ways of giving a model
+
+
+def signalled(mesh: Mesh, *, folder: str, rank: int, number: int, axes: Mapping[str, Any]) -> str:
+    """A run of which one rank is told to stop in its second step; how it ended."""
+
+    class Kill(Callback):
+        def on_step_begin(self, trainer: Trainer, step: int) -> None:
+            if step == 2 and mesh.rank == rank:
+                os.kill(os.getpid(), number)
+
+    config = settings(folder, parallel=axes, checkpoint={"every_steps": 50})
+    try:
+        with Trainer(seeded(_deep), config, sentences(), callbacks=[Kill()]) as trainer:
+            trainer.fit()
+    except (SystemExit, KeyboardInterrupt) as end:
+        return f"{type(end).__name__} {getattr(end, 'code', '')}".strip()
+    return ""
+
+
+def given(mesh: Mesh, *, folder: str, axes: Mapping[str, Any]) -> dict[str, str]:
+    """Bits of the initial weights of models given in every way, and of one that two runs have trained."""
+    config = settings(folder, parallel=axes)
+    shape = {"model_type": "llama", **LLAMA, "num_hidden_layers": 4, "tie_word_embeddings": False}
+    named = settings(folder, parallel=axes, model={"config": shape})
+    with torch.device("meta"):
+        bare = _deep()
+    source = Path(folder) / f"source-{mesh.world_size}"
+    if mesh.rank == 0:
+        seeded(_deep).save_pretrained(source)
+    mesh.world.barrier("a model to start from")
+    stored = settings(folder, parallel=axes, model={"source": str(source)})
+    ways = {
+        "built": (seeded(_deep), config),
+        "config": (None, named),
+        "callable": (_deep, config),
+        "meta": (bare, config),
+        "source": (None, stored),
+    }
+    found = {}
+    for name, (model, settled) in ways.items():
+        with Trainer(model, settled, sentences()) as trainer:
+            found[name] = digest({key: tensor.clone() for key, tensor in trainer.state_dict()})
+    return found
+
+
+def again(mesh: Mesh, *, folder: str, axes: Mapping[str, Any]) -> list[float]:
+    """Losses of two runs one after the other of one model, under two Trainers; and what a model in stages says when called."""
+    model, losses = seeded(_deep), []
+    for name in ("first", "second"):
+        config = settings(folder, parallel=axes, run={"name": name})
+        with Trainer(model, config, sentences()) as trainer:
+            losses += list(trainer.fit().losses)
+            assert list(trainer.fit().losses) == losses[-4:]
+    return losses
+
+
+def refused(
+    mesh: Mesh, *, folder: str, axes: Mapping[str, Any], kind: str = "llama", own: bool = False, length: int = 0
+) -> str:
+    """What is said before the first step, and by whom: a run that cannot be."""
+    model = Pictures(loss=True) if kind == "pictures" else seeded(KINDS[kind])
+    data: Any = pictures() if kind == "pictures" else sentences()
+    if own and mesh.rank == 1:
+        data = data[::-1]
+    if length:
+        data = [{name: value[:length] for name, value in each.items()} for each in data]
+    steps: list[int] = []
+
+    class Count(Callback):
+        def on_step_begin(self, trainer: Trainer, step: int) -> None:
+            steps.append(step)
+
+    try:
+        with Trainer(model, settings(folder, parallel=axes), data, callbacks=[Count()]) as trainer:
+            trainer.fit()
+    except ZeromeshError as error:
+        return f"{len(steps)} {type(error).__name__}: {error}"
+    return "nothing"
+
+
+def killed(mesh: Mesh, *, folder: str, rank: int, count: int, axes: Mapping[str, Any], stage: int) -> None:
+    """One rank is killed as it comes to a unit's forward for the `count`-th time; says when."""
+    if mesh.rank == rank:
+        os.environ["ZEROMESH_FAULT"] = f"kill@forward:{rank}:{count}"
+    faults._fault.cache_clear()
+    with Trainer(seeded(_deep), settings(folder, parallel=axes, zero={"stage": stage}), sentences()) as trainer:
+        trainer.fit()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.batching import BatchPlan, SampleOrder
 from zeromesh.trainer.collate import Collate, MapDataset, check_first_batch
 from zeromesh.trainer.config import TrainerConfig
@@ -71,12 +72,22 @@ class Feeds:
                 causal=feed.causal,
             )
             self._takes.check(batch)
+            self._check_shares(batch)
             self._loss.count(batch)
             left_out = self._takes.left_out(batch)
             if left_out:
                 takes = f"{self._takes.model}.forward does not take"
                 notes.append(f"{name}_dataset: left out {', '.join(left_out)}, which {takes}")
         return notes
+
+    def _check_shares(self, batch: Mapping[str, Any]) -> None:
+        """Raise `DataError` for sequences that tensor ranks cannot share out, before one stage of a pipeline finds out."""
+        parallel, ids = self._config.parallel, batch.get("input_ids")
+        if parallel.sequence and isinstance(ids, torch.Tensor) and ids.ndim > 1 and ids.shape[1] % parallel.tensor:
+            raise DataError(
+                f"sequences of {ids.shape[1]} tokens cannot be shared out to {parallel.tensor} tensor ranks "
+                f"(parallel.sequence); pad them to a multiple of {parallel.tensor}, or set parallel.sequence: false"
+            )
 
     def train(self) -> Feed | None:
         """The training data, one global batch after the other; None where there is none."""

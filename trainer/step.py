@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, DataError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.traffic import Figures
 from zeromesh.pipeline.pipeline import Pipeline
@@ -146,6 +147,7 @@ class Stepper:
         began = time.perf_counter()
         microbatches = feed.plan.microbatches(step, self._mesh.data_index)
         batches = [feed.fetch(microbatch) for microbatch in microbatches]
+        self._require_same(batches)
         count = self._known_count(microbatches, batches)
         seed = 1.0 if count is None else 1.0 / max(1, count)
         engine.begin_step(step, lr_factor)
@@ -192,7 +194,9 @@ class Stepper:
         sums = torch.zeros(2, dtype=torch.float64)
         with in_evaluation_mode(self._model):
             for number, group in enumerate(_groups(microbatches, self._evaluated_at_once), start=1):
-                batches = [self._to_device(feed.fetch(each)) for each in group]
+                fetched = [feed.fetch(each) for each in group]
+                self._require_same(fetched)
+                batches = [self._to_device(batch) for batch in fetched]
                 for each, (loss, targets) in zip(group, self._forwards(batches), strict=True):
                     if each.weight and self._speaks:
                         sums += torch.tensor([float(loss), targets], dtype=torch.float64)
@@ -274,6 +278,21 @@ class Stepper:
             )
         return loss
 
+    def _require_same(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Raise `DataError` where ranks of a tensor group or of a pipeline, which compute one batch together, have others."""
+        shape = self._mesh.shape
+        if shape.tensor == shape.pipeline == 1:
+            return
+        mine = [self._mesh.data_index, len(batches), digest_of(batches)]
+        rows = self._mesh.world.gather_integers(mine)
+        others = [str(rank) for rank, row in enumerate(rows) if row[0] == mine[0] and row != mine]
+        if others:
+            raise DataError(
+                f"rank{'s' if len(others) > 1 else ''} {', '.join(others)} got other data than rank {self._mesh.rank}, and they "
+                "compute one batch together (parallel.tensor, parallel.pipeline); datasets and collators must give the same "
+                "samples for the same index on every rank"
+            )
+
     def _known_count(self, microbatches: tuple[Microbatch, ...], batches: list[dict[str, Any]]) -> int | None:
         """Targets of the global batch, or None where the loss tells only after forward."""
         counts = [self._loss.count(batch) for batch in batches]
@@ -305,6 +324,22 @@ def _tokens(batch: Mapping[str, Any]) -> int:
         return ids.numel()
     first = next((value for value in batch.values() if isinstance(value, Tensor)), None)
     return 0 if first is None else first.shape[0]
+
+
+def digest_of(batches: Sequence[Mapping[str, Any]]) -> int:
+    """32 bits of the names, shapes, dtypes and first values of the tensors of batches."""
+    found = 0
+    for batch in batches:
+        for name, value in sorted(batch.items()):
+            if isinstance(value, Tensor):
+                found = crc32(f"{name} {list(value.shape)} {value.dtype}".encode(), found)
+                some = value.detach().reshape(-1)[:_LOOKED_AT].contiguous()
+                found = crc32(some.view(torch.uint8).numpy().tobytes(), found)
+    return found
+
+
+_LOOKED_AT = 65536
+"""Elements of each tensor that ranks compare: all tokens of a microbatch, and the beginning of an image."""
 
 
 def _groups(microbatches: Sequence[Microbatch], count: int) -> Iterator[Sequence[Microbatch]]:

@@ -37,6 +37,11 @@ from zeromesh.tensor.plans import OWN
 from zeromesh.zero.plan import block_modules
 
 _SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+_STYLES = (
+    *("colwise", "rowwise", "packed_colwise", "qkv_stacked", "qkv_by_head", "qkv_falcon", "rowwise_heads"),
+    *("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_heads", "moe_tp_experts"),
+    *("replicated_with_grad_allreduce", "local_params", "mla_kv_a_proj", "replicate", *_SYNONYMS),
+)
 _QUERIES = ("q_proj", "q_b_proj", "query", "q")
 _KEYS = ("k_proj", "v_proj", "kv_b_proj", "key", "value", "k", "v")
 _FUSED = ("query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv")
@@ -94,6 +99,10 @@ class _Planner:
         for pattern, style in (own or {}).items():
             self._set((name for name in names if fnmatchcase(name, pattern)), style)
         for pattern, style in rules.items():
+            if style not in _STYLES:
+                raise LayoutError(
+                    f"tensor-parallel rule {pattern!r}: there is no style {style!r}; styles are {', '.join(_STYLES)}"
+                )
             if not self._set((name for name in names if fnmatchcase(name, pattern)), style):
                 raise LayoutError(
                     f"tensor-parallel rule {pattern!r}: {style} matches no module of {type(self.model).__name__}; its modules are "

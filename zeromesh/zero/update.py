@@ -192,7 +192,11 @@ class Updater:
         self._mesh.post(Activity.OPTIMIZER)
         if not options.optimizer_in_backward:
             self._retire(units)
-            self._squares = sum(self.shards.squares([each for each in self._buckets if self.sharing.counts(each)]))
+            squares = zip(self._buckets, self.shards.squares(self._buckets), strict=True)
+            # What others count may be amiss here alone.
+            self._squares = sum(
+                value for each, value in squares if self.sharing.counts(each) or not math.isfinite(value)
+            )
         scale = self.scaler.scale
         factor /= scale
         norm = global_norm(self._squares, self._owners) * abs(factor)
