@@ -8,7 +8,19 @@ from typing import Any
 
 import torch
 import transformers as tf
-from trainer_cases import LLAMA, LENGTH, VOCABULARY, distance, gpt2, lines_of, llama, seeded, sentence_loss, sentences, settings
+from trainer_cases import (
+    LLAMA,
+    LENGTH,
+    VOCABULARY,
+    distance,
+    gpt2,
+    lines_of,
+    llama,
+    seeded,
+    sentence_loss,
+    sentences,
+    settings,
+)
 
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.groups import Mesh
@@ -124,7 +136,9 @@ def fit(
         theirs = loaded.eval()(input_ids=ids).logits
     lines = lines_of(Path(folder) / "run")
     if mesh.rank == 0:
-        torch.save({"gradients": seen.gradients, "during": getattr(seen, "state", {}), "after": state}, f"{folder}/seen.pt")
+        torch.save(
+            {"gradients": seen.gradients, "during": getattr(seen, "state", {}), "after": state}, f"{folder}/seen.pt"
+        )
     return {
         "losses": list(report.losses),
         "norms": [line["grad_norm"] for line in lines],
@@ -141,7 +155,18 @@ def fit(
 
 def left_in(model: torch.nn.Module) -> list[str]:
     """What of a run is still in a model."""
-    found = [f"hooks in {name}" for name, module in model.named_modules() if any(each.__module__.startswith("zeromesh") for each in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))]
+    found = [
+        f"hooks in {name}"
+        for name, module in model.named_modules()
+        if any(
+            each.__module__.startswith("zeromesh")
+            for each in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        )
+    ]
     found += [f"forward of {name}" for name, module in model.named_modules() if "forward" in vars(module)]
-    found += [f"{name} is {type(module).__module__}" for name, module in model.named_modules() if type(module).__module__.startswith("zeromesh")]
+    found += [
+        f"{name} is {type(module).__module__}"
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("zeromesh")
+    ]
     return found
