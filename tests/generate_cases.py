@@ -64,7 +64,8 @@ class Asker(Callback):
             self.lengths.append(found.shape[1])
         # A token that has come up is an end, too.
         end = int(self.reference.generate(**inputs, max_new_tokens=4, pad_token_id=0)[0, -1])
-        ended = {"max_new_tokens": 9, "pad_token_id": 0, "eos_token_id": end}
+        processors = tf.LogitsProcessorList([tf.SuppressTokensLogitsProcessor([int(end == 0)])])
+        ended = {"max_new_tokens": 9, "pad_token_id": 0, "eos_token_id": end, "logits_processor": processors}
         if trainer.generate(**inputs, **ended).tolist() != self.reference.generate(**inputs, **ended).tolist():
             self.wrong.append(f"{when}: another end")
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import tensor_cases as cases
 import torch
 import transformers as tf
+from trainer_cases import LLAMA, apart, plain_fit, seeded, sentences, settings
 
+from zeromesh import Trainer
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.select import open_exchange
+from zeromesh.tensor import functions
 from zeromesh.trainer.hf.loss_check import InFloat64
 from zeromesh.trainer.hf.losses import LabelLoss, make_loss
 
@@ -54,9 +58,10 @@ def _learns(mesh: Mesh, name: str) -> dict[str, Any]:
         whole = cases.build(name)
         expected = whole(**inputs).loss
         expected.backward()
-        model, parallel = cases.divided(name, exchange, rules=_RULES.get(name))
+        model = cases.build(name)
+        loss = make_loss(model, divided=True)
+        model, parallel = cases.divided(name, exchange, model=model, rules=_RULES.get(name))
         before = [set(vars(module)) for module in model.modules()]
-        loss = make_loss(model)
         assert isinstance(loss, LabelLoss), loss.notes
         count = loss.count(inputs)
         found = loss(model, inputs, seed=1 / count) / count
@@ -68,6 +73,40 @@ def _learns(mesh: Mesh, name: str) -> dict[str, Any]:
             nothing = loss(model, inputs, seed=0.0)
     assert before == [set(vars(module)) for module in model.modules()]
     wrong = cases.differences(cases.gradients(whole), cases.assembled(model, parallel, exchange))
-    wrong |= cases.differences({"loss": expected, "again": expected}, {"loss": found, "again": evaluated})
+    parallel.restore()
+    cases.load_parts(model, {}, dict(whole.named_parameters()))
+    with InFloat64(), torch.no_grad():
+        restored = loss(model, cases.batch(), seed=0.0) / count
+    results = {"loss": found, "again": evaluated, "restored": restored}
+    wrong |= cases.differences(dict.fromkeys(results, expected), results)
     hidden = inputs["input_ids"].numel() * 32
     return {"wrong": wrong, "notes": loss.notes, "gathered": most > hidden, "nothing": float(nothing)}
+
+
+def _capped() -> Any:
+    sizes = {**LLAMA, "head_dim": 8, "pad_token_id": 0, "vocab_size": 67}
+    return tf.Gemma2ForCausalLM(tf.Gemma2Config(**sizes, final_logit_softcapping=0.5, attn_implementation="eager"))
+
+
+def trains(mesh: Mesh, folder: str, parallel: dict[str, int]) -> dict[str, Any]:
+    """A run and its evaluations; what differs from a plain loop, and what was gathered that has the logits' form."""
+    config = settings(folder, parallel={"timeout_seconds": 30, **parallel}, run={"max_steps": 2})
+    plain = plain_fit(seeded(_capped), sentences(), config)
+    widths: list[int] = []
+    plainly = functions.gather
+
+    def noting(tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        found = plainly(tensor, *arguments)
+        widths.append(found.shape[-1])
+        return found
+
+    with (
+        patch.object(functions, "gather", noting),
+        Trainer(seeded(_capped), config, train_dataset=sentences(), eval_dataset=sentences(5)) as trainer,
+    ):
+        before = trainer.evaluate().loss
+        report = trainer.fit()
+        whole = trainer.engine is None
+        after = trainer.evaluate().loss
+    losses = apart(report.losses, plain.losses)
+    return {"losses": losses, "gathered": 67 in widths, "evaluated": [before, report.eval_loss, after], "whole": whole}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from workers import Workers
 
 CHUNKED = "loss: cross entropy in chunks of tokens, equal to the model's own in a trial"
@@ -27,3 +30,16 @@ def test_logits_of_a_divided_head_are_not_gathered(workers: Workers) -> None:
             assert result["nothing"] == 0
             # Logits of 16 tokens are more than their hidden states: 67 of each, and those are 32.
             assert result["gathered"] == (name == "centred"), name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"), [(2, {"tensor": 2}), pytest.param(4, {"tensor": 2, "pipeline": 2}, marks=pytest.mark.full)]
+)
+def test_a_run_gathers_none_either(workers: Workers, tmp_path: Path, ranks: int, parallel: dict[str, int]) -> None:
+    for found in workers.run(ranks, "head_cases:trains", folder=str(tmp_path), parallel=parallel):
+        assert found["losses"] < 1e-6  # Norms of Gemma compute in fp32.
+        assert found["whole"]
+        assert not found["gathered"]
+        before, at_the_end, after = found["evaluated"]
+        assert before > at_the_end
+        assert after == pytest.approx(at_the_end, rel=1e-6)

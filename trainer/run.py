@@ -103,7 +103,8 @@ class Run:
         # Of the whole model, so that all ranks take the same batches, count alike and refuse alike.
         self.takes = Takes.of(model, users_loss=given.compute_loss is not None)
         self.console.status("trying the loss on a small copy")
-        self.loss = make_loss(model, mode=config.model.loss, compute_loss=given.compute_loss)
+        mode, divided = config.model.loss, mesh.tensor.size > 1
+        self.loss = make_loss(model, mode=mode, compute_loss=given.compute_loss, divided=divided)
         self.divided = setup.divide_model(model, config, mesh)
         dressed = dress_model(model, config.model, options, tiers)
         self._tell([*self.divided.notes, *dressed.notes])

@@ -125,11 +125,7 @@ def _agree(sets: tuple[ProcessSet, ...], arguments: Mapping[str, Any]) -> None:
     """Ranks that compute one model together would wait for each other forever, or answer with a mixture."""
     found = 0
     for name, value in sorted(arguments.items()):
-        plain = isinstance(value, bool | int | float | str | list | tuple | None)
-        content = value.cpu().numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value) if plain else ""
-        found = zlib.crc32(
-            content if isinstance(content, bytes) else content.encode(), zlib.crc32(name.encode(), found)
-        )
+        found = zlib.crc32(_content(value), zlib.crc32(name.encode(), found))
     for each in sets:
         rows = each.gather_integers([found])
         if any(row != [found] for row in rows):
@@ -137,6 +133,14 @@ def _agree(sets: tuple[ProcessSet, ...], arguments: Mapping[str, Any]) -> None:
                 f"generate: ranks {', '.join(map(str, each.ranks))} compute one model together ({each.name}), and were given other "
                 "prompts or arguments; give them the same"
             )
+
+
+def _content(value: Any) -> bytes:
+    """What ranks compare of an argument: numbers, text and tensors; of other objects nothing."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    each = value if isinstance(value, list | tuple) else [value]
+    return repr(value).encode() if all(isinstance(one, int | float | str | None) for one in each) else b""
 
 
 @contextmanager

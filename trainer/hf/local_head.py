@@ -7,7 +7,7 @@ exchanges three numbers a token. The model's code stays as it is: it is given th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,34 +25,21 @@ CrossEntropy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class LocalHead:
-    """Runs a model whose head gives some logits, with `cross_entropy` for its loss; between runs the model is as it was.
+    """Runs a model whose head is divided among tensor ranks; between runs the model is as it was.
 
     Args:
-        model: a Hugging Face language model.
+        model: a Hugging Face language model, which may be divided later, and whole again after that.
         route: how logits leave the model, see `Route`.
-        narrowed: inside this block the head gives the logits of its part alone.
-        cross_entropy: makes the loss of them.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        route: Route,
-        narrowed: Callable[[], AbstractContextManager[None]],
-        cross_entropy: CrossEntropy,
-    ) -> None:
+    def __init__(self, model: Any, *, route: Route) -> None:
         self._model = model
         self._route = route
-        self._narrowed = narrowed
-        self._cross_entropy = cross_entropy
 
-    @classmethod
-    def of_rank(cls, model: Any, route: Route) -> LocalHead:
-        """This tensor rank's, for a model whose head is a `VocabParallelHead` (on other stages of a pipeline, stands for one)."""
-        head: VocabParallelHead = model.get_output_embeddings()
-        cross_entropy = partial(logits_cross_entropy, sizes=head.sizes, exchange=head.exchange)
-        return cls(model, route=route, narrowed=head.local_logits, cross_entropy=cross_entropy)
+    @property
+    def divided(self) -> bool:
+        """Whether the model's head is divided now, so that `run` can stand for its loss."""
+        return isinstance(self._model.get_output_embeddings(), VocabParallelHead)
 
     def run(
         self, model: Any, inputs: dict[str, Any], *, targets: torch.Tensor, seed: float, count: int
@@ -61,36 +48,50 @@ class LocalHead:
 
         Raises `PhaseError` if the model gives its loss something else than logits of all targets.
         """
-        with self._narrowed():
-            if self._route == "logits":
-                return self._sum(model(**without_labels(model, inputs)).logits, targets)
-            with self._standing_in(targets, count) as called:
-                # What the model adds to its mean loss (auxiliary losses of experts) is scaled as the mean is.
-                loss: torch.Tensor = model(**inputs).loss * count
-            if not called:
-                raise PhaseError("the model computed a loss without its loss function")
-            return loss
+        head: VocabParallelHead = self._model.get_output_embeddings()
+        cross_entropy = partial(logits_cross_entropy, sizes=head.sizes, exchange=head.exchange)
+        part = _Part(self._model, self._route, targets, count, cross_entropy)
+        with head.local_logits():
+            return part.run(model, inputs)
 
-    @contextmanager
-    def _standing_in(self, targets: torch.Tensor, count: int) -> Iterator[list[bool]]:
-        called: list[bool] = []
 
-        def mean(*args: Any, **kwargs: Any) -> torch.Tensor:
-            called.append(True)
-            return self._sum(args[0] if args else kwargs["logits"], targets) / max(1, count)
+class _Part:
+    """One forward of a model whose head gives some logits, with `cross_entropy` for its loss."""
 
+    def __init__(
+        self, model: Any, route: Route, targets: torch.Tensor, count: int, cross_entropy: CrossEntropy
+    ) -> None:
+        self._model = model
+        self._route = route
+        self._targets = targets
+        self._count = count
+        self._cross_entropy = cross_entropy
+        self._called = False
+
+    def run(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """The sum of the losses."""
+        if self._route == "logits":
+            return self._sum(model(**without_labels(model, inputs)).logits)
         before = vars(self._model).get("_loss_function")
-        self._model.loss_function = mean
+        self._model.loss_function = self._mean
         try:
-            yield called
+            # What the model adds to its mean loss (auxiliary losses of experts) is scaled as the mean is.
+            loss: torch.Tensor = model(**inputs).loss * self._count
         finally:
             put_back(self._model, "_loss_function", before)
+        if not self._called:
+            raise PhaseError("the model computed a loss without its loss function")
+        return loss
 
-    def _sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _mean(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._called = True
+        return self._sum(args[0] if args else kwargs["logits"]) / max(1, self._count)
+
+    def _sum(self, logits: torch.Tensor) -> torch.Tensor:
         rows = logits.reshape(-1, logits.shape[-1])
-        if rows.shape[0] != targets.numel():
-            raise PhaseError(f"the loss got {rows.shape[0]} rows of logits for {targets.numel()} labels")
-        return self._cross_entropy(rows, targets.reshape(-1).to(rows.device))
+        if rows.shape[0] != self._targets.numel():
+            raise PhaseError(f"the loss got {rows.shape[0]} rows of logits for {self._targets.numel()} labels")
+        return self._cross_entropy(rows, self._targets.reshape(-1).to(rows.device))
 
 
 def loss_of_halves(
@@ -115,10 +116,8 @@ def loss_of_halves(
 
     loss = torch.zeros(())
     for part in (slice(0, vocab // 2), slice(vocab // 2, vocab)):
-        narrowed = partial(_narrowed, head, part)
-        half = LocalHead(small, route=route, narrowed=narrowed, cross_entropy=cross_entropy)
-        with seeded_cpu(0, name), torch.enable_grad():
-            loss = half.run(small, inputs, targets=targets, seed=1.0, count=count)
+        with _narrowed(head, part), seeded_cpu(0, name), torch.enable_grad():
+            loss = _Part(small, route, targets, count, cross_entropy).run(small, inputs)
     return loss
 
 

@@ -75,28 +75,27 @@ def make_loss(
     mode: Literal["auto", "native"] = "auto",
     chunk_tokens: int | None = None,
     compute_loss: ComputeLoss | None = None,
+    divided: bool = False,
 ) -> Loss:
-    """How `model`'s loss is computed and counted; `model` may be on the meta device, and is not run.
+    """How `model`'s loss is computed and counted; `model` is whole, may be on the meta device, and is not run.
 
     Args:
         mode: `auto` computes a language model's loss in chunks of tokens, or over a divided vocabulary, where a trial on a
             small copy gives the model's own loss and gradients; `native` always takes the model's own.
         chunk_tokens: tokens whose logits exist at once; None: what needs the least memory.
         compute_loss: a user's own, which is then taken as it is.
+        divided: tensor ranks will each have some of the vocabulary.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    # By what it has, since a stage of a pipeline that has no head has something that stands for it.
-    divided = hasattr(head, "local_logits")
     if compute_loss is not None:
-        return UserLoss(
-            compute_loss, ("loss: tensor ranks gather the logits that compute_loss reads",) if divided else ()
-        )
+        line = ("loss: tensor ranks gather the logits that compute_loss reads",) if divided else ()
+        return UserLoss(compute_loss, line)
     if not is_pretrained_model(model):
         return ExampleLoss(f"the loss of {type(model).__name__}")
     kind = getattr(model, "loss_type", None)
     if kind in _LABELLED:
         return LabelLoss(model, causal=False)
-    if head is None:
+    embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)
+    if embeddings() is None:
         return ExampleLoss(f"the loss of {type(model).__name__} (loss_type {kind})")
     verdict = _verdict(model, _LANGUAGE.get(str(kind)), divided=divided and mode == "auto")
     if verdict.causal is None:
@@ -121,7 +120,7 @@ def _in_parts(
         return LabelLoss(model, causal=causal, notes=(line, *notes))
     if verdict.changed:
         line = "loss: cross entropy of logits that each tensor rank has some of, equal to the model's own in a trial"
-        return LabelLoss(model, causal=causal, head=LocalHead.of_rank(model, route), notes=(line, *notes))
+        return LabelLoss(model, causal=causal, head=LocalHead(model, route=route), notes=(line, *notes))
     head = ChunkedHead(model, route=route, chunk_tokens=chunk_tokens)
     line = "loss: cross entropy in chunks of tokens, equal to the model's own in a trial"
     return LabelLoss(model, causal=causal, head=head, notes=(line, *notes))
@@ -188,7 +187,7 @@ class LabelLoss:
         count = self.last_count = self.count(batch)
         inputs = {**self._fixed, **batch}
         labels = inputs["labels"]
-        if self._head is not None:
+        if isinstance(self._head, ChunkedHead) or (self._head is not None and self._head.divided):
             targets = shifted(labels) if self.causal else labels
             return self._head.run(model, inputs, targets=targets, seed=seed, count=count)
         if count == 0:
