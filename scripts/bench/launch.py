@@ -69,13 +69,13 @@ def measure_activations(workload: Workload, *, timeout: float = 900.0) -> Activa
     return Activations(**json.loads(lines[-1].removeprefix(activations.RESULT)))
 
 
-def run_system(system: str, workload: Workload, *, timeout: float = 900.0) -> Run:
-    """Run `system` on `workload` in fresh processes.
+def run_system(system: str, workload: Workload, *, timeout: float = 900.0, module: str = "bench.worker") -> Run:
+    """Run `system` on `workload` in fresh processes, each of which runs `module`.
 
     Raises:
         RunError: when a rank fails, or does not end within `timeout` seconds.
     """
-    return _collect(system, run_ranks("bench.worker", workload, [system, workload.to_json()], timeout=timeout))
+    return _collect(system, run_ranks(module, workload, [system, workload.to_json()], timeout=timeout))
 
 
 def run_ranks(module: str, workload: Workload, arguments: list[str], *, timeout: float = 900.0) -> list[Any]:
