@@ -1,8 +1,8 @@
 """zeromesh on the workload with the model divided over two ranks: by its layers, or into stages of a pipeline.
 
-    tensor-STAGE        tensor parallelism, and the ZeRO stage on a data axis of one rank
-    1f1b, zero_bubble   a pipeline of one stage a rank
-    interleaved         a pipeline of two stages a rank
+tensor-STAGE        tensor parallelism, and the ZeRO stage on a data axis of one rank
+1f1b, zero_bubble   a pipeline of one stage a rank
+interleaved         a pipeline of two stages a rank
 """
 
 from __future__ import annotations
