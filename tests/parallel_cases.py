@@ -293,3 +293,29 @@ def killed(mesh: Mesh, *, folder: str, rank: int, count: int, axes: Mapping[str,
     faults._fault.cache_clear()
     with Trainer(seeded(_deep), settings(folder, parallel=axes, zero={"stage": stage}), sentences()) as trainer:
         trainer.fit()
+
+
+def called(mesh: Mesh, *, folder: str, axes: Mapping[str, Any]) -> str:
+    """What comes of calling a model, and having it generate, after a step."""
+    said = []
+
+    class Call(Callback):
+        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+            if step != 2:
+                return
+            whole = _deep().double()
+            whole.load_state_dict({name: tensor.clone() for name, tensor in trainer.state_dict()})
+            ids = sentences()[1]["input_ids"][None]
+            options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+            try:
+                with torch.no_grad():
+                    apart = (trainer.model(input_ids=ids).logits - whole(input_ids=ids).logits).abs().max()
+                    tokens = [model.eval().generate(ids, **options).tolist() for model in (trainer.model, whole)]
+                    trainer.model.train()
+                said.append("same" if apart < 1e-12 and tokens[0] == tokens[1] else f"{apart} {tokens}")
+            except ZeromeshError as error:
+                said.append(f"{type(error).__name__}: {error}")
+
+    with Trainer(seeded(_deep), settings(folder, parallel=axes), sentences(), callbacks=[Call()]) as trainer:
+        trainer.fit()
+    return said[0]

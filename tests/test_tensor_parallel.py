@@ -209,7 +209,7 @@ def _refusals() -> Iterator[Any]:
         _llama(),
         2,
         {"*.mlp.up_proj": "colwyse"},
-        "model.layers.0.mlp.up_proj: tensor-parallel style 'colwyse' is not known",
+        "tensor-parallel rule '*.mlp.up_proj': there is no style 'colwyse'",
     )
     yield (
         _llama(),
