@@ -30,10 +30,16 @@ class PositionalFile:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, write: bool = False, size: int | None = None, sparse: bool = False
+        self,
+        path: str | os.PathLike[str],
+        *,
+        write: bool = False,
+        size: int | None = None,
+        sparse: bool = False,
+        direct: bool = True,
     ) -> None:
         """Open for reading, or for writing: the file is made where there is none, with `size` bytes, which are reserved unless it
-        is to be `sparse`. A link is not followed.
+        is to be `sparse`. A link is not followed. Without `direct` all bytes go through the page cache.
         """
         self.path = os.fspath(path)
         flags = (os.O_RDWR | os.O_CREAT if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -51,7 +57,7 @@ class PositionalFile:
         except OSError as error:
             self.close()
             raise _failed(f"given {size:,} bytes", self.path, error) from error
-        self._direct = _open_direct(self.path, flags)
+        self._direct = _open_direct(self.path, flags) if direct else -1
 
     @property
     def direct(self) -> bool:
@@ -72,6 +78,27 @@ class PositionalFile:
                 done += os.pwritev(self._buffered, [view[done:]], offset + done)
         except OSError as error:
             raise _failed(f"written ({len(view):,} bytes at {offset:,})", self.path, error) from error
+
+    def write_rows(self, data: torch.Tensor, offset: int, *, rows: int, length: int, step: int, stride: int) -> None:
+        """Write `rows` runs of `length` bytes, which begin every `step` bytes of `data`, 1-D uint8 on CPU, to every `stride` bytes
+        of the file from `offset` on, and no byte beside them.
+
+        They go through the page cache: other processes of this host may write the bytes between them at the same time.
+        """
+        view = memoryview(data.numpy().data)
+        try:
+            for row in range(rows):
+                at, end = row * step, row * step + length
+                while at < end:
+                    at += os.pwrite(self._buffered, view[at:end], offset + row * (stride - step) + at)
+        except OSError as error:
+            raise _failed(
+                f"written ({rows:,} runs of {length:,} bytes from {offset:,} on)", self.path, error
+            ) from error
+
+    def forget(self, offset: int, length: int) -> None:
+        """Let the page cache go of bytes that are on the disk and will not be read soon."""
+        os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_DONTNEED)
 
     def read(self, data: torch.Tensor, offset: int) -> None:
         """Fill `data`, 1-D uint8 on CPU, from `offset`."""

@@ -7,7 +7,8 @@ ratio to plain I/O of the same round, and how far memory rose. `--out` gets the 
 Then zeromesh trains the default workload of bench_step.py (bf16, stage 3), in turn with an asynchronous checkpoint every 20 steps
 and without: how much longer 100 steps take, and whether each checkpoint was there before the next was due.
 
-    --systems   zeromesh, deepspeed (stage 3, save_checkpoint), fsdp2 (torch.distributed.checkpoint)
+    --systems   zeromesh (sharded), zeromesh-tensor (tensor-parallel), deepspeed (stage 3, save_checkpoint), fsdp2
+                (torch.distributed.checkpoint)
     --training  rounds of 100 steps with and without checkpoints; 0: none
 """
 
@@ -28,7 +29,7 @@ from bench.launch import RunError, installed, run_ranks, run_system
 from bench.options import list_of
 from bench.workload import Workload
 
-_SYSTEMS = ("zeromesh", "deepspeed", "fsdp2")
+_SYSTEMS = ("zeromesh", "zeromesh-tensor", "deepspeed", "fsdp2")
 _MEBIBYTE = 1 << 20
 _BYTES_PER_PARAMETER = 12
 _STEPS, _EVERY = 100, 20

@@ -155,6 +155,8 @@ def fit(
         "whole": distance(whole, state),
         "gathered": getattr(seen, "gathered", 0.0),
         "left": left_in(model),
+        "told": {axis: sorted(rows) for axis, rows in lines[-1].get("communication", {}).items()},
+        "bubble": lines[-1].get("bubble"),
     }
 
 

@@ -15,7 +15,7 @@ from zeromesh.mesh.channel import Channels
 from zeromesh.mesh.groups import Mesh
 from zeromesh.pipeline.deferred import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Executor
-from zeromesh.pipeline.generate import generate
+from zeromesh.pipeline.generate import StagedForward
 from zeromesh.pipeline.plain import PlainRunner
 from zeromesh.pipeline.schedule import forward_only, make_schedule
 from zeromesh.pipeline.stage import Stages, cut_model
@@ -189,13 +189,23 @@ def generates(mesh: Mesh, model: str, chunks: int, microbatches: int, cached: bo
         prompts, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, use_cache=True
     )
     channels = Channels(mesh.world, mesh.device)
-    executor = Executor(mesh.world, channels)
-    found = generate(executor, stages, prompts, mask, new_tokens=6, microbatches=microbatches, cached=cached)
-    # A token that comes up is an end, too.
-    end = int(wanted[0, 7])
-    ended = generate(executor, stages, prompts[:1], mask[:1], new_tokens=6, end=end)
+    forward = StagedForward(Executor(mesh.world, channels), stages, microbatches=microbatches, call=stages.model)
+    cache = {"past_key_values": tf.DynamicCache(config=whole.config)} if cached else {}
+    tokens = prompts
+    for _ in range(6):
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        new = slice(-1 if cached and tokens is not prompts else 0, None)
+        inputs = {"input_ids": tokens[:, new], "position_ids": positions[:, new], "attention_mask": mask}
+        logits = forward({**inputs, **cache, "use_cache": cached})
+        tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
     channels.close()
-    return {"found": found.tolist(), "wanted": wanted.tolist(), "ended": ended.tolist()[0], "end": end}
+    return {
+        "found": tokens.tolist(),
+        "wanted": wanted.tolist(),
+        "shape": list(logits.shape),
+        "dtype": str(logits.dtype),
+    }
 
 
 def disagrees(mesh: Mesh) -> str:

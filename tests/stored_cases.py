@@ -12,14 +12,17 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from zeromesh.checkpoint import blocks, tensor_files
+from zeromesh.checkpoint import bands, blocks, tensor_files
+from zeromesh.checkpoint.bands import check_bands, digests_of
+from zeromesh.checkpoint.division import Divider, Division
 from zeromesh.checkpoint.holding import Holding
+from zeromesh.checkpoint.loader import _targets
 from zeromesh.checkpoint.manifest import FileRecord, Manifest, Piece, StoredTensor
 from zeromesh.checkpoint.reader import CheckpointReader, Target
 from zeromesh.checkpoint.regions import Region
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.checkpoint.tensor_files import DTYPES, FileLayout, TensorSpec, index_files, plan_files
-from zeromesh.checkpoint.writer import ShardWriter, Source, edges_of
+from zeromesh.checkpoint.writer import ShardWriter, edges_of
 from zeromesh.flat.split import Interval
 from zeromesh.offload import TensorSlice
 from zeromesh.offload.aio import BLOCK
@@ -31,10 +34,11 @@ KINDS = ("model", "master", "exp_avg")
 
 @contextmanager
 def small_units() -> Iterator[None]:
-    """Files of a few KB are already worth more than one, and their pieces are of two blocks."""
+    """Files of a few KB are already worth more than one, their pieces are of two blocks, and tensors of two may have bands."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_files, "_LEAST_FILE", 64)
         patch.setattr(blocks, "GRID", 2 * BLOCK)
+        patch.setattr(bands, "LEAST_TENSOR", 2 * BLOCK)
         yield
 
 
@@ -121,46 +125,40 @@ def _local(value: torch.Tensor, region: Region) -> torch.Tensor:
     return value
 
 
-def sources_of(files: Sequence[FileLayout], holdings: Sequence[Holding], rank: int) -> list[Source]:
-    """What a rank writes; rank 0 has the headers."""
-    places = {spec: (number, at) for number, file in enumerate(files) for spec, at in file.places}
-    found = []
-    for holding in holdings:
-        number, at = places[holding.spec]
-        for run in holding.region.runs(holding.interval):
-            first = run.local - holding.interval.start
-            source = Source(
-                file=number,
-                begin=at + run.logical * holding.spec.dtype.itemsize,
-                values=holding.values.slice(first, first + run.length),
-                dtype=holding.spec.dtype,
-                owner=holding.owner,
-            )
-            found.append(source)
-    if rank == 0:
-        headers = [torch.frombuffer(bytearray(file.header), dtype=torch.uint8) for file in files]
-        found += [
-            Source(file=n, begin=0, values=TensorSlice.of(header), dtype=torch.uint8)
-            for n, header in enumerate(headers)
-        ]
-    return found
+def divisions_of(
+    files: Sequence[FileLayout], dealt: Sequence[Sequence[Holding]], hosts: Sequence[int] = ()
+) -> list[Division]:
+    """What each rank writes; rank 0 has the headers. `hosts` has each rank's host; none: all are on one."""
+    dividers = [Divider(files=files, holdings=holdings, rank=rank) for rank, holdings in enumerate(dealt)]
+    said = [divider.said() for divider in dividers]
+    return [divider.divide(said, hosts or [0] * len(dealt)) for divider in dividers]
 
 
-def writers_of(directory: Path, files: Sequence[FileLayout], dealt: Sequence[Sequence[Holding]]) -> list[ShardWriter]:
+def writers_of(directory: Path, files: Sequence[FileLayout], divisions: Sequence[Division]) -> list[ShardWriter]:
     """One writer for each rank, which has got the others' edges."""
-    sources = [sources_of(files, holdings, rank) for rank, holdings in enumerate(dealt)]
-    edges = [edges_of(each) for each in sources]
+    edges = [edges_of(each.sources) for each in divisions]
     return [
         ShardWriter(
             directory,
             files,
-            own,
+            own.sources,
             [edge for other, theirs in enumerate(edges) if other != rank for edge in theirs],
             {2: 0, 0: 1, 1: 2},
             rank,
+            own.shares,
         )
-        for rank, own in enumerate(sources)
+        for rank, own in enumerate(divisions)
     ]
+
+
+def written(directory: Path, files: Sequence[FileLayout], divisions: Sequence[Division]) -> list[Piece]:
+    """Let ranks write one after the other, and read back what several of them have written."""
+    writers = writers_of(directory, files, divisions)
+    found = pieces_of(writers)
+    for rank, own in enumerate(divisions):
+        digests = digests_of(own.bands, [writer.digests for writer in writers])
+        found += check_bands(directory, files, own.bands, digests, rank)
+    return found
 
 
 def pieces_of(writers: Sequence[ShardWriter]) -> list[Piece]:
@@ -195,26 +193,19 @@ def write(
     dealt: Sequence[Sequence[Holding]],
     documents: Mapping[str, bytes] | None = None,
     alter: Callable[[Manifest], Manifest] = lambda manifest: manifest,
+    hosts: Sequence[int] = (),
 ) -> CheckpointReader:
-    """A committed checkpoint of what the ranks hold."""
+    """A committed checkpoint of what the ranks hold, who are on these hosts."""
     store = CheckpointStore(root)
     files = plan_files(dict.fromkeys(holding.spec for holdings in dealt for holding in holdings), len(dealt))
     directory = store.create(step, files)
     for path, text in {**index_files(files), **(documents or {})}.items():
         (directory / path).write_bytes(text)
-    written = pieces_of(writers_of(directory, files, dealt))
-    store.commit(step, alter(manifest_of(step, files, written)))
+    found = written(directory, files, divisions_of(files, dealt, hosts))
+    store.commit(step, alter(manifest_of(step, files, found)))
     return CheckpointReader(store.path(step))
 
 
 def targets_of(reader: CheckpointReader, holdings: Sequence[Holding]) -> list[Target]:
-    """Where each run of elements comes from."""
-    found = []
-    for holding in holdings:
-        tensor = reader.tensor(holding.spec.kind, holding.spec.name)
-        assert tensor is not None
-        for run in holding.region.runs(holding.interval):
-            first = run.local - holding.interval.start
-            values = holding.values.slice(first, first + run.length)
-            found.append(Target(tensor=tensor, first=run.logical, values=values))
-    return found
+    """Where elements come from."""
+    return list(_targets(reader, holdings))

@@ -16,10 +16,9 @@ from safetensors import safe_open
 from stored_cases import (
     SOME,
     bits,
+    divisions_of,
     manifest_of,
-    pieces_of,
     small_units,
-    sources_of,
     spec,
     specs,
     split,
@@ -27,7 +26,7 @@ from stored_cases import (
     tell,
     values_of,
     write,
-    writers_of,
+    written,
 )
 
 from zeromesh.checkpoint import blocks, manifest, tensor_files, writer
@@ -36,7 +35,7 @@ from zeromesh.checkpoint.reader import CheckpointReader, Target
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.checkpoint.tensor_files import TensorSpec, index_files, plan_files, read_header
 from zeromesh.checkpoint.writer import ShardWriter, Source, edges_of
-from zeromesh.errors import CheckpointError, LayoutError, StorageError
+from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.flat.split import Interval
 from zeromesh.offload import TensorSlice
 from zeromesh.offload.aio import BLOCK, PositionalFile
@@ -49,14 +48,14 @@ F32, BF16 = torch.float32, torch.bfloat16
 # Writing and reading
 
 
-@given(wanted=specs(), ranks=st.integers(1, 4), rng=randoms, seed=st.integers(0, 99))
+@given(wanted=specs(), hosts=st.lists(st.integers(0, 2), min_size=1, max_size=4), rng=randoms, seed=st.integers(0, 99))
 @FEW
 def test_safetensors_reads_what_the_ranks_wrote(
-    wanted: list[TensorSpec], ranks: int, rng: random.Random, seed: int
+    wanted: list[TensorSpec], hosts: list[int], rng: random.Random, seed: int
 ) -> None:
     values = values_of(wanted, seed)
     with tempfile.TemporaryDirectory() as root, small_units():
-        reader = write(Path(root), 7, split(values, ranks, rng))
+        reader = write(Path(root), 7, split(values, len(hosts), rng), hosts=hosts)
         found: dict[tuple[str, str], torch.Tensor] = {}
         for path in reader.manifest.files:
             if path.endswith(".safetensors"):
@@ -69,14 +68,20 @@ def test_safetensors_reads_what_the_ranks_wrote(
     }
 
 
-@given(wanted=specs(), ranks=st.integers(1, 4), readers=st.integers(1, 4), rng=randoms, seed=st.integers(0, 99))
+@given(
+    wanted=specs(),
+    hosts=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+    readers=st.integers(1, 4),
+    rng=randoms,
+    seed=st.integers(0, 99),
+)
 @FEW
 def test_any_other_ranks_read_the_same_elements(
-    wanted: list[TensorSpec], ranks: int, readers: int, rng: random.Random, seed: int
+    wanted: list[TensorSpec], hosts: list[int], readers: int, rng: random.Random, seed: int
 ) -> None:
     values = values_of(wanted, seed)
     with tempfile.TemporaryDirectory() as root, small_units():
-        reader = write(Path(root), 7, split(values, ranks, rng))
+        reader = write(Path(root), 7, split(values, len(hosts), rng), hosts=hosts)
         reader.verify()
         for holdings in split(values, readers, rng):
             expected = [bits(holding.values.memory) for holding in holdings]
@@ -143,19 +148,23 @@ def test_a_piece_is_read_once_and_only_where_something_of_it_is_wanted(
     assert sorted(begun) == [2 * BLOCK, 6 * BLOCK]
 
 
-def test_elements_that_are_wanted_twice_are_refused(tmp_path: Path) -> None:
-    (holdings,) = split({spec("w", (10 * 1024,)): torch.arange(10 * 1024.0)}, 1, random.Random(0))
+def test_elements_that_are_wanted_twice_are_given_twice(tmp_path: Path) -> None:
+    value = torch.arange(10 * 1024.0)
+    (holdings,) = split({spec("w", (10 * 1024,)): value}, 1, random.Random(0))
     with small_units():
         reader = write(tmp_path, 1, [holdings])
     tensor = reader.tensor("model", "w")
     assert tensor is not None
-    for first, length in ((0, 10 * 1024), (5, 9000), (10 * 1024 - 1, 1)):
-        twice = [
-            Target(tensor=tensor, first=start, values=TensorSlice.of(torch.zeros(count)))
-            for start, count in ((0, 10 * 1024), (first, length))
-        ]
-        with pytest.raises(LayoutError, match=rf"w: elements from {first:,} on are wanted twice"):
-            reader.read(twice, tell)
+    wanted = [(0, 10 * 1024), (5, 9000), (10 * 1024 - 1, 1), (0, 7), (5, 9000)]
+    memory = [torch.full((count,), -1.0) for _, count in wanted]
+    reader.read(
+        [
+            Target(tensor=tensor, first=first, values=TensorSlice.of(each))
+            for (first, _), each in zip(wanted, memory, strict=True)
+        ],
+        tell,
+    )
+    assert all(torch.equal(each, value[at : at + n]) for (at, n), each in zip(wanted, memory, strict=True))
 
 
 def test_tied_names_and_small_files_are_found(tmp_path: Path) -> None:
@@ -259,11 +268,11 @@ def test_a_manifest_is_read_as_it_was_written(wanted: list[TensorSpec], ranks: i
         files = plan_files(wanted, ranks)
         CheckpointStore(directory).create(0, files)
         dealt = split(values_of(wanted, 0), ranks, rng)
-        written = manifest_of(5, files, pieces_of(writers_of(directory / "step-00000000.tmp", files, dealt)))
-    found = manifest.parse(directory / manifest.NAME, written.to_json())
-    assert sorted(map(repr, found.tensors)) == sorted(map(repr, written.tensors))
+        made = manifest_of(5, files, written(directory / "step-00000000.tmp", files, divisions_of(files, dealt)))
+    found = manifest.parse(directory / manifest.NAME, made.to_json())
+    assert sorted(map(repr, found.tensors)) == sorted(map(repr, made.tensors))
     assert (found.step, found.files, found.aliases, found.layout, found.part, found.nbytes) == (
-        (5, written.files, written.aliases, written.layout, (0, 1), sum(file.nbytes for file in files))
+        (5, made.files, made.aliases, made.layout, (0, 1), sum(file.nbytes for file in files))
     )
 
 
@@ -356,7 +365,9 @@ def test_what_is_released_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
         fill(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ShardWriter, "_fill", gated)
-    one = ShardWriter(store.create(1, files), files, [*sources_of(files, [], 0), *half], [], {0: 1, 1: 0}, 0)
+    one = ShardWriter(
+        store.create(1, files), files, [*divisions_of(files, [[]])[0].sources, *half], [], {0: 1, 1: 0}, 0
+    )
     one.start()
     assert one.running
     for owner in (1, 0):

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config import DEFAULT_MODEL, TrainerConfig
+from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_file import load_config
 from zeromesh.trainer.config_rules import schedule_of
+from zeromesh.trainer.config_sections import DEFAULT_MODEL
 from zeromesh.trainer.config_words import allowed, choices, known_paths, suggestion
 from zeromesh.trainer.config_yaml import MAX_BYTES, parse_json, parse_yaml, plain_scalar
 from zeromesh.trainer.schedules import SCHEDULE_NAMES
@@ -97,8 +98,14 @@ BAD = [
     ("schedule: {warmup_steps: 300}", ["schedule.warmup_steps: 300 is more than run.max_steps 200"]),
     ("schedule: {power: 2}", ["schedule.power has no effect on cosine"]),
     ("schedule: {name: wsd, decay_steps: 500}", ["schedule.decay_steps is 500"]),
-    ("parallel: {tensor: 2}", ["parallel.tensor: got 2; this version has 1 only"]),
-    ("parallel: {pipeline: 4}", ["parallel.pipeline: got 4"]),
+    ("parallel: {tensor: 0}", ["parallel.tensor: got 0"]),
+    ("parallel: {sequence: true}", ["parallel.sequence: true shares sequences out to tensor ranks"]),
+    ("parallel: {plan: {'*.q': colwise}}", ["parallel.plan says how layers are divided"]),
+    ("parallel: {pipeline: 2, schedule: interleaved}", ["parallel.chunks: 1 with parallel.schedule interleaved"]),
+    ("parallel: {pipeline: 2, chunks: 2}", ["parallel.chunks: 2 with parallel.schedule 1f1b"]),
+    ("parallel: {stages: [1, 1]}", ["parallel.stages is about stages"]),
+    ("parallel: {pipeline: 2, stages: [1, 2, 1]}", ["parallel.stages has 3 numbers of blocks for 2 stages"]),
+    ("parallel: {pipeline: 2, stages: [1, 0]}", ["parallel.stages"]),
     ("parallel: {shard: 0}", ["parallel.shard: got 0; allowed is auto or an integer >= 1"]),
     ("parallel: {shard: all}", ["parallel.shard: got 'all'"]),
     ("parallel: {timeout_seconds: 0}", ["parallel.timeout_seconds: got 0"]),

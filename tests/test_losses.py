@@ -43,6 +43,11 @@ MODELS: dict[str, Callable[[], Any]] = {
         )
     ),
     "bert-masked": lambda: tf.BertForMaskedLM(tf.BertConfig(**SMALL, vocab_size=90)),
+    "t5": lambda: tf.T5ForConditionalGeneration(
+        tf.T5Config(
+            d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=90, decoder_start_token_id=0, dropout_rate=0.0
+        )
+    ),
     "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**SMALL, **KV, head_dim=8)),
     "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**SMALL, **KV, logits_scaling=8.0)),
     "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**SMALL, **KV)),
@@ -67,7 +72,8 @@ def batch_of(*, masked: bool = True) -> dict[str, torch.Tensor]:
 
 
 def expected_count(model: Any, batch: Mapping[str, torch.Tensor]) -> int:
-    labels = batch["labels"] if "Masked" in type(model).__name__ else batch["labels"][:, 1:]
+    shifts = "Masked" not in type(model).__name__ and not model.config.is_encoder_decoder
+    labels = batch["labels"][:, 1:] if shifts else batch["labels"]
     return int((labels != -100).sum())
 
 
@@ -84,7 +90,7 @@ def test_which_models_the_chunked_head_stands_for(name: str) -> None:
     loss = make_loss(model)
     assert isinstance(loss, LabelLoss)
     assert loss.chunked == (name in CHUNKED), loss.notes
-    assert loss.causal == (name != "bert-masked")
+    assert loss.causal == (name not in ("bert-masked", "t5"))
     assert not loss.counts_examples
     if name in NOT_CHUNKED:
         assert loss.notes == (

@@ -106,6 +106,9 @@ def check(workers: Workers, reference: Reference, folder: Path, axes: str, way: 
         assert found["whole"] == found["gathered"] == 0.0
         assert found["logits"] <= bound
         assert found["left"] == []
+        assert ("all-reduce" in found["told"].get("tensor", [])) == ("tensor" in parallel and "sequence" not in parallel)
+        assert ("point to point" in found["told"].get("pipeline", [])) == ("pipeline" in parallel)
+        assert (found["bubble"] is not None) == ("pipeline" in parallel)
     ours, theirs = torch.load(folder / "seen.pt"), torch.load(plain / "seen.pt")
     for what, tensors in theirs.items():
         assert not tensors or way == "float16" or distance(ours[what], tensors) <= 100 * bound, what

@@ -36,13 +36,13 @@ def test_a_run_and_all_that_may_be_done_around_it(workers: Workers, tmp_path: Pa
     assert found["numbers"] == [True, True]
     assert found["same_report"]
     assert (found["training"], found["hooks"], found["own_forwards"]) == (True, 0, 0)
-    check_files(tmp_path / "run", found)
+    check_files(tmp_path / "run", found, size)
 
 
-def check_files(folder: Path, found: dict[str, Any]) -> None:
+def check_files(folder: Path, found: dict[str, Any], size: int) -> None:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line, parse_constant=pytest.fail) for line in lines]
-    assert [list(record) for record in records] == [FIELDS] * 4
+    assert [list(record) for record in records] == [[*FIELDS, *["communication"] * (size > 1)]] * 4
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert [record["tokens"] for record in records] == [96, 192, 288, 384]
     assert [record["lr"] for record in records] == pytest.approx([0.0, 0.01, 0.01 * 2 / 3, 0.01 / 3])

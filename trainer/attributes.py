@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -27,3 +29,15 @@ class KeptAttributes:
                     vars(module).pop(name, None)
                 else:
                     vars(module)[name] = value
+
+
+@contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """As `model.eval()`, but each module is afterwards in the mode in which it was."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training

@@ -15,7 +15,7 @@ from zeromesh.checkpoint.saver import Content, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, ZeromeshError
 from zeromesh.mesh.groups import Mesh
-from zeromesh.trainer.config import CheckpointSection
+from zeromesh.trainer.config_sections import CheckpointSection
 from zeromesh.trainer.console import human_bytes
 from zeromesh.trainer.hf.save import save_configuration
 from zeromesh.trainer.state import NAME, TrainerState, differences

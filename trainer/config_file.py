@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer import config_rules
-from zeromesh.trainer.config import DEFAULT_MODEL, TrainerConfig
+from zeromesh.trainer.config import TrainerConfig
+from zeromesh.trainer.config_sections import DEFAULT_MODEL
 from zeromesh.trainer.config_words import (
     allowed,
     known_paths,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from zeromesh.mesh.monitor import NAME as RANKS
 from zeromesh.mesh.monitor import StateMonitor
 from zeromesh.mesh.select import choose_transport
 from zeromesh.offload import Tiers, available_bytes, peak_bytes, reuse_freed_memory, settle_heap
-from zeromesh.offload.activations import ActivationStore
 from zeromesh.offload.heap import TUNABLES
 from zeromesh.tensor.products import take_product_buffers
 from zeromesh.trainer import setup
@@ -29,10 +29,10 @@ from zeromesh.trainer.collate import MapDataset, check_dataset
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.console import RunConsole, human_bytes, human_count, make_console
 from zeromesh.trainer.directory import RunDirectory
+from zeromesh.trainer.dress import dress_model
 from zeromesh.trainer.feeds import Feeds, Given
-from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
+from zeromesh.trainer.hf.generate import check_arguments, generate
 from zeromesh.trainer.hf.losses import make_loss
-from zeromesh.trainer.hf.products import use_fastest_products
 from zeromesh.trainer.hf.save import save_pretrained, specs_of, tensors_of
 from zeromesh.trainer.loop import TrainingLoop
 from zeromesh.trainer.memory import kept_input_bytes, require_memory
@@ -45,9 +45,10 @@ from zeromesh.trainer.stragglers import RankFigures
 from zeromesh.trainer.takes import Takes
 from zeromesh.trainer.watched_source import WatchedSource
 from zeromesh.zero.build import open_tiers
+from zeromesh.zero.deferred import BuiltModel
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.options import ZeroOptions
-from zeromesh.zero.plan import block_modules
+from zeromesh.zero.randomness import seed_forward
 
 Call = Callable[..., None]
 """`call(event, *arguments)` runs the callbacks' method of that name."""
@@ -67,11 +68,11 @@ class Run:
         self.report: FitReport | None = None
         self.gradients_ready = False
         self._broken = ""
+        self._generations = 0
         self.plan = BatchPlan(
             global_size=config.batch.global_size, micro_size=config.batch.micro_size, data_ranks=mesh.data.size
         )
         options = setup.engine_options(config, self.plan.accumulation)
-        transport = choose_transport(options.transport, mesh.shard, mesh.device)
         self._say_what_comes(options.precision.table(config.optimizer.name))
         self.console.status("reading the data")
         self.data = setup.prepare_data(config, given.train_dataset, given.eval_dataset, given.processing_class)
@@ -82,34 +83,44 @@ class Run:
         self._kept = KeptAttributes(self.model)
         tiers = open_tiers(mesh, options)
         try:
-            setup.place_buffers(built, mesh, config.run.seed)
-            # Of the whole model, so that all ranks take the same batches, count alike and refuse alike.
-            self.takes = Takes.of(self.model, users_loss=given.compute_loss is not None)
-            self.console.status("trying the loss on a small copy")
-            self.loss = make_loss(self.model, mode=config.model.loss, compute_loss=given.compute_loss)
-            self.divided = setup.divide_model(self.model, config, mesh)
-            self._tell(self.divided.notes)
-            away = self._dress(options, tiers)
-            self.feeds = Feeds(config, given, self.data, self.takes, self.loss, self.plan)
-            about_model = [*built.notes, *setup.notes_on_modules(self.model)]
-            self._tell([*about_model, *self.loss.notes, *self.feeds.check()])
-            inputs = self._kept_inputs(away, options)
-            cuts = self.divided.cuts
-            self._tell(require_memory(self.model, options, mesh, transport=transport, inputs=inputs, cuts=cuts))
-            mesh.meet("start of the run")
-            source = WatchedSource(built, self.console, mesh)
-            self.engine: ZeroEngine | None = ZeroEngine.build(self.model, mesh, options, source, tiers, cuts)
+            engine = self._build(built, options, tiers)
         except BaseException:
             tiers.close()
             self._kept.put_back()
             raise
-        source.close()
+        self.engine: ZeroEngine | None = engine
         if mesh.device.type == "cpu":
             settle_heap(setting(TUNABLES) or "")
         pipeline = self.divided.pipeline
-        self.stepper = Stepper(self.model, self.loss, mesh, options.precision.compute, self.engine, pipeline)
-        self.console.note(self._size(self.engine))
-        self._tell([note for note in [self.engine.updater.place.note()] if note])
+        self.stepper = Stepper(self.model, self.loss, mesh, options.precision.compute, engine, pipeline)
+        self.console.note(self._size(engine))
+        self._tell([note for note in [engine.updater.place.note()] if note])
+
+    def _build(self, built: BuiltModel, options: ZeroOptions, tiers: Tiers) -> ZeroEngine:
+        """Look at the model and the data, leave on this rank its part of the model, and give that its values."""
+        config, mesh, given, model = self.config, self.mesh, self.given, self.model
+        setup.place_buffers(built, mesh, config.run.seed)
+        # Of the whole model, so that all ranks take the same batches, count alike and refuse alike.
+        self.takes = Takes.of(model, users_loss=given.compute_loss is not None)
+        self.console.status("trying the loss on a small copy")
+        mode, divided = config.model.loss, mesh.tensor.size > 1
+        self.loss = make_loss(model, mode=mode, compute_loss=given.compute_loss, divided=divided)
+        self.divided = setup.divide_model(model, config, mesh)
+        dressed = dress_model(model, config.model, options, tiers)
+        self._tell([*self.divided.notes, *dressed.notes])
+        self.feeds = Feeds(config, given, self.data, self.takes, self.loss, self.plan)
+        about_model = [*built.notes, *setup.notes_on_modules(model)]
+        self._tell([*about_model, *self.loss.notes, *self.feeds.check()])
+        transport = choose_transport(options.transport, mesh.shard, mesh.device)
+        length = config.data.sequence_length if self.data.loaded is not None else 0
+        inputs = kept_input_bytes(model, dressed.away, config.batch.micro_size, length, options.precision.compute)
+        cuts = self.divided.cuts
+        self._tell(require_memory(model, options, mesh, transport=transport, inputs=inputs, cuts=cuts))
+        mesh.meet("start of the run")
+        source = WatchedSource(built, self.console, mesh)
+        engine = ZeroEngine.build(model, mesh, options, source, tiers, cuts)
+        source.close()
+        return engine
 
     # Before training
 
@@ -133,38 +144,6 @@ class Run:
         units = f"{len(engine.units)} unit{'s' if len(engine.units) > 1 else ''}{here}"
         sums = f", gradients summed over {engine.reduction_name}" if self.mesh.shard.size > 1 else ""
         return f"{type(self.model).__name__}: {human_count(engine.state.numel)} parameters in {units}{sums}"
-
-    def _kept_inputs(self, blocks: int, options: ZeroOptions) -> int:
-        """Bytes of the inputs of so many blocks; 0 where samples are of the user's own lengths."""
-        if self.data.loaded is None:
-            return 0
-        samples, length = self.config.batch.micro_size, self.config.data.sequence_length
-        return kept_input_bytes(self.model, blocks, samples, length, options.precision.compute)
-
-    def _dress(self, options: ZeroOptions, tiers: Tiers) -> int:
-        """Training mode, fast matrix products, activation checkpointing and compilation, as the configuration says.
-
-        Returns how many recomputed blocks have inputs that leave the device.
-        """
-        section = self.config.model
-        self.model.train()
-        use_fastest_products(self.model, options.precision.compute, self.mesh.device.type)
-        blocks = block_modules(self.model)
-        mode, choice = section.activation_checkpointing, options.offload.activations
-        store = ActivationStore(tiers, choice) if choice.away else None
-        count = enable_activation_checkpointing(self.model, mode, blocks=blocks or None, store=store)
-        away = store.away_of(count) if store is not None else 0
-        if store is not None:
-            self.console.note(f"offload: inputs of {away} of {count} recomputed blocks rest on {choice.tier}")
-        if section.compile:
-            if not blocks:
-                raise ConfigError(
-                    f"model.compile compiles repeated blocks, and {type(self.model).__name__} has none that are known; "
-                    "set model.compile: false and compile the model yourself"
-                )
-            for block in blocks:
-                block.forward = torch.compile(block.forward)
-        return away
 
     # Training
 
@@ -332,6 +311,21 @@ class Run:
 
         with self.guarded():
             return self.stepper.evaluate(feed, go_on)
+
+    def generate(self, arguments: Mapping[str, Any], seed: int | None) -> Any:
+        """See `Trainer.generate`."""
+        mesh, divided = self.mesh, self.engine is not None
+        staged = divided and mesh.pipeline.size > 1
+        shared = staged or (divided and mesh.tensor.size > 1)
+        check_arguments(self.model, arguments, staged=staged, shared=shared)
+        self._generations += 1
+        sow: Callable[[], object] = partial(
+            seed_forward, self.config.run.seed, self.step, self._generations, "generate"
+        )
+        if seed is not None:
+            sow = partial(torch.manual_seed, seed)
+        with self.guarded():
+            return generate(self.model, mesh, arguments, seed=sow, engine=self.engine, pipeline=self.divided.pipeline)
 
     def state_dict(self) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer.state_dict`."""

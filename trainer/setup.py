@@ -53,7 +53,7 @@ def connect(config: TrainerConfig) -> Mesh:
         tensor=parallel.tensor,
     )
     device = pick_device(environment.local_rank)
-    return Mesh(shape, environment, device=device, timeout_seconds=parallel.timeout_seconds)
+    return Mesh(shape, environment, device=device, timeout_seconds=parallel.timeout_seconds, order=parallel.order)
 
 
 def offload_options(config: TrainerConfig) -> OffloadOptions:

@@ -11,7 +11,6 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.traffic import Figures
 from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.pipeline.runner import Work
+from zeromesh.trainer.attributes import in_evaluation_mode
 from zeromesh.trainer.batching import BatchPlan, Microbatch, SampleOrder
 from zeromesh.trainer.collate import Collate, MapDataset, fetch_microbatch
 from zeromesh.trainer.hf.losses import Loss
@@ -152,15 +152,7 @@ class Stepper:
         seed = 1.0 if count is None else 1.0 / max(1, count)
         engine.begin_step(step, lr_factor)
         sums = torch.tensor([0, 0, 0, vote.terminate, vote.interrupt], dtype=torch.float64)
-        where = [
-            EngineMicrobatch(
-                step=step,
-                first_sample=each.first_sample,
-                first=number == 0,
-                last=number == len(microbatches) - 1,
-            )
-            for number, each in enumerate(microbatches)
-        ]
+        where = _positions(step, microbatches)
         seeds = [seed * each.weight for each in microbatches]
         for (loss, targets), each, batch in zip(
             self._forwards_backwards(engine, batches, seeds, where), microbatches, batches, strict=True
@@ -200,7 +192,7 @@ class Stepper:
         """
         microbatches = feed.plan.microbatches(0, self._mesh.data_index)
         sums = torch.zeros(2, dtype=torch.float64)
-        with _in_evaluation_mode(self._model):
+        with in_evaluation_mode(self._model):
             for number, group in enumerate(_groups(microbatches, self._evaluated_at_once), start=1):
                 fetched = [feed.fetch(each) for each in group]
                 self._require_same(fetched)
@@ -325,18 +317,6 @@ class Stepper:
         return self._engine
 
 
-@contextmanager
-def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """As `model.eval()`, but each module is afterwards in the mode in which it was."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
-
-
 def _tokens(batch: Mapping[str, Any]) -> int:
     """Input elements of a batch: tokens where it has `input_ids`, else its samples."""
     ids = batch.get("input_ids")
@@ -365,3 +345,12 @@ _LOOKED_AT = 65536
 def _groups(microbatches: Sequence[Microbatch], count: int) -> Iterator[Sequence[Microbatch]]:
     for start in range(0, len(microbatches), count):
         yield microbatches[start : start + count]
+
+
+def _positions(step: int, microbatches: Sequence[Microbatch]) -> list[EngineMicrobatch]:
+    """Where the microbatches of a step stand, for the engine."""
+    last = len(microbatches) - 1
+    return [
+        EngineMicrobatch(step=step, first_sample=each.first_sample, first=number == 0, last=number == last)
+        for number, each in enumerate(microbatches)
+    ]

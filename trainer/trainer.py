@@ -118,6 +118,31 @@ class Trainer:
         """
         self._prepare().save(Path(path).expanduser())
 
+    def generate(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, seed: int | None = None, **arguments: Any
+    ) -> Any:
+        """Continue prompts with the model's own `generate`, in evaluation mode, before, during and after `fit`; all ranks call it.
+
+        Ranks of one tensor and pipeline group give the same prompts and get the same tokens. Along data axes prompts may differ in
+        number, content and length; a rank that is done waits for the others.
+
+        Args:
+            input_ids: [prompts, length], padded on the left to one length.
+            attention_mask: of the same shape, 0 where there is padding.
+            seed: of what sampling draws, as `torch.manual_seed`; None: of `run.seed`, the step and how often this was called. Ranks
+                with equal prompts and seeds get equal samples.
+            arguments: whatever the model's `generate` takes. Under pipelines these are greedy search and sampling, with all that
+                changes their scores.
+
+        Returns what the model's `generate` returns, on the mesh's device: tokens [prompts, length + new], unless asked for more.
+
+        Raises:
+            ConfigError: for a model that does not generate, or for arguments that the layout does not allow.
+            DataError: for prompts padded on the right, and where ranks of one group give other prompts.
+        """
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, **arguments}
+        return self._prepare().generate({name: value for name, value in given.items() if value is not None}, seed)
+
     def state_dict(self) -> Iterator[tuple[str, Tensor]]:
         """`(name, tensor)` of whole parameters, one bucket in memory at a time; all ranks iterate over it to its end.
 

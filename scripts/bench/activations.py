@@ -44,7 +44,7 @@ def measure(workload: Workload) -> Activations:
     checkpointing.allocate_lasting = _ordinary  # type: ignore[attr-defined]
     enable_activation_checkpointing(model, "block" if workload.checkpointing else "none")
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(_forget)
+        parameter.register_post_accumulate_grad_hook(forget)
     loss = make_loss(model)
     tokens = workload.tokens()[0, : workload.micro]
     batch = {"input_ids": tokens, "labels": tokens}
@@ -63,18 +63,19 @@ def measure(workload: Workload) -> Activations:
     del total
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as both:
         backward(forward())
-    return Activations(saved=_running(forward_only)[-1], peak=max(_running(both)))
+    return Activations(saved=running(forward_only)[-1], peak=max(running(both)))
 
 
 def _ordinary(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _forget(parameter: nn.Parameter) -> None:
+def forget(parameter: nn.Parameter) -> None:
+    """A gradient is freed as soon as autograd has it."""
     parameter.grad = None
 
 
-def _running(profiled: Any) -> list[int]:
+def running(profiled: Any) -> list[int]:
     """Bytes allocated since the start, after each allocation and each release."""
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     total, sums = 0, [0]

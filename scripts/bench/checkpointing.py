@@ -134,23 +134,25 @@ def _plain(workload: Workload) -> System:
     return System(save=save, load=load)
 
 
-def _zeromesh(workload: Workload) -> System:
+def _zeromesh(workload: Workload, tensor: int = 1) -> System:
     from zeromesh.checkpoint.loader import Loader
     from zeromesh.checkpoint.saver import Content, Saver
     from zeromesh.checkpoint.store import CheckpointStore
     from zeromesh.mesh.axes import MeshShape
     from zeromesh.mesh.groups import Mesh
     from zeromesh.mesh.launch import read_environment
+    from zeromesh.parallel import ParallelOptions, divide
     from zeromesh.zero.deferred import build_deferred
     from zeromesh.zero.engine import ZeroEngine
     from zeromesh.zero.options import Precision, ZeroOptions
 
     environment = read_environment()
-    shape = MeshShape.resolve(environment.world_size, pipeline=1, replicate=1, shard="auto", tensor=1)
+    shape = MeshShape.resolve(environment.world_size, pipeline=1, replicate=1, shard="auto", tensor=tensor)
     mesh = Mesh(shape, environment, device=torch.device("cpu"), timeout_seconds=60)
     built = build_deferred(workload.build_model, workload.seed)
     options = ZeroOptions(stage=3, precision=Precision(compute=workload.compute))
-    engine = ZeroEngine.build(built.model, mesh, options, built.source)
+    divided = divide(built.model, mesh, ParallelOptions())
+    engine = ZeroEngine.build(built.model, mesh, options, built.source, cuts=divided.cuts)
 
     def save(folder: Path) -> None:
         saver, holdings = Saver(CheckpointStore(folder), mesh), engine.holdings
@@ -229,6 +231,7 @@ def _sync(folder: Path) -> None:
 
 _SYSTEMS: dict[str, Callable[[Workload], System]] = {
     "zeromesh": _zeromesh,
+    "zeromesh-tensor": lambda workload: _zeromesh(workload, tensor=dist.get_world_size()),
     "deepspeed": _deepspeed,
     "fsdp2": _fsdp2,
 }

@@ -51,13 +51,19 @@ def installed(system: str) -> bool:
     return not system.startswith("deepspeed-") or importlib.util.find_spec("deepspeed") is not None
 
 
-def measure_activations(workload: Workload, *, timeout: float = 900.0) -> Activations:
-    """What forward and backward of `workload` allocate by themselves, in one fresh process.
+def measure_activations(
+    workload: Workload, *, timeout: float = 900.0, part: tuple[str, int] | None = None
+) -> Activations:
+    """What forward and backward of `workload` allocate by themselves, in one fresh process. `part`: a system that divides the
+    model, and the rank whose part alone runs.
 
     Raises:
         RunError: when it fails, or does not end within `timeout` seconds.
     """
-    command = [sys.executable, "-m", "bench.activations", workload.to_json()]
+    arguments = ["bench.activations", workload.to_json()]
+    if part is not None:
+        arguments = ["bench.divided_activations", part[0], workload.to_json(), str(part[1])]
+    command = [sys.executable, "-m", *arguments]
     variables = {**os.environ, **_ONE_THREAD, "PYTHONPATH": _python_path(), "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout, check=False)
@@ -69,13 +75,13 @@ def measure_activations(workload: Workload, *, timeout: float = 900.0) -> Activa
     return Activations(**json.loads(lines[-1].removeprefix(activations.RESULT)))
 
 
-def run_system(system: str, workload: Workload, *, timeout: float = 900.0) -> Run:
-    """Run `system` on `workload` in fresh processes.
+def run_system(system: str, workload: Workload, *, timeout: float = 900.0, module: str = "bench.worker") -> Run:
+    """Run `system` on `workload` in fresh processes, each of which runs `module`.
 
     Raises:
         RunError: when a rank fails, or does not end within `timeout` seconds.
     """
-    return _collect(system, run_ranks("bench.worker", workload, [system, workload.to_json()], timeout=timeout))
+    return _collect(system, run_ranks(module, workload, [system, workload.to_json()], timeout=timeout))
 
 
 def run_ranks(module: str, workload: Workload, arguments: list[str], *, timeout: float = 900.0) -> list[Any]:

@@ -31,7 +31,7 @@ def make_peer(system: str, workload: Workload, device: torch.device) -> Step:
     if system.startswith("deepspeed-") and workload.offload != "none":
         return _deepspeed(_built_by_deepspeed(workload), workload, int(system.removeprefix("deepspeed-")))
     model: Any = workload.build_model()
-    _initialise(model, workload)
+    initialise(model, workload)
     model.to(device)
     if workload.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -45,7 +45,7 @@ def make_peer(system: str, workload: Workload, device: torch.device) -> Step:
     return _plain_step(model, workload)
 
 
-def _initialise(model: nn.Module, workload: Workload) -> None:
+def initialise(model: nn.Module, workload: Workload) -> None:
     """The weights that zeromesh starts from, so that losses can be compared."""
     with torch.device("meta"):
         twin = workload.build_model()

@@ -32,7 +32,10 @@ class Workload:
     vocabulary: int = 8192
     sequence: int = 256
     micro: int = 2
-    """Sequences of one rank's step."""
+    """Sequences of one rank's step, or of each of its microbatches."""
+    microbatches: int = 1
+    divided: bool = False
+    """Whether ranks divide the model, and all of them take the same data."""
     ranks: int = 2
     learning_rate: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -106,9 +109,10 @@ class Workload:
         return LlamaForCausalLM(self.model_config())
 
     def tokens(self) -> Tensor:
-        """`[steps, ranks x micro, sequence]` token ids; a rank takes its `micro` rows of each step."""
+        """`[steps, ranks x micro x microbatches, sequence]` token ids, of which a rank takes its rows of each step; where ranks
+        divide the model `[steps, micro x microbatches, sequence]`, for all of them."""
         generator = torch.Generator().manual_seed(_TOKEN_SEED)
-        shape = (self.ranks * self.micro, self.sequence)
+        shape = ((1 if self.divided else self.ranks) * self.micro * self.microbatches, self.sequence)
         return torch.stack([torch.randint(0, self.vocabulary, shape, generator=generator) for _ in range(self.steps)])
 
     def to_json(self) -> str:
@@ -125,7 +129,9 @@ class Workload:
         more = ", blocks recomputed" if self.checkpointing else ""
         more += f", offload {self.offload}" if self.offload != "none" else ""
         more += f", clipped at {self.clip:g}" if self.clip else ""
+        many = f"{self.microbatches} times " if self.microbatches > 1 else ""
+        ranks = f"{self.ranks} ranks that divide it," if self.divided else f"{self.ranks} ranks x"
         return (
-            f"Llama, hidden {self.hidden}, {self.layers} layers, vocabulary {self.vocabulary}, {self.ranks} ranks x "
-            f"micro-batch {self.micro} x {self.sequence} tokens, one thread each, AdamW, {self.dtype}, {self.device}{more}"
+            f"Llama, hidden {self.hidden}, {self.layers} layers, vocabulary {self.vocabulary}, {ranks} "
+            f"{many}micro-batch {self.micro} x {self.sequence} tokens, one thread each, AdamW, {self.dtype}, {self.device}{more}"
         )

@@ -385,6 +385,7 @@ def _divided() -> dict[str, Subject]:
         return ("*ln_*",) if name == "gpt2" else ("*norm*",)
 
     found = {f"{name}-deep": _text(partial(build, _DEPTH), no_decay=plain(name)) for name, build in builds.items()}
+    found["llama-odd"] = _text(lambda: llama(vocab_size=VOCABULARY + 3, tie_word_embeddings=True), no_decay=("*norm*",))
     return found | {
         name: _text(partial(builds[name], 2), no_decay=("*norm*",)) for name in ("llama-1kv", "qwen3", "gemma")
     }

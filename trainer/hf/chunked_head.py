@@ -74,8 +74,7 @@ class ChunkedHead:
                 if current.result is None:
                     raise PhaseError("the model computed a loss without calling its output embedding")
                 return loss
-            output = model(**{name: value for name, value in inputs.items() if name != "labels"})
-            return self._arrived(output.logits)
+            return self._arrived(model(**without_labels(model, inputs)).logits)
 
     @contextmanager
     def _announced(self, microbatch: _Microbatch) -> Iterator[_Microbatch]:
@@ -89,8 +88,8 @@ class ChunkedHead:
             yield microbatch
         finally:
             self._current = None
-            _put_back(self._head, "forward", forward)
-            _put_back(self._model, "_loss_function", loss)
+            put_back(self._head, "forward", forward)
+            put_back(self._model, "_loss_function", loss)
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         current = self._announcement()
@@ -129,7 +128,17 @@ class ChunkedHead:
         return self._current
 
 
-def _put_back(module: nn.Module, name: str, value: Any) -> None:
+def without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a call that is to give logits alone. An encoder-decoder model makes its decoder's inputs of the labels."""
+    rest = {name: value for name, value in inputs.items() if name != "labels"}
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    given = any(rest.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    if shift is not None and not given:
+        rest["decoder_input_ids"] = shift(labels=inputs["labels"])
+    return rest
+
+
+def put_back(module: nn.Module, name: str, value: Any) -> None:
     """An attribute of the instance as it was; None: it had none."""
     if value is None:
         vars(module).pop(name, None)

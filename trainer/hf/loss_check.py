@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from zeromesh.errors import PhaseError
 from zeromesh.trainer.collate import count_targets
 from zeromesh.trainer.hf.chunked_head import ChunkedHead, Route
+from zeromesh.trainer.hf.local_head import loss_of_halves
 from zeromesh.zero.initial import INITIALISER_ERRORS, seeded_cpu
 
 _LARGEST_COPY = 30_000_000  # parameters: 240 MB in float64, and as much for gradients
@@ -40,7 +41,10 @@ _REDUCTIONS: tuple[tuple[Mapping[str, int], int], ...] = (
     (_WIDTHS, 2),
     ({}, 2),
 )
-_SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id")
+_SPECIAL_IDS = (
+    "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
+)  # fmt: skip
+_TRIAL = "trial"
 
 
 class InFloat64(TorchFunctionMode):
@@ -61,18 +65,23 @@ class Verdict:
     """What the trial showed.
 
     `causal`: whether the loss is a mean over shifted labels; None if over neither labels nor shifted labels, as far as
-    known. `route`: how the chunked head stands for the model's loss, or None with the `reason` why not.
+    known. `route`: how the chunked head stands for the model's loss, or None with the `reason` why not. `changed`: logits change
+    one by one before the loss, so that not the chunked head stands for it, but a `LocalHead`, by `route`.
     `auxiliary`: whether the loss has terms that are no mean over targets (auxiliary losses of experts).
     """
 
     causal: bool | None
     route: Route | None = None
     reason: str = ""
+    changed: bool = False
     auxiliary: bool = False
 
 
-def examine(model: Any) -> Verdict:
-    """Try a small copy of a Hugging Face language model, whose batch has `input_ids` and `labels` of one shape."""
+def examine(model: Any, *, divided: bool = False) -> Verdict:
+    """Try a small copy of a Hugging Face language model, whose batch has `input_ids` and `labels` of one shape.
+
+    `divided`: where the chunked head does not stand for its loss, try too whether ranks could each have some of the logits.
+    """
     small = _small_copy(model)
     if small is None:
         return Verdict(causal=None, reason="no small copy of it could be tried")
@@ -91,11 +100,36 @@ def examine(model: Any) -> Verdict:
         if problem is None:
             return Verdict(causal=causal, route=route, auxiliary=auxiliary)
         reasons.append(problem)
-    return Verdict(causal=causal, reason=reasons[0], auxiliary=auxiliary)
+    for route in routes if divided else ():
+        problem = check_local_head(small, route, causal=causal)
+        if problem is None:
+            return Verdict(causal=causal, route=route, changed=True, auxiliary=auxiliary)
+        reasons.append(problem)
+    # Of the last trials that of the loss function says why.
+    return Verdict(causal=causal, reason=reasons[2] if divided else reasons[0], auxiliary=auxiliary)
 
 
 def check_chunked_head(small: Any, route: Route, *, causal: bool) -> str | None:
-    """Why the chunked head does not give the loss and every gradient of `small`'s own loss; None if it does.
+    """Why the chunked head does not give the loss and every gradient of `small`'s own loss; None if it does."""
+
+    def run(inputs: dict[str, Any], targets: torch.Tensor, count: int) -> torch.Tensor:
+        head = ChunkedHead(small, route=route, chunk_tokens=3, strict=True)
+        return head.run(small, inputs, targets=targets, seed=1.0, count=count)
+
+    return _try(small, run, causal=causal)
+
+
+def check_local_head(small: Any, route: Route, *, causal: bool) -> str | None:
+    """Why two ranks with half of the logits each would not have `small`'s own loss and every gradient; None if they would."""
+
+    def run(inputs: dict[str, Any], targets: torch.Tensor, count: int) -> torch.Tensor:
+        return loss_of_halves(small, route, inputs, targets=targets, count=count, name=_TRIAL)
+
+    return _try(small, run, causal=causal)
+
+
+def _try(small: Any, run: Callable[[dict[str, Any], torch.Tensor, int], torch.Tensor], *, causal: bool) -> str | None:
+    """Why `run(inputs, targets, count)` is not the model's own loss; None if it is.
 
     Both run in training mode with the same random numbers, so dropout is no difference.
     """
@@ -109,8 +143,7 @@ def check_chunked_head(small: Any, route: Route, *, causal: bool) -> str | None:
     try:
         with InFloat64():
             own = _gradients(small, lambda: small(**inputs).loss * count)
-            trial = ChunkedHead(small, route=route, chunk_tokens=3, strict=True)
-            ours = _gradients(small, lambda: trial.run(small, inputs, targets=targets, seed=1.0, count=count))
+            ours = _gradients(small, lambda: run(inputs, targets, count))
     except _ERRORS as error:
         line = (str(error).splitlines() or [""])[0]
         return line if isinstance(error, PhaseError) else f"{type(error).__name__}: {line}"
@@ -137,7 +170,7 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
 def _gradients(small: Any, evaluate: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
     """The loss under the empty name, and every parameter's gradient."""
     named = dict(small.named_parameters())
-    with seeded_cpu(0, "trial"), torch.enable_grad():
+    with seeded_cpu(0, _TRIAL), torch.enable_grad():
         loss = evaluate()
         gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     pairs = zip(named.items(), gradients, strict=True)

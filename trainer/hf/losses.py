@@ -1,6 +1,6 @@
 """How a model's loss is computed and counted. A loss is a sum over targets and their number, never a mean.
 
-a language model of Hugging Face   sum = mean x targets, or the chunked head's sum where it is shown to be equal
+a language model of Hugging Face   sum = mean x targets, or the sum of a head that is shown to be equal (in chunks, or divided)
 a classifier of Hugging Face       sum = mean x labelled examples
 compute_loss(model, batch)         the user's sum and count
 any other module                   sum = its scalar x examples, and the run says so
@@ -18,6 +18,7 @@ from torch import nn
 from zeromesh.errors import ConfigError, DataError, PhaseError
 from zeromesh.trainer.collate import count_targets
 from zeromesh.trainer.hf.chunked_head import ChunkedHead
+from zeromesh.trainer.hf.local_head import LocalHead
 from zeromesh.trainer.hf.loss_check import Verdict, examine, shifted
 from zeromesh.trainer.hf.quiet import quiet_library
 from zeromesh.zero.initial import is_pretrained_model
@@ -74,17 +75,20 @@ def make_loss(
     mode: Literal["auto", "native"] = "auto",
     chunk_tokens: int | None = None,
     compute_loss: ComputeLoss | None = None,
+    divided: bool = False,
 ) -> Loss:
-    """How `model`'s loss is computed and counted; `model` may be on the meta device, and is not run.
+    """How `model`'s loss is computed and counted; `model` is whole, may be on the meta device, and is not run.
 
     Args:
-        mode: `auto` computes a language model's loss in chunks of tokens where a trial on a small copy gives the
-            model's own loss and gradients; `native` always takes the model's own.
+        mode: `auto` computes a language model's loss in chunks of tokens, or over a divided vocabulary, where a trial on a
+            small copy gives the model's own loss and gradients; `native` always takes the model's own.
         chunk_tokens: tokens whose logits exist at once; None: what needs the least memory.
         compute_loss: a user's own, which is then taken as it is.
+        divided: tensor ranks will each have some of the vocabulary.
     """
     if compute_loss is not None:
-        return UserLoss(compute_loss)
+        line = ("loss: tensor ranks gather the logits that compute_loss reads",) if divided else ()
+        return UserLoss(compute_loss, line)
     if not is_pretrained_model(model):
         return ExampleLoss(f"the loss of {type(model).__name__}")
     kind = getattr(model, "loss_type", None)
@@ -93,25 +97,40 @@ def make_loss(
     embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)
     if embeddings() is None:
         return ExampleLoss(f"the loss of {type(model).__name__} (loss_type {kind})")
-    verdict = _verdict(model, _LANGUAGE.get(str(kind)))
+    verdict = _verdict(model, _LANGUAGE.get(str(kind)), divided=divided and mode == "auto")
     if verdict.causal is None:
-        return ExampleLoss(f"the loss of {type(model).__name__} ({verdict.reason})")
+        return ExampleLoss(f"the loss of {type(model).__name__} ({verdict.reason})", gathered=divided)
     notes = _auxiliary_note(verdict)
     if mode == "native":
-        return LabelLoss(model, causal=verdict.causal, notes=notes)
-    if verdict.route is None:
-        line = f"loss: the model's own, with all logits in memory, because {verdict.reason}"
-        return LabelLoss(model, causal=verdict.causal, notes=(line, *notes))
-    head = ChunkedHead(model, route=verdict.route, chunk_tokens=chunk_tokens)
+        line = (
+            ("loss: the model's own, for which tensor ranks gather all logits (model.loss: native)",) if divided else ()
+        )
+        return LabelLoss(model, causal=verdict.causal, notes=(*line, *notes))
+    return _in_parts(model, verdict, chunk_tokens, notes, divided=divided)
+
+
+def _in_parts(
+    model: nn.Module, verdict: Verdict, chunk_tokens: int | None, notes: tuple[str, ...], *, divided: bool
+) -> LabelLoss:
+    """The loss of a language model, of as few logits at once as a trial has shown to be possible."""
+    causal, route = bool(verdict.causal), verdict.route
+    if route is None:
+        where = " of every tensor rank" if divided else ""
+        line = f"loss: the model's own, with all logits in memory{where}, because {verdict.reason}"
+        return LabelLoss(model, causal=causal, notes=(line, *notes))
+    if verdict.changed:
+        line = "loss: cross entropy of logits that each tensor rank has some of, equal to the model's own in a trial"
+        return LabelLoss(model, causal=causal, head=LocalHead(model, route=route), notes=(line, *notes))
+    head = ChunkedHead(model, route=route, chunk_tokens=chunk_tokens)
     line = "loss: cross entropy in chunks of tokens, equal to the model's own in a trial"
-    return LabelLoss(model, causal=verdict.causal, head=head, notes=(line, *notes))
+    return LabelLoss(model, causal=causal, head=head, notes=(line, *notes))
 
 
-def _verdict(model: Any, causal: bool | None) -> Verdict:
+def _verdict(model: Any, causal: bool | None, *, divided: bool) -> Verdict:
     if "_loss_function" in vars(model):
         return Verdict(causal=causal, reason="its loss function was replaced")
     with quiet_library():
-        verdict = examine(model)
+        verdict = examine(model, divided=divided)
     if verdict.causal is None and causal is not None and verdict.reason.startswith("no small copy"):
         return Verdict(causal=causal, reason=verdict.reason)
     return verdict
@@ -127,12 +146,17 @@ def _auxiliary_note(verdict: Verdict) -> tuple[str, ...]:
 
 
 class LabelLoss:
-    """A Hugging Face model's loss that is a mean over its labels: `sum = mean x count`, or the chunked head's sum."""
+    """A Hugging Face model's loss that is a mean over its labels: `sum = mean x count`, or the sum that `head` computes."""
 
     counts_examples = False
 
     def __init__(
-        self, model: nn.Module, *, causal: bool, head: ChunkedHead | None = None, notes: tuple[str, ...] = ()
+        self,
+        model: nn.Module,
+        *,
+        causal: bool,
+        head: ChunkedHead | LocalHead | None = None,
+        notes: tuple[str, ...] = (),
     ) -> None:
         self.causal = causal
         self.notes = notes
@@ -145,7 +169,7 @@ class LabelLoss:
     @property
     def chunked(self) -> bool:
         """Whether logits are computed in chunks."""
-        return self._head is not None
+        return isinstance(self._head, ChunkedHead)
 
     def count(self, batch: Mapping[str, Any]) -> int:
         """Targets among `labels`. Raises `DataError` if there are none of that name."""
@@ -163,7 +187,7 @@ class LabelLoss:
         count = self.last_count = self.count(batch)
         inputs = {**self._fixed, **batch}
         labels = inputs["labels"]
-        if self._head is not None:
+        if isinstance(self._head, ChunkedHead) or (self._head is not None and self._head.divided):
             targets = shifted(labels) if self.causal else labels
             return self._head.run(model, inputs, targets=targets, seed=seed, count=count)
         if count == 0:
@@ -179,8 +203,10 @@ class ExampleLoss:
     counts_examples = True
     causal = False
 
-    def __init__(self, what: str) -> None:
-        self.notes = (f"{what} is taken for a mean over examples; pass compute_loss to count otherwise",)
+    def __init__(self, what: str, *, gathered: bool = False) -> None:
+        """`gathered`: its model is a language model whose divided logits all tensor ranks gather."""
+        where = "; tensor ranks gather all its logits" if gathered else ""
+        self.notes = (f"{what} is taken for a mean over examples; pass compute_loss to count otherwise{where}",)
         self.last_count = 0
 
     def count(self, batch: Mapping[str, Any]) -> int:
@@ -218,9 +244,9 @@ class UserLoss:
 
     counts_examples = False
     causal = False
-    notes: tuple[str, ...] = ()
 
-    def __init__(self, compute_loss: ComputeLoss) -> None:
+    def __init__(self, compute_loss: ComputeLoss, notes: tuple[str, ...] = ()) -> None:
+        self.notes = notes
         self._compute = compute_loss
         self._count: int | None = None
 

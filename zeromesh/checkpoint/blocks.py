@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from operator import attrgetter
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from zeromesh.flat.split import Interval, round_up
 from zeromesh.offload.aio import BLOCK
@@ -36,6 +37,33 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
             found[-1] = Interval(start=found[-1].start, end=interval.end)
         else:
             found.append(interval)
+    return found
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """What any of the intervals has, in order; they may overlap."""
+    found: list[Interval] = []
+    for interval in sorted(intervals, key=lambda each: each.start):
+        if found and interval.start <= found[-1].end:
+            found[-1] = Interval(start=found[-1].start, end=max(found[-1].end, interval.end))
+        else:
+            found.append(interval)
+    return [interval for interval in found if interval.length]
+
+
+def minus(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
+    """What any of the intervals has, and none of the others, in order."""
+    found, gone = [], union(others)
+    for interval in union(intervals):
+        start = interval.start
+        for other in gone[max(0, bisect_right(gone, start, key=attrgetter("start")) - 1) :]:
+            if other.start >= interval.end:
+                break
+            if other.start > start:
+                found.append(Interval(start=start, end=other.start))
+            start = max(start, other.end)
+        if start < interval.end:
+            found.append(Interval(start=start, end=interval.end))
     return found
 
 
@@ -88,3 +116,23 @@ def overlapping(members: Sequence[_Member], begin: int, end: int) -> Iterator[_M
         if members[at].end > begin:
             yield members[at]
         at += 1
+
+
+class Extents(Generic[_Member]):
+    """Members in order of their first byte; they may overlap."""
+
+    def __init__(self, members: Iterable[_Member]) -> None:
+        self._members = sorted(members, key=attrgetter("begin"))
+        self._ends = list(accumulate((member.end for member in self._members), max))
+        """Where the last one ends of each and those before it."""
+
+    def __iter__(self) -> Iterator[_Member]:
+        return iter(self._members)
+
+    def touching(self, begin: int, end: int) -> Iterator[_Member]:
+        """Those that have a byte in [begin, end), or bytes around it."""
+        for at in range(bisect_right(self._ends, begin), len(self._members)):
+            if self._members[at].begin >= end:
+                break
+            if self._members[at].end > begin:
+                yield self._members[at]

@@ -161,11 +161,15 @@ def _compare(reader: Opened, tensors: Sequence[TensorSpec]) -> None:
 
 
 def _targets(reader: Opened, holdings: Sequence[Holding]) -> Iterator[Target]:
-    """Where each run of elements comes from."""
+    """Where elements come from: what lies in columns of rows as one target, anything else by runs."""
     for holding in holdings:
         stored = _stored(reader, holding.spec.kind, holding.spec.name)
         if stored is None:
             raise LayoutError(f"{reader.directory} has no {holding.spec.kind} of {holding.spec.name}")
+        rows = holding.region.rows()
+        if rows is not None:
+            yield Target(tensor=stored, first=holding.interval.start, values=holding.values, rows=rows)
+            continue
         for run in holding.region.runs(holding.interval):
             first = run.local - holding.interval.start
             yield Target(tensor=stored, first=run.logical, values=holding.values.slice(first, first + run.length))

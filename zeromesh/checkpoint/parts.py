@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from zeromesh.checkpoint.blocks import overlapping
 from zeromesh.checkpoint.manifest import Manifest, Piece, StoredTensor
 from zeromesh.checkpoint.merge import merged_manifest
-from zeromesh.checkpoint.reader import CheckpointReader, Target, copy_out
+from zeromesh.checkpoint.reader import CheckpointReader, Target, copy_out, targets_by_file
 from zeromesh.checkpoint.tensor_files import parse_json
 from zeromesh.errors import CheckpointError, ZeromeshError
 from zeromesh.mesh.groups import ProcessSet
@@ -92,9 +91,8 @@ class PartsReader:
 
     def read(self, targets: Iterable[Target], tell: Callable[[], None]) -> None:
         """As `CheckpointReader.read`, whose errors all ranks raise."""
-        wanted = sorted(
-            (target for target in targets if target.values.numel), key=lambda each: (each.tensor.path, each.begin)
-        )
+        by_file = targets_by_file(targets)
+        wanted = [target for members in by_file.values() for target in members]
 
         def read_here() -> bytes:
             if self._reader is not None:
@@ -107,13 +105,12 @@ class PartsReader:
             for rank, text in enumerate(rows)
             for piece, begin, end in json.loads(text)
         ]
-        by_file = {path: list(members) for path, members in groupby(wanted, key=lambda each: each.tensor.path)}
         problem: ZeromeshError | None = None
         for batch in self._rounds(requests):
             for request, data in self._serve(batch, tell):
                 got = replace(self._pieces[request.piece], begin=request.begin, end=request.end)
                 try:
-                    for target in overlapping(by_file[got.path], got.begin, got.end):
+                    for target in by_file[got.path].touching(got.begin, got.end):
                         copy_out(target, got, data)
                 except ZeromeshError as error:  # The others go on to the next round, and this rank with them.
                     problem = problem or error

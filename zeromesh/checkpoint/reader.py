@@ -8,17 +8,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zeromesh.checkpoint import manifest as manifests
-from zeromesh.checkpoint.blocks import GRID, overlapping
+from zeromesh.checkpoint.blocks import GRID, Extents, overlapping
 from zeromesh.checkpoint.manifest import Manifest, Piece, StoredTensor, checksum
+from zeromesh.checkpoint.rows import Rows
 from zeromesh.checkpoint.tensor_files import parse_json
-from zeromesh.errors import CheckpointError, LayoutError, ZeromeshError
+from zeromesh.errors import CheckpointError, ZeromeshError
+from zeromesh.flat.split import Interval
 from zeromesh.offload import TensorSlice
 from zeromesh.offload.aio import PositionalFile
 from zeromesh.offload.pool import StagingPool
@@ -35,20 +36,41 @@ _PAYLOADS = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """A place for elements `first` and following of a flattened stored tensor, converted to the place's dtype."""
+    """A place for elements of a stored tensor, converted to the place's dtype: those from `first` on of the flattened tensor, or
+    with `rows` those of its columns, of which `first` is a local position too."""
 
     tensor: StoredTensor
     first: int
     values: TensorSlice
+    rows: Rows | None = None
 
     @property
     def begin(self) -> int:
-        """Absolute byte in the tensor's file."""
-        return self.tensor.begin + self.first * self.tensor.spec.dtype.itemsize
+        """Absolute byte of the first element in the tensor's file."""
+        return self.tensor.begin + self._logical.start * self.tensor.spec.dtype.itemsize
 
     @property
     def end(self) -> int:
-        return self.begin + self.values.numel * self.tensor.spec.dtype.itemsize
+        """Where the last one ends; others' may lie between, with `rows`."""
+        return self.tensor.begin + self._logical.end * self.tensor.spec.dtype.itemsize
+
+    @property
+    def _logical(self) -> Interval:
+        local = Interval(start=self.first, end=self.first + self.values.numel)
+        return self.rows.hull(local) if self.rows is not None and local.length else local
+
+    def put(self, window: torch.Tensor, start: int) -> None:
+        """Fill what of it lies in `window`: the flattened tensor from element `start` on, 1-D."""
+        own = Interval(start=self.first, end=self.first + self.values.numel)
+        if self.rows is None:
+            local = own.intersect(Interval(start=start, end=start + window.numel()))
+            data = window[local.start - start : local.end - start]
+        else:
+            first, last = self.rows.before(start), self.rows.before(start + window.numel())
+            local = own.intersect(Interval(start=first, end=last))
+            data = torch.empty(local.length, dtype=window.dtype)
+            self.rows.take(window, start, local, data)
+        self.values.slice(local.start - self.first, local.end - self.first).copy_from(data)
 
 
 class CheckpointReader:
@@ -104,25 +126,14 @@ class CheckpointReader:
         """Fill all targets. `tell` is called after every piece. A target is filled only with bytes that were verified.
 
         Raises:
-            LayoutError: when two targets want the same elements; nothing has been read then.
             CheckpointError: naming the file, the bytes and a tensor in them, when a piece is not what was written.
             StorageError: when the system cannot read.
         """
-        by_file: dict[str, list[Target]] = {}
-        for target in sorted(targets, key=lambda each: (each.tensor.path, each.begin)):
-            if target.values.numel:
-                by_file.setdefault(target.tensor.path, []).append(target)
-        for members in by_file.values():
-            for one, other in pairwise(members):
-                if other.begin < one.end:  # `overlapping` would leave a part of one unfilled.
-                    name = other.tensor.spec.name
-                    raise LayoutError(
-                        f"{name}: elements from {other.first:,} on are wanted twice; read them once and copy"
-                    )
+        by_file = targets_by_file(targets)
         needed = [piece for path, members in by_file.items() for piece in self._covering(path, members)]
 
         def use(piece: Piece, data: torch.Tensor) -> None:
-            for target in overlapping(by_file[piece.path], piece.begin, piece.end):
+            for target in by_file[piece.path].touching(piece.begin, piece.end):
                 copy_out(target, piece, data)
             tell()
 
@@ -132,7 +143,7 @@ class CheckpointReader:
         """Read and verify everything. Raises as `read` does."""
         self.stream(self.pieces(), lambda piece, data: None, tell)
 
-    def _covering(self, path: str, targets: Sequence[Target]) -> Iterator[Piece]:
+    def _covering(self, path: str, targets: Iterable[Target]) -> Iterator[Piece]:
         """Pieces of a file that hold a byte of the targets, which are in order."""
         pieces = self.manifest.files[path].pieces
         last: Piece | None = None
@@ -278,6 +289,15 @@ def _finish(
     pool.give(buffer)
 
 
+def targets_by_file(targets: Iterable[Target]) -> dict[str, Extents[Target]]:
+    """Targets of something, by the path of their file."""
+    found: dict[str, list[Target]] = {}
+    for target in targets:
+        if target.values.numel:
+            found.setdefault(target.tensor.path, []).append(target)
+    return {path: Extents(found[path]) for path in sorted(found)}
+
+
 def copy_out(target: Target, piece: Piece, data: torch.Tensor) -> None:
     """Fill what of `target` lies in `piece` from the piece's bytes, 1-D uint8, converted to the target's dtype."""
     dtype = target.tensor.spec.dtype
@@ -287,7 +307,5 @@ def copy_out(target: Target, piece: Piece, data: torch.Tensor) -> None:
         raise CheckpointError(
             f"{piece.path}: the piece [{piece.begin}, {piece.end}) cuts an element of {target.tensor.spec.name}"
         )
-    first = (begin - target.begin) // dtype.itemsize
-    count = (end - begin) // dtype.itemsize
-    values = data[begin - piece.begin : end - piece.begin].view(dtype)
-    target.values.slice(first, first + count).copy_from(values)
+    window = data[begin - piece.begin : end - piece.begin].view(dtype)
+    target.put(window, (begin - target.tensor.begin) // dtype.itemsize)

@@ -17,8 +17,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
+from zeromesh.checkpoint.rows import Rows
 from zeromesh.errors import LayoutError
 from zeromesh.flat.split import Interval, round_up
 
@@ -58,7 +60,7 @@ class Region:
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Region:
         """All of a tensor."""
-        return cls(shape=shape, dims=tuple((Interval(start=0, end=size),) for size in shape))
+        return cls(shape=shape, dims=tuple(_all(size) for size in shape))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -72,6 +74,30 @@ class Region:
     def is_whole(self) -> bool:
         """Whether it is all of the tensor, in order."""
         return self._last_split() < 0
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether it is taken from the inside of rows, of which there are several."""
+        split = self._last_split()
+        return split > 0 and prod(self.shape[:split]) > 1
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of the whole tensor that have the same index in the dims before the last one that is divided."""
+        return prod(self.shape[max(0, self._last_split()) :])
+
+    def rows(self) -> Rows | None:
+        """The region as columns of rows, if it has elements and is just that: one dim is divided, into slices in order."""
+        split = self._last_split()
+        others = [dim for dim in range(len(self.shape)) if dim != split]
+        if split < 0 or not self.numel or any(self.dims[dim] != _all(self.shape[dim]) for dim in others):
+            return None
+        taken = [interval for interval in self.dims[split] if interval.length]
+        if any(one.end > other.start for one, other in pairwise(taken)):
+            return None
+        inner = prod(self.shape[split + 1 :])
+        columns = tuple(Interval(start=each.start * inner, end=each.end * inner) for each in taken)
+        return Rows(count=prod(self.shape[:split]), width=self.shape[split] * inner, columns=columns)
 
     def boxes(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """Boxes that make the region up: where each lies in the local tensor, and where in the logical one."""
@@ -120,7 +146,7 @@ class Region:
     def _last_split(self) -> int:
         """The last dim that is not taken whole; -1 when all are."""
         for dim in range(len(self.shape) - 1, -1, -1):
-            if self.dims[dim] != (Interval(start=0, end=self.shape[dim]),):
+            if self.dims[dim] != _all(self.shape[dim]):
                 return dim
         return -1
 
@@ -132,6 +158,10 @@ class Region:
             at += _logical_index(self.dims[dim], index) * stride
             stride *= self.shape[dim]
         return at
+
+
+def _all(size: int) -> tuple[Interval, ...]:
+    return (Interval(start=0, end=size),)
 
 
 def _placed(intervals: tuple[Interval, ...]) -> Iterator[slice]:

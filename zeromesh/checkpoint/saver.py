@@ -2,8 +2,8 @@
 
     begin    all ranks: the files are made, edges exchanged; each rank begins to write its shards
     release  before an update: what it changes is written
-    poll     between steps: once every rank has written, the checksums are collected and the checkpoint is committed; once it is
-             there, old ones are removed
+    poll     between steps: once every rank has written, bands are read back, then the checksums are collected and the checkpoint
+             is committed; once it is there, old ones are removed
     finish   the same, waiting
 
 Where each host has a directory of its own, each gets a part: the same files, with what the host's ranks have written in them.
@@ -24,12 +24,14 @@ from typing import Any
 
 import torch
 
+from zeromesh.checkpoint.bands import check_bands, digests_of
+from zeromesh.checkpoint.division import Divider, Division
 from zeromesh.checkpoint.holding import Holding
 from zeromesh.checkpoint.manifest import FileRecord, Manifest, Piece, StoredTensor
 from zeromesh.checkpoint.sharing import find_sharing
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.checkpoint.tensor_files import FileLayout, TensorSpec, index_files, plan_files
-from zeromesh.checkpoint.writer import Edge, ShardWriter, Source, as_values, edges_of
+from zeromesh.checkpoint.writer import Edge, ShardWriter, edges_of
 from zeromesh.errors import CheckpointError, StorageError, ZeromeshError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
@@ -66,6 +68,7 @@ class Saved:
 
 class _Stage(Enum):
     WRITING = "writing"
+    CHECKING = "checking"
     COMMITTING = "committing"
     RETIRING = "retiring"
 
@@ -78,11 +81,14 @@ class _Save:
     content: Content
     files: Sequence[FileLayout]
     writer: ShardWriter
+    division: Division
     layout: Mapping[str, Any]
     stage: _Stage = _Stage.WRITING
     task: threading.Thread | None = None
     problem: str = ""
     """Why the task could not do its work."""
+    pieces: list[Piece] = field(default_factory=list)
+    """What this rank has written, and what it has read back."""
 
     @property
     def nbytes(self) -> int:
@@ -154,17 +160,32 @@ class Saver:
         if self._save is not None:
             raise CheckpointError(f"the checkpoint of step {self._save.step} is still being written")
         files = plan_files(content.tensors, self._mesh.world_size)
-        sources = self._sources(files, content.holdings)
+        division = self._divide(files, content.holdings)
         share = None
         if len(self.sharing.places) > 1:
-            written = self._mesh.world.gather_integers([sum(source.nbytes for source in sources)])
+            written = self._mesh.world.gather_integers([division.nbytes])
             share = sum(written[rank][0] for rank in self.sharing.ranks)
         self._agree(step, self._create(step, content, files, share) if self.sharing.leads else "")
-        received = self._exchange(edges_of(sources))
-        directory = self.store.temporary(step)
-        writer = ShardWriter(directory, files, sources, received, content.order, self._mesh.rank)
-        self._save = _Save(step=step, content=content, files=files, writer=writer, layout=self._layout(content))
+        received = self._exchange(edges_of(division.sources))
+        directory, layout = self.store.temporary(step), self._layout(content)
+        writer = ShardWriter(
+            directory, files, division.sources, received, content.order, self._mesh.rank, division.shares
+        )
+        self._save = _Save(step=step, content=content, files=files, writer=writer, division=division, layout=layout)
         writer.start()
+
+    def _divide(self, files: Sequence[FileLayout], holdings: Sequence[Holding]) -> Division:
+        """What this rank writes. Ranks may write a block together where they see one directory from one host."""
+        mesh, places = self._mesh, self.sharing.places
+        divider = Divider(files=files, holdings=holdings, rank=mesh.rank)
+        every = mesh.world.gather_bytes(divider.said(), "who has what of divided tensors")
+        names = [place.host for place in mesh.places]
+        alone = (
+            len(set(names)) == 1 and not mesh.one_host
+        )  # One name, and no memory in common: who knows what is one host?
+        place_of = {rank: number for number, ranks in enumerate(places) for rank in ranks}
+        hosts = [(place_of[rank], str(rank) if alone else name) for rank, name in enumerate(names)]
+        return divider.divide(every, hosts)
 
     def _layout(self, content: Content) -> Mapping[str, Any]:
         """The layout to note. That of parts says of which save they are: two of one step are not parts of one checkpoint."""
@@ -202,27 +223,6 @@ class Saver:
         ]
         found = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text]
         return found[0] + (f" (and {len(found) - 1} more ranks)" if len(found) > 1 else "") if found else ""
-
-    def _sources(self, files: Sequence[FileLayout], holdings: Sequence[Holding]) -> list[Source]:
-        places = {(spec.kind, spec.name): (number, at) for number, file in enumerate(files) for spec, at in file.places}
-        found = []
-        for holding in holdings:
-            spec = holding.spec
-            number, at = places[spec.kind, spec.name]
-            for run in holding.region.runs(holding.interval):
-                first = run.local - holding.interval.start
-                source = Source(
-                    file=number,
-                    begin=at + run.logical * spec.dtype.itemsize,
-                    values=holding.values.slice(first, first + run.length),
-                    dtype=spec.dtype,
-                    owner=holding.owner,
-                )
-                found.append(source)
-        if self._mesh.rank == 0:
-            headers = [as_values(file.header) for file in files]
-            found += [Source(file=n, begin=0, values=header, dtype=torch.uint8) for n, header in enumerate(headers)]
-        return found
 
     def _exchange(self, edges: Sequence[Edge]) -> list[Edge]:
         """Give every rank's edges to all; returns the others'."""
@@ -276,14 +276,12 @@ class Saver:
     def _advance(self, save: _Save) -> Saved | None:
         """Complete the present stage, with all ranks; how the save ended, if it has."""
         if save.stage is _Stage.WRITING:
-            manifest = self._collect(save)
-            if isinstance(manifest, Saved):
-                return manifest
-            save.run(_Stage.COMMITTING, partial(self.store.commit, save.step, manifest) if self.sharing.leads else None)
-            return None
+            return self._written(save)
         while save.task is not None and save.task.is_alive():
             save.task.join(timeout=1.0)
             self._tell()
+        if save.stage is _Stage.CHECKING:
+            return self._commit(save, save.problem)
         said = self._said(save.problem)
         if save.stage is _Stage.RETIRING:
             return self._end(save, warning=said)
@@ -308,23 +306,49 @@ class Saver:
         )
         return problem, keep
 
-    def _collect(self, save: _Save) -> Manifest | Saved:
-        """The pieces that all ranks have written, as a manifest; or the end of a save that failed."""
-        failure, rows = "", []
+    def _written(self, save: _Save) -> Saved | None:
+        """This rank has written: go on to reading back what several ranks have written, or else to the end."""
+        failure = ""
         try:
-            numbers = {file.path: number for number, file in enumerate(save.files)}
-            rows = [[numbers[piece.path], *piece.row()] for piece in save.writer.join(self._tell)]
+            save.pieces += save.writer.join(self._tell)
         except ZeromeshError as error:
             failure = str(error)
-        every = self._mesh.world.gather_bytes(json.dumps([failure, rows]).encode(), "checksums of the checkpoint")
+        if not save.division.woven:
+            return self._commit(save, failure)
+        answers = self._answers(failure, save.writer.digests, "checksums of bands")
+        if isinstance(answers, str):
+            return self._end(save, failure=answers)
+        bands = save.division.bands
+        digests = digests_of(bands, answers)
+        directory, rank = self.store.temporary(save.step), self._mesh.rank
+
+        def check() -> None:
+            save.pieces += check_bands(directory, save.files, bands, digests, rank)
+
+        save.run(_Stage.CHECKING, check)
+        return None
+
+    def _commit(self, save: _Save, failure: str) -> Saved | None:
+        """Collect the pieces that ranks have, and commit; the end of a save of which some rank has a failure."""
+        numbers = {file.path: number for number, file in enumerate(save.files)}
+        rows = [[numbers[piece.path], *piece.row()] for piece in save.pieces]
+        answers = self._answers(failure, rows, "checksums of the checkpoint")
+        if isinstance(answers, str):
+            return self._end(save, failure=answers)
+        sharing = self.sharing
+        here = [row for rank in sharing.ranks for row in answers[rank]]
+        manifest = _manifest(save, here, (sharing.place, len(sharing.places)))
+        save.run(_Stage.COMMITTING, partial(self.store.commit, save.step, manifest) if sharing.leads else None)
+        return None
+
+    def _answers(self, failure: str, rows: Sequence[Sequence[Any]], what: str) -> list[list[Any]] | str:
+        """Every rank's rows; or what ranks could not do, the same on all of them."""
+        every = self._mesh.world.gather_bytes(json.dumps([failure, rows]).encode(), what)
         answers = [json.loads(text) for text in every]
         failed = [f"rank {rank}: {answer[0]}" for rank, answer in enumerate(answers) if answer[0]]
         if failed:
-            more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-            return self._end(save, failure=failed[0] + more)
-        sharing = self.sharing
-        here = [row for rank in sharing.ranks for row in answers[rank][1]]
-        return _manifest(save, here, (sharing.place, len(sharing.places)))
+            return failed[0] + (f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else "")
+        return [answer[1] for answer in answers]
 
     def _end(self, save: _Save, *, failure: str = "", warning: str = "") -> Saved:
         if failure and self.sharing.leads:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from zeromesh import faults
+from zeromesh.checkpoint.bands import Band
 from zeromesh.checkpoint.blocks import GRID, edges, merged, overlapping, pieces, written_blocks
 from zeromesh.checkpoint.manifest import Piece, checksum
 from zeromesh.checkpoint.tensor_files import FileLayout
@@ -70,6 +71,36 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What this rank has of a band: `values` are the elements of the band's strand number `place`, as `dtype`. `owner` as above."""
+
+    band: Band
+    place: int
+    values: TensorSlice
+    dtype: torch.dtype
+    owner: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.values.numel * self.dtype.itemsize
+
+    def write(self, data: torch.Tensor, file: PositionalFile) -> None:
+        """Write these bytes, `[nbytes]` uint8, to their places in the file, and none beside them."""
+        strand = self.band.strands[self.place]
+        local, size = strand.within(self.band.where), strand.size
+        for tile in strand.rows.tiles(local):
+            file.write_rows(
+                data[(tile.local - local.start) * size :],
+                strand.begin + tile.logical * size,
+                rows=tile.rows,
+                length=tile.length * size,
+                step=strand.rows.taken * size,
+                stride=strand.rows.width * size,
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Edge:
     """Bytes of file number `file` from `begin` on that another rank writes."""
 
@@ -102,11 +133,17 @@ def _extents(sources: Sequence[Source]) -> list[Interval]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cell:
-    """One piece of a file to be written, and the buckets that it holds elements of."""
+    """One piece of a file to be written, whole or a share of it, and the buckets that it holds elements of."""
 
     file: int
     where: Interval
     owners: frozenset[int]
+    share: Share | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank writes of it."""
+        return self.where.length if self.share is None else self.share.nbytes
 
 
 class ShardWriter:
@@ -120,8 +157,9 @@ class ShardWriter:
         received: Sequence[Edge],
         order: Mapping[int, int],
         rank: int,
+        shares: Sequence[Share] = (),
     ) -> None:
-        """`received` are the other ranks' edges; `order` has the position of each owner in the next update."""
+        """`received` are the other ranks' edges; `order` has the position of each owner in the next update; bands have `shares`."""
         self._directory = directory
         self._files = files
         self._rank = rank
@@ -132,16 +170,19 @@ class ShardWriter:
         own = _by_file(sources)
         self._blocks = {file: written_blocks(_extents(members), files[file].nbytes) for file, members in own.items()}
         self._content = _by_file([*sources, *given])
-        self._cells = self._cut(order)
+        self._cells = self._cut(order, shares)
         self._left = Counter(owner for cell in self._cells for owner in cell.owners)
         self._changed = threading.Condition()
         self._failure: ZeromeshError | None = None
         self._pieces: list[Piece] = []
+        self.digests: list[tuple[int, int, str]] = []
+        """Once all is written: the number of the band of each share, its place there, and its checksum."""
         self._done = 0
         self._thread = threading.Thread(target=self._run, name="zeromesh-save", daemon=True)
 
-    def _cut(self, order: Mapping[int, int]) -> list[_Cell]:
-        cells = [
+    def _cut(self, order: Mapping[int, int], shares: Sequence[Share]) -> list[_Cell]:
+        cells = [_cell_of(share) for share in shares]
+        cells += [
             _Cell(file=file, where=piece, owners=self._owners(file, piece))
             for file, blocks in self._blocks.items()
             for block in blocks
@@ -224,13 +265,14 @@ class ShardWriter:
 
     def _write_all(self) -> None:
         pool = StagingPool(STAGING_BUFFERS, GRID)
-        files = {file: PositionalFile(self._directory / self._files[file].path, write=True) for file in self._blocks}
+        numbers = {cell.file for cell in self._cells}
+        files = {file: PositionalFile(self._directory / self._files[file].path, write=True) for file in numbers}
         try:
             with ThreadPoolExecutor(_IO_THREADS) as threads:
                 flying: deque[Future[None]] = deque()
                 for cell in self._cells:
                     buffer = pool.take()
-                    data = buffer[: cell.where.length]
+                    data = buffer[: cell.nbytes]
                     self._fill(cell, data)
                     flying.append(threads.submit(self._store, files[cell.file], cell, data, buffer, pool))
                     while flying and (flying[0].done() or len(flying) > STAGING_BUFFERS):
@@ -245,6 +287,16 @@ class ShardWriter:
 
     def _fill(self, cell: _Cell, data: torch.Tensor) -> None:
         """Put the bytes of a cell into `data`; what they came from may change afterwards."""
+        if cell.share is not None:
+            cell.share.values.copy_to(data.view(cell.share.dtype))
+        else:
+            self._fill_blocks(cell, data)
+        with self._changed:
+            for owner in cell.owners:
+                self._left[owner] -= 1
+            self._changed.notify_all()
+
+    def _fill_blocks(self, cell: _Cell, data: torch.Tensor) -> None:
         filled = 0
         start, end = cell.where.start, cell.where.end
         for source in overlapping(self._content[cell.file], start, end):
@@ -256,27 +308,35 @@ class ShardWriter:
                 f"{self._files[cell.file].path}: {filled} of the bytes [{start}, {end}) belong to some rank; the ranks' "
                 "parts do not make whole tensors"
             )
-        with self._changed:
-            for owner in cell.owners:
-                self._left[owner] -= 1
-            self._changed.notify_all()
 
     def _store(
         self, file: PositionalFile, cell: _Cell, data: torch.Tensor, buffer: torch.Tensor, pool: StagingPool
     ) -> None:
         """Checksum and write what is in a staging buffer, and hand the buffer back."""
         try:
-            digest = checksum(data)
-            file.write(data, cell.where.start)
-            path = self._files[cell.file].path
-            faults.visit("mid-write", Path(file.path), cell.where.start, cell.where.end)
-            piece = Piece(path=path, begin=cell.where.start, end=cell.where.end, checksum=digest, rank=self._rank)
+            digest, where, share = checksum(data), cell.where, cell.share
+            if share is None:
+                file.write(data, where.start)
+            else:
+                share.write(data, file)
+            faults.visit("mid-write", Path(file.path), where.start, where.end)
         finally:
             pool.give(buffer)
         with self._changed:
-            self._pieces.append(piece)
+            if share is None:
+                path = self._files[cell.file].path
+                self._pieces.append(
+                    Piece(path=path, begin=where.start, end=where.end, checksum=digest, rank=self._rank)
+                )
+            else:
+                self.digests.append((share.band.number, share.place, digest))
             self._done += 1
             self._changed.notify_all()
+
+
+def _cell_of(share: Share) -> _Cell:
+    owners = frozenset(() if share.owner is None else (share.owner,))
+    return _Cell(file=share.band.file, where=share.band.where, owners=owners, share=share)
 
 
 def as_values(data: bytes) -> TensorSlice:

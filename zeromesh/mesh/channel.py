@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.groups import ProcessSet
+from zeromesh.mesh.traffic import Account, Collective
 from zeromesh.mesh.watch import Watch, Work
 
 _HEADER_WORDS = 64
@@ -92,11 +93,20 @@ class Incoming:
 class _Line:
     """One direction between this rank and another."""
 
-    def __init__(self, group: dist.ProcessGroup, source: int, peer: int, watch: Watch, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        source: int,
+        peer: int,
+        watch: Watch,
+        device: torch.device,
+        traffic: Account,
+    ) -> None:
         self._group = group
         self._source = source
         self._peer = peer
         self._watch = watch
+        self._traffic = traffic
         self.device = device
         self.known: dict[Hashable, Sequence[TensorSpec]] = {}
         """Shapes of kinds of messages. Both ends have the same ones."""
@@ -144,7 +154,10 @@ class _Line:
     def _launch(self, tensor: torch.Tensor, what: str) -> None:
         while self._flying and self._flying[0][1].is_completed():
             self._flying.popleft()[1].wait()
-        self._flying.append((tensor, _broadcast(tensor, self._source, self._group), what))
+        self._traffic.count(Collective.POINT_TO_POINT, tensor.nbytes)
+        with self._traffic.timed(Collective.POINT_TO_POINT):
+            work = _broadcast(tensor, self._source, self._group)
+        self._flying.append((tensor, work, what))
 
     def settle(self) -> None:
         """Wait until all that was sent is gone."""
@@ -158,10 +171,11 @@ class _Line:
             self.known.clear()
 
     def wait(self, work: Work, what: str) -> None:
-        if self.device.type == "cuda":
-            work.wait()
-        else:
-            self._watch.wait_work(work, [self._peer], what)
+        with self._traffic.timed(Collective.POINT_TO_POINT):
+            if self.device.type == "cuda":
+                work.wait()
+            else:
+                self._watch.wait_work(work, [self._peer], what)
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)
@@ -192,7 +206,8 @@ class Channels:
                     made = _pair(ends, device)
                     if mine not in ends or group.watch is None:
                         continue
-                    line = _Line(made, source, target if mine == source else source, group.watch, device)
+                    peer = target if mine == source else source
+                    line = _Line(made, source, peer, group.watch, device, group.traffic)
                     if mine == source:
                         self._out[group.ranks.index(target)] = line
                     else:

@@ -5,6 +5,7 @@ A counter only grows and has one writer, so reading it needs no lock. Stores mus
 
 from __future__ import annotations
 
+from zeromesh.mesh.futex import Futex
 from zeromesh.mesh.groups import ProcessSet
 from zeromesh.mesh.watch import Watch
 
@@ -21,10 +22,13 @@ class Counters:
         self._mine = self._places[group.index]
         self._ranks = group.ranks
         self._watch = watch
+        self._futexes = [Futex(words, place) for place in self._places]
+        self._bell = self._futexes[group.index]
 
     def set(self, value: int) -> None:
-        """Set this rank's counter."""
+        """Set this rank's counter, and wake those that wait for it."""
         self._words[self._mine] = value
+        self._bell.wake()
 
     def own(self) -> int:
         """This rank's counter."""
@@ -49,4 +53,11 @@ class Counters:
             return
         words = self._words
         behind = [rank for rank, place in zip(self._ranks, self._places, strict=True) if words[place] < value]
-        self._watch.wait(lambda: self.reached(value), behind, what)
+
+        def pause(seconds: float) -> None:
+            for place, futex in zip(self._places, self._futexes, strict=True):
+                if (seen := words[place]) < value:
+                    futex.wait(seen, seconds)
+                    return
+
+        self._watch.wait(lambda: self.reached(value), behind, what, pause)

@@ -94,6 +94,7 @@ class Watch:
     """
 
     SLICE_SECONDS = 0.25
+    PAUSE_SECONDS = 0.02
 
     def __init__(self, board: Board, rank: int, timeout_seconds: float, *, compare_events: bool) -> None:
         self._board = board
@@ -158,17 +159,23 @@ class Watch:
             self.wait(lambda: all(self._board.reached(peer, stream, number) for peer in peers), peers, what)
             self._compare(peers)
 
-    def wait(self, done: Callable[[], bool], peers: Sequence[int], what: str) -> None:
-        """Wait until `done()`; for conditions that peers make true in shared memory."""
+    def wait(
+        self, done: Callable[[], bool], peers: Sequence[int], what: str, pause: Callable[[float], None] | None = None
+    ) -> None:
+        """Wait until `done()`; for conditions that peers make true in shared memory. `pause` sleeps for so many seconds, or until
+        something has changed; None: nobody tells, and `done` is asked again and again."""
         for _ in range(200):
             if done():
                 return
-        pause = 0.0
+        seconds = 0.0
         patience = _Patience(self, peers, what)
         with self._waiting():
             while not done():
-                time.sleep(pause)
-                pause = min(pause + 2e-6, 2e-4)
+                if pause is not None:
+                    pause(self.PAUSE_SECONDS)
+                else:
+                    time.sleep(seconds)
+                    seconds = min(seconds + 2e-6, 2e-4)
                 patience.check()
 
     def wait_work(self, work: Work, peers: Sequence[int], what: str) -> None:

@@ -1,112 +1,138 @@
-"""Greedy generation across stages, token by token, each stage with the keys and values of its own blocks."""
+"""The forward of a model in stages as a loop over tokens calls it; each stage keeps the keys and values of its own blocks.
+
+Every rank of the pipeline runs the same loop and is given the same logits, so that all of them choose the same tokens.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Hashable, Sequence
+import copy
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from zeromesh.errors import DataError, PhaseError
+from zeromesh.errors import DataError, LayoutError, PhaseError
 from zeromesh.pipeline.executor import Executor
 from zeromesh.pipeline.schedule import forward_only
 from zeromesh.pipeline.stage import Stages
 
+CACHE = "past_key_values"
+_BY_ROW = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
-class _TokenRunner:
-    """The next token of every microbatch: `tokens`, on the last stage."""
 
-    def __init__(self, stages: Stages, *, cached: bool) -> None:
+class StagedForward:
+    """The calls of one generation: the first has the prompts, each later one what is new, if keys and values are kept.
+
+    Args:
+        microbatches: into how many parts rows are cut, which ranks work on at the same time.
+        call: the model's own call, for the last stage.
+    """
+
+    def __init__(self, executor: Executor, stages: Stages, *, microbatches: int, call: Callable[..., Any]) -> None:
+        self._executor = executor
         self._stages = stages
-        self._cached = cached
+        self._microbatches = microbatches
+        self._call = call
+        self._schedule = forward_only(ranks=executor.group.size, microbatches=microbatches, chunks=len(stages.own))
         self._caches: dict[tuple[int, int], Any] = {}
-        """What the model keeps, by chunk and microbatch: in one chunk, stubs keep something for the blocks of another."""
-        self._ids: Sequence[torch.Tensor] = ()
-        self._masks: Sequence[torch.Tensor] = ()
-        names = inspect.signature(stages.model.forward).parameters
-        self._with_positions = "position_ids" in names
-        self._one_logit = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
-        self.tokens: dict[int, torch.Tensor] = {}
+        """By chunk and microbatch: in one chunk, stubs keep something for the blocks of another. The first is the caller's."""
+        self._vocabulary = 0
 
-    def feed(self, ids: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> None:
-        """What is new, `[batch, new]`, and the mask of all so far, `[batch, length]`, of every microbatch."""
-        self._ids, self._masks = ids, masks
+    def __call__(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Logits `[rows, 1, vocabulary]` of the last position in fp32, the same on every rank, from the arguments of a forward.
+
+        `past_key_values` is empty in the first call, and the same object in all; without it nothing is kept. All ranks of the
+        pipeline call this together, with the same inputs.
+
+        Raises:
+            DataError: for fewer rows than microbatches.
+            LayoutError: for a model that keeps something else than `past_key_values`.
+        """
+        rows = len(inputs["input_ids"])
+        if rows < self._microbatches:
+            raise DataError(
+                f"{rows} prompts cannot be generated in {self._microbatches} microbatches; at least one row each"
+            )
+        cache = inputs.get(CACHE)
+        if cache is None and inputs.get("use_cache"):
+            raise LayoutError(
+                f"{type(self._stages.model).__name__} keeps something else than past_key_values between tokens, which stages of a "
+                "pipeline cannot; pass use_cache=False"
+            )
+        if cache is not None and not self._caches:
+            for chunk in range(len(self._stages.own)):
+                for number in range(self._microbatches):
+                    self._caches[chunk, number] = copy.deepcopy(cache) if chunk or number else cache
+        caches = self._caches if cache is not None else {}
+        runner = _Runner(self._stages, self._call, _cut(inputs, rows, self._microbatches), caches)
+        with torch.no_grad():
+            self._executor.run(self._schedule, runner)
+        return self._shared(runner.logits, rows, inputs["input_ids"].device)
+
+    def _shared(self, logits: Mapping[int, torch.Tensor], rows: int, device: torch.device) -> torch.Tensor:
+        """What the last stage has, on every rank."""
+        group = self._executor.group
+        mine = torch.cat([logits[number] for number in range(self._microbatches)]).float() if logits else None
+        if not self._vocabulary:
+            sizes = group.gather_integers([0 if mine is None else mine.shape[-1]])
+            self._vocabulary = max(size for (size,) in sizes)
+        if mine is None:
+            mine = torch.empty(rows, 1, self._vocabulary, device=device)
+        return group.broadcast_(mine.contiguous(), group.size - 1, "logits of the last stage")
+
+
+class _Runner:
+    """One call: `logits` of each microbatch, on the last stage."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        call: Callable[..., Any],
+        batches: Sequence[dict[str, Any]],
+        caches: Mapping[tuple[int, int], Any],
+    ) -> None:
+        self._stages = stages
+        self._call = call
+        self._batches = batches
+        self._caches = caches
+        self.logits: dict[int, torch.Tensor] = {}
 
     def signature(self, microbatch: int) -> Hashable:
-        return "tokens", tuple(self._ids[microbatch].shape)
+        """See `StageRunner`."""
+        return "tokens", tuple(self._batches[microbatch]["input_ids"].shape)
 
     def forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        key, ids, mask = (chunk, microbatch), self._ids[microbatch], self._masks[microbatch]
-        batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": self._cached}
-        if self._with_positions:
-            positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-            batch["position_ids"] = positions[:, -ids.shape[1] :]
-        if hasattr(getattr(self._stages.model, "config", None), "output_router_logits"):
-            batch["output_router_logits"] = False
-        if key in self._caches:
-            batch["past_key_values"] = self._caches[key]
-        if self._stages.is_last(chunk):
-            with self._stages.chunk(chunk, received, balance=False):
-                output = self._stages.model(**batch, **self._one_logit)
-            self.tokens[microbatch] = output.logits[:, -1].argmax(-1).cpu()
-            made: tuple[torch.Tensor, ...] = ()
-        else:
-            made, output = self._stages.run(chunk, batch, received, balance=False)
-        if self._cached:
-            self._caches[key] = output.past_key_values
-        return made
+        """See `StageRunner`."""
+        stages, batch = self._stages, dict(self._batches[microbatch])
+        if hasattr(getattr(stages.model, "config", None), "output_router_logits"):
+            batch["output_router_logits"] = False  # Experts have no loss here.
+        if self._caches:
+            batch[CACHE] = self._caches[chunk, microbatch]
+        if not stages.is_last(chunk):
+            return stages.run(chunk, batch, received, balance=False)[0]
+        with stages.chunk(chunk, received, balance=False):
+            self.logits[microbatch] = self._call(**batch).logits[:, -1:]
+        return ()
 
     def backward(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Raises `PhaseError`."""
         raise PhaseError("generation has no backward")
 
     backward_input = backward
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:
+        """Raises `PhaseError`."""
         raise PhaseError("generation has no backward")
 
 
-def generate(
-    executor: Executor,
-    stages: Stages,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    *,
-    new_tokens: int,
-    end: int | None = None,
-    pad: int = 0,
-    microbatches: int = 1,
-    cached: bool = True,
-) -> torch.Tensor:
-    """Continue prompts `[batch, length]`, padded on the left, greedily; returns all tokens `[batch, length + new]` on every rank.
-
-    A row that has come to `end` goes on with `pad`; generation ends when all have, or after `new_tokens`. All ranks of the pipeline
-    give the same prompts. With several `microbatches` ranks work at the same time. `cached`: keys and values are kept.
-
-    Raises:
-        DataError: for fewer rows than microbatches.
-    """
-    if not 1 <= microbatches <= len(input_ids):
-        raise DataError(
-            f"{len(input_ids)} prompts cannot be generated in {microbatches} microbatches; at least one row each"
-        )
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    schedule = forward_only(ranks=executor.group.size, microbatches=microbatches, chunks=len(stages.own))
-    runner = _TokenRunner(stages, cached=cached)
-    last = stages.is_last(len(stages.own) - 1)
-    tokens, new, over = input_ids, input_ids, torch.zeros(len(input_ids), dtype=torch.bool)
-    with torch.no_grad():
-        for _ in range(new_tokens):
-            runner.feed(new.tensor_split(microbatches), mask.tensor_split(microbatches))
-            executor.run(schedule, runner)
-            mine = (
-                torch.cat([runner.tokens[number] for number in range(microbatches)]) if last else torch.zeros_like(over)
-            )
-            found = executor.share(mine.long(), "the next tokens").masked_fill(over, pad)
-            tokens = torch.cat([tokens, found[:, None].to(tokens.device)], dim=1)
-            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-            new = tokens[:, -1:] if cached else tokens
-            over |= torch.zeros_like(over) if end is None else found == end
-            if over.all():
-                break
-    return tokens
+def _cut(inputs: Mapping[str, Any], rows: int, parts: int) -> list[dict[str, Any]]:
+    """Arguments of a forward in parts: what has a row for each prompt is cut, everything else is every part's."""
+    cut = {
+        name: value.tensor_split(parts)
+        for name, value in inputs.items()
+        if name in _BY_ROW and isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == rows
+    }
+    return [
+        {name: cut[name][part] if name in cut else value for name, value in inputs.items() if name != CACHE}
+        for part in range(parts)
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from zeromesh.mesh.channel import Channels
 from zeromesh.mesh.groups import Mesh
 from zeromesh.pipeline.deferred import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Bubble, Executor, Measured
+from zeromesh.pipeline.generate import StagedForward
 from zeromesh.pipeline.runner import LossOf, Work, ZeroRunner
 from zeromesh.pipeline.schedule import Schedule, ScheduleName, forward_only, make_schedule
 from zeromesh.pipeline.stage import Stages
@@ -64,6 +66,10 @@ class Pipeline:
         with around, torch.no_grad():
             self._executor.run(forward_only(ranks=self._ranks, microbatches=len(work), chunks=self._chunks), runner)
         return runner.losses
+
+    def generation(self, *, microbatches: int, call: Callable[..., Any]) -> StagedForward:
+        """The model's forward for the loop of one generation; each call of it belongs inside a pass of the engine."""
+        return StagedForward(self._executor, self.stages, microbatches=microbatches, call=call)
 
     def bubble(self) -> Bubble | None:
         """How much of the latest step ranks have stood still, predicted and measured; None before the first."""

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from zeromesh.generators import seed_generators
 from zeromesh.tensor.functions import uncompiled
 
 
@@ -42,7 +43,7 @@ class ShardedRandomness:
             self._states.append(torch.cuda.get_rng_state(self._device))
         digest = hashlib.blake2b(f"{common}/{self._rank}".encode(), digest_size=8).digest()
         self._seed = int.from_bytes(digest, "little") >> 1
-        torch.manual_seed(self._seed)
+        seed_generators(self._seed)
 
     @uncompiled
     def leave(self) -> None:

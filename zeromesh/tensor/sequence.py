@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -62,7 +63,7 @@ def share_sequence(
     for stack in stacks:
         for name in stack:
             block = model.get_submodule(name)
-            wrapper = _Block(block.forward, shares, randomness, first=name == stack[0], last=name == stack[-1])
+            wrapper = _Block(block, shares, randomness, first=name == stack[0], last=name == stack[-1])
             undo.append(_set_forward(block, wrapper))
     for name, source in readers.items():
         reader = model.get_submodule(name)
@@ -82,14 +83,15 @@ class _Block:
 
     def __init__(
         self,
-        forward: Callable[..., Any],
+        block: nn.Module,
         shares: SequenceShares,
         randomness: ShardedRandomness,
         *,
         first: bool,
         last: bool,
     ) -> None:
-        self._forward = forward
+        self._block = block
+        self._forward = block.forward
         self._shares = shares
         self._randomness = randomness
         self._first = first
@@ -103,7 +105,8 @@ class _Block:
                 args, kwargs = _with_hidden(args, kwargs, lambda x: functions.split(x, 1, shares.exchange))
         if not shares.active:
             return self._forward(*args, **kwargs)
-        with self._randomness.sharded():
+        # Where nothing is dropped nothing is drawn: sampling goes on with the numbers of one process.
+        with self._randomness.sharded() if self._block.training else nullcontext():
             output = self._forward(*args, **kwargs)
         return _with_first(output, lambda x: functions.gather(x, 1, shares.exchange)) if self._last else output
 

@@ -128,7 +128,7 @@ def _slot_bytes(layouts: Sequence[BucketLayout], options: ZeroOptions) -> int:
 
 
 def _persistent(layouts: Sequence[Sequence[BucketLayout]], mesh: Mesh, options: ZeroOptions, kind: str) -> list[bool]:
-    """Which buffers keep their memory. All ranks decide the same."""
+    """Which buffers keep their memory. All ranks of the data axes decide the same."""
     sizes = [sum(each.padded * each.slots[0].spec.dtype.itemsize for each in unit) for unit in layouts]
     away = options.offload.parameters.leaves(mesh.device)
     if options.placements.parameters is Placement.REPLICATED or (kind == "local" and not away):
@@ -139,7 +139,8 @@ def _persistent(layouts: Sequence[Sequence[BucketLayout]], mesh: Mesh, options: 
         budget = available_bytes() // _SHARE_OF_MEMORY
     else:
         budget = 0
-    budget = min(row[0] for row in mesh.world.gather_integers([budget]))
+    # Of those that gather the same units: stages of a pipeline have others.
+    budget = min(row[0] for row in mesh.data.gather_integers([budget]))
     kept = kept_units(sizes, budget)
     return [kept[unit] for unit, each in enumerate(layouts) for _ in each]
 

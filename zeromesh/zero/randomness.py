@@ -10,10 +10,12 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from zeromesh.generators import seed_generators
+
 
 def seed_forward(seed: int, step: int, first_sample: int, unit: str) -> None:
     """Seed the generators before a unit's forward on the microbatch whose first sample has the global index `first_sample`."""
-    torch.manual_seed(_number(f"{seed}/{step}/{first_sample}/{unit}"))
+    seed_generators(_number(f"{seed}/{step}/{first_sample}/{unit}"))
 
 
 def _number(text: str) -> int:
@@ -30,7 +32,7 @@ def data_randomness(seed: int, first_sample: int) -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     number = _number(f"{seed}/data/{first_sample}")
     with own_randomness():
-        torch.manual_seed(number)
+        seed_generators(number)
         random.seed(number)
         np.random.seed(number & 0xFFFFFFFF)
         try:

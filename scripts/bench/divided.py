@@ -1,0 +1,167 @@
+"""zeromesh on the workload with the model divided over two ranks: by its layers, or into stages of a pipeline.
+
+tensor-STAGE        tensor parallelism, and the ZeRO stage on a data axis of one rank
+1f1b, zero_bubble   a pipeline of one stage a rank
+interleaved         a pipeline of two stages a rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.ours import configuration
+from bench.probe import Probe
+from bench.workload import Workload
+from zeromesh.mesh.axes import MeshShape
+from zeromesh.mesh.groups import Mesh
+from zeromesh.mesh.launch import read_environment, setting
+from zeromesh.offload import reuse_freed_memory, settle_heap
+from zeromesh.offload.heap import TUNABLES
+from zeromesh.parallel import Divided, ParallelOptions, divide
+from zeromesh.pipeline.executor import Bubble
+from zeromesh.pipeline.runner import Work
+from zeromesh.tensor.products import take_product_buffers
+from zeromesh.trainer.config_file import load_config
+from zeromesh.trainer.hf.losses import Loss, make_loss
+from zeromesh.trainer.hf.products import use_fastest_products
+from zeromesh.trainer.setup import engine_options
+from zeromesh.zero.deferred import build_deferred
+from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.options import ZeroOptions
+from zeromesh.zero.sources import materialize_buffers
+from zeromesh.zero.walk import Microbatch
+
+CHUNKS = {"interleaved": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """How a system divides the model."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    stage: int = 1
+    schedule: Any = "1f1b"
+
+    @classmethod
+    def of(cls, name: str, ranks: int) -> Form:
+        """Of the system of this name, without `zeromesh-`."""
+        kind, _, rest = name.partition("-")
+        return cls(tensor=ranks, stage=int(rest)) if kind == "tensor" else cls(pipeline=ranks, schedule=name)
+
+    def parallel(self, workload: Workload) -> ParallelOptions:
+        """What `divide` is told."""
+        transport: Any = workload.transport
+        return ParallelOptions(transport=transport, schedule=self.schedule, chunks=CHUNKS.get(self.schedule, 1))
+
+    def options(self, workload: Workload) -> ZeroOptions:
+        """What the engine is told."""
+        config = load_config(configuration(workload, self.stage, "runs"))
+        return engine_options(config, accumulation=workload.microbatches)
+
+
+class Training:
+    """The model of one rank, its engine, and the steps."""
+
+    def __init__(self, name: str, workload: Workload) -> None:
+        environment = read_environment()
+        form = self.form = Form.of(name, workload.ranks)
+        shape = MeshShape.resolve(environment.world_size, tensor=form.tensor, pipeline=form.pipeline)
+        self.mesh = Mesh(shape, environment, device=torch.device("cpu"), timeout_seconds=60)
+        reuse_freed_memory()
+        take_product_buffers()
+        self._workload = workload
+        built = build_deferred(workload.build_model, workload.seed)
+        materialize_buffers(built.model, self.mesh.device, workload.seed, source=built.source)
+        self.model: nn.Module = built.model
+        loss = make_loss(self.model)  # Of a pipeline, while all ranks have a head.
+        self.divided: Divided = divide(self.model, self.mesh, form.parallel(workload))
+        self.loss: Loss = loss if form.tensor == 1 else make_loss(self.model)
+        self.model.train()
+        use_fastest_products(self.model, workload.compute, "cpu")
+        options, cuts = form.options(workload), self.divided.cuts
+        self.engine = ZeroEngine.build(self.model, self.mesh, options, built.source, cuts=cuts)
+        settle_heap(setting(TUNABLES) or "")
+
+    def step(self, number: int, tokens: Tensor) -> float:
+        """One step on `[microbatches x micro, sequence]` token ids; the mean loss."""
+        micro, pipeline = self._workload.micro, self.divided.pipeline
+        parts = [{"input_ids": part, "labels": part} for part in tokens.split(micro)]
+        count = sum(self.loss.count(part) or 0 for part in parts)
+        seed, last = 1.0 / count, len(parts) - 1
+        self.engine.begin_step(number, 1.0)
+        where = [
+            Microbatch(step=number, first_sample=place * micro, first=place == 0, last=place == last)
+            for place in range(len(parts))
+        ]
+        total = torch.zeros(1, dtype=torch.float64)
+        if pipeline is not None:
+            work = [Work(batch=part, where=at, seed=seed) for part, at in zip(parts, where, strict=True)]
+            losses = pipeline.train(self.engine.passes, work, self._sum)
+            total += torch.stack(losses).double().sum()
+            self.mesh.pipeline.sum_(total, "loss")
+        else:
+            for part, at in zip(parts, where, strict=True):
+                total += self.engine.forward_backward(lambda part=part: self._sum(part, seed), seed, at)  # type: ignore[misc]
+        self.engine.finish_step()
+        return float(total) / count
+
+    def _sum(self, batch: Mapping[str, Any], seed: float) -> Tensor:
+        return self.loss(self.model, batch, seed=seed)
+
+
+def train(name: str, workload: Workload, probe: Probe) -> None:
+    """Run the workload, and note what the rank says of itself."""
+    training = Training(name, workload)
+    tokens = workload.tokens()
+    pipeline, tensor = training.divided.pipeline, training.divided.tensor
+    bubbles: list[Bubble] = []
+    largest: list[int] = []
+    probe.training()
+    for number in range(workload.steps):
+        if tensor is not None and tensor.head is not None and number == workload.steps - 1:
+            _watch(tensor.head.exchange, largest)
+        probe.begin()
+        probe.end(training.step(number, tokens[number]))
+        found = pipeline.bubble() if pipeline is not None and workload.is_timed(number) else None
+        bubbles += [found] if found is not None else []
+    probe.close()
+    ledger = {purpose.name: nbytes for purpose, nbytes in training.engine.ledger.by_purpose().items()}
+    probe.found.notes = {
+        "ledger": ledger,
+        "ledger_peak": training.engine.ledger.peak(),
+        "largest_exchanged": max(largest, default=0),
+        "bubbles": [(bubble.predicted, bubble.measured) for bubble in bubbles],
+        "spans": _spans(bubbles),
+    }
+
+
+def _watch(exchange: Any, found: list[int]) -> None:
+    """From now on note the bytes of every tensor that ranks exchange, or that an exchange makes."""
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def exchanged(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            gathered = exchange.size if call.__name__ == "gather" else 1
+            found.append(gathered * tensor.nbytes)
+            return call(tensor, *args, **kwargs)
+
+        return exchanged
+
+    for name in ("sum", "gather", "scatter_sum", "maximum"):
+        setattr(exchange, name, watched(getattr(exchange, name)))
+
+
+def _spans(bubbles: list[Bubble]) -> list[list[tuple[str, int, int, float, float]]]:
+    """Of the step whose bubble is the median: for each rank, kind, chunk, microbatch, start and end of its actions."""
+    if not bubbles:
+        return []
+    middle = sorted(bubbles, key=lambda bubble: bubble.measured)[len(bubbles) // 2]
+    return [
+        [(span.action.kind.value, span.action.chunk, span.action.microbatch, span.start, span.end) for span in spans]
+        for spans in middle.timeline.spans
+    ]

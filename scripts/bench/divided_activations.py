@@ -1,0 +1,153 @@
+"""What forward and backward of one rank's part of the workload allocate by themselves, in one process: no engine and no peers.
+
+    python -m bench.divided_activations SYSTEM WORKLOAD RANK
+
+As `activations.py` does it for a whole model. What other ranks would give (sums of activations, inputs of a stage, gradients of its
+outputs) has the right shapes and any values. A stage of a pipeline runs all actions of its rank in the order of the schedule.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from bench.activations import RESULT, Activations, forget, running
+from bench.divided import CHUNKS, Form
+from bench.workload import Workload
+from zeromesh.mesh.exchange import Arriving, Pending
+from zeromesh.pipeline.cut import cut_by_cost
+from zeromesh.pipeline.deferred import WeightQueue, defer_weights
+from zeromesh.pipeline.plain import PlainRunner
+from zeromesh.pipeline.probe import examine
+from zeromesh.pipeline.schedule import Action, Kind, make_schedule, received_by
+from zeromesh.pipeline.stage import Stages, block_costs
+from zeromesh.tensor.apply import Parallelized, load_parts, parallelize
+from zeromesh.tensor.planner import plan_tensor
+from zeromesh.trainer.hf.losses import make_loss
+from zeromesh.trainer.hf.products import use_fastest_products
+
+
+class AloneExchange:
+    """Stands for the exchange of rank `index` of `size`: all others have what this one has. Slots are not the allocator's."""
+
+    def __init__(self, size: int, index: int) -> None:
+        self.size = size
+        self.index = index
+        self._rooms: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        key = tuple(shape), dtype
+        if key not in self._rooms:
+            self._rooms[key] = torch.empty(key[0], dtype=dtype, device=device)
+        return self._rooms[key]
+
+    def sum(self, tensor: Tensor) -> Pending:
+        return Arriving(tensor.detach().clone)
+
+    def maximum(self, tensor: Tensor) -> Pending:
+        return Arriving(tensor.detach().clone)
+
+    def gather(self, tensor: Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
+        return Arriving(lambda: torch.cat([tensor.detach()] * self.size, dim))
+
+    def scatter_sum(self, tensor: Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
+        return Arriving(lambda: tensor.detach().chunk(self.size, dim)[self.index].clone())
+
+
+def divide_layers(model: nn.Module, form: Form, rank: int) -> Parallelized:
+    """Leave rank `rank`'s part of each layer."""
+    return parallelize(model, AloneExchange(form.tensor, rank), plan_tensor(model, form.tensor))
+
+
+def cut_stages(model: nn.Module, form: Form, rank: int) -> Stages:
+    """Leave rank `rank`'s stages, as `divide` cuts them."""
+    anatomy, chunks = examine(model), CHUNKS.get(form.schedule, 1)
+    costs, first, last = block_costs(model, anatomy)
+    cut = cut_by_cost(costs, stages=form.pipeline * chunks, first=first, last=last)
+    return Stages(model, anatomy, cut, [chunk * form.pipeline + rank for chunk in range(chunks)])
+
+
+def measure(name: str, workload: Workload, rank: int) -> Activations:
+    """One step after a first one, which fills the libraries' caches."""
+    torch.manual_seed(workload.seed)
+    form = Form.of(name, workload.ranks)
+    model = workload.build_model().to(workload.compute).train()
+    step = (_layers if form.tensor > 1 else _stages)(model, workload, form, rank)
+    step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    sums = running(profiled)
+    return Activations(saved=0, peak=max(sums))
+
+
+def _layers(model: Any, workload: Workload, form: Form, rank: int) -> Callable[[], None]:
+    whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    load_parts(model, divide_layers(model, form, rank).parts, whole)
+    loss = _loss(model, workload)
+    (batch,) = _batches(workload)
+    seed = 1.0 / batch["labels"].numel()
+
+    def step() -> None:
+        total = loss(model, batch, seed=seed)
+        total.backward(torch.full_like(total, seed))
+
+    return step
+
+
+def _stages(model: Any, workload: Workload, form: Form, rank: int) -> Callable[[], None]:
+    loss = _loss(model, workload)
+    stages = cut_stages(model, form, rank)
+    schedule = make_schedule(
+        form.schedule, ranks=form.pipeline, microbatches=workload.microbatches, chunks=len(stages.own)
+    )
+    queue = WeightQueue() if schedule.splits_backward else None
+    if queue is not None:
+        defer_weights(model, list(model.model.layers), queue)
+    batches = _batches(workload)
+    seed = 1.0 / (len(batches) * batches[0]["labels"].numel())
+
+    def hidden() -> Tensor:
+        return torch.zeros(workload.micro, workload.sequence, workload.hidden, dtype=workload.compute)
+
+    def step() -> None:
+        runner = PlainRunner(stages, batches, lambda model, batch: loss(model, batch, seed=seed), seed, queue)
+        for action in schedule.actions[rank]:
+            given = [hidden()] if received_by(schedule, rank, action) is not None else []
+            _carry_out(runner, action, given)
+
+    return step
+
+
+def _carry_out(runner: PlainRunner, action: Action, given: list[Tensor]) -> None:
+    chunk, number = action.chunk, action.microbatch
+    if action.kind is Kind.FORWARD:
+        runner.forward(chunk, number, [tensor.requires_grad_() for tensor in given])
+    elif action.kind is Kind.BACKWARD:
+        runner.backward(chunk, number, given)
+    elif action.kind is Kind.BACKWARD_INPUT:
+        runner.backward_input(chunk, number, given)
+    else:
+        runner.backward_weight(chunk, number)
+
+
+def _loss(model: Any, workload: Workload) -> Any:
+    use_fastest_products(model, workload.compute, "cpu")
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(forget)
+    return make_loss(model)
+
+
+def _batches(workload: Workload) -> list[dict[str, Tensor]]:
+    return [{"input_ids": part, "labels": part} for part in workload.tokens()[0].split(workload.micro)]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(RESULT + json.dumps(asdict(measure(sys.argv[1], Workload.from_json(sys.argv[2]), int(sys.argv[3])))))

@@ -1,0 +1,159 @@
+"""Cases that save and load: what a layout has stored is what any other layout gets, on every rank that holds it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from zeromesh.checkpoint.holding import Holding
+from zeromesh.checkpoint.loader import Loader
+from zeromesh.checkpoint.regions import Region
+from zeromesh.checkpoint.saver import Content, Saved, Saver
+from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.mesh.groups import Mesh
+from zeromesh.trainer.hf.save import save_configuration
+
+from .cases import Run
+from .recipe import DTYPES, Layout, Problem
+
+Tensors = dict[tuple[str, str], torch.Tensor]
+"""Whole tensors by kind and name."""
+
+
+def stored(checkpoint: Path) -> Tensors:
+    """Every tensor of a checkpoint, as the safetensors library reads it."""
+    found: Tensors = {}
+    for path in sorted(checkpoint.rglob("*.safetensors")):
+        kind = path.name.partition("-0")[0]
+        found |= {(kind, name): tensor for name, tensor in load_file(path).items()}
+    return found
+
+
+def relay(
+    mesh: Mesh,
+    problem: dict[str, Any],
+    layout: dict[str, Any],
+    folder: str,
+    first: int,
+    steps: int,
+    disks: Sequence[int] = (),
+    whole: str = "",
+) -> dict[str, Any]:
+    """Go on from the checkpoint of step `first` in `folder`, if that is not 0, for so many steps, and save.
+
+    What was loaded is compared with the files by every rank, and saved again at once under `mirror`. `disks` has for each rank the
+    disk that its host has; the folder is then another on each disk, and `whole` is the checkpoint that its parts make.
+    """
+    task = Problem(**problem)
+    run = Run.start(mesh, task, Layout(**layout))
+    here = Path(folder) / f"disk-{disks[mesh.rank]}" if disks else Path(folder)
+    wrong: list[str] = []
+    if first:
+        source = CheckpointStore(here).path(first)
+        _load(run, source)
+        wrong = _differences(run, stored(Path(whole) if whole else source))
+        _save(run, here / "mirror", first)
+    for step in range(first, first + steps):
+        run.step(step)
+    bands = _save(run, here, first + steps)
+    aliases = run.engine.holdings.aliases()
+    run.close()
+    return {"wrong": wrong, "bands": bands, "aliases": aliases}
+
+
+def unwritten(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """The disk of rank 1 of two forgets what it is given of bands: how the save ends, what is left, how the next one ends."""
+    run = Run.start(mesh, Problem(samples=8), Layout(stage=1))
+    run.step(0)
+    lost = patch("zeromesh.checkpoint.writer.Share.write", lambda self, data, file: None)
+    with lost if mesh.rank == 1 else nullcontext():
+        failure = _saved(run, Path(folder), 1)[0].failure
+    mesh.world.barrier("end of the save")
+    left = os.listdir(folder)
+    mesh.world.barrier("look at the directory")
+    again = _saved(run, Path(folder), 1)[0].failure
+    run.close()
+    return {"failure": failure, "left": left, "again": again}
+
+
+def opened(mesh: Mesh, checkpoint: str) -> list[str]:
+    """Names of parameters that transformers does not get as they are stored, those of tied ones among them."""
+    found, wanted = AutoModelForCausalLM.from_pretrained(checkpoint), stored(Path(checkpoint))
+    names = {name for kind, name in wanted if kind == "model"}
+    state, seen, wrong = found.state_dict(), set(), []
+    for name, parameter in found.named_parameters():
+        if name not in names or not torch.equal(parameter, wanted["model", name]):
+            wrong.append(name)
+        seen.add(name)
+    return [*wrong, *sorted(names - seen - state.keys())]
+
+
+def _save(run: Run, folder: Path, step: int) -> int:
+    """Save; how many bands this rank has a share of."""
+    saved, bands = _saved(run, folder, step)
+    assert not saved.failure, saved
+    return bands
+
+
+def _saved(run: Run, folder: Path, step: int) -> tuple[Saved, int]:
+    saver, holdings = Saver(CheckpointStore(folder), run.mesh), run.engine.holdings
+    content = Content(
+        tensors=holdings.tensors(),
+        holdings=holdings.written(),
+        order=holdings.order(),
+        documents=lambda directory: save_configuration(run.model, DTYPES[run.problem.precision][0], None, directory),
+        keep=lambda: set(range(100)),
+        aliases=holdings.aliases(),
+    )
+    with patch("zeromesh.checkpoint.bands.LEAST_TENSOR", 0):  # Others are larger than these.
+        saver.begin(step, content)
+    assert saver._save is not None
+    bands = len(saver._save.division.shares)
+    saved = saver.finish()
+    assert saved is not None
+    return saved, bands
+
+
+def _load(run: Run, checkpoint: Path) -> None:
+    loader, holdings = Loader(run.mesh), run.engine.holdings
+    with run.engine.loading():
+        loader.fill(loader.open(checkpoint), holdings.tensors(reading=True), holdings.wanted())
+    run.engine.updater.resume(_step_of(checkpoint))
+
+
+def _step_of(checkpoint: Path) -> int:
+    step = CheckpointStore.step_of(checkpoint)
+    assert step is not None
+    return step
+
+
+def _differences(run: Run, wanted: Tensors) -> list[str]:
+    """What this rank holds and is not what is stored, bit by bit; that is nothing, and not for lack of things to compare."""
+    holdings = run.engine.holdings.wanted()
+    assert len(holdings) > 10
+    assert any(holding.spec.kind == "exp_avg_sq" and holding.values.numel for holding in holdings)
+    return [f"{each.spec.kind} {each.spec.name}" for each in holdings if not _is(each, wanted)]
+
+
+def _is(holding: Holding, wanted: Tensors) -> bool:
+    name = holding.spec.name
+    whole = wanted.get((holding.spec.kind, name), wanted.get(("model", name)))
+    assert whole is not None, name
+    local = _taken(whole, holding.region).reshape(-1)[holding.interval.start : holding.interval.end]
+    found = torch.empty_like(local, dtype=holding.values.tensor.dtype)
+    holding.values.copy_to(found)
+    return torch.equal(found, local.to(found.dtype))
+
+
+def _taken(whole: torch.Tensor, region: Region) -> torch.Tensor:
+    for dim, intervals in enumerate(region.dims):
+        whole = whole.index_select(dim, torch.tensor([i for each in intervals for i in range(each.start, each.end)]))
+    return whole
