@@ -37,7 +37,7 @@ class Run:
     layout: Layout
     model: Any
     engine: ZeroEngine
-    divided: Divided
+    divided: Divided = field(default_factory=Divided)
     losses: list[float] = field(default_factory=list)
     outcomes: list[StepOutcome] = field(default_factory=list)
 
