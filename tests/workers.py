@@ -23,6 +23,8 @@ from typing import Any, Self
 HERE = Path(__file__).parent
 _LAST_LINES = 60
 _START_SECONDS = 60.0
+_KEPT_POOLS = 4
+"""Workers that wait cost a few percent of a core each: the threads of their process groups poll."""
 
 
 class CaseError(AssertionError):
@@ -231,9 +233,12 @@ class Workers:
     def pool(self, size: int, **axes: int) -> Pool:
         """The kept pool of a layout, started when there is none. `axes`: ranks along the axes other than shard."""
         options = PoolOptions(size=size, **axes)
-        pool = self._pools.get(options)
+        pool = self._pools.pop(options, None)
         if pool is None or not pool.open:
-            pool = self._pools[options] = Pool(self._zygote, options)
+            pool = Pool(self._zygote, options)
+        self._pools[options] = pool  # The latest is last.
+        while len(self._pools) > _KEPT_POOLS:
+            self._pools.pop(next(iter(self._pools))).close()
         return pool
 
     def run(
