@@ -9,7 +9,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from stored_cases import SOME, bits, manifest_of, pieces_of, spec, split, targets_of, tell, values_of, write, writers_of
+from stored_cases import (
+    SOME,
+    bits,
+    divisions_of,
+    manifest_of,
+    pieces_of,
+    spec,
+    split,
+    targets_of,
+    tell,
+    values_of,
+    write,
+    writers_of,
+)
 
 from zeromesh.checkpoint.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
@@ -25,7 +38,7 @@ def test_a_checkpoint_appears_all_at_once(tmp_path: Path) -> None:
     dealt = split(values_of(SOME, 0), 2, random.Random(3))
     directory = store.create(4, files)
     assert store.steps() == []
-    written = pieces_of(writers_of(directory, files, dealt))
+    written = pieces_of(writers_of(directory, files, divisions_of(files, dealt)))
     assert store.steps() == []
     with pytest.raises(CheckpointError, match=r"has no manifest\.json: it is no whole checkpoint"):
         CheckpointReader(directory)
@@ -124,7 +137,8 @@ def test_others_may_read_every_file_however_it_was_made(tmp_path: Path) -> None:
         os.write(descriptor, b"{}")
         os.close(descriptor)
         dealt = split(values_of(SOME, 0), 1, random.Random(0))
-        store.commit(1, manifest_of(1, files, pieces_of(writers_of(directory, files, dealt))))
+        writers = writers_of(directory, files, divisions_of(files, dealt))
+        store.commit(1, manifest_of(1, files, pieces_of(writers)))
     finally:
         os.umask(old)
     found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in store.path(1).rglob("*") if path.is_file()}

@@ -72,6 +72,7 @@ def test_an_account_knows_what_each_rank_sends() -> None:
         "all-gather": (1, 750),
         "reduce-scatter": (1, 750),
         "all-reduce": (1, 1500),
+        "broadcast": (1, 750),
         "point to point": (1, 1000),
         "agreement": (1, 750),
     }
