@@ -146,4 +146,5 @@ def page_of_the_documentation(mesh: Mesh, page: str) -> dict[str, Any]:
         "values": [there[name].unique().tolist() for name in ("whole", "largest", "product")],
         "shapes": [list(there[name].shape) for name in ("rows", "share")],
         "table": there["table"],
+        "mine_alone": there["mine_alone"],
     }

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeromesh.errors import ConfigError, LayoutError
+from zeromesh.errors import ConfigError
 from zeromesh.mesh.axes import AXES, MeshShape
-from zeromesh.mesh.homes import Homes
 from zeromesh.mesh.picture import WIDTH, mesh_picture
 from zeromesh.mesh.places import read_cores
 from zeromesh.mesh.topology import Place, far_groups, far_warning, rank_order
@@ -128,15 +127,3 @@ def test_neighbours_are_where_a_step_leads(shape: MeshShape, axis: str, step: in
 def test_cores_are_read_as_the_kernel_lists_them() -> None:
     assert read_cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     assert read_cores("\n") == set()
-
-
-def test_parts_of_a_model_live_where_the_first_pattern_says() -> None:
-    homes = Homes(patterns=(("encoder.layers.*.mlp", "wide"), ("encoder", "left"), ("decoder.*", "right")))
-    names = ["encoder.layers.3.mlp.up", "encoder.layers.3.norm", "encoder", "decoder.head", "decoder", "encoders.x"]
-    assert [homes.of(name) for name in names] == ["wide", "left", "left", "right", "world", "world"]
-    assert homes.names == ("wide", "left", "right", "world")
-    assert homes.unused(["encoder.norm", "decoder.head"]) == ("encoder.layers.*.mlp",)
-    with pytest.raises(LayoutError, match="pattern 'a' is there twice"):
-        Homes(patterns=(("a", "left"), ("a", "right")))
-    with pytest.raises(LayoutError, match="names no process set"):
-        Homes(patterns=(("a", ""),))

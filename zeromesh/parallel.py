@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -19,14 +20,14 @@ from zeromesh.flat.part import StageCopies
 from zeromesh.mesh.exchange import Exchange
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.select import TransportName, open_exchange
-from zeromesh.pipeline.cut import Cut, cut_by_cost, cut_by_hand
 from zeromesh.pipeline.pipeline import Pipeline
-from zeromesh.pipeline.probe import Anatomy, examine
+from zeromesh.pipeline.probe import examine
 from zeromesh.pipeline.schedule import ScheduleName
-from zeromesh.pipeline.stage import Stages, block_costs, copies_outside
-from zeromesh.tensor.apply import Parallelized, parallelize
-from zeromesh.tensor.planner import plan_tensor
+from zeromesh.pipeline.stage import Stages, copies_outside, plan_cut
 from zeromesh.zero.plan import ModelCuts
+
+if TYPE_CHECKING:
+    from zeromesh.tensor.apply import Parallelized
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +75,8 @@ def divide(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Divided:
         LayoutError: for a model that cannot be divided so, with the reason.
     """
     anatomy = examine(model) if mesh.pipeline.size > 1 else None
-    cut = _cut(model, anatomy, mesh, options) if anatomy is not None else None
+    stages_of_all = mesh.pipeline.size * options.chunks
+    cut = plan_cut(model, anatomy, stages_of_all, options.stages) if anatomy is not None else None
     outside = copies_outside(model, anatomy) if anatomy is not None else None
     tensor = _divide_layers(model, mesh, options) if mesh.tensor.size > 1 else None
     parts, notes = (tensor.parts, tensor.notes) if tensor is not None else ({}, ())
@@ -96,17 +98,13 @@ def divide(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Divided:
 
 
 def _divide_layers(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Parallelized:
+    # Divided layers load torch's compiler, to keep it out of their exchanges: two seconds that other runs need not spend.
+    from zeromesh.tensor.apply import parallelize
+    from zeromesh.tensor.planner import plan_tensor
+
     exchange: Exchange = open_exchange(mesh.tensor, mesh.device, options.transport)
     plan = plan_tensor(model, mesh.tensor.size, options.rules or None)
     return parallelize(model, exchange, plan, sequence=options.sequence, device=mesh.device)
-
-
-def _cut(model: nn.Module, anatomy: Anatomy, mesh: Mesh, options: ParallelOptions) -> Cut:
-    count = mesh.pipeline.size * options.chunks
-    if options.stages:
-        return cut_by_hand(options.stages, blocks=anatomy.count, stages=count)
-    costs, first, last = block_costs(model, anatomy)
-    return cut_by_cost(costs, stages=count, first=first, last=last)
 
 
 def _copies(stages: Stages, ranks: int) -> dict[str, StageCopies]:

@@ -23,7 +23,7 @@ from zeromesh.mesh.groups import ProcessSet
 from zeromesh.mesh.traffic import Account, Collective
 from zeromesh.mesh.watch import Watch, Work
 
-_HEADER_WORDS = 64
+HEADER_WORDS = 64
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
     torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128,
@@ -70,12 +70,12 @@ class Incoming:
             self._specs = line.known.get(self._kind)
         if self._specs is None:
             if self._header is None:
-                self._header = torch.zeros(_HEADER_WORDS, dtype=torch.int64, device=line.device)
+                self._header = torch.zeros(HEADER_WORDS, dtype=torch.int64, device=line.device)
                 self._header_work = line.receive(self._header)
             if not block and not self._header_work.is_completed():
                 return False
             line.wait(self._header_work, f"the shapes of {self.what}")
-            self._specs = line.known[self._kind] = _read_header(self._header.tolist())
+            self._specs = line.known[self._kind] = read_header(self._header.tolist())
             self._header = None
         self._tensors = [spec.empty(line.device) for spec in self._specs]
         self._works = [line.receive(tensor) for tensor in self._tensors]
@@ -141,7 +141,7 @@ class _Line:
         if specs is None:
             known = self.known.setdefault(kind, found)
             if known is found:
-                self._launch(torch.tensor(_write_header(found), device=self.device), what)
+                self._launch(torch.tensor(write_header(found), device=self.device), what)
             specs = known
         if [(each.shape, each.dtype) for each in found] != [(each.shape, each.dtype) for each in specs]:
             raise CollectiveError(
@@ -282,16 +282,18 @@ def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> W
     return work
 
 
-def _write_header(specs: Sequence[TensorSpec]) -> list[int]:
+def write_header(specs: Sequence[TensorSpec]) -> list[int]:
+    """What `read_header` reads, in `HEADER_WORDS` integers. Raises `CollectiveError` for tensors that are too many for them."""
     words = [len(specs)]
     for spec in specs:
         words += [_DTYPES.index(spec.dtype), int(spec.differentiable), len(spec.shape), *spec.shape]
-    if len(words) > _HEADER_WORDS:
-        raise CollectiveError(f"{_describe(specs)} cannot be described in {_HEADER_WORDS} numbers; send fewer tensors")
-    return words + [0] * (_HEADER_WORDS - len(words))
+    if len(words) > HEADER_WORDS:
+        raise CollectiveError(f"{_describe(specs)} cannot be described in {HEADER_WORDS} numbers; send fewer tensors")
+    return words + [0] * (HEADER_WORDS - len(words))
 
 
-def _read_header(words: Sequence[int]) -> list[TensorSpec]:
+def read_header(words: Sequence[int]) -> list[TensorSpec]:
+    """The tensors that a header describes."""
     specs, at = [], 1
     for _ in range(words[0]):
         dtype, differentiable, dims = words[at : at + 3]

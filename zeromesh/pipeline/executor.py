@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 from zlib import crc32
 
 import torch
@@ -41,6 +41,22 @@ class StageRunner(Protocol):
         ...
 
     def backward_weight(self, chunk: int, microbatch: int) -> None: ...
+
+
+def signature_of(batch: Mapping[str, Any]) -> Hashable:
+    """`StageRunner.signature` of a microbatch: its tensors by name, shape and dtype, and whether gradients are wanted."""
+    shapes = [
+        (name, tuple(value.shape), str(value.dtype))
+        for name, value in sorted(batch.items())
+        if isinstance(value, torch.Tensor)
+    ]
+    return torch.is_grad_enabled(), tuple(shapes)
+
+
+def take_gradient(received: torch.Tensor) -> torch.Tensor:
+    """The gradient that backward left at what a stage received, and leaves there no longer; zeros where nothing depends on it."""
+    gradient, received.grad = received.grad, None
+    return torch.zeros_like(received) if gradient is None else gradient
 
 
 class _Clock:

@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeromesh.errors import PhaseError
 from zeromesh.pipeline.deferred import WeightQueue
+from zeromesh.pipeline.executor import signature_of, take_gradient
 from zeromesh.pipeline.stage import Stages
 
 
@@ -36,12 +37,7 @@ class PlainRunner:
         self._outputs: dict[tuple[int, int], Sequence[GradientEdge] | torch.Tensor] = {}
 
     def signature(self, microbatch: int) -> Hashable:
-        shapes = [
-            (name, tuple(value.shape), str(value.dtype))
-            for name, value in sorted(self._batches[microbatch].items())
-            if isinstance(value, torch.Tensor)
-        ]
-        return torch.is_grad_enabled(), tuple(shapes)
+        return signature_of(self._batches[microbatch])
 
     def forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         batch, key = self._batches[microbatch], (chunk, microbatch)
@@ -67,7 +63,7 @@ class PlainRunner:
             torch.autograd.backward(outputs, torch.full_like(outputs, self._seed))
         elif outputs is not None:
             torch.autograd.backward(outputs, gradients)
-        return [_taken(tensor) for tensor in inputs]
+        return [take_gradient(tensor) for tensor in inputs]
 
     def backward_input(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if self._queue is None:
@@ -78,9 +74,3 @@ class PlainRunner:
     def backward_weight(self, chunk: int, microbatch: int) -> None:
         if self._queue is not None:
             self._queue.run((chunk, microbatch))
-
-
-def _taken(tensor: torch.Tensor) -> torch.Tensor:
-    gradient = tensor.grad
-    tensor.grad = None
-    return torch.zeros_like(tensor) if gradient is None else gradient

@@ -11,6 +11,7 @@ import torch
 
 from zeromesh.errors import PhaseError
 from zeromesh.pipeline.deferred import WeightQueue
+from zeromesh.pipeline.executor import signature_of, take_gradient
 from zeromesh.pipeline.stage import Stages
 from zeromesh.zero.passes import Forward, Passes, Tensors
 from zeromesh.zero.walk import Microbatch
@@ -46,13 +47,7 @@ class ZeroRunner:
 
     def signature(self, microbatch: int) -> Hashable:
         """See `StageRunner`."""
-        batch = self._work[microbatch].batch
-        shapes = [
-            (name, tuple(value.shape), str(value.dtype))
-            for name, value in sorted(batch.items())
-            if isinstance(value, torch.Tensor)
-        ]
-        return torch.is_grad_enabled(), tuple(shapes)
+        return signature_of(self._work[microbatch].batch)
 
     def forward(self, chunk: int, microbatch: int, received: Tensors) -> Tensors:
         """See `StageRunner`."""
@@ -111,15 +106,10 @@ class ZeroRunner:
         return [torch.full_like(self.losses[microbatch], self._work[microbatch].seed)] if forward.outputs else ()
 
     def _returned(self, chunk: int, microbatch: int) -> list[torch.Tensor]:
-        """Gradients of what the chunk received. Zeros where nothing depends on it."""
-        return [_taken(tensor) for tensor in self._inputs.pop((chunk, microbatch))]
+        """Gradients of what the chunk received."""
+        return [take_gradient(tensor) for tensor in self._inputs.pop((chunk, microbatch))]
 
     def _require_queue(self) -> WeightQueue:
         if self._queue is None:
             raise PhaseError("a schedule that splits backward needs a queue for the gradients of weights")
         return self._queue
-
-
-def _taken(tensor: torch.Tensor) -> torch.Tensor:
-    gradient, tensor.grad = tensor.grad, None
-    return torch.zeros_like(tensor) if gradient is None else gradient

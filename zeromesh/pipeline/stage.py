@@ -7,7 +7,7 @@ rotary embeddings are its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,19 @@ def block_costs(model: nn.Module, anatomy: Anatomy) -> tuple[list[float], float,
     return blocks, sum(map(size, anatomy.before)), sum(map(size, anatomy.after))
 
 
+def plan_cut(model: nn.Module, anatomy: Anatomy, stages: int, counts: Sequence[int] = ()) -> Cut:
+    """Which blocks each stage has: as many as `counts` says, else so that parameters are even. All ranks decide the same, since
+    a cut depends on the model alone.
+
+    Raises:
+        LayoutError: for counts that are not the model's, or more stages than blocks.
+    """
+    if counts:
+        return cut_by_hand(counts, blocks=anatomy.count, stages=stages)
+    costs, first, last = block_costs(model, anatomy)
+    return cut_by_cost(costs, stages=stages, first=first, last=last)
+
+
 def cut_model(
     model: nn.Module,
     *,
@@ -65,24 +78,16 @@ def cut_model(
     index: int,
     chunks: int = 1,
     counts: Sequence[int] = (),
-    costs: Callable[[nn.Module, Anatomy], tuple[Sequence[float], float, float]] = block_costs,
     example: Mapping[str, Any] | None = None,
 ) -> Stages:
-    """Cut a model for `ranks` ranks of `chunks` chunks each and leave in it what belongs to rank `index`.
-
-    `counts`: blocks of each stage, by hand; else stages are cut by `costs`, of each block, of what is before and of what is after.
-    All ranks decide the same, since a cut depends on the model alone.
+    """Cut a model whose layers are whole for `ranks` ranks of `chunks` chunks each and leave in it what belongs to rank `index`;
+    `counts` as in `plan_cut`.
 
     Raises:
         LayoutError: for a model that cannot be cut, or not in this way.
     """
     anatomy = examine(model, example)
-    stages = ranks * chunks
-    if counts:
-        cut = cut_by_hand(counts, blocks=anatomy.count, stages=stages)
-    else:
-        blocks, first, last = costs(model, anatomy)
-        cut = cut_by_cost(blocks, stages=stages, first=first, last=last)
+    cut = plan_cut(model, anatomy, ranks * chunks, counts)
     return Stages(model, anatomy, cut, [chunk * ranks + index for chunk in range(chunks)])
 
 

@@ -33,7 +33,7 @@ class Slot:
         self.captured: torch.Tensor | None = None
 
 
-class _Stub(nn.Module):
+class Stub(nn.Module):
     """Attributes that it has not are those of the module that it stands for."""
 
     def __init__(self, foreign: nn.Module) -> None:
@@ -52,7 +52,7 @@ class _Stub(nn.Module):
             return getattr(foreign[0], name)
 
 
-class BlockStub(_Stub):
+class BlockStub(Stub):
     """Stands for block `index`. `takes` is where a block finds the hidden state among its arguments."""
 
     def __init__(self, foreign: nn.Module, index: int, form: Form, takes: int | str, slot: Slot) -> None:
@@ -79,7 +79,7 @@ class BlockStub(_Stub):
         return self._form.around(hidden)
 
 
-class NanStub(_Stub):
+class NanStub(Stub):
     """Stands for a module outside the blocks: returns NaN in the shapes that the module would return."""
 
     def __init__(self, foreign: nn.Module, shape: nn.Module, slot: Slot) -> None:
