@@ -1,7 +1,7 @@
-"""The table of the whole conformance matrix, from pytest's report: `make test-all` writes it to docs/conformance.md.
+"""The tables of the conformance matrices, from pytest's report: `make test-all` writes them to docs/conformance.md.
 
-A cell is a model at a ZeRO stage: how many of its runs agreed with one plain process, and the largest relative difference of any
-loss, gradient norm, gradient or parameter in them.
+A cell says how many of its runs agreed with one plain process, and the largest relative difference of any loss, gradient norm,
+gradient or parameter in them.
 """
 
 from __future__ import annotations
@@ -14,46 +14,67 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-_TEST = "test_whole_matrix"
 _HEAD = """# The whole matrix, against one plain process
 
-Every model at every stage, on 1 to 4 ranks, with 1 and 4 microbatches, over host-shared memory and gloo; clipping, weight decay
-groups, optimizer (AdamW, SGD, Adagrad), budget of gathered parameters and overlap drawn for each. Ten steps in float64. A cell
-says how many runs agreed within 1e-9, of how many, and the largest relative difference of any loss, gradient norm, gradient or
-parameter in them; [numerics.md](numerics.md) has the measure. `make test-all` writes this table.
+Ten steps in float64. A cell says how many runs agreed within 1e-9, of how many, and the largest relative difference of any loss,
+gradient norm, gradient or parameter in them; [numerics.md](numerics.md) has the measure. `make test-all` writes these tables.
 """
+_TABLES = {
+    "test_whole_matrix": """## ZeRO
+
+Every model at every stage, on 1 to 4 ranks, with 1 and 4 microbatches, over host-shared memory and gloo; clipping, weight decay
+groups, optimizer (AdamW, SGD, Adagrad), budget of gathered parameters and overlap drawn for each.
+""",
+    "test_a_divided_model_trains_as_one_process": """## Tensor parallelism
+
+Stages 1 to 3, 1 and 4 microbatches, with clipping.
+""",
+    "test_a_model_in_stages_trains_as_one_process": """## Pipeline parallelism
+
+GPipe, 1F1B, interleaved 1F1B and the zero-bubble schedule, stages 1 to 3, 1 and 4 microbatches, with clipping; beside tensor
+parallelism the sequence is shared, except under GPipe.
+""",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run of the matrix."""
+    """One run of a matrix."""
 
     model: str
-    stage: int
+    column: str
     passed: bool
     difference: float
 
 
-def outcomes(report: Path) -> Iterator[Outcome]:
-    """The runs in a JUnit report of pytest."""
-    for case in ElementTree.parse(report).iter("testcase"):
-        if not str(case.get("name")).startswith(_TEST) or case.find("skipped") is not None:
-            continue
-        found = {each.get("name"): str(each.get("value")) for each in case.iter("property")}
-        row = json.loads(found["row"])
+def outcomes(report: Path) -> dict[str, list[Outcome]]:
+    """The runs in a JUnit report of pytest, by test."""
+    found: dict[str, list[Outcome]] = {}
+    for test, case in _cases(report):
+        said = {each.get("name"): str(each.get("value")) for each in case.iter("property")}
+        row = json.loads(said["row"])
         passed = case.find("failure") is None and case.find("error") is None
-        yield Outcome(row["model"], row["stage"], passed, float(found.get("difference", "inf")))
+        outcome = Outcome(row["model"], row["column"], passed, float(said.get("difference", "inf")))
+        found.setdefault(test, []).append(outcome)
+    return found
+
+
+def _cases(report: Path) -> Iterator[tuple[str, ElementTree.Element]]:
+    for case in ElementTree.parse(report).iter("testcase"):
+        test = str(case.get("name")).partition("[")[0]
+        if test in _TABLES and case.find("skipped") is None:
+            yield test, case
 
 
 def table(runs: list[Outcome]) -> str:
-    """Markdown: a row per model, a column per stage."""
-    cells: dict[tuple[str, int], list[Outcome]] = defaultdict(list)
+    """Markdown: a row per model."""
+    cells: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for run in runs:
-        cells[run.model, run.stage].append(run)
-    stages = sorted({run.stage for run in runs})
-    lines = [f"| model | {' | '.join(f'stage {stage}' for stage in stages)} |", "|---" * (len(stages) + 1) + "|"]
+        cells[run.model, run.column].append(run)
+    columns = list(dict.fromkeys(run.column for run in runs))
+    lines = [f"| model | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for model in dict.fromkeys(run.model for run in runs):
-        lines.append(f"| {model} | {' | '.join(_cell(cells[model, stage]) for stage in stages)} |")
+        lines.append(f"| {model} | {' | '.join(_cell(cells[model, column]) for column in columns)} |")
     return "\n".join(lines)
 
 
@@ -63,13 +84,18 @@ def _cell(runs: list[Outcome]) -> str:
 
 
 def main() -> int:
-    """`matrix_table.py REPORT.xml TABLE.md`; the exit code is 1 when the report has no run of the matrix."""
-    report, out = map(Path, sys.argv[1:])
-    runs = list(outcomes(report))
-    if not runs:
-        print(f"{report} has no {_TEST}: run pytest with --junitxml and without -m 'not full'", file=sys.stderr)
+    """`matrix_table.py REPORT.xml... TABLE.md`; the exit code is 1 when a matrix is in none of the reports."""
+    *reports, out = map(Path, sys.argv[1:])
+    found: dict[str, list[Outcome]] = {}
+    for report in reports:
+        found.update(outcomes(report))
+    missing = _TABLES.keys() - found.keys()
+    if missing:
+        print(f"no report has {', '.join(sorted(missing))}: run pytest with --junitxml and without -m 'not full'", file=sys.stderr)
         return 1
-    out.write_text(f"{_HEAD}\n{table(runs)}\n", encoding="utf-8")
+    parts = [f"{text}\n{table(found[test])}\n" for test, text in _TABLES.items()]
+    out.write_text("\n".join([_HEAD, *parts]), encoding="utf-8")
+    runs = [run for each in found.values() for run in each]
     print(f"{sum(run.passed for run in runs)} of {len(runs)} runs agree; written: {out}")
     return 0
 

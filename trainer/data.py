@@ -57,11 +57,6 @@ class TextStatistics:
     tokens: int
     dropped: int
 
-    @property
-    def bytes_per_token(self) -> float:
-        """What turns a loss in nats per token into one per byte, by division."""
-        return self.text_bytes / max(1, self.tokens)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LoadedData:

@@ -95,5 +95,5 @@ def test_pairwise(laboratory: Laboratory, row: Row) -> None:
 @pytest.mark.parametrize("row", whole_matrix(), ids=name_of)
 def test_whole_matrix(laboratory: Laboratory, row: Row, record_property: Callable[[str, object], None]) -> None:
     """What is recorded goes into the table of docs/conformance.md."""
-    record_property("row", json.dumps(row))
+    record_property("row", json.dumps({"model": row["model"], "column": f"stage {row['stage']}"}))
     record_property("difference", run_row(laboratory, row))

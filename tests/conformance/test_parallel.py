@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any
 
@@ -10,35 +12,13 @@ import pytest
 from .checks import Laboratory, check_equal
 from .recipe import Layout, Problem
 
-AXES = {"tensor 2": (2, {"tensor": 2}), "tensor 4": (4, {"tensor": 4}), "data 2 x tensor 2": (4, {"tensor": 2})}
+Record = Callable[[str, object], None]
+"""What is recorded goes into a table of docs/conformance.md."""
+
 MODELS = ("llama", "llama-1kv", "qwen3", "gemma", "gpt2", "moe")
 STAGES = (1, 2, 3)
-
-
-def cases() -> list[Any]:
-    """The whole product; a diagonal of it in the short run."""
-    found = []
-    for number, (axes, model, stage, accumulation, sequence) in enumerate(
-        product(AXES, MODELS, STAGES, (1, 4), (False, True))
-    ):
-        marks = () if number % 17 == 0 else (pytest.mark.full,)
-        name = f"{model}, {axes}, stage {stage}, {accumulation} microbatches{', sequence' if sequence else ''}"
-        found.append(pytest.param(axes, model, stage, accumulation, sequence, marks=marks, id=name))
-    return found
-
-
-@pytest.mark.parametrize(("axes", "model", "stage", "accumulation", "sequence"), cases())
-def test_a_divided_model_trains_as_one_process(
-    laboratory: Laboratory, axes: str, model: str, stage: int, accumulation: int, sequence: bool
-) -> None:
-    size, sizes = AXES[axes]
-    problem = Problem(model=model, clip=0.3, samples=8, wide=True)
-    layout = Layout(stage=stage, accumulation=accumulation, sequence=sequence)
-    found = laboratory.train(size, problem, layout, **sizes)
-    check_equal(found, laboratory.reference(problem), problem)
-
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+ACCUMULATIONS = (1, 4)
+LAYERS = {"tensor 2": (2, {"tensor": 2}), "tensor 4": (4, {"tensor": 4}), "data 2 x tensor 2": (4, {"tensor": 2})}
 PIPELINES = {
     "pipeline 2": (2, {"pipeline": 2}),
     "data 2 x pipeline 2": (4, {"pipeline": 2}),
@@ -46,29 +26,50 @@ PIPELINES = {
     "tensor 2 x pipeline 2": (4, {"pipeline": 2, "tensor": 2}),
     "data 2 x tensor 2 x pipeline 2": (8, {"pipeline": 2, "tensor": 2}),
 }
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
-def pipeline_cases() -> list[Any]:
-    """The whole product; a diagonal of it in the short run."""
-    found = []
-    for number, (axes, schedule, model, stage, accumulation) in enumerate(
-        product(PIPELINES, SCHEDULES, MODELS, STAGES, (1, 4))
-    ):
-        marks = () if number % 47 == 0 else (pytest.mark.full,)
-        name = f"{model}, {axes}, {schedule}, stage {stage}, {accumulation} microbatches"
-        found.append(pytest.param(axes, schedule, model, stage, accumulation, marks=marks, id=name))
-    return found
+def whole_product(short: int, *choices: Iterable[Any]) -> list[Any]:
+    """Every combination; one of `short` of them is in the short run, a diagonal of the product."""
+    marks: dict[bool, Any] = {True: (), False: (pytest.mark.full,)}
+    return [
+        pytest.param(*values, marks=marks[number % short == 0], id=", ".join(map(str, values)))
+        for number, values in enumerate(product(*choices))
+    ]
 
 
-@pytest.mark.parametrize(("axes", "schedule", "model", "stage", "accumulation"), pipeline_cases())
+@pytest.mark.parametrize(
+    ("axes", "regions", "model", "stage", "accumulation"),
+    whole_product(17, LAYERS, ("whole sequences", "shared sequences"), MODELS, STAGES, ACCUMULATIONS),
+)
+def test_a_divided_model_trains_as_one_process(
+    laboratory: Laboratory, axes: str, regions: str, model: str, stage: int, accumulation: int, record_property: Record
+) -> None:
+    size, sizes = LAYERS[axes]
+    problem = Problem(model=model, clip=0.3, samples=8, wide=True)
+    layout = Layout(stage=stage, accumulation=accumulation, sequence=regions == "shared sequences")
+    record_property("row", json.dumps({"model": model, "column": f"{axes}, {regions}"}))
+    found = laboratory.train(size, problem, layout, **sizes)
+    record_property("difference", check_equal(found, laboratory.reference(problem), problem))
+
+
+@pytest.mark.parametrize(
+    ("axes", "schedule", "model", "stage", "accumulation"),
+    whole_product(47, PIPELINES, SCHEDULES, MODELS, STAGES, ACCUMULATIONS),
+)
 def test_a_model_in_stages_trains_as_one_process(
-    laboratory: Laboratory, axes: str, schedule: str, model: str, stage: int, accumulation: int
+    laboratory: Laboratory, axes: str, schedule: str, model: str, stage: int, accumulation: int, record_property: Record
 ) -> None:
     size, sizes = PIPELINES[axes]
-    deep = f"{model}-deep" if size == 4 or schedule == "interleaved" else model
-    problem = Problem(model=deep, clip=0.3, samples=8, wide=True)
-    chunks = 2 if schedule == "interleaved" else 1
-    sequence = "tensor" in sizes and schedule != "gpipe"
-    layout = Layout(stage=stage, accumulation=accumulation, schedule=schedule, chunks=chunks, sequence=sequence)
+    interleaved = schedule == "interleaved"
+    problem = Problem(model=f"{model}-deep" if size == 4 or interleaved else model, clip=0.3, samples=8, wide=True)
+    layout = Layout(
+        stage=stage,
+        accumulation=accumulation,
+        schedule=schedule,
+        chunks=2 if interleaved else 1,
+        sequence="tensor" in sizes and schedule != "gpipe",
+    )
+    record_property("row", json.dumps({"model": model, "column": axes}))
     found = laboratory.train(size, problem, layout, **sizes)
-    check_equal(found, laboratory.reference(problem), problem)
+    record_property("difference", check_equal(found, laboratory.reference(problem), problem))
