@@ -23,9 +23,11 @@ from zeromesh.trainer.config_sections import (
     OptimizerSection,
     ParallelSection,
     PrecisionSection,
+    ProfileSection,
     RunSection,
     ScheduleSection,
     Section,
+    TrackingSection,
     ZeroSection,
 )
 from zeromesh.trainer.config_yaml import plain_scalar
@@ -45,6 +47,8 @@ class TrainerConfig(Section):
     batch: BatchSection = Field(default_factory=BatchSection)
     run: RunSection = Field(default_factory=RunSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    tracking: TrackingSection = Field(default_factory=TrackingSection)
+    profile: ProfileSection = Field(default_factory=ProfileSection)
 
     @model_validator(mode="before")
     @classmethod

@@ -321,6 +321,9 @@ class ScheduleSection(Section):
         default=DEFAULT_WARMUP_STEPS,
         description="Steps over which the rate rises from 0. The default shrinks to a tenth of a run that is shorter.",
     )
+    warmup_ratio: Fraction | None = Field(
+        default=None, description="The same as a part of the run's steps; it stands in for `warmup_steps`."
+    )
     min_ratio: Annotated[Number, Field(ge=0.0, le=1.0)] | None = Field(
         default=None,
         description="The lowest rate, as a part of lr, of cosine_with_min_lr, polynomial and wsd.",
@@ -342,6 +345,19 @@ class BatchSection(Section):
 
     global_size: Count = Field(default=16, description="Sequences that make one optimizer step, over all ranks.")
     micro_size: Count = Field(default=2, description="Sequences in one forward and backward of one rank.")
+    eval_micro_size: Count | None = Field(
+        default=None, description="The same for evaluation and prediction; null: as `micro_size`."
+    )
+    last: Literal["carry", "partial", "drop"] = Field(
+        default="carry",
+        description="Samples at the end of an epoch that fill no global batch: go on into the next epoch's (carry), make a smaller "
+        "one (partial), or are left out (drop).",
+    )
+    average: Literal["tokens", "samples"] = Field(
+        default="tokens",
+        description="What the loss of a global batch is a mean over: its targets, or its samples, where each microbatch counts by "
+        "how many it has.",
+    )
 
 
 class RunSection(Section):
@@ -354,6 +370,9 @@ class RunSection(Section):
     ] = Field(default="quickstart", description="The run's directory inside `output_dir`.")
     output_dir: Text = Field(default="runs", description="Where runs are written.")
     max_steps: Count = Field(default=200, description="Optimizer steps.")
+    epochs: Annotated[Number, Field(gt=0.0)] | None = Field(
+        default=None, description="Passes over the training data; they stand in for `max_steps`."
+    )
     clip_norm: Annotated[Number, Field(ge=0.0)] = Field(
         default=1.0,
         description="Largest global norm of the gradients, as in torch's clip_grad_norm_. 0 = off.",
@@ -362,7 +381,33 @@ class RunSection(Section):
         default=0, description="Seed of initial weights, data order and dropout."
     )
     log_every: CountOrOff = Field(default=1, description="Steps between lines of metrics.jsonl. 0 = off.")
-    eval_every: CountOrOff = Field(default=0, description="Steps between evaluations. 0 = off.")
+    eval_every: CountOrOff | Literal["epoch"] = Field(
+        default=0, description="Steps between evaluations, or epoch: after each epoch. 0 = off, but for one at the end."
+    )
+    eval_at_start: bool = Field(default=False, description="Evaluate before the first step too.")
+    metric: Text = Field(
+        default="loss",
+        description="The value of an evaluation that says which is best: loss, or one of `compute_metrics`.",
+    )
+    metric_goal: Literal["auto", "lowest", "highest"] = Field(
+        default="auto",
+        description="Which value of `metric` is best; auto: the lowest of what is a loss, the highest of others.",
+    )
+    patience: CountOrOff = Field(
+        default=0, description="Evaluations in a row without a better `metric` after which the run ends. 0 = off."
+    )
+    min_improvement: Annotated[Number, Field(ge=0.0)] = Field(
+        default=0.0, description="By how much `metric` has to change to be better, for `patience`."
+    )
+    load_best: bool = Field(
+        default=False, description="End with the weights of the best evaluation, which is kept as a checkpoint."
+    )
+    label_smoothing: Fraction = Field(
+        default=0.0, description="Part of each target that is spread over all classes, as in cross_entropy."
+    )
+    deterministic: bool = Field(
+        default=False, description="Only kernels that give the same bits each time; an error where there is none."
+    )
     on_nonfinite: Literal["skip", "stop"] = Field(
         default="skip",
         description="What a NaN or infinite gradient does: all ranks skip the step, or the run ends.",
@@ -375,8 +420,9 @@ class RunSection(Section):
 class CheckpointSection(Section):
     """What is kept of a run, so that nothing is lost: whole directories that transformers loads, in `checkpoints`."""
 
-    every_steps: CountOrOff = Field(
-        default=100, description="Steps between checkpoints; the last step has one too. 0 = no checkpoints."
+    every_steps: CountOrOff | Literal["epoch"] = Field(
+        default=100,
+        description="Steps between checkpoints, or epoch: after each epoch; the last step has one too. 0 = no checkpoints.",
     )
     keep_last: Count = Field(default=3, description="Newest checkpoints that are kept.")
     keep_best: CountOrOff = Field(
@@ -391,3 +437,27 @@ class CheckpointSection(Section):
     max_failures: CountOrOff = Field(
         default=3, description="Saves in a row that may fail before the run ends. 0 = it never ends for that."
     )
+
+
+class TrackingSection(Section):
+    """Where figures of a run go beside its own files. Nothing that fails here stops or slows training."""
+
+    backends: Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)] = Field(
+        default=(), description="Trackers: wandb, tensorboard, and others that accelerate knows."
+    )
+    project: Text = Field(default="zeromesh", description="The project that trackers file the run under.")
+    mode: Literal["offline", "online"] = Field(
+        default="offline", description="Whether wandb sends what it keeps; online needs a network and a key."
+    )
+    tags: Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)] = Field(
+        default=(), description="Labels of the run."
+    )
+
+
+class ProfileSection(Section):
+    """What is recorded of a few steps: traces of torch's profiler in the run's directory."""
+
+    steps: (
+        Annotated[tuple[Count, Count], BeforeValidator(tuple_from_list), Allowed("null, or a list of two steps")] | None
+    ) = Field(default=None, description="First and last step that are recorded on every rank; null: none.")
+    memory: bool = Field(default=False, description="Record allocations too, and shapes of operators.")
