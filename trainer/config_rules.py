@@ -182,11 +182,21 @@ def _batch(config: TrainerConfig) -> Iterator[str]:
 
 def _warmup(config: TrainerConfig) -> Iterator[str]:
     warmup, steps = config.schedule.warmup_steps, config.run.max_steps
-    if warmup > steps:
+    if warmup > steps and config.run.epochs is None and config.schedule.warmup_ratio is None:
         yield (
             f"schedule.warmup_steps: {warmup} is more than run.max_steps {steps}, so optimizer.lr would "
             "never be reached; lower the one or raise the other"
         )
+
+
+def _best(config: TrainerConfig) -> Iterator[str]:
+    """What is judged by evaluations needs some on the way."""
+    run = config.run
+    for key, asked in (("load_best", run.load_best), ("patience", run.patience > 0)):
+        if asked and not run.eval_every:
+            yield f"run.{key} judges by evaluations, and run.eval_every is 0; set it to a number of steps, or to epoch"
+    if run.load_best and not config.checkpoint.every_steps:
+        yield "run.load_best keeps the best weights in a checkpoint, and checkpoint.every_steps is 0; set it, or load_best to false"
 
 
 def _curve(config: TrainerConfig) -> Iterator[str]:
@@ -227,6 +237,7 @@ _RULES = (
     Rule(keys=("offload.parameters", "zero.stage"), find=_offload),
     Rule(keys=("offload.activations", "model.activation_checkpointing", "model.compile"), find=_activations),
     Rule(keys=("batch.micro_size", "batch.global_size"), find=_batch),
-    Rule(keys=("schedule.warmup_steps", "run.max_steps"), find=_warmup),
+    Rule(keys=("schedule.warmup_steps", "schedule.warmup_ratio", "run.max_steps", "run.epochs"), find=_warmup),
+    Rule(keys=("run.load_best", "run.patience", "run.eval_every", "checkpoint.every_steps"), find=_best),
     Rule(keys=(*(f"schedule.{key}" for key in _CURVE_KEYS), "run.max_steps"), find=_curve),
 )

@@ -114,6 +114,15 @@ class DataSection(Section):
     shuffle: bool = Field(
         default=True, description="Shuffle the sequences of each epoch, by the seed and the epoch's number."
     )
+    shuffle_window: Count = Field(
+        default=1024,
+        description="Samples of a streamed dataset that are shuffled among each other; others are as a whole.",
+    )
+    separate_documents: bool = Field(
+        default=False,
+        description="Positions begin anew with each document of a packed sequence, and none attends to another. Needs a model that "
+        "takes position_ids.",
+    )
 
 
 class ParallelSection(Section):

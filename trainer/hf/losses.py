@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from zeromesh.errors import ConfigError, DataError, PhaseError
 from zeromesh.trainer.collate import count_targets
@@ -68,6 +69,10 @@ class Loss(Protocol):
         """The sum of the losses, a scalar, whose backward will start with `seed` (0 and no gradients: evaluation)."""
         ...
 
+    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
+        """The sum of the losses and what the model returned, without gradients. A batch without targets of any kind counts none."""
+        ...
+
 
 def make_loss(
     model: nn.Module,
@@ -76,6 +81,7 @@ def make_loss(
     chunk_tokens: int | None = None,
     compute_loss: ComputeLoss | None = None,
     divided: bool = False,
+    smoothing: float = 0.0,
 ) -> Loss:
     """How `model`'s loss is computed and counted; `model` is whole, may be on the meta device, and is not run.
 
@@ -85,7 +91,13 @@ def make_loss(
         chunk_tokens: tokens whose logits exist at once; None: what needs the least memory.
         compute_loss: a user's own, which is then taken as it is.
         divided: tensor ranks will each have some of the vocabulary.
+        smoothing: part of each target that is spread over all classes; the loss is then computed from the model's logits.
+
+    Raises:
+        ConfigError: for smoothing of a loss whose targets are not known.
     """
+    if smoothing:
+        return _smoothed(model, compute_loss, smoothing)
     if compute_loss is not None:
         line = ("loss: tensor ranks gather the logits that compute_loss reads",) if divided else ()
         return UserLoss(compute_loss, line)
@@ -107,6 +119,19 @@ def make_loss(
         )
         return LabelLoss(model, causal=verdict.causal, notes=(*line, *notes))
     return _in_parts(model, verdict, chunk_tokens, notes, divided=divided)
+
+
+def _smoothed(model: nn.Module, compute_loss: ComputeLoss | None, smoothing: float) -> Loss:
+    kind = str(getattr(model, "loss_type", None))
+    causal = False if kind in _LABELLED else _LANGUAGE.get(kind)
+    if causal is None and kind == "ForConditionalGeneration":
+        causal = False
+    if compute_loss is not None or not is_pretrained_model(model) or causal is None:
+        whose = "compute_loss" if compute_loss is not None else f"{type(model).__name__} (loss_type {kind})"
+        raise ConfigError(
+            f"run.label_smoothing: the targets of the loss of {whose} are not known; smooth them there, and set it to 0"
+        )
+    return SmoothedLoss(model, causal=causal, smoothing=smoothing)
 
 
 def _in_parts(
@@ -190,11 +215,47 @@ class LabelLoss:
         if isinstance(self._head, ChunkedHead) or (self._head is not None and self._head.divided):
             targets = shifted(labels) if self.causal else labels
             return self._head.run(model, inputs, targets=targets, seed=seed, count=count)
-        if count == 0:
-            # A mean over nothing is NaN, and NaN times 0 too: let it be the mean over something, times 0.
-            inputs["labels"] = torch.zeros_like(labels)
-        loss: torch.Tensor = model(**inputs).loss
+        loss: torch.Tensor = model(**self._with_some_target(inputs, count)).loss
         return loss * count
+
+    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
+        """See `Loss`: by the model's own loss, with all logits."""
+        if not isinstance(batch.get("labels"), torch.Tensor):
+            self.last_count = 0
+            return torch.zeros(()), model(**batch)
+        count = self.last_count = self.count(batch)
+        outputs = model(**self._with_some_target({**self._fixed, **batch}, count))
+        return outputs.loss * count, outputs
+
+    @staticmethod
+    def _with_some_target(inputs: dict[str, Any], count: int) -> dict[str, Any]:
+        """A mean over nothing is NaN, and NaN times 0 too: let it be the mean over something, times 0."""
+        return inputs if count else {**inputs, "labels": torch.zeros_like(inputs["labels"])}
+
+
+class SmoothedLoss(LabelLoss):
+    """Cross entropy of the model's logits with smoothed targets (Szegedy et al. 2016), as transformers' `LabelSmoother`."""
+
+    def __init__(self, model: nn.Module, *, causal: bool, smoothing: float) -> None:
+        super().__init__(model, causal=causal, notes=(f"loss: cross entropy with label smoothing {smoothing:g}",))
+        self._smoothing = smoothing
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> torch.Tensor:
+        """See `Loss`."""
+        return self.with_outputs(model, batch)[0]
+
+    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
+        """See `Loss`."""
+        self.last_count = self.count(batch)
+        outputs = model(**{**self._fixed, **batch})
+        logits, labels = outputs.logits, batch["labels"]
+        if self.causal:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        # In 32 bits at least, as the model's own loss.
+        wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+        targets = labels.flatten()
+        total = cross_entropy(wide, targets, reduction="sum", label_smoothing=self._smoothing)
+        return total, outputs
 
 
 class ExampleLoss:
@@ -218,8 +279,13 @@ class ExampleLoss:
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> torch.Tensor:
         """See `Loss`. Raises `ConfigError` if the module returns no scalar loss."""
+        return self.with_outputs(model, batch)[0]
+
+    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
+        """See `Loss`. Raises `ConfigError` if the module returns no scalar loss."""
         self.last_count = self.count(batch)
-        return _scalar(model(**batch), type(model).__name__) * self.last_count
+        outputs = model(**batch)
+        return _scalar(outputs, type(model).__name__) * self.last_count, outputs
 
 
 def _scalar(output: Any, name: str) -> torch.Tensor:
@@ -277,3 +343,7 @@ class UserLoss:
             raise ConfigError(f"compute_loss: the count must be a whole number of 0 or more; got {count!r}")
         self._count = int(number)
         return total.reshape(())
+
+    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
+        """See `Loss`: the model runs once for the loss, and once for what it returns."""
+        return self(model, batch, seed=0.0), model(**batch)
