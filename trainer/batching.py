@@ -58,7 +58,7 @@ class BatchPlan:
     epoch_size: int | None = None
     last: Literal["carry", "partial", "drop"] = "carry"
     average: Literal["tokens", "samples"] = "tokens"
-    """What a loss is a mean over: the targets of a global batch, or its samples, where a microbatch's mean counts by its samples."""
+    """What a loss is a mean over: the targets of a global batch, or its samples, where a mean counts by its microbatch's."""
 
     def __post_init__(self) -> None:
         problems = [

@@ -20,6 +20,7 @@ from zeromesh.trainer.setup import Data
 from zeromesh.trainer.step import Feed
 from zeromesh.trainer.streamed import StreamedDataset
 from zeromesh.trainer.takes import Takes
+from zeromesh.trainer.torch_schedule import MakeScheduler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +34,7 @@ class Given:
     compute_loss: ComputeLoss | None = None
     compute_metrics: Callable[[Any], Mapping[str, Any]] | None = None
     preprocess_logits_for_metrics: PreprocessLogits | None = None
+    lr_scheduler: MakeScheduler | None = None
     processing_class: Any = None
 
 

@@ -39,7 +39,7 @@ class TrainingLoop:
         self._writer = writer
         self._checkpoints = checkpoints
         self._request = request
-        self._schedule = setup.learning_rate_schedule(run.config)
+        self._schedule = setup.learning_rate_schedule(run.config, run.given.lr_scheduler)
         self._last = run.config.run.max_steps
         self._stragglers = Stragglers()
         self._stopped = 0

@@ -29,6 +29,7 @@ from zeromesh.trainer.hf.build import build_model
 from zeromesh.trainer.schedules import Schedule
 from zeromesh.trainer.streamed import StreamedDataset, is_stream
 from zeromesh.trainer.tokenizers import PretrainedTokenizer, Tokenizer
+from zeromesh.trainer.torch_schedule import MakeScheduler, TorchSchedule
 from zeromesh.zero.deferred import BuiltModel, build_deferred, take_given
 from zeromesh.zero.options import OffloadOptions, Precision, ZeroOptions
 from zeromesh.zero.scaler import ScalerSettings
@@ -184,8 +185,10 @@ def set_determinism(wanted: bool) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def learning_rate_schedule(config: TrainerConfig) -> Schedule:
-    """The schedule of the configuration, over the steps of its run."""
+def learning_rate_schedule(config: TrainerConfig, make: MakeScheduler | None = None) -> Schedule | TorchSchedule:
+    """The schedule of the configuration, over the steps of its run, or the one that `make` makes."""
+    if make is not None:
+        return TorchSchedule(make, config.optimizer.lr)
     section = config.schedule
     return Schedule(
         name=section.name,

@@ -33,7 +33,7 @@ class TorchSchedule:
         scheduler = self._make(optimizer)
         if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
             raise ConfigError(
-                f"lr_scheduler gave a {type(scheduler).__name__}; give a callable that makes a scheduler of torch.optim.lr_scheduler "
+                f"lr_scheduler gave a {type(scheduler).__name__}; give a callable that makes a scheduler of torch.optim, "
                 "whose rate depends on the step alone"
             )
         return optimizer, scheduler

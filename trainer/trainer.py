@@ -31,6 +31,7 @@ from zeromesh.trainer.predictions import PreprocessLogits
 from zeromesh.trainer.report import FitReport
 from zeromesh.trainer.run import Run
 from zeromesh.trainer.run_state import RunState
+from zeromesh.trainer.torch_schedule import MakeScheduler
 from zeromesh.trainer.wishes import Wishes
 from zeromesh.zero.engine import ZeroEngine
 
@@ -60,6 +61,8 @@ class Trainer(TransformersNames):
         preprocess_logits_for_metrics: `(logits, labels) -> what is kept of them`, so that not all logits are gathered.
         callbacks: called at fixed points of the run; those of transformers are taken as they are.
         processing_class: a tokenizer, used for `config.data` and saved with the model.
+        lr_scheduler: makes a scheduler of `torch.optim.lr_scheduler` of an optimizer, such as `lambda o: StepLR(o, 30)`; it stands
+            in for `config.schedule`.
         model_init, compute_loss_func: transformers' names of a callable `model`, and of a loss `(outputs, labels,
             num_items_in_batch) -> mean`.
 
@@ -82,6 +85,7 @@ class Trainer(TransformersNames):
         model_init: Callable[[], nn.Module] | None = None,
         compute_loss_func: Callable[..., Tensor] | None = None,
         preprocess_logits_for_metrics: PreprocessLogits | None = None,
+        lr_scheduler: MakeScheduler | None = None,
     ) -> None:
         given = train_dataset is not None or eval_dataset is not None
         self.config: TrainerConfig = load_config(config, unused=_STOOD_IN_FOR if given else frozenset())
@@ -94,6 +98,7 @@ class Trainer(TransformersNames):
             compute_loss=loss_of(self, compute_loss, compute_loss_func),
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            lr_scheduler=lr_scheduler,
             processing_class=processing_class,
         )
         self._mesh: Mesh | None = None
