@@ -76,6 +76,7 @@ def test_recomputed_activations_change_nothing(workers: Workers, tmp_path: Path)
     assert [each["left"] for each in found.values()] == [0, 0, 0]
 
 
+@pytest.mark.full
 def test_compiled_blocks_change_nothing(workers: Workers, tmp_path: Path) -> None:
     plain = run(workers, 1, "recompute", folder=str(tmp_path), mode="none")
     found = run(workers, 1, "recompute", folder=str(tmp_path), mode="none", compile_blocks=True, timeout=240)

@@ -154,7 +154,12 @@ class ParallelSection(Section):
         | None
     ) = Field(
         default=None,
-        description="Blocks of each stage, first to last; null: so that stages have about as many parameters.",
+        description="Blocks of each stage, first to last; null: by `balance`.",
+    )
+    balance: Literal["parameters", "flops"] = Field(
+        default="parameters",
+        description="What stages have about as much of: parameters, which is even in memory, or multiplications of a token, "
+        "which is even in time where the head is large.",
     )
     order: Literal["topology", "launch"] = Field(
         default="topology",

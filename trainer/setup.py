@@ -95,6 +95,7 @@ def divide_model(model: nn.Module, config: TrainerConfig, mesh: Mesh) -> Divided
         schedule=parallel.schedule,
         chunks=parallel.chunks,
         stages=parallel.stages or (),
+        balance=parallel.balance,
     )
     return divide(model, mesh, options)
 
