@@ -269,10 +269,9 @@ def prepare_data(
         DataError: for an empty or unusable dataset, file or tokenizer.
     """
     if train is not None or evaluation is not None:
-        if train is not None and not isinstance(train, str | bytes | PathLike) and is_stream(train):
-            train = _streamed(train, config)
-        data = Data(train=train, eval=evaluation, loaded=None)
-        whole = {} if train is None or isinstance(train, StreamedDataset) else {"train_dataset": train}
+        streams = train is not None and not isinstance(train, str | bytes | PathLike) and is_stream(train)
+        data = Data(train=_streamed(train, config) if streams else train, eval=evaluation, loaded=None)
+        whole = {} if train is None or streams else {"train_dataset": train}
         for name, dataset in {**whole, **data.evaluated()}.items():
             check_dataset(dataset, name=name)
         return data
