@@ -150,9 +150,9 @@ def accuracy(prediction: tf.EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(found.mean()), "order": float((weights * prediction.label_ids).sum())}
 
 
-def metrics(mesh: Mesh, folder: str, size: int, micro: int, sections: Mapping[str, Any]) -> dict[str, Any]:
+def metrics(mesh: Mesh, folder: str, samples: int, micro: int, sections: Mapping[str, Any]) -> dict[str, Any]:
     """Evaluation and prediction of uneven data, beside the plain model."""
-    model, data = seeded(bert).double().eval(), ragged(size)
+    model, data = seeded(bert).double().eval(), ragged(samples)
     with torch.no_grad():
         rows = [model(**padded([sample])).logits[0] for sample in data]
     logits = torch.stack(rows)
@@ -163,7 +163,7 @@ def metrics(mesh: Mesh, folder: str, size: int, micro: int, sections: Mapping[st
         model,
         config,
         train_dataset=data,
-        eval_dataset={"a": data, "b": data[: size // 2 + 1]},
+        eval_dataset={"a": data, "b": data[: samples // 2 + 1]},
         data_collator=padded,
         compute_metrics=accuracy,
     )
@@ -176,7 +176,7 @@ def metrics(mesh: Mesh, folder: str, size: int, micro: int, sections: Mapping[st
         "names": sorted(name for name in both if not name.endswith(("runtime", "per_second"))),
         "loss": abs(values["eval_loss"] - wanted),
         "accuracy": values["eval_accuracy"] == float(right.mean()) == both["eval_a_accuracy"],
-        "order": values["eval_order"] == float((torch.arange(1, size + 1) * labels).sum()),
+        "order": values["eval_order"] == float((torch.arange(1, samples + 1) * labels).sum()),
         "logits": float((torch.from_numpy(output.predictions) - logits).abs().max()),
         "labels": output.label_ids.tolist() == labels.tolist(),
         "test": sorted(output.metrics or {}),

@@ -30,9 +30,10 @@ def test_epochs_are_those_of_a_plain_loop(workers: Workers, tmp_path: Path, size
 
 
 def test_smoothed_labels_are_transformers_own(workers: Workers, tmp_path: Path) -> None:
+    """Which sums over the vocabulary in float32, whatever the model's dtype."""
     found = workers.run(2, f"{CASES}:epochs", folder=str(tmp_path), last="partial", smoothing=0.2)[0]
-    assert found["losses"] <= 1e-9
-    assert found["parameters"] <= 1e-9
+    assert found["losses"] <= 1e-6
+    assert found["parameters"] <= 1e-4
 
 
 def test_a_mean_over_samples(workers: Workers, tmp_path: Path) -> None:
@@ -47,7 +48,7 @@ def test_metrics_are_exact_over_uneven_data(
     workers: Workers, tmp_path: Path, ranks: int, samples: int, micro: int, parallel: dict[str, int]
 ) -> None:
     sections = {"parallel": {"timeout_seconds": 10, **parallel}}
-    arguments: dict[str, Any] = {"folder": str(tmp_path), "size": samples, "micro": micro, "sections": sections}
+    arguments: dict[str, Any] = {"folder": str(tmp_path), "samples": samples, "micro": micro, "sections": sections}
     for found in workers.run(ranks, f"{CASES}:metrics", **arguments, **parallel):
         assert found["loss"] <= 1e-9
         assert found["logits"] <= 1e-9

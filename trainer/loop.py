@@ -188,13 +188,14 @@ class TrainingLoop:
         if values is None:
             return
         self._evaluated = (run.step, values["eval_loss"])
+        # As transformers: a callback compares with what was best before.
+        run.call("on_evaluate", run.step, values)
+        run.call("on_log", run.step, values)
         run.best = run.best.after(run.latest_metric or values["eval_loss"], run.step, run.goal, section.min_improvement)
         if section.load_best and run.best.step == run.step:
             run.events.wishes.save = True
         if section.patience and run.best.waited >= section.patience:
             self._ended = f"{run.best.waited} evaluations without a better {section.metric} (run.patience)"
-        run.call("on_evaluate", run.step, values)
-        run.call("on_log", run.step, values)
 
     def _save(self, *, wait: bool) -> None:
         run = self._run

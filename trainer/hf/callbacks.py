@@ -16,6 +16,7 @@ import transformers
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from zeromesh.trainer.best import goal_of
 from zeromesh.trainer.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ def arguments_of(config: TrainerConfig) -> TrainingArguments:
         save_steps=save.get("steps", 1),
         save_total_limit=config.checkpoint.keep_last,
         metric_for_best_model=config.run.metric,
-        greater_is_better=config.run.metric_goal == "highest" if config.run.metric_goal != "auto" else None,
+        greater_is_better=goal_of(config.run.metric, config.run.metric_goal) == "highest",
         seed=config.run.seed % 2**32,
         label_smoothing_factor=config.run.label_smoothing,
         report_to=[],
