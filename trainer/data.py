@@ -45,6 +45,9 @@ class DataSection(Protocol):
     def sequence_length(self) -> int: ...
 
     @property
+    def separate_documents(self) -> bool: ...
+
+    @property
     def eval_fraction(self) -> float: ...
 
 

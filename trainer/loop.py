@@ -191,7 +191,7 @@ class TrainingLoop:
         # As transformers: a callback compares with what was best before.
         run.call("on_evaluate", run.step, values)
         run.call("on_log", run.step, values)
-        run.best = run.best.after(run.latest_metric or values["eval_loss"], run.step, run.goal, section.min_improvement)
+        run.best = run.best.after(run.latest_metric, run.step, run.goal, section.min_improvement)
         if section.load_best and run.best.step == run.step:
             run.events.wishes.save = True
         if section.patience and run.best.waited >= section.patience:

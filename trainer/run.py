@@ -72,7 +72,7 @@ class Run:
         self.passed_over = 0
         """Steps whose data was left out, because a callback ended an epoch early."""
         self.best = Best()
-        self.latest_metric: float | None = None
+        self.latest_metric = float("nan")
         """Of the latest evaluation, what `run.metric` names."""
         self.goal = goal_of(config.run.metric, config.run.metric_goal)
         self.learning_rate = 0.0
