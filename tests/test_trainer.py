@@ -16,8 +16,8 @@ CASES = "trainer_cases"
 FIELDS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "peak_memory_bytes"]
 
 EVENTS = [
-    *("begin", "step 1", "update 1", "end 1", "step 2", "update 2", "end 2", "step 3", "update 3", "end 3"),
-    *("evaluated 3", "step 4", "update 4", "end 4", "evaluated 4", "finish"),
+    *("evaluated 0", "begin", "step 1", "update 1", "end 1", "step 2", "update 2", "end 2", "evaluated 2", "step 3"),
+    *("update 3", "end 3", "evaluated 3", "step 4", "update 4", "end 4", "evaluated 4", "finish", "evaluated 4"),
 ]
 
 

@@ -101,10 +101,15 @@ class TrainingLoop:
         metrics = run.progress.add(result, number, run.learning_rate, figures.peak_bytes if figures else 0)
         if result.skipped and result.loss_scale == 1.0:
             run.console.note(f"step {number}: no update on any rank: {result.cause}")
+        written = run.events.wishes.log
+        if written:
+            self._write(metrics)
         run.call("on_step_end", number, metrics.record())
         run.agree()
         if run.events.wishes.log:
-            self._log(metrics)
+            if not written:
+                self._write(metrics)
+            run.call("on_log", number, metrics.record())
             slow = self._stragglers.look(number, self._seconds, figures.waited) if figures else ""
             self._seconds = 0.0
             if slow:
@@ -131,14 +136,13 @@ class TrainingLoop:
         wishes.save = due(config.checkpoint.every_steps) and not last
         return wishes
 
-    def _log(self, metrics: StepMetrics) -> None:
+    def _write(self, metrics: StepMetrics) -> None:
+        """Before callbacks see the step's end, so that a line is there whatever they do."""
         run = self._run
         if self._writer is not None:
             self._writer.write(metrics)
         run.console.step(metrics)
-        record = metrics.record()
-        run.log_history.append(record)
-        run.call("on_log", run.step, record)
+        run.log_history.append(metrics.record())
 
     def _fulfil(self) -> None:
         """Evaluate, save and stop as is wished for now."""
