@@ -108,7 +108,9 @@ class Feeds:
         """Batches in the order of global sample indices. Raises `DataError` for ids that the vocabulary does not have."""
         if isinstance(dataset, PackedDataset) and self._takes.vocab_size is not None:
             dataset.check_vocabulary(self._takes.vocab_size)
-        order = SampleOrder(length=len(dataset), seed=self._config.run.seed, shuffle=shuffle)
+        own = self._config.data.seed
+        seed = self._config.run.seed if own is None else own
+        order = SampleOrder(length=len(dataset), seed=seed, shuffle=shuffle)
         return Feed(
             dataset=dataset,
             order=order,

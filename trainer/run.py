@@ -73,6 +73,7 @@ class Run:
             global_size=config.batch.global_size, micro_size=config.batch.micro_size, data_ranks=mesh.data.size
         )
         options = setup.engine_options(config, self.plan.accumulation)
+        self._tell(config.notes)
         self._say_what_comes(options.precision.table(config.optimizer.name))
         self.console.status("reading the data")
         self.data = setup.prepare_data(config, given.train_dataset, given.eval_dataset, given.processing_class)
@@ -80,6 +81,7 @@ class Run:
         self.console.status("building the model")
         built = setup.prepare_model(given.model, config, self.data.tokenizer)
         self.model = built.model
+        options = setup.exempted(options, config, self.model)
         self._kept = KeptAttributes(self.model)
         tiers = open_tiers(mesh, options)
         try:

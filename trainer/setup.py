@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from zeromesh.trainer.collate import MapDataset, check_dataset
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.data import LoadedData, load_datasets
 from zeromesh.trainer.hf.build import build_model
+from zeromesh.trainer.hf.decay import biases_and_norms
 from zeromesh.trainer.schedules import Schedule
 from zeromesh.trainer.tokenizers import PretrainedTokenizer, Tokenizer
 from zeromesh.zero.deferred import BuiltModel, build_deferred, take_given
@@ -134,6 +135,14 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
     )
 
 
+def exempted(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> ZeroOptions:
+    """The same options, with the names of parameters that are not decayed because of what they are (`optimizer.exempt`)."""
+    if config.optimizer.exempt == "none":
+        return options
+    names = tuple(biases_and_norms(model))
+    return replace(options, optimizer=replace(options.optimizer, no_decay=options.optimizer.no_decay + names))
+
+
 def learning_rate_schedule(config: TrainerConfig) -> Schedule:
     """The schedule of the configuration, over the steps of its run."""
     section = config.schedule
@@ -146,6 +155,9 @@ def learning_rate_schedule(config: TrainerConfig) -> Schedule:
         power=section.power,
         decay_steps=section.decay_steps,
         decay_shape=section.decay_shape,
+        timescale=section.timescale,
+        warmup_shape=section.warmup_shape,
+        start_ratio=section.start_ratio,
     )
 
 

@@ -89,6 +89,7 @@ def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mappin
         "batch.global_size": config.batch.global_size,
         "run.seed": config.run.seed,
         "run.clip_norm": config.run.clip_norm,
+        **({} if config.data.seed is None else {"data.seed": config.data.seed}),
     }
 
 

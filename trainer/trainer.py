@@ -5,7 +5,7 @@ report = Trainer(model, "configs/zero3.yaml", train_dataset=dataset).fit()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
 from pathlib import Path
@@ -45,12 +45,15 @@ class Trainer:
             `config.model` names it. A callable is called on the meta device, so no rank ever holds the whole model.
         config: a path of a YAML or JSON file, a dict such as `{"run": {"max_steps": 50}}`, a `TrainerConfig`, or None for
             the defaults. `docs/configuration.md` lists all keys, and `zeromesh config FILE` prints those of a file.
+            transformers' `TrainingArguments` and DeepSpeed configurations are taken too (`docs/from-hf-trainer.md`,
+            `docs/from-deepspeed.md`); notes at the start say what became of each setting.
         train_dataset, eval_dataset: map-style datasets of mappings of arguments of the model, such as `input_ids` and
             `labels`; None: text that `config.data` names. Fields that the model does not take are left out.
         data_collator: a list of samples to a batch, a mapping of tensors; None stacks them.
         compute_loss: `(model, batch) -> (sum, count)`, for a model whose own loss is not known or not wanted.
         callbacks: called at fixed points of the run.
         processing_class: a tokenizer, used for `config.data` and saved with the model.
+        args: `TrainingArguments`, by the name that transformers has for them; `config` then changes single keys on top of them.
 
     Raises:
         ConfigError: with all problems of the configuration at once, before anything else happens.
@@ -66,9 +69,15 @@ class Trainer:
         compute_loss: ComputeLoss | None = None,
         callbacks: Sequence[Callback] = (),
         processing_class: Any = None,
+        args: Any = None,
     ) -> None:
         given = train_dataset is not None or eval_dataset is not None
-        self.config: TrainerConfig = load_config(config, unused=_STOOD_IN_FOR if given else frozenset())
+        self.config: TrainerConfig = load_config(
+            config,
+            unused=_STOOD_IN_FOR if given else frozenset(),
+            arguments=args,
+            samples=len(train_dataset) if isinstance(train_dataset, Sized) else None,
+        )
         self.callbacks = _checked(callbacks)
         self._given = Given(
             model=model,

@@ -1,0 +1,155 @@
+"""What a configuration may come from, as plain values: a path, a mapping, a `TrainerConfig`, or settings of another trainer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zeromesh.errors import ConfigError
+from zeromesh.mesh.launch import read_environment
+from zeromesh.trainer.config import TrainerConfig
+from zeromesh.trainer.config_words import shown
+from zeromesh.trainer.config_yaml import MAX_BYTES, parse_json, parse_yaml, plain_value
+from zeromesh.trainer.deepspeed_config import is_deepspeed, read_deepspeed
+from zeromesh.trainer.translation import Place, Translation
+
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | Any | None
+"""A path of YAML or JSON, a mapping of sections, a `TrainerConfig`, transformers' `TrainingArguments`, or None for the defaults.
+
+A file or a mapping may also be a DeepSpeed configuration."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """`data`: sections and keys, which who asks may change. `arguments` and `deepspeed` are to be translated below them."""
+
+    where: str
+    data: dict[str, Any]
+    arguments: Any = None
+    deepspeed: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def read_source(source: ConfigSource, arguments: Any = None) -> Source:
+    """What `source` says, on top of `arguments`. Raises `ConfigError` for what cannot be read."""
+    if arguments is not None and not _is_training_arguments(arguments):
+        raise ConfigError(f"got {type(arguments).__name__}; allowed is transformers' TrainingArguments", where="args")
+    if _is_training_arguments(source):
+        if arguments is not None:
+            raise ConfigError("both are TrainingArguments; give one of them", where="config and args")
+        return Source(where="TrainingArguments", data={}, arguments=source)
+    if isinstance(source, TrainerConfig) and arguments is not None:
+        raise ConfigError("it says every key; give a path or a mapping beside args", where="config")
+    where, data = _plain(source)
+    if arguments is not None:
+        where = "TrainingArguments" if source is None else f"TrainingArguments and {where}"
+    if is_deepspeed(data):
+        return Source(where=where, data={}, arguments=arguments, deepspeed=data)
+    notes = source.notes if isinstance(source, TrainerConfig) else ()
+    return Source(where=where, data=data, arguments=arguments, notes=notes)
+
+
+def with_translation(source: Source, *, ranks: int | None, samples: int | None) -> tuple[dict[str, Any], Translation]:
+    """The data of `source` over what settings of other trainers come to, and how they did."""
+    translation = Translation(values={})
+    if source.arguments is None and source.deepspeed is None:
+        return source.data, translation
+    world = read_environment().world_size if ranks is None else ranks
+    place = Place(
+        ranks=world, samples=samples, tensor=_axis(source.data, "tensor"), pipeline=_axis(source.data, "pipeline")
+    )
+    deepspeed = source.deepspeed
+    if source.arguments is not None:
+        from zeromesh.trainer.hf.training_arguments import read_training_arguments
+
+        translation = read_training_arguments(source.arguments, place)
+        if source.arguments.deepspeed and deepspeed is None:
+            deepspeed = _named_by(source.arguments.deepspeed)
+    if deepspeed is not None:
+        read = read_deepspeed(deepspeed, place, translation.values)
+        if source.deepspeed is None:
+            read = replace(read, problems=tuple(f"deepspeed: {problem}" for problem in read.problems))
+        translation = read.on(translation)
+    return _merged(translation.sections(), source.data), translation
+
+
+def _is_training_arguments(source: Any) -> bool:
+    """Without an import of transformers, which who has some has made."""
+    return any(
+        (base.__module__, base.__name__) == ("transformers.training_args", "TrainingArguments")
+        for base in type(source).__mro__
+    )
+
+
+def _named_by(deepspeed: Any) -> dict[str, Any]:
+    """The field `deepspeed` of TrainingArguments: a mapping, or the path of one."""
+    where, data = _plain(deepspeed)
+    if not is_deepspeed(data):
+        raise ConfigError(
+            "is no DeepSpeed configuration; give one, such as {'zero_optimization': {'stage': 3}}", where=where
+        )
+    return data
+
+
+def _axis(data: Mapping[str, Any], name: str) -> int | None:
+    parallel = data.get("parallel")
+    size = parallel.get(name) if isinstance(parallel, Mapping) else None
+    return size if type(size) is int and size > 0 else None
+
+
+def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        if isinstance(under, dict) and (value is None or isinstance(value, Mapping)):
+            merged[key] = _merged(under, value or {})
+        else:
+            merged[key] = value
+    return merged
+
+
+def _plain(source: ConfigSource) -> tuple[str, dict[str, Any]]:
+    """A name for messages, and the plain values of `source`."""
+    if source is None:
+        return "configuration", {}
+    if isinstance(source, TrainerConfig):
+        return "configuration", source.model_dump(mode="json")
+    if isinstance(source, Mapping):
+        return "configuration", plain_value(source, where="configuration")
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"got {type(source).__name__}; allowed is a path, a mapping, a TrainerConfig or TrainingArguments",
+            where="config",
+        )
+    path = Path(source).expanduser()
+    text = _read_text(path)
+    value = (parse_json if path.suffix == ".json" else parse_yaml)(text, where=str(source))
+    if value is None:
+        return str(source), {}
+    if not isinstance(value, dict):
+        sections = ", ".join(TrainerConfig.model_fields)
+        message = f"holds {shown('', value)}; allowed is a mapping of sections ({sections})"
+        raise ConfigError(message, where=str(source))
+    return str(source), value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            # One byte more than allowed tells a file that is too large, however large it is.
+            content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError("no such file; give the path of a YAML or JSON file", where=str(path)) from None
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    except ValueError as error:
+        raise ConfigError(f"is no path: {error}", where=repr(str(path))) from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"larger than {MAX_BYTES} bytes, which no configuration is", where=str(path))
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not UTF-8 text (byte {error.start})", where=str(path)) from None
