@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | Any 
 """A path of YAML or JSON, a mapping of sections, a `TrainerConfig`, transformers' `TrainingArguments`, or None for the defaults.
 
 A file or a mapping may also be a DeepSpeed configuration."""
+OWN = "zeromesh"
+"""The key of a DeepSpeed configuration that holds sections of zeromesh. DeepSpeed itself passes it over."""
+WORD = "TrainingArguments"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,21 +38,41 @@ class Source:
 
 def read_source(source: ConfigSource, arguments: Any = None) -> Source:
     """What `source` says, on top of `arguments`. Raises `ConfigError` for what cannot be read."""
-    if arguments is not None and not _is_training_arguments(arguments):
-        raise ConfigError(f"got {type(arguments).__name__}; allowed is transformers' TrainingArguments", where="args")
     if _is_training_arguments(source):
         if arguments is not None:
             raise ConfigError("both are TrainingArguments; give one of them", where="config and args")
-        return Source(where="TrainingArguments", data={}, arguments=source)
-    if isinstance(source, TrainerConfig) and arguments is not None:
-        raise ConfigError("it says every key; give a path or a mapping beside args", where="config")
+        source, arguments = None, source
     where, data = _plain(source)
-    if arguments is not None:
-        where = "TrainingArguments" if source is None else f"TrainingArguments and {where}"
-    if is_deepspeed(data):
-        return Source(where=where, data={}, arguments=arguments, deepspeed=data)
     notes = source.notes if isinstance(source, TrainerConfig) else ()
-    return Source(where=where, data=data, arguments=arguments, notes=notes)
+    deepspeed, own = _parted(data, where)
+    if arguments is None:
+        return Source(where=where, data=own, deepspeed=deepspeed, notes=notes)
+    if not _is_training_arguments(arguments):
+        raise ConfigError(f"got {type(arguments).__name__}; allowed is transformers' TrainingArguments", where="args")
+    if isinstance(source, TrainerConfig):
+        raise ConfigError("it says every key; give a path or a mapping beside args", where="config")
+    where = WORD if source is None else f"{WORD} and {where}"
+    if arguments.deepspeed:
+        if deepspeed is not None:
+            raise ConfigError("both config and deepspeed of args are DeepSpeed configurations; give one of them")
+        named, plain = _plain(arguments.deepspeed)
+        deepspeed, below = _parted(plain, named)
+        if deepspeed is None:
+            raise ConfigError(
+                "deepspeed: is no DeepSpeed configuration; it has sections such as zero_optimization", where=WORD
+            )
+        own = _merged(below, own)
+    return Source(where=where, data=own, arguments=arguments, deepspeed=deepspeed)
+
+
+def _parted(data: dict[str, Any], where: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """A DeepSpeed configuration, if `data` is one, and what else there is of zeromesh's own sections."""
+    if not is_deepspeed(data):
+        return None, data
+    own = data.pop(OWN, {})
+    if not isinstance(own, dict):
+        raise ConfigError(f"{OWN}: got {shown('', own)}; allowed is a mapping of sections of zeromesh", where=where)
+    return data, own
 
 
 def with_translation(source: Source, *, ranks: int | None, samples: int | None) -> tuple[dict[str, Any], Translation]:
@@ -61,18 +84,12 @@ def with_translation(source: Source, *, ranks: int | None, samples: int | None) 
     place = Place(
         ranks=world, samples=samples, tensor=_axis(source.data, "tensor"), pipeline=_axis(source.data, "pipeline")
     )
-    deepspeed = source.deepspeed
     if source.arguments is not None:
         from zeromesh.trainer.hf.training_arguments import read_training_arguments
 
         translation = read_training_arguments(source.arguments, place)
-        if source.arguments.deepspeed and deepspeed is None:
-            deepspeed = _named_by(source.arguments.deepspeed)
-    if deepspeed is not None:
-        read = read_deepspeed(deepspeed, place, translation.values)
-        if source.deepspeed is None:
-            read = replace(read, problems=tuple(f"deepspeed: {problem}" for problem in read.problems))
-        translation = read.on(translation)
+    if source.deepspeed is not None:
+        translation = read_deepspeed(source.deepspeed, place, translation.values).on(translation)
     return _merged(translation.sections(), source.data), translation
 
 
@@ -82,16 +99,6 @@ def _is_training_arguments(source: Any) -> bool:
         (base.__module__, base.__name__) == ("transformers.training_args", "TrainingArguments")
         for base in type(source).__mro__
     )
-
-
-def _named_by(deepspeed: Any) -> dict[str, Any]:
-    """The field `deepspeed` of TrainingArguments: a mapping, or the path of one."""
-    where, data = _plain(deepspeed)
-    if not is_deepspeed(data):
-        raise ConfigError(
-            "is no DeepSpeed configuration; give one, such as {'zero_optimization': {'stage': 3}}", where=where
-        )
-    return data
 
 
 def _axis(data: Mapping[str, Any], name: str) -> int | None:

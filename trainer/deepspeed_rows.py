@@ -71,8 +71,13 @@ _OPTIMIZER = (
             ),
             copied("momentum", "optimizer.momentum"),
             joined("adam_w_mode", "optimizer.name", "see optimizer.type"),
+            joined(
+                "torch_adam",
+                "optimizer.weight_decay",
+                "true: 0.01 where weight_decay is not given, as torch's AdamW has it",
+            ),
             *idle(
-                "torch_adam fused foreach set_grad_none capturable differentiable",
+                "fused foreach set_grad_none capturable differentiable",
                 "the update is always torch's fused one",
             ),
             *idle("fp32_optimizer_states", "optimizer state is in precision.master, which is float32 or float64"),
@@ -126,6 +131,7 @@ _SCHEDULER = (
     ),
 )
 
+_SCALE = "precision.loss_scale.initial_scale precision.loss_scale.growth_interval"
 _PRECISION = (
     joined("bf16.enabled", "precision.compute", "true: bfloat16; float32 if neither it nor fp16 is enabled"),
     *idle("bf16.immediate_grad_update", "gradients leave for their buckets as they come"),
@@ -136,7 +142,7 @@ _PRECISION = (
     refused("bf16.bf16_master_weights_and_grads", "master weights are in float32; offload the optimizer state instead"),
     refused("bf16.bf16_optimizer_states", "optimizer state is in float32; offload it instead"),
     joined("bfloat16.enabled", "precision.compute", "the old name of bf16.enabled"),
-    joined("fp16.enabled", "precision.compute", "true: float16"),
+    joined("fp16.enabled", f"precision.compute {_SCALE}", "true: float16, with a dynamic loss scale"),
     refused("fp16.loss_scale", "the scale is found while training; set it to 0", 0),
     joined("fp16.initial_scale_power", "precision.loss_scale.initial_scale", "2 to this power"),
     joined("fp16.loss_scale_window", "precision.loss_scale.growth_interval", "as it is; without it 1000"),
@@ -145,7 +151,7 @@ _PRECISION = (
     *idle("fp16.auto_cast", "inputs are always in the compute dtype"),
     refused("fp16.fp16_master_weights_and_grads", "master weights are in float32; offload the optimizer state instead"),
     joined("torch_autocast.enabled", "precision.compute", "the dtype of torch_autocast.dtype"),
-    joined("torch_autocast.dtype", "precision.compute", "bfloat16 or float16"),
+    joined("torch_autocast.dtype", f"precision.compute {_SCALE}", "bfloat16 or float16"),
     *idle("torch_autocast.lower_precision_safe_modules", "all modules compute in precision.compute"),
     *idle("data_types.grad_accum_dtype", "gradients are summed in precision.reduce, which is float32 or float64"),
     *idle(
@@ -229,6 +235,7 @@ _ZERO = (
         "save_muon_momentum_buffer_in_memory",
         "it is about DeepSpeed's own modules",
     ),
+    *idle("aio", "see aio, which transformers' documentation has here"),
     refused("zenflow", "updates are never late by a step; leave it out, and offload the optimizer"),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,18 +59,13 @@ def _count(of: Reading, name: str, least: int = 1) -> int | None:
     value = of(name)
     if value is None:
         return None
-    if isinstance(value, bool | str) or not isinstance(value, int | float) or value != int(value) or value < least:
+    whole = (
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value == int(value)
+    )
+    if not whole or value < least:
         of.refuse(name, f"got {value!r}; allowed is an integer >= {least}")
         return None
     return int(value)
-
-
-def _number(of: Reading, name: str) -> float | None:
-    value = of(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        of.refuse(name, f"got {value!r}; allowed is one number for all parameters")
-        return None
-    return value
 
 
 def _batch(of: Reading) -> Pairs:
@@ -84,11 +80,13 @@ def _batch(of: Reading) -> Pairs:
         # What TrainingArguments say otherwise is refused: it takes all of these together.
         yield from (pair for pair in (("batch.micro_size", micro), ("batch.global_size", train)) if pair[1] is not None)
         return
-    if train is None and micro is None and not automatic:
-        why = "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"
-        of.refuse("train_batch_size", f"{why}; 'auto' gives zeromesh's default")
-        return
     default = BatchSection()
+    if train is None and micro is None:
+        automatic = list(_BATCH_NAMES)
+        if not of.automatic:
+            of.say(
+                "neither train_batch_size nor train_micro_batch_size_per_gpu is given: zeromesh's defaults stand in for them"
+            )
     if micro is None:
         most = default.micro_size if "train_micro_batch_size_per_gpu" in automatic else None
         micro = _micro_size(train, accumulation, ranks, most)
@@ -124,6 +122,8 @@ def _clipping(of: Reading) -> Pairs:
 
 def _optimizer(of: Reading) -> Pairs:
     if not of.names("optimizer."):
+        if not of.below:
+            of.say("no optimizer is given: zeromesh's default stands in for it")
         return
     kind = str(of("optimizer.type", "")).lower()
     if kind not in _PARAMETERS:
@@ -146,6 +146,7 @@ def _optimizer(of: Reading) -> Pairs:
 def _schedule(of: Reading) -> Pairs:
     if not of.names("scheduler."):
         if not of.below:
+            of.say("no scheduler is given: the learning rate is constant")
             yield "schedule.name", "constant"
             yield "schedule.warmup_steps", 0
         return
@@ -181,7 +182,7 @@ def _cosine(of: Reading) -> Pairs:
 
 def _one_cycle(of: Reading) -> Pairs:
     prefix = "scheduler.params."
-    lowest, highest = _number(of, f"{prefix}cycle_min_lr"), _number(of, f"{prefix}cycle_max_lr")
+    lowest, highest = of.number(f"{prefix}cycle_min_lr"), of.number(f"{prefix}cycle_max_lr")
     if of(f"{prefix}cycle_momentum") is not False:
         of.refuse(f"{prefix}cycle_momentum", "momentum does not cycle; set it to false")
     first = _count(of, f"{prefix}cycle_first_step_size") or _CYCLE_STEPS
@@ -210,13 +211,13 @@ def _warmup(of: Reading) -> Pairs:
 def _highest(of: Reading, default: float | None) -> Pairs:
     """The rate after the warm-up, and the one that it starts at as a part of that."""
     name = "scheduler.params.warmup_max_lr"
-    given = _number(of, name)
+    given = of.number(name)
     if given is None and name not in of.automatic:
         given = default
     if given is not None:
         yield "optimizer.lr", given
-    lowest = _number(of, "scheduler.params.warmup_min_lr")
-    highest = given or _number(of, "optimizer.params.lr") or of.below.get("optimizer.lr", OptimizerSection().lr)
+    lowest = of.number("scheduler.params.warmup_min_lr")
+    highest = given or of.number("optimizer.params.lr") or of.below.get("optimizer.lr", OptimizerSection().lr)
     if lowest and highest:
         yield "schedule.start_ratio", lowest / highest
 
@@ -312,7 +313,7 @@ def _activations(of: Reading) -> Pairs:
 
 def _figures(of: Reading) -> Pairs:
     if not of.below and of("steps_per_print") is not None:
-        steps = _count(of, "steps_per_print")
+        steps = 0 if of("steps_per_print") == math.inf else _count(of, "steps_per_print")
         if steps is not None:
             yield "run.log_every", steps
     if of("flops_profiler.enabled"):

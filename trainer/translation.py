@@ -63,8 +63,9 @@ def idle(names: str, text: str) -> tuple[Row, ...]:
 
 
 def refused(name: str, text: str, *neutral: Any) -> Row:
-    """A setting that is refused unless it is `neutral`, as None and False are."""
-    return Row(name=name, fate=Fate.REFUSED, text=text, neutral=(None, False, *neutral))
+    """A setting that is refused unless it is `neutral`, as None is, and False where True is not."""
+    off = () if any(value is True for value in neutral) else (False,)
+    return Row(name=name, fate=Fate.REFUSED, text=text, neutral=(None, *off, *neutral))
 
 
 def under(prefix: str, rows: Iterable[Row]) -> tuple[Row, ...]:
@@ -149,6 +150,7 @@ class Reading:
         self.place = place
         self.below: Mapping[str, Any] = below or {}
         self.problems: list[str] = []
+        self.said: list[str] = []
 
     def __call__(self, name: str, default: Any = None) -> Any:
         """The value of a setting; None or `default` where it is not there."""
@@ -158,6 +160,23 @@ class Reading:
     def names(self, beginning: str) -> list[str]:
         """Settings that are there, automatic ones too, whose names begin so."""
         return [name for name in (*self.settings, *self.automatic) if name.startswith(beginning)]
+
+    def number(self, name: str) -> float | None:
+        """A setting that is to be counted with; None where it is not there, or no number, which is refused."""
+        value = self(name)
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            return value
+        try:
+            return float(value) if isinstance(value, str) else self._no_number(name, value)
+        except ValueError:
+            return self._no_number(name, value)
+
+    def _no_number(self, name: str, value: Any) -> None:
+        self.refuse(name, f"got {shown('', value)}; allowed is a number")
+
+    def say(self, line: str) -> None:
+        """A line about what nothing was said of."""
+        self.said.append(line)
 
     def refuse(self, name: str, why: str) -> None:
         """A setting cannot be had as it is."""
@@ -186,23 +205,28 @@ def translate(table: Sequence[Row], joins: Sequence[Join], reading: Reading, *, 
     for row in table:
         if row.name in reading.settings:
             origins.update({key: f"{source} {row.name}" for key in row.keys if key in values})
-    notes = tuple(f"{source}: {line}" for line in _lines(table, reading, values))
+    notes = tuple(f"{source}: {line}" for line in (*_lines(table, reading, values), *reading.said))
     return Translation(values=values, origins=origins, notes=notes, problems=tuple(reading.problems))
 
 
 def _lines(table: Sequence[Row], reading: Reading, values: Mapping[str, Any]) -> Iterator[str]:
     """A line for each setting that was asked for and mapped, and one for each reason why some have no effect."""
     why: dict[str, list[str]] = {}
+    same: list[str] = []
     for row in table:
         asked = row.name in reading.settings and reading(row.name) != reading.defaults.get(row.name, _NOTHING)
         if row.fate is Fate.IDLE and (asked or row.name in reading.automatic):
             why.setdefault(row.text, []).append(row.name)
+        elif row.fate is Fate.REFUSED and asked:
+            same.append(row.name)
         elif row.fate is Fate.MAPPED and row.name in reading.automatic:
             yield f"{row.name}: auto -> {', '.join(_resolved(row, reading, values)) or row.text}"
         elif row.fate is Fate.MAPPED and asked:
             found = [f"{key}: {shown(key, values[key])}" for key in row.keys if key in values]
             what = ", ".join(found) or ("nothing, by what else is set" if row.keys else row.text)
             yield f"{row.name}: {_shown(row.name, reading(row.name))} -> {what}"
+    if same:
+        yield f"{', '.join(same)}: what is done here anyway"
     for text, names in why.items():
         yield f"{', '.join(names)}: no effect: {text}"
 

@@ -239,8 +239,9 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
     "Ranks": (
         joined(
             "parallelism_config",
-            "parallel.tensor parallel.shard parallel.replicate",
-            "tp_size: tensor; dp_shard_size: shard; dp_replicate_size: replicate. cp_size and sp_size above 1 are refused",
+            "parallel.tensor parallel.shard parallel.replicate batch.global_size",
+            "tp_size: tensor, which leaves fewer data ranks; dp_shard_size: shard; dp_replicate_size: replicate. cp_size and "
+            "sp_size above 1 are refused",
         ),
         joined(
             "fsdp",

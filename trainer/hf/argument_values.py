@@ -98,25 +98,25 @@ def _steps_per_epoch(of: Reading) -> int | None:
 
 def _total_steps(of: Reading) -> int | None:
     """Steps of the run, where they can be known before it."""
-    if of("max_steps") > 0:
-        return int(of("max_steps"))
-    steps = _steps_per_epoch(of)
-    return None if steps is None else max(1, math.ceil(of("num_train_epochs") * steps))
+    limit, epochs, steps = of.number("max_steps"), of.number("num_train_epochs"), _steps_per_epoch(of)
+    if limit is not None and limit > 0:
+        return int(limit)
+    return None if steps is None or epochs is None else max(1, math.ceil(epochs * steps))
 
 
 def _length(of: Reading) -> Pairs:
-    steps = of("max_steps")
-    if steps > 0:
-        yield "run.max_steps", steps
-    yield "run.epochs", None if steps > 0 else of("num_train_epochs")
+    limited = (of.number("max_steps") or 0) > 0
+    if limited:
+        yield "run.max_steps", of("max_steps")
+    yield "run.epochs", None if limited else of("num_train_epochs")
 
 
 def _warmup(of: Reading) -> Pairs:
-    warmup, total = of("warmup_steps"), of("max_steps")
-    if of("lr_scheduler_type") == "constant" or not warmup:
+    warmup, total = of.number("warmup_steps") or 0, of.number("max_steps") or 0
+    if of("lr_scheduler_type") == "constant":
         warmup = 0
     if warmup >= 1 or not warmup or total > 0:
-        yield "schedule.warmup_steps", int(warmup) if warmup >= 1 else math.ceil(max(0, total) * warmup)
+        yield "schedule.warmup_steps", int(warmup) if warmup >= 1 else math.ceil(total * warmup)
         return
     yield "schedule.warmup_steps", 0
     yield "schedule.warmup_ratio", warmup
@@ -137,8 +137,9 @@ def _curve(of: Reading) -> Pairs:
         if key and options.get(option) is not None:
             yield f"schedule.{key}", options[option]
     lowest = options.get("lr_end", _POLYNOMIAL_END) if name == "polynomial" else options.get("min_lr")
-    if lowest is not None and of("learning_rate"):
-        yield "schedule.min_ratio", lowest / of("learning_rate")
+    highest = of.number("learning_rate")
+    if isinstance(lowest, int | float) and highest:
+        yield "schedule.min_ratio", lowest / highest
     if name == "warmup_stable_decay":
         yield from _stable_steps(of, options)
 
@@ -228,7 +229,7 @@ def _every(of: Reading, kind: str, strategy: str) -> int | str | None:
     """A number of steps, 0 or `epoch`; None for a part of a run whose steps are not known."""
     if strategy != "steps":
         return "epoch" if strategy == "epoch" else 0
-    steps = of(f"{kind}_steps")
+    steps = of.number(f"{kind}_steps")
     if steps is None or steps >= 1:
         return None if steps is None else int(steps)
     total = _total_steps(of)
