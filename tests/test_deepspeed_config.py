@@ -378,7 +378,7 @@ def test_the_command_prints_the_report_and_yaml_that_loads(tmp_path: Path, capsy
     assert main(["config", str(path), "--nproc", "2", "run.seed=3"]) == 0
     said = capsys.readouterr().out
     assert "# DeepSpeed: zero_optimization.stage: 2 -> zero.stage: 2\n" in said
-    assert "# DeepSpeed: zero_optimization.reduce_bucket_size: no effect: a block's parameters lie in one flat" in said
+    assert "# DeepSpeed: zero_optimization.reduce_bucket_size: no effect: a block is gathered and reduced" in said
     yaml = tmp_path / "run.yaml"
     yaml.write_text(said, encoding="utf-8")
     again = load_config(yaml)

@@ -171,7 +171,7 @@ _ZERO = (
     joined("offload_optimizer.ratio", "offload.optimizer", "the part that is offloaded"),
     *idle(
         "offload_optimizer.pin_memory offload_param.pin_memory cpu_offload_use_pin_memory",
-        "host memory is pinned where there is an accelerator, as far as limits allow",
+        "host memory is pinned as far as limits allow",
     ),
     *idle(
         "offload_optimizer.buffer_count offload_param.buffer_count offload_param.buffer_size offload_param.max_in_cpu "
@@ -202,7 +202,7 @@ _ZERO = (
     *idle(
         "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions "
         "allgather_bucket_size round_robin_gradients parameter_alignment legacy_stage1",
-        "a block's parameters lie in one flat bucket, which is gathered and reduced as a whole",
+        "a block is gathered and reduced as one flat bucket",
     ),
     *idle(
         "stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance stage3_param_persistence_threshold "

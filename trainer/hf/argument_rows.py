@@ -262,7 +262,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         ),
         refused(
             "use_cpu",
-            "this machine has CUDA devices, which are used; hide them with CUDA_VISIBLE_DEVICES= to train on CPU",
+            "CUDA devices are used where there are some; hide them with CUDA_VISIBLE_DEVICES= to train on CPU",
         ),
         joined("ddp_backend", "parallel.transport", "gloo, nccl; others are refused"),
         joined("ddp_timeout", "parallel.timeout_seconds", "as it is, but 1800 (its default) leaves zeromesh's"),
