@@ -60,3 +60,18 @@ def trained(
         "notes": notes,
         "keys": keys,
     }
+
+
+def ordered(mesh: Mesh, folder: str, seeds: list[int | None]) -> list[list[float]]:
+    """Losses of two steps for each seed of the data, with one seed of the run and one model."""
+    found = []
+    for number, seed in enumerate(seeds):
+        config = {
+            "data": {"seed": seed},
+            "run": {"output_dir": folder, "name": f"run-{number}", "max_steps": 2, "seed": 3},
+            "batch": {"global_size": 4},
+            "checkpoint": {"every_steps": 0},
+        }
+        with Trainer(_model(), config, sentences(24)) as trainer:
+            found.append(list(trainer.fit().losses))
+    return found

@@ -32,14 +32,13 @@ FIELDS: dict[str, Any] = {
 )
 def test_arguments_train_as_in_transformers(workers: Workers, tmp_path: Path, fields: dict[str, Any]) -> None:
     (said,) = workers.run(1, "migration_cases:trained", folder=str(tmp_path), fields=FIELDS | fields)
-    assert said["moved"] > 1e-3
-    assert said["apart"] < 1e-5
+    assert said["apart"] < 1e-4 < 5e-3 < said["moved"]
 
 
 def test_two_ranks_train_as_one_process_of_transformers(workers: Workers, tmp_path: Path) -> None:
     for said in workers.run(2, "migration_cases:trained", folder=str(tmp_path), fields=FIELDS, shared=2):
         assert said["keys"]["batch"]["global_size"] == 4
-        assert said["apart"] < 1e-5 < 1e-3 < said["moved"]
+        assert said["apart"] < 1e-4 < 5e-3 < said["moved"]
 
 
 def test_a_deepspeed_configuration_beside_arguments(workers: Workers, tmp_path: Path) -> None:
@@ -51,4 +50,9 @@ def test_a_deepspeed_configuration_beside_arguments(workers: Workers, tmp_path: 
     }
     said = workers.run(2, "migration_cases:trained", folder=str(tmp_path), fields=FIELDS, config=config, shared=2)[0]
     assert (said["keys"]["zero"]["stage"], said["keys"]["offload"]["optimizer"]) == (2, "host")
-    assert said["apart"] < 1e-5 < 1e-3 < said["moved"]
+    assert said["apart"] < 1e-4 < 5e-3 < said["moved"]
+
+
+def test_the_seed_of_the_data_is_one_of_its_own(workers: Workers, tmp_path: Path) -> None:
+    (losses,) = workers.run(1, "migration_cases:ordered", folder=str(tmp_path), seeds=[None, 3, 4])
+    assert losses[0] == losses[1] != losses[2]

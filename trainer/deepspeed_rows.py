@@ -6,7 +6,7 @@ from typing import Any
 
 from zeromesh.trainer.translation import Row, copied, idle, joined, refused, under
 
-_OFF = ({}, {"enabled": False})
+_OFF: tuple[dict[str, Any], ...] = ({}, {"enabled": False})
 """Sections that ask for nothing."""
 _STEPS = "the curve ends with the run"
 _ONE_CYCLE = (

@@ -82,11 +82,9 @@ def _batch(of: Reading) -> Pairs:
         return
     default = BatchSection()
     if train is None and micro is None:
+        if not automatic:
+            of.say("neither train_batch_size nor train_micro_batch_size_per_gpu is given: zeromesh's defaults stand in")
         automatic = list(_BATCH_NAMES)
-        if not of.automatic:
-            of.say(
-                "neither train_batch_size nor train_micro_batch_size_per_gpu is given: zeromesh's defaults stand in for them"
-            )
     if micro is None:
         most = default.micro_size if "train_micro_batch_size_per_gpu" in automatic else None
         micro = _micro_size(train, accumulation, ranks, most)

@@ -20,7 +20,8 @@ from zeromesh.trainer import setup
 from zeromesh.trainer.callbacks import Callback
 from zeromesh.trainer.collate import Collate, MapDataset
 from zeromesh.trainer.config import TrainerConfig
-from zeromesh.trainer.config_file import ConfigSource, load_config
+from zeromesh.trainer.config_file import load_config
+from zeromesh.trainer.config_sources import ConfigSource
 from zeromesh.trainer.directory import RunDirectory
 from zeromesh.trainer.feeds import Given
 from zeromesh.trainer.hf.losses import ComputeLoss

@@ -167,12 +167,10 @@ class Reading:
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
             return value
         try:
-            return float(value) if isinstance(value, str) else self._no_number(name, value)
+            return float(value if isinstance(value, str) else "")
         except ValueError:
-            return self._no_number(name, value)
-
-    def _no_number(self, name: str, value: Any) -> None:
-        self.refuse(name, f"got {shown('', value)}; allowed is a number")
+            self.refuse(name, f"got {shown('', value)}; allowed is a number")
+            return None
 
     def say(self, line: str) -> None:
         """A line about what nothing was said of."""

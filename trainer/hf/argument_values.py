@@ -141,10 +141,10 @@ def _curve(of: Reading) -> Pairs:
     if isinstance(lowest, int | float) and highest:
         yield "schedule.min_ratio", lowest / highest
     if name == "warmup_stable_decay":
-        yield from _stable_steps(of, options)
+        _check_stable_steps(of, options)
 
 
-def _stable_steps(of: Reading, options: Mapping[str, Any]) -> Pairs:
+def _check_stable_steps(of: Reading, options: Mapping[str, Any]) -> None:
     stable, decay, total = options.get("num_stable_steps"), options.get("num_decay_steps"), _total_steps(of)
     if decay is None:
         of.refuse("lr_scheduler_kwargs", "num_decay_steps is missing; warmup_stable_decay needs it in transformers too")
@@ -154,8 +154,6 @@ def _stable_steps(of: Reading, options: Mapping[str, Any]) -> Pairs:
             f"num_stable_steps {stable}: the decay ends with the run; leave it out, or set max_steps to the sum of warm-up, stable "
             "and decay steps",
         )
-    return
-    yield
 
 
 def _optimizer(of: Reading) -> Pairs:

@@ -7,7 +7,6 @@ biases and normalisations, epochs whose last batch is smaller, float32 unless bf
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from inspect import get_annotations
 from typing import Any
 
@@ -49,7 +48,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
-_DEFAULTS: Mapping[str, Any] = {"activation_checkpointing": None, "data_seed": None, "warmup_steps": 0}
+_DEFAULTS: dict[str, Any] = {"activation_checkpointing": None, "data_seed": None, "warmup_steps": 0}
 """Of fields that older versions do not have."""
 
 
