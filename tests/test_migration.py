@@ -26,7 +26,10 @@ FIELDS: dict[str, Any] = {
     [
         {},
         {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "max_grad_norm": 0.1},
-        {"optim": "sgd", "optim_args": "momentum=0.9", "lr_scheduler_type": "constant_with_warmup"},
+        pytest.param(
+            {"optim": "sgd", "optim_args": "momentum=0.9", "lr_scheduler_type": "constant_with_warmup"},
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["defaults", "accumulation", "sgd"],
 )

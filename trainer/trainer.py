@@ -5,7 +5,7 @@ report = Trainer(model, "configs/zero3.yaml", train_dataset=dataset).fit()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
 from pathlib import Path
@@ -77,7 +77,7 @@ class Trainer:
             config,
             unused=_STOOD_IN_FOR if given else frozenset(),
             arguments=args,
-            samples=len(train_dataset) if isinstance(train_dataset, Sized) else None,
+            samples=_length_of(train_dataset),
         )
         self.callbacks = _checked(callbacks)
         self._given = Given(
@@ -237,6 +237,14 @@ class Trainer:
     def _call(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self, *arguments)
+
+
+def _length_of(dataset: Any) -> int | None:
+    """Samples of a dataset; None where it does not say."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
 
 
 def _checked(callbacks: Sequence[Any]) -> list[Callback]:
