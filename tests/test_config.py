@@ -299,7 +299,9 @@ def test_configurations_are_frozen_and_check_themselves() -> None:
         config.run.seed = 1  # type: ignore[misc]
     with pytest.raises(ValidationError, match=r"batch\.micro_size: 32 is more than"):
         TrainerConfig.model_validate({"batch": {"micro_size": 32}})
-    with pytest.raises(ConfigError, match="got int; allowed is a path, a mapping or a TrainerConfig"):
+    with pytest.raises(
+        ConfigError, match="got int; allowed is a path, a mapping, a TrainerConfig or TrainingArguments"
+    ):
         load_config(3)  # type: ignore[arg-type]
 
 

@@ -148,6 +148,12 @@ def test_what_a_damaged_checkpoint_has_half_overwritten_is_not_used(
         )
 
 
+def test_every_checkpoint_is_kept_where_the_number_is_zero(workers: Workers, tmp_path: Path) -> None:
+    sections = {"checkpoint": {"every_steps": 1, "keep_last": 0}}
+    workers.run(1, "checkpoint_cases:trained", folder=str(tmp_path), steps=5, sections=sections)
+    assert all(step(tmp_path, number).is_dir() for number in range(1, 6))
+
+
 def test_a_checkpoint_under_another_name_is_not_taken_for_it(workers: Workers, tmp_path: Path) -> None:
     run = {"folder": str(tmp_path), "sections": {}}
     workers.run(2, "checkpoint_cases:trained", steps=5, **run)

@@ -224,7 +224,7 @@ class RunCheckpoints:
     def _kept(self) -> set[int]:
         """What `keep_last` and `keep_best` keep, once the newest is there; called on rank 0."""
         steps = self.store.steps()
-        keep = set(steps[: self._section.keep_last])
+        keep = set(steps[: self._section.keep_last or None])
         for step in steps:
             if self._keep_best and step not in self._metrics:
                 metric = _metric_of(self.store.path(step))

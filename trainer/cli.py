@@ -31,8 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
         if options.command == "config":
-            sys.stdout.write(load_config(options.config, options.overrides).to_yaml())
-            return 0
+            return _print_config(options)
         if options.command == "checkpoint":
             return run_checkpoint(options)
         if options.command == "status":
@@ -93,9 +92,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     train.add_argument("--attached", type=float, metavar="SECONDS", help=argparse.SUPPRESS)
     launch = add_launch_command(commands)
     config = commands.add_parser("config", help="print a configuration with every default filled in")
-    config.set_defaults(nproc=None, worker=False)
+    config.set_defaults(worker=False)
+    config.add_argument(
+        "--nproc",
+        type=positive,
+        metavar="N",
+        help="ranks that a DeepSpeed configuration is for, which counts with them (default: those of the launch, or 1)",
+    )
     for command in (train, launch, config):
-        command.add_argument("config", metavar="CONFIG", help="a YAML or JSON file")
+        command.add_argument("config", metavar="CONFIG", help="a YAML or JSON file, DeepSpeed's among them")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys to change, values in YAML")
     status = commands.add_parser("status", help="where a run that goes on is, rank by rank")
     status.add_argument("run", metavar="RUN", help="the run's directory")
@@ -136,9 +141,9 @@ def _train(options: argparse.Namespace) -> int:
         from zeromesh.mesh.launcher import become_worker
 
         become_worker(exit_code_of)
-    config = load_config(options.config, options.overrides)
     environment = read_environment()
     processes = _processes(options, environment)
+    config = load_config(options.config, options.overrides, ranks=processes * options.nnodes[1])
     if options.nnodes[1] == 1:
         check_mesh(config, processes)
     if not options.worker and (processes > environment.world_size or options.nnodes[1] > 1 or options.max_restarts):
@@ -146,6 +151,14 @@ def _train(options: argparse.Namespace) -> int:
     if not options.worker and environment.rank == 0:
         _hint("loading torch and transformers")
     return _fit(config)
+
+
+def _print_config(options: argparse.Namespace) -> int:
+    """Every key, below lines that say how settings of another trainer became keys."""
+    config = load_config(options.config, options.overrides, ranks=options.nproc)
+    sys.stdout.writelines(f"# {note}\n" for note in config.notes)
+    sys.stdout.write(config.to_yaml())
+    return 0
 
 
 def _processes(options: argparse.Namespace, environment: LaunchEnvironment) -> int:

@@ -208,21 +208,30 @@ def _curve(config: TrainerConfig) -> Iterator[str]:
 
 
 def schedule_of(config: TrainerConfig) -> Schedule:
-    """The learning-rate schedule that `config` names. Raises `ConfigError`."""
+    """The learning-rate schedule that `config` names, of a long run where its steps follow from epochs. Raises `ConfigError`."""
     schedule = config.schedule
+    steps = config.run.max_steps if config.run.epochs is None else _LONG
     return Schedule(
         name=schedule.name,
-        warmup_steps=min(schedule.warmup_steps, config.run.max_steps),
-        total_steps=config.run.max_steps,
+        warmup_steps=min(schedule.warmup_steps, steps),
+        total_steps=steps,
         min_ratio=schedule.min_ratio,
         num_cycles=schedule.num_cycles,
         power=schedule.power,
         decay_steps=schedule.decay_steps,
         decay_shape=schedule.decay_shape,
+        timescale=schedule.timescale,
+        warmup_shape=schedule.warmup_shape,
+        start_ratio=schedule.start_ratio,
     )
 
 
-_CURVE_KEYS = ("name", "warmup_steps", "min_ratio", "num_cycles", "power", "decay_steps", "decay_shape")
+_LONG = 1 << 50
+"""Steps of a run whose length is not known yet: more than any warm-up or decay."""
+_CURVE_KEYS = (
+    *("name", "warmup_steps", "min_ratio", "num_cycles", "power", "decay_steps", "decay_shape"),
+    *("timescale", "warmup_shape", "start_ratio"),
+)
 
 _RULES = (
     Rule(keys=("model.source", "model.config"), find=_model),

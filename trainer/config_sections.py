@@ -123,6 +123,9 @@ class DataSection(Section):
         description="Positions begin anew with each document of a packed sequence, and none attends to another. Needs a model that "
         "takes position_ids.",
     )
+    seed: Annotated[int, Field(ge=0, lt=2**63), Allowed("null, or an integer >= 0 and < 2**63")] | None = Field(
+        default=None, description="Seed of the order of the data; null: that of the run."
+    )
 
 
 class ParallelSection(Section):
@@ -305,6 +308,11 @@ class OptimizerSection(Section):
     no_decay: Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)] = Field(
         default=(), description="Patterns such as '*.bias' of the names of parameters without weight decay."
     )
+    exempt: Literal["none", "biases_and_norms"] = Field(
+        default="none",
+        description="Parameters without weight decay besides those of `no_decay`: none, or those that transformers' Trainer leaves "
+        "out.",
+    )
     in_backward: bool = Field(
         default=False,
         description="Update each bucket inside backward, so that its gradient is freed at once. Needs "
@@ -326,6 +334,7 @@ class ScheduleSection(Section):
         "cosine",
         "cosine_with_restarts",
         "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
         "polynomial",
         "warmup_stable_decay",
         "wsd",
@@ -340,7 +349,7 @@ class ScheduleSection(Section):
     )
     min_ratio: Annotated[Number, Field(ge=0.0, le=1.0)] | None = Field(
         default=None,
-        description="The lowest rate, as a part of lr, of cosine_with_min_lr, polynomial and wsd.",
+        description="The lowest rate, as a part of lr, of the cosines with min_lr, polynomial and wsd.",
     )
     num_cycles: Annotated[Number, Field(gt=0.0)] | None = Field(
         default=None, description="Waves of the cosine curves; null: one fall to the lowest rate."
@@ -351,6 +360,17 @@ class ScheduleSection(Section):
     )
     decay_shape: Literal["linear", "cosine", "1-sqrt"] | None = Field(
         default=None, description="Curve of wsd's final decay; null: cosine."
+    )
+    timescale: Count | None = Field(
+        default=None,
+        description="Steps after which inverse_sqrt begins to fall, as it were; null: those of the warm-up.",
+    )
+    warmup_shape: Literal["linear", "log", "cosine", "1-sqrt"] | None = Field(
+        default=None, description="Curve of the warm-up; log is that of DeepSpeed's schedulers. null: linear."
+    )
+    start_ratio: Annotated[Number, Field(ge=0.0, le=1.0)] | None = Field(
+        default=None,
+        description="The rate that the warm-up starts at, as a part of lr; null: 0, and min_ratio for wsd.",
     )
 
 
@@ -438,7 +458,7 @@ class CheckpointSection(Section):
         default=100,
         description="Steps between checkpoints, or epoch: after each epoch; the last step has one too. 0 = no checkpoints.",
     )
-    keep_last: Count = Field(default=3, description="Newest checkpoints that are kept.")
+    keep_last: CountOrOff = Field(default=3, description="Newest checkpoints that are kept. 0 = all.")
     keep_best: CountOrOff = Field(
         default=0, description="Checkpoints with the lowest evaluation loss that are kept beside them. 0 = off."
     )
@@ -460,6 +480,7 @@ class TrackingSection(Section):
         default=(), description="Trackers: wandb, tensorboard, and others that accelerate knows."
     )
     project: Text = Field(default="zeromesh", description="The project that trackers file the run under.")
+    name: Text | None = Field(default=None, description="What trackers call the run; null: `run.name`.")
     mode: Literal["offline", "online"] = Field(
         default="offline", description="Whether wandb sends what it keeps; online needs a network and a key."
     )

@@ -125,9 +125,11 @@ class Feeds:
         """Batches in the order of global sample indices. Raises `DataError` for ids that the vocabulary does not have."""
         if isinstance(dataset, PackedDataset) and self._takes.vocab_size is not None:
             dataset.check_vocabulary(self._takes.vocab_size)
+        own = self._config.data.seed
+        seed = self._config.run.seed if own is None else own
         endless = isinstance(dataset, StreamedDataset)
         length = dataset.block if isinstance(dataset, StreamedDataset) else len(dataset)
-        order = SampleOrder(length=length, seed=self._config.run.seed, shuffle=shuffle, endless=endless)
+        order = SampleOrder(length=length, seed=seed, shuffle=shuffle, endless=endless)
         return Feed(
             dataset=dataset,
             order=order,

@@ -86,6 +86,7 @@ class Run:
         setup.set_determinism(config.run.deterministic)
         self.config, self.plan = config, setup.batch_plan(config, mesh)
         options = setup.engine_options(config, self.plan.accumulation)
+        self._tell(config.notes)
         self._say_what_comes(options.precision.table(config.optimizer.name))
         self.console.status("reading the data")
         self.data = setup.prepare_data(config, given.train_dataset, given.eval_dataset, given.processing_class)
@@ -95,6 +96,7 @@ class Run:
         self.console.status("building the model")
         built = setup.prepare_model(given.model, config, self.data.tokenizer)
         self.model = built.model
+        options = setup.exempted(options, config, self.model)
         self._kept = KeptAttributes(self.model)
         tiers = open_tiers(mesh, options)
         try:

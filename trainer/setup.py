@@ -26,6 +26,7 @@ from zeromesh.trainer.collate import MapDataset, check_dataset
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.data import LoadedData, load_datasets
 from zeromesh.trainer.hf.build import build_model
+from zeromesh.trainer.hf.decay import biases_and_norms
 from zeromesh.trainer.schedules import Schedule
 from zeromesh.trainer.streamed import StreamedDataset, is_stream
 from zeromesh.trainer.tokenizers import PretrainedTokenizer, Tokenizer
@@ -140,6 +141,14 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
     )
 
 
+def exempted(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> ZeroOptions:
+    """The same options, with the names of parameters that are not decayed because of what they are (`optimizer.exempt`)."""
+    if config.optimizer.exempt == "none":
+        return options
+    names = tuple(biases_and_norms(model))
+    return replace(options, optimizer=replace(options.optimizer, no_decay=options.optimizer.no_decay + names))
+
+
 def batch_plan(config: TrainerConfig, mesh: Mesh) -> BatchPlan:
     """How global batches are cut, before the length of the data is known."""
     batch = config.batch
@@ -200,6 +209,9 @@ def learning_rate_schedule(config: TrainerConfig, make: MakeScheduler | None = N
         power=section.power,
         decay_steps=section.decay_steps,
         decay_shape=section.decay_shape,
+        timescale=section.timescale,
+        warmup_shape=section.warmup_shape,
+        start_ratio=section.start_ratio,
     )
 
 

@@ -99,6 +99,7 @@ def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mappin
         "run.label_smoothing": config.run.label_smoothing,
         "run.seed": config.run.seed,
         "run.clip_norm": config.run.clip_norm,
+        **({} if config.data.seed is None else {"data.seed": config.data.seed}),
     }
 
 

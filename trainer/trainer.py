@@ -13,13 +13,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
+from transformers import TrainingArguments
 from transformers.trainer_utils import PredictionOutput
 
 from zeromesh.mesh.groups import Mesh
 from zeromesh.trainer import setup
 from zeromesh.trainer.collate import Collate, MapDataset
 from zeromesh.trainer.config import TrainerConfig
-from zeromesh.trainer.config_file import ConfigSource, load_config
+from zeromesh.trainer.config_file import load_config
+from zeromesh.trainer.config_sources import ConfigSource
 from zeromesh.trainer.directory import RunDirectory
 from zeromesh.trainer.evaluation import Values
 from zeromesh.trainer.events import Events
@@ -50,6 +52,8 @@ class Trainer(TransformersNames):
             `config.model` names it. A callable is called on the meta device, so no rank ever holds the whole model.
         config: a path of a YAML or JSON file, a dict such as `{"run": {"max_steps": 50}}`, a `TrainerConfig`, or None for
             the defaults. `docs/configuration.md` lists all keys, and `zeromesh config FILE` prints those of a file.
+            transformers' `TrainingArguments` and DeepSpeed configurations are taken too (`docs/from-hf-trainer.md`,
+            `docs/from-deepspeed.md`); notes at the start say what became of each setting.
         train_dataset, eval_dataset: map-style datasets of mappings of arguments of the model, such as `input_ids` and
             `labels`; None: text that `config.data` names. Fields that the model does not take are left out. Several
             evaluation sets are given as a mapping, by name.
@@ -65,6 +69,7 @@ class Trainer(TransformersNames):
             in for `config.schedule`.
         model_init, compute_loss_func: transformers' names of a callable `model`, and of a loss `(outputs, labels,
             num_items_in_batch) -> mean`.
+        args: `TrainingArguments`, by the name that transformers has for them; `config` then changes single keys on top of them.
 
     Raises:
         ConfigError: with all problems of the configuration at once, before anything else happens.
@@ -75,20 +80,27 @@ class Trainer(TransformersNames):
         model: nn.Module | Callable[[], nn.Module] | None = None,
         config: ConfigSource = None,
         train_dataset: MapDataset | None = None,
-        eval_dataset: MapDataset | None = None,
+        eval_dataset: MapDataset | Mapping[str, MapDataset] | None = None,
         data_collator: Collate | None = None,
         compute_loss: ComputeLoss | None = None,
         compute_metrics: Callable[[Any], Mapping[str, Any]] | None = None,
         callbacks: Sequence[Any] | None = None,
         processing_class: Any = None,
         *,
+        args: Any = None,
         model_init: Callable[[], nn.Module] | None = None,
         compute_loss_func: Callable[..., Tensor] | None = None,
         preprocess_logits_for_metrics: PreprocessLogits | None = None,
         lr_scheduler: MakeScheduler | None = None,
     ) -> None:
         given = train_dataset is not None or eval_dataset is not None
-        self.config: TrainerConfig = load_config(config, unused=_STOOD_IN_FOR if given else frozenset())
+        self.config: TrainerConfig = load_config(
+            config,
+            unused=_STOOD_IN_FOR if given else frozenset(),
+            arguments=args,
+            samples=_length_of(train_dataset),
+        )
+        self.training_arguments = next((each for each in (args, config) if isinstance(each, TrainingArguments)), None)
         self.events = Events(self, callbacks or ())
         self._given = Given(
             model=model if model is not None else model_init,
@@ -330,3 +342,11 @@ class Trainer(TransformersNames):
 def with_resume(config: TrainerConfig, resume: str) -> TrainerConfig:
     """The configuration with another `checkpoint.resume`."""
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": resume})})
+
+
+def _length_of(dataset: Any) -> int | None:
+    """Samples of a dataset; None where it does not say."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
