@@ -189,6 +189,12 @@ def _warmup(config: TrainerConfig) -> Iterator[str]:
         )
 
 
+def _profile(config: TrainerConfig) -> Iterator[str]:
+    steps = config.profile.steps
+    if steps is not None and steps[0] > steps[1]:
+        yield f"profile.steps: {list(steps)} ends before it begins; give the first and the last step that are recorded"
+
+
 def _curve(config: TrainerConfig) -> Iterator[str]:
     """The schedule knows its own options, and says what is wrong with them."""
     try:
@@ -228,5 +234,6 @@ _RULES = (
     Rule(keys=("offload.activations", "model.activation_checkpointing", "model.compile"), find=_activations),
     Rule(keys=("batch.micro_size", "batch.global_size"), find=_batch),
     Rule(keys=("schedule.warmup_steps", "run.max_steps"), find=_warmup),
+    Rule(keys=("profile.steps",), find=_profile),
     Rule(keys=(*(f"schedule.{key}" for key in _CURVE_KEYS), "run.max_steps"), find=_curve),
 )

@@ -10,10 +10,12 @@ from zeromesh.trainer import setup
 from zeromesh.trainer.checkpoints import RunCheckpoints
 from zeromesh.trainer.console import human_count
 from zeromesh.trainer.metrics import MetricsWriter
+from zeromesh.trainer.profiling import Profile
 from zeromesh.trainer.signals import StopRequest
 from zeromesh.trainer.state import TrainerState
 from zeromesh.trainer.step import Feed, Votes
 from zeromesh.trainer.stragglers import Stragglers
+from zeromesh.trainer.tracking import Tracking
 
 if TYPE_CHECKING:
     from zeromesh.trainer.run import Run
@@ -28,12 +30,16 @@ class TrainingLoop:
         feed: Feed,
         *,
         writer: MetricsWriter | None,
+        tracking: Tracking,
+        profile: Profile,
         checkpoints: RunCheckpoints,
         request: StopRequest,
     ) -> None:
         self._run = run
         self._feed = feed
         self._writer = writer
+        self._tracking = tracking
+        self._profile = profile
         self._checkpoints = checkpoints
         self._request = request
         self._schedule = setup.learning_rate_schedule(run.config)
@@ -71,7 +77,8 @@ class TrainingLoop:
         run.call("on_step_begin", number)
         factor = self._schedule.factor(run.step)
         wish = Votes.of(self._request.signal)
-        result = run.stepper.train_step(self._feed, run.step, factor, lambda: run.before_update(number), wish)
+        with self._profile.step(number):
+            result = run.stepper.train_step(self._feed, run.step, factor, lambda: run.before_update(number), wish)
         run.step = number
         self._note_stop(result.votes.number)
         every = run.config.run.log_every
@@ -79,12 +86,13 @@ class TrainingLoop:
         self._seconds += result.seconds
         figures = run.rank_figures() if logged else None
         peak = figures.peak_bytes if figures else 0
-        metrics = run.progress.add(result, number, run.config.optimizer.lr * factor, peak)
+        metrics = run.progress.add(result, number, run.config.optimizer.lr * factor, peak, run.figures.of(result))
         if figures:
             slow = self._stragglers.look(number, self._seconds, figures.waited)
             self._seconds = 0.0
             if self._writer is not None:
                 self._writer.write(metrics)
+            self._tracking.log(metrics)
             run.console.step(metrics)
             if slow:
                 run.console.note(slow)
@@ -123,6 +131,7 @@ class TrainingLoop:
             text += f", {word} the byte-pair entropy {loaded.byte_pair_entropy:.4f}"
         run.console.note(text)
         self._evaluated = (run.step, result.loss)
+        self._tracking.evaluated(run.step, {"loss": result.loss})
         run.call("on_evaluate", run.step, result.loss)
 
     def _save(self, *, wait: bool) -> None:
@@ -149,5 +158,6 @@ class TrainingLoop:
             seed=run.config.run.seed,
             max_steps=self._last,
             learning_rate=run.config.optimizer.lr * self._schedule.factor(max(0, run.step - 1)),
+            tracker=self._tracking.identity(run.config.run.name),
             settings=run.settings,
         )
