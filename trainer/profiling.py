@@ -26,7 +26,7 @@ _OWN_ROW = re.compile(rf'("name": "{ranges.IN_TURN}[^"]*", "pid": [^,]+, "tid": 
 
 
 class Profile:
-    """Of one run on one rank; `note` tells a person. A context manager: what is recorded when the run ends is written too."""
+    """Of one run on one rank; `note` tells a person. A context manager: what is recorded when the run ends in order is written too."""
 
     def __init__(self, section: ProfileSection, directory: Path, mesh: Mesh, note: Callable[[str], None]) -> None:
         self._first, self._last = section.steps or (0, -1)
@@ -44,7 +44,7 @@ class Profile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop()
+        self._stop(write=error is None)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -71,13 +71,15 @@ class Profile:
         )
         self._open.enter_context(ranges.recording())
 
-    def _stop(self) -> None:
+    def _stop(self, *, write: bool = True) -> None:
         """End recording, and write what there is. A full disk is no reason to end a run."""
         opened, profiler = self._open, self._profiler
         if opened is None or profiler is None:
             return
         self._open = self._profiler = None
         opened.close()
+        if not write:
+            return
         path = self._folder / f"steps-{self._recorded[0]}-{self._recorded[-1]}-rank-{self._mesh.rank}.json.gz"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

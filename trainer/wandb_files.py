@@ -60,14 +60,10 @@ def _last_row_of(path: Path, key: str) -> LastRow | None:
 
 def _rows(data: bytes, start: int) -> Iterator[tuple[int, Mapping[str, str]]]:
     """Number and values, in JSON, of each row of history in a file's bytes from `start` on."""
-    from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
     for content in _records(data, start):
-        try:
-            record = Record.FromString(content)
-        except DecodeError:
-            return
+        record = Record.FromString(content)
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
             yield record.history.step.num, {item.key or "/".join(item.nested_key): item.value_json for item in items}
