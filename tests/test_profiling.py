@@ -189,7 +189,7 @@ def test_traces_of_the_steps_that_were_asked_for(
         if size > pipeline:
             reduced = {f"reduce {own}/0", f"finish reducing {own}/0", "reduce-scatter over shard"}
             assert reduced <= names.keys(), sorted(names)
-        require_nested(events)
+        require_nested(events, own)
         assert any("Input Dims" in event.get("args", {}) for event in events) is profile["memory"]
     straight = workers.run(
         size, f"{CASES}:profiled", pipeline=pipeline, sections=sections, **{**case, "folder": f"{tmp_path}/b"}
@@ -198,21 +198,39 @@ def test_traces_of_the_steps_that_were_asked_for(
     assert not (tmp_path / "b" / "run" / "profile").exists()
 
 
-def require_nested(events: list[dict[str, Any]]) -> None:
+OURS = (
+    "step ",
+    "forward",
+    "backward",
+    "gather ",
+    "wait for ",
+    "reduce ",
+    "finish reducing ",
+    "update ",
+    "data",
+    "optimizer",
+)
+
+
+def require_nested(events: list[dict[str, Any]], unit: str) -> None:
     """Viewers drop what is neither inside another event of its row nor beside it."""
     rows: dict[Any, list[dict[str, Any]]] = {}
     for event in events:
         rows.setdefault((event["pid"], event["tid"]), []).append(event)
+    checked = 0
     for row in rows.values():
         row.sort(key=lambda event: (event["ts"], -event["dur"]))
-        open_until: list[tuple[float, str]] = []
-        for event in row:
-            begin, end = event["ts"], event["ts"] + event["dur"]
-            while open_until and open_until[-1][0] <= begin + 0.002:  # Times are rounded to nanoseconds.
-                open_until.pop()
-            if open_until:
-                assert end <= open_until[-1][0] + 0.002, (event["name"], open_until[-1][1])
-            open_until.append((end, event["name"]))
+        for number, event in enumerate(row):
+            end = event["ts"] + event["dur"]
+            for later in row[number + 1 :]:
+                if later["ts"] >= end - 0.002:  # Times are rounded to nanoseconds.
+                    break
+                if event["name"].startswith(OURS) or later["name"].startswith(OURS):
+                    checked += 1
+                    assert later["ts"] + later["dur"] <= end + 0.002, (event["name"], later["name"])
+    assert checked > 100
+    apart = [row for row in rows.values() if any(event["name"] == f"backward of {unit}" for event in row)]
+    assert [{event["name"].partition(" of ")[0] for event in row} for row in apart] == [{"backward"}]
 
 
 def test_a_run_that_ends_early_writes_what_it_has(workers: Workers, tmp_path: Path) -> None:
@@ -267,11 +285,11 @@ def test_memory_that_runs_out_leaves_a_file_that_says_what_held_it(
     path = tmp_path / "run" / f"memory-rank-{rank}.json"
     assert outcomes[rank].error == "StorageError"
     said = outcomes[rank].message
-    assert f"rank {rank} ran out of memory after 1 steps (" in said
+    assert f"rank {rank} ran out of memory after 1 whole steps (" in said
     assert f"{path} says what holds the rest; lower batch.micro_size" in said
-    assert "master weights" in said
+    assert "KiB optimizer moments" in said
     found = json.loads(path.read_text())
-    assert found["purposes"]["device"]["master weights"] > 0
+    assert found["purposes"]["device"]["optimizer moments"] > 0
     assert found["counted"] == sum(found["purposes"]["device"].values())
     assert found["uncounted"] == found["process"]["resident"] - found["counted"] > 0
     sizes = [row["bytes"] for row in found["largest"]]

@@ -32,7 +32,7 @@ CASE = "tracking_cases:tracked"
 FIGURES = {
     *("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens"),
     *("perf/tokens_per_second", "perf/step_seconds", "perf/mfu", "memory/peak_bytes"),
-    *("memory/device/master", "memory/device/moments", "memory/device/gradients", "memory/device/parameters"),
+    *("memory/device/parameters", "memory/device/moments", "memory/device/gradients", "memory/device/gradient_buckets"),
     *("time/data", "time/forward", "time/backward", "time/communication", "time/optimizer"),
     *("communication/shard/all-gather/bytes", "communication/shard/reduce-scatter/seconds"),
 }
@@ -68,7 +68,7 @@ def test_a_run_of_wandb_has_every_step_once_with_its_figures(run: Path) -> None:
         for name, field in (("loss", "loss"), ("learning_rate", "lr"), ("grad_norm", "grad_norm")):
             assert row[f"train/{name}"] == line[field]
         assert row["perf/mfu"] == line["mfu"] > 0
-        assert row["memory/device/master"] == line["memory"]["device"]["master"] > 0
+        assert row["memory/device/moments"] == line["memory"]["device"]["moments"] > 0
     assert [row["_step"] for row in rows] == list(range(10))
     assert wandb_log.config(path)["optimizer"]["lr"] == 0.01
     assert json.loads((run / "tracking.json").read_text())["id"] in path.name

@@ -33,14 +33,15 @@ def explained(error: BaseException, engine: ZeroEngine | None, mesh: Mesh, direc
     """Write down what holds the memory of this rank; the error that says so. `step`: the whole steps that were done."""
     path = directory / f"memory-rank-{mesh.rank}.json"
     cause = (str(error).strip().splitlines() or [""])[0]
-    text = f"rank {mesh.rank} ran out of memory after {step} steps ({type(error).__name__}: {cause})"
+    what = f"{type(error).__name__}: {cause}".removesuffix(": ")
+    text = f"rank {mesh.rank} ran out of memory after {step} whole steps ({what})"
     found = snapshot(engine, mesh)
     purposes = sorted(found["purposes"].get("device", {}).items(), key=lambda item: -item[1])
     if purposes:
         text += f"; it holds {', '.join(f'{human_bytes(nbytes)} {what}' for what, nbytes in purposes[:3])}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"error": cause, "step": step, **found}, indent=1), encoding="utf-8")
+        path.write_text(json.dumps({"error": what, "step": step, **found}, indent=1), encoding="utf-8")
     except OSError as why:
         return StorageError(f"{text}. What holds the rest could not be written to {path}: {why.strerror}; {_CURES}")
     return StorageError(f"{text}. {path} says what holds the rest; {_CURES}")
@@ -93,7 +94,8 @@ def _largest(engine: ZeroEngine) -> list[dict[str, Any]]:
         for bucket in unit.buckets:
             if bucket.buffer.persistent or unit.phase is not Phase.RESTING:
                 rows.append((bucket.nbytes, unit.name, f"gathered parameters, {unit.phase.value}"))
-            rows.append((bucket.master.nbytes, unit.name, "master weights"))
+            if not (bucket.buffer.persistent and bucket.master.dtype == bucket.dtype):  # Else they are among these.
+                rows.append((bucket.master.nbytes, unit.name, "master weights"))
             optimizer = engine.updater.optimizer_of(bucket)
             moments = sum(tensor.nbytes for tensor in optimizer.moments.values()) if optimizer is not None else 0
             rows.append((moments, unit.name, "optimizer moments"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -22,11 +22,12 @@ from zeromesh.mesh.groups import Mesh
 from zeromesh.trainer.config_sections import ProfileSection
 
 FOLDER = "profile"
-_OWN_ROW = re.compile(rf'("name": "{ranges.IN_TURN}[^"]*", "pid": [^,]+, "tid": )[^,\s]+')
+_NAME = f'"name": "{ranges.IN_TURN}'
+_ROW = re.compile(r'(?<="tid": )[^,\s]+')
 
 
 class Profile:
-    """Of one run on one rank; `note` tells a person. A context manager: what is recorded when the run ends in order is written too."""
+    """Of one run on one rank; `note` tells a person. A context manager: a run that ends early, in order, writes what there is."""
 
     def __init__(self, section: ProfileSection, directory: Path, mesh: Mesh, note: Callable[[str], None]) -> None:
         self._first, self._last = section.steps or (0, -1)
@@ -99,5 +100,17 @@ def _write(profiler: profile, path: Path) -> None:
         plain, packed = Path(folder, "trace.json"), Path(folder, "trace.json.gz")
         profiler.export_chrome_trace(str(plain))
         with plain.open(encoding="utf-8") as lines, gzip.open(packed, "wt", encoding="utf-8", compresslevel=5) as out:
-            out.writelines(_OWN_ROW.sub(r'\1"units in backward"', line) for line in lines)
+            out.writelines(_in_rows(lines))
         packed.replace(path)
+
+
+def _in_rows(lines: Iterable[str]) -> Iterator[str]:
+    """The lines of a trace, in which an event says its name before its row."""
+    own = False
+    for line in lines:
+        own = own or _NAME in line
+        if own and _ROW.search(line):
+            yield _ROW.sub('"units in backward"', line)
+            own = False
+        else:
+            yield line
