@@ -225,7 +225,8 @@ def _join_accelerate(device: torch.device) -> Callable[[], None]:
     with kept_environment():
         PartialState(cpu=device.type == "cpu")
     torch.set_num_threads(threads)
-    return PartialState._reset_state
+    leave: Callable[[], None] = PartialState._reset_state
+    return leave
 
 
 def _named(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -78,7 +78,7 @@ def unwind() -> None:
 
 def _begun(name: str) -> record_function:
     made = record_function(name)
-    made.__enter__()
+    made.__enter__()  # type: ignore[no-untyped-call]
     return made
 
 

@@ -289,11 +289,11 @@ def _step_clock(device: torch.device) -> StepClock:
         return StepClock()
 
     def mark() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
-        return begin.elapsed_time(end) / 1e3 if end.query() else None
+        return begin.elapsed_time(end) / 1e3 if end.query() else None  # type: ignore[no-untyped-call]
 
     return StepClock(mark, between)
