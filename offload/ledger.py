@@ -44,6 +44,7 @@ class Ledger:
         self._bytes: dict[tuple[Tier, Purpose], int] = defaultdict(int)
         self._limits = dict(limits or {})
         self._peak = 0
+        self._highest: dict[tuple[Tier, Purpose], int] = {}
 
     def add(self, tier: Tier, purpose: Purpose, nbytes: int) -> None:
         """Count an allocation (or, negative, its end).
@@ -64,6 +65,7 @@ class Ledger:
                 f"these {self.total(tier):,} in use"
             )
         self._bytes[key] += nbytes
+        self._highest[key] = max(self._highest.get(key, 0), self._bytes[key])
         self._peak = max(self._peak, self.total())
 
     def total(self, *tiers: Tier) -> int:
@@ -81,3 +83,12 @@ class Ledger:
             if nbytes and where in (tiers or MEMORY):
                 sums[purpose] += nbytes
         return dict(sums)
+
+    def take_highest(self) -> dict[Tier, dict[Purpose, int]]:
+        """The most bytes that each purpose has had on each tier since this was last asked; purposes without bytes are left out."""
+        found: dict[Tier, dict[Purpose, int]] = {}
+        for (tier, purpose), most in self._highest.items():
+            if most:
+                found.setdefault(tier, {})[purpose] = most
+            self._highest[tier, purpose] = self._bytes[tier, purpose]
+        return found

@@ -111,6 +111,10 @@ class Tiers:
         """How long callers have waited for each tier that makes them wait."""
         return dict.fromkeys([Tier.FILE], self._file.waits) if self._file is not None else {}
 
+    def seconds_waited(self) -> float:
+        """How long callers have waited for all tiers so far."""
+        return self._file.waits.total if self._file is not None else 0.0
+
     def check(self) -> None:
         """Raise `StorageError` where a file has been removed or shortened."""
         for file in self.in_use:

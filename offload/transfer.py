@@ -17,6 +17,8 @@ class Waits:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.total = 0.0
+        """All of them, however often they were asked for."""
 
     def take(self) -> float:
         """Seconds since this was last asked."""
@@ -25,7 +27,9 @@ class Waits:
 
     def add(self, began: float) -> None:
         """Count the time since `began`, of `time.perf_counter`."""
-        self.seconds += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self.seconds += seconds
+        self.total += seconds
 
 
 class Transfer:

@@ -55,3 +55,21 @@ def test_what_was_refused_can_be_had_elsewhere_and_later() -> None:
     ledger.add(Tier.DEVICE, Purpose.MOMENTS, 100)
     assert ledger.total(Tier.DEVICE) == 100
     assert ledger.peak() == 141
+
+
+@given(steps=steps)
+@settings(max_examples=100)
+def test_the_most_of_each_purpose_since_it_was_last_asked_for(steps: list[tuple[Tier, Purpose, int]]) -> None:
+    ledger, now, most = Ledger(), Counter[tuple[Tier, Purpose]](), Counter[tuple[Tier, Purpose]]()
+    for number, (tier, purpose, nbytes) in enumerate(steps):
+        nbytes = max(nbytes, -now[tier, purpose])
+        ledger.add(tier, purpose, nbytes)
+        now[tier, purpose] += nbytes
+        most[tier, purpose] = max(most[tier, purpose], now[tier, purpose])
+        if number % 5 == 4:
+            wanted: dict[Tier, dict[Purpose, int]] = {}
+            for (where, what), count in most.items():
+                if count:
+                    wanted.setdefault(where, {})[what] = count
+            assert ledger.take_highest() == wanted
+            most = Counter(now)

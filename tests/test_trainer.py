@@ -42,7 +42,8 @@ def test_a_run_and_all_that_may_be_done_around_it(workers: Workers, tmp_path: Pa
 def check_files(folder: Path, found: dict[str, Any], size: int) -> None:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line, parse_constant=pytest.fail) for line in lines]
-    assert [list(record) for record in records] == [[*FIELDS, *["communication"] * (size > 1)]] * 4
+    more = [*["communication"] * (size > 1), "mfu", "phases", "memory"]
+    assert [list(record) for record in records] == [[*FIELDS, *more]] * 4
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert [record["tokens"] for record in records] == [96, 192, 288, 384]
     assert [record["lr"] for record in records] == pytest.approx([0.0, 0.01, 0.01 * 2 / 3, 0.01 / 3])

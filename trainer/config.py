@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import yaml
@@ -84,9 +85,9 @@ class TrainerConfig(Section):
                 raise PydanticCustomError("keys_disagree", "{problems}", {"problems": "\n".join(problems)})
         return self
 
-    def to_yaml(self) -> str:
-        """Every key with its value, as YAML that `load_config` reads back to an equal configuration."""
-        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    def to_yaml(self, change: Callable[[dict[str, Any]], Any] = lambda values: values) -> str:
+        """Every key with its value, as YAML that `load_config` reads back to an equal configuration, unless `change` says more."""
+        return yaml.dump(change(self.model_dump(mode="json")), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -21,6 +21,7 @@ from zeromesh.trainer.config_words import (
     suggestion,
 )
 from zeromesh.trainer.config_yaml import parse_yaml
+from zeromesh.trainer.trackers import tracker_problems
 
 # What people try that has a reason why it is not there.
 _WHOLE_MATRICES = "it needs whole matrices (granularity: matrix), which this version does not have"
@@ -46,7 +47,7 @@ def load_config(
     """The configuration of `source`, with `overrides` (`section.key=value`, the value in YAML) on top.
 
     Keys that are `unused`, because something else stands in for them, need not agree with others, nor exist as paths.
-    Touches no process group, no device and no model; checks that the paths it names exist.
+    Touches no process group, no device and no model; checks that the paths and the packages of trackers that it names exist.
 
     Args:
         arguments: transformers' TrainingArguments that `source` goes on top of.
@@ -131,6 +132,7 @@ def _validate(data: dict[str, Any], unused: frozenset[str]) -> tuple[TrainerConf
     # Where a key inside is wrong, so is what holds it.
     paths = unused.union(".".join(keys[:depth]) for keys in wrong for depth in range(1, len(keys) + 1))
     more = [*config_rules.problems(config, wrong=paths), *config_rules.missing_paths(config, wrong=paths)]
+    more += [] if "tracking.backends" in paths else tracker_problems(config.tracking.backends)
     problems = [*wrong.values(), *more]
     return (None if problems else config), problems
 

@@ -477,7 +477,9 @@ class TrackingSection(Section):
     """Where figures of a run go beside its own files. Nothing that fails here stops or slows training."""
 
     backends: Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)] = Field(
-        default=(), description="Trackers: wandb, tensorboard, and others that accelerate knows."
+        default=(),
+        description="Trackers: wandb, tensorboard, aim, clearml, comet_ml, dvclive, mlflow, swanlab, trackio, or one that "
+        "was given to accelerate's register_tracker_class.",
     )
     project: Text = Field(default="zeromesh", description="The project that trackers file the run under.")
     name: Text | None = Field(default=None, description="What trackers call the run; null: `run.name`.")
@@ -495,4 +497,4 @@ class ProfileSection(Section):
     steps: (
         Annotated[tuple[Count, Count], BeforeValidator(tuple_from_list), Allowed("null, or a list of two steps")] | None
     ) = Field(default=None, description="First and last step that are recorded on every rank; null: none.")
-    memory: bool = Field(default=False, description="Record allocations too, and shapes of operators.")
+    memory: bool = Field(default=False, description="Record allocations and shapes of operators too.")

@@ -19,8 +19,8 @@ from pydantic.fields import FieldInfo
 
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_types import Allowed
+from zeromesh.trainer.redaction import REDACTED
 
-REDACTED = "<redacted>"
 _SECRET = re.compile(r"key|token|secret|passw", re.IGNORECASE)
 
 # Names that people bring from other trainers, in lower case, and where they live here.

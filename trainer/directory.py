@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zeromesh.errors import StorageError
+from zeromesh.mesh.launch import secret_values
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.metrics import MetricsWriter
+from zeromesh.trainer.redaction import Redaction
 
 
 class RunDirectory:
@@ -64,12 +66,13 @@ class RunDirectory:
 
     @contextmanager
     def open(self, config: TrainerConfig, step: int) -> Iterator[MetricsWriter | None]:
-        """Write the resolved configuration, and hand out the writer of metrics, which continues after `step`."""
+        """Write the resolved configuration, without secrets, and hand out the writer of metrics, which continues after `step`."""
         if not self._writes:
             yield None
             return
         try:
-            (self.path / "config.resolved.yaml").write_text(config.to_yaml(), encoding="utf-8")
+            text = config.to_yaml(Redaction(secret_values()).values)
+            (self.path / "config.resolved.yaml").write_text(text, encoding="utf-8")
         except OSError as error:
             raise self._unwritable(error.strerror or str(error)) from error
         with MetricsWriter(self.path / "metrics.jsonl", keep_through=step) as writer:

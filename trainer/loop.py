@@ -11,11 +11,13 @@ import torch
 from zeromesh.trainer import setup
 from zeromesh.trainer.checkpoints import RunCheckpoints
 from zeromesh.trainer.metrics import MetricsWriter, StepMetrics
+from zeromesh.trainer.profiling import Profile
 from zeromesh.trainer.signals import StopRequest
 from zeromesh.trainer.state import TrainerState
 from zeromesh.trainer.step import Feed, StepEvents, Votes
 from zeromesh.trainer.stragglers import Stragglers
 from zeromesh.trainer.streamed import StreamedDataset
+from zeromesh.trainer.tracking import Tracking
 from zeromesh.trainer.wishes import Wishes
 
 if TYPE_CHECKING:
@@ -31,12 +33,16 @@ class TrainingLoop:
         feed: Feed,
         *,
         writer: MetricsWriter | None,
+        tracking: Tracking,
+        profile: Profile,
         checkpoints: RunCheckpoints,
         request: StopRequest,
     ) -> None:
         self._run = run
         self._feed = feed
         self._writer = writer
+        self._tracking = tracking
+        self._profile = profile
         self._checkpoints = checkpoints
         self._request = request
         self._schedule = setup.learning_rate_schedule(run.config, run.given.lr_scheduler)
@@ -92,13 +98,15 @@ class TrainingLoop:
             substep_end=lambda: run.call("on_substep_end", number), before_update=lambda: run.before_update(number)
         )
         feed = replace(self._feed, passed_over=run.passed_over)
-        result = run.stepper.train_step(feed, run.step, factor, events, Votes.of(self._request.signal))
+        with self._profile.step(number):
+            result = run.stepper.train_step(feed, run.step, factor, events, Votes.of(self._request.signal))
         run.step = number
         self._note_stop(result.votes.number)
         run.call("on_optimizer_step", number)
         self._seconds += result.seconds
         figures = run.rank_figures() if run.events.wishes.log else None
-        metrics = run.progress.add(result, number, run.learning_rate, figures.peak_bytes if figures else 0)
+        peak = figures.peak_bytes if figures else 0
+        metrics = run.progress.add(result, number, run.learning_rate, peak, run.figures.of(result))
         if result.skipped and result.loss_scale == 1.0:
             run.console.note(f"step {number}: no update on any rank: {result.cause}")
         written = run.events.wishes.log
@@ -141,6 +149,7 @@ class TrainingLoop:
         run = self._run
         if self._writer is not None:
             self._writer.write(metrics)
+        self._tracking.log(metrics)
         run.console.step(metrics)
         run.log_history.append(metrics.record())
 
@@ -195,6 +204,7 @@ class TrainingLoop:
         # As transformers: a callback compares with what was best before.
         run.call("on_evaluate", run.step, values)
         run.call("on_log", run.step, values)
+        self._tracking.evaluated(run.step, values)
         run.best = run.best.after(run.latest_metric, run.step, run.goal, section.min_improvement)
         if section.load_best and run.best.step == run.step:
             run.events.wishes.save = True
@@ -234,5 +244,6 @@ class TrainingLoop:
             seed=run.config.run.seed,
             max_steps=self._last,
             learning_rate=run.config.optimizer.lr * self._schedule.factor(max(0, run.step - 1)),
+            tracker=self._tracking.identity(run.config.run.name),
             settings=run.settings,
         )

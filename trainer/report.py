@@ -90,8 +90,10 @@ class Progress:
         self._skipped = skipped
         self._last_loss = loss
 
-    def add(self, result: StepResult, step: int, lr: float, peak: int) -> StepMetrics:
-        """Count a step; returns its line. `peak`: bytes that the rank with the most has needed so far."""
+    def add(
+        self, result: StepResult, step: int, lr: float, peak: int, figures: Mapping[str, Any] | None = None
+    ) -> StepMetrics:
+        """Count a step; returns its line. `peak`: bytes that the rank with the most has needed so far; `figures`: more fields."""
         self._losses.append(result.loss)
         self._seconds.append(result.seconds)
         self._tokens += result.tokens
@@ -120,7 +122,7 @@ class Progress:
             tokens_per_second=result.tokens / result.seconds,
             step_seconds=result.seconds,
             peak_memory_bytes=peak,
-            extras=extras,
+            extras=extras | dict(figures or {}),
         )
 
     def notes(self) -> list[str]:

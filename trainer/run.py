@@ -34,12 +34,16 @@ from zeromesh.trainer.directory import RunDirectory
 from zeromesh.trainer.dress import dress_model
 from zeromesh.trainer.evaluation import Evaluator, Values
 from zeromesh.trainer.events import Events
+from zeromesh.trainer.exhausted import explained, ran_out
 from zeromesh.trainer.feeds import Feeds, Given
+from zeromesh.trainer.figures import StepFigures
+from zeromesh.trainer.flops import ModelFlops
 from zeromesh.trainer.hf.generate import check_arguments, generate
 from zeromesh.trainer.hf.losses import make_loss
 from zeromesh.trainer.hf.save import save_pretrained, specs_of, tensors_of
 from zeromesh.trainer.loop import TrainingLoop
 from zeromesh.trainer.memory import kept_input_bytes, require_memory
+from zeromesh.trainer.profiling import Profile
 from zeromesh.trainer.report import FitReport, Progress
 from zeromesh.trainer.run_state import RunState
 from zeromesh.trainer.schedules import STEADY
@@ -49,6 +53,7 @@ from zeromesh.trainer.step import Stepper
 from zeromesh.trainer.stragglers import RankFigures
 from zeromesh.trainer.streamed import StreamedDataset
 from zeromesh.trainer.takes import Takes
+from zeromesh.trainer.tracking import Tracking
 from zeromesh.trainer.watched_source import WatchedSource
 from zeromesh.trainer.wishes import Wishes
 from zeromesh.zero.build import open_tiers
@@ -78,6 +83,8 @@ class Run:
         self.learning_rate = 0.0
         self.log_history: list[Mapping[str, Any]] = []
         self.progress = Progress(config.run.max_nonfinite)
+        self.tracker: Mapping[str, str] = {}
+        """What the checkpoint that the run goes on from knows of its trackers."""
         self.report: FitReport | None = None
         self.gradients_ready = False
         self._broken = ""
@@ -111,7 +118,9 @@ class Run:
         pipeline = self.divided.pipeline
         self.stepper = Stepper(self.model, self.loss, mesh, options.precision.compute, engine, pipeline)
         self.console.note(self._size(engine))
-        self._tell([note for note in [engine.updater.place.note()] if note])
+        compute, samples = options.precision.compute, config.batch.global_size
+        self.figures = StepFigures(self._flops, mesh, compute, samples, engine.ledger)
+        self._tell([note for note in [engine.updater.place.note(), *self.figures.notes] if note])
 
     def _build(self, built: BuiltModel, options: ZeroOptions, tiers: Tiers) -> ZeroEngine:
         """Look at the model and the data, leave on this rank its part of the model, and give that its values."""
@@ -119,6 +128,7 @@ class Run:
         setup.place_buffers(built, mesh, config.run.seed)
         # Of the whole model, so that all ranks take the same batches, count alike and refuse alike.
         self.takes = Takes.of(model, users_loss=given.compute_loss is not None)
+        self._flops = ModelFlops.of(model)
         self.console.status("trying the loss on a small copy")
         smoothing, divided = config.run.label_smoothing, mesh.tensor.size > 1
         self.loss = make_loss(
@@ -228,8 +238,18 @@ class Run:
                     directory.open(self.config, self.step) as writer,
                     self.monitored(directory),
                     self.console,
+                    self._tracking(directory) as tracking,
+                    Profile(self.config.profile, directory.path, self.mesh, self.console.note) as profile,
                 ):
-                    loop = TrainingLoop(self, feed, writer=writer, checkpoints=checkpoints, request=request)
+                    loop = TrainingLoop(
+                        self,
+                        feed,
+                        writer=writer,
+                        tracking=tracking,
+                        profile=profile,
+                        checkpoints=checkpoints,
+                        request=request,
+                    )
                     stopped = loop.go()
                     eval_loss = loop.eval_loss
             if not stopped and self.config.run.load_best:
@@ -239,6 +259,11 @@ class Run:
             self.console.note(f"stopped after step {self.step}")
             leave(stopped)
         return report
+
+    def _tracking(self, directory: RunDirectory) -> Tracking:
+        return Tracking.open(
+            self.config, self.mesh, directory.path, step=self.step, known=self.tracker, note=self.console.note
+        )
 
     @contextmanager
     def _ending(self, checkpoints: RunCheckpoints) -> Iterator[None]:
@@ -256,7 +281,7 @@ class Run:
         state = checkpoints.resume(self.settings)
         if state is None:
             return None
-        self.step, self.passed_over = state.step, state.passed_over
+        self.step, self.passed_over, self.tracker = state.step, state.passed_over, state.tracker
         self.best = Best.from_json(state.best, "the checkpoint")
         self.events.restore(state.callbacks)
         if isinstance(self.data.train, StreamedDataset):
@@ -352,11 +377,21 @@ class Run:
         try:
             yield
         except BaseException as error:
-            self.mesh.fail(error)
+            told = self._explained(error)
+            self.mesh.fail(told)
             alone = self.mesh.world_size == 1
             if not alone or (self.engine is not None and not self.engine.abandon_pass()):
-                self._broken = f"{type(error).__name__}: {error}".removesuffix(": ")
-            raise
+                self._broken = f"{type(told).__name__}: {told}".removesuffix(": ")
+            if told is error:
+                raise
+            raise told from error
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """Where memory ran out, the error that names a file with what holds it; else the same."""
+        if not ran_out(error):
+            return error
+        directory = Path(self.config.run.output_dir).expanduser() / self.config.run.name
+        return explained(error, self.engine, self.mesh, directory, self.step)
 
     # Beside and after training
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError, DataError
+from zeromesh.mesh.clock import Span
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.traffic import Figures
 from zeromesh.pipeline.pipeline import Pipeline
@@ -102,6 +103,8 @@ class StepResult:
     """Seconds that this rank stood still for bytes of a tier, by its name."""
     communication: Figures = field(default_factory=dict)
     """What this rank told others, by axis and collective."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """This rank's seconds in the step, by what they went to."""
     bubble: Mapping[str, float] = field(default_factory=dict)
     """The part of the step in which ranks of a pipeline did not compute, `predicted` and `measured`."""
     votes: Votes = field(default_factory=Votes)
@@ -164,8 +167,10 @@ class Stepper:
         """
         engine = self._require_engine()
         began = time.perf_counter()
+        self._mesh.clock.begin(engine.tiers.seconds_waited)
         microbatches = feed.microbatches(step, self._mesh.data_index)
-        batches = [feed.fetch(microbatch) for microbatch in microbatches]
+        with self._mesh.clock.span(Span.DATA):
+            batches = [feed.fetch(microbatch) for microbatch in microbatches]
         self._require_same(batches)
         count, parts = self._known_counts(feed.plan, microbatches, batches)
         seed = 1.0 if count is None else 1.0 / max(1, count)
@@ -198,6 +203,7 @@ class Stepper:
             cause=outcome.cause,
             waited={tier.value: seconds for tier, seconds in outcome.waited.items()},
             communication=self._mesh.traffic.take(),
+            phases=self._mesh.clock.take(),
             bubble=self._bubble(),
             loss_scale=outcome.loss_scale,
             seconds=time.perf_counter() - began,

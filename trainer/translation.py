@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
-from zeromesh.trainer.config_words import REDACTED, shown
+from zeromesh.trainer.config_words import shown
+from zeromesh.trainer.redaction import REDACTED
 
 AUTO = "auto"
 _SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)

@@ -29,6 +29,9 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 _LAUNCHER = "ZEROMESH_LAUNCHER_PID"
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
+_SECRET = re.compile(r"(?:^|_)(?:\w*KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:$|_)", re.IGNORECASE)
+_LEAST_SECRET = 8
+"""Characters."""
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 
@@ -120,6 +123,23 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def kept_environment() -> Iterator[None]:
+    """Whatever other people's code sets inside the context is as before after it."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def secret_values(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Values of the variables whose names say that they are secrets, such as `HF_TOKEN`; short ones are none."""
+    environ = os.environ if environ is None else environ
+    return tuple(value for name, value in environ.items() if _SECRET.search(name) and len(value) >= _LEAST_SECRET)
 
 
 def export(variables: Mapping[str, str]) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeromesh.errors import CollectiveError, ConfigError, LayoutError, StorageError, ZeromeshError
 from zeromesh.mesh.axes import AXES, Axis, Coordinate, MeshShape
 from zeromesh.mesh.board import SharedBoard, Store, StoreBoard
+from zeromesh.mesh.clock import StepClock
 from zeromesh.mesh.launch import LaunchEnvironment
 from zeromesh.mesh.links import START_SECONDS, Lane, Link, Links
 from zeromesh.mesh.picture import mesh_picture
@@ -70,7 +71,9 @@ class ProcessMesh:
         self.rank = environment.rank
         self.environment = environment
         self.world_size = environment.world_size
-        self.traffic = Traffic()
+        self.clock = _step_clock(device)
+        """Where the time of a step goes."""
+        self.traffic = Traffic(self.clock)
         self.processes: tuple[int, ...] = (0,)
         """The numbers that the launch has given the ranks."""
         self.places: tuple[Place, ...] = (Place(host="here"),)
@@ -278,3 +281,19 @@ class ProcessMesh:
     def close(self) -> None:
         """Leave the process groups, on all ranks alike, when no collective is in flight. The mesh is over."""
         self._links.leave(default=True)
+
+
+def _step_clock(device: torch.device) -> StepClock:
+    """The clock of a device: the host's, or events on the stream that computes, which nobody waits for."""
+    if device.type != "cuda":
+        return StepClock()
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+        return begin.elapsed_time(end) / 1e3 if end.query() else None  # type: ignore[no-untyped-call]
+
+    return StepClock(mark, between)

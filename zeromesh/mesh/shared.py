@@ -76,7 +76,8 @@ class SharedBuffer:
 
     def begin_write(self) -> None:
         if self.persistent:
-            self._done.wait(self._generation, f"end of reading before the update ({self._what})")
+            with self._traffic.timed(Collective.ALL_GATHER):
+                self._done.wait(self._generation, f"end of reading before the update ({self._what})")
 
     def end_write(self) -> None:
         if self.persistent:
@@ -86,7 +87,8 @@ class SharedBuffer:
     def gather(self, shard: TieredTensor) -> None:
         if self.persistent or self._live:
             return
-        self._done.wait(self._generation, f"end of reading before the refill ({self._what})")
+        with self._traffic.timed(Collective.ALL_GATHER):
+            self._done.wait(self._generation, f"end of reading before the refill ({self._what})")
         self._reserve_own()
         self._live = True
         self._generation += 1
@@ -97,8 +99,8 @@ class SharedBuffer:
         if self._counted != self._generation:
             self._counted = self._generation
             self._traffic.count(Collective.ALL_GATHER, self.full.nbytes)
+        self._finish_reading()
         with self._traffic.timed(Collective.ALL_GATHER):
-            self._finish_reading()
             self._written.wait(self._generation, self._what)
 
     def _finish_reading(self) -> None:
@@ -197,7 +199,8 @@ class SharedReducer:
         if free_at > 0 and not self._consumed.reached(free_at):
             if not block:
                 return None
-            self._consumed.wait(free_at, "a free gradient slot")
+            with self.traffic.timed(Collective.REDUCE_SCATTER):
+                self._consumed.wait(free_at, "a free gradient slot")
         return self._slots[self._group.index][sequence % self._ring.slots]
 
     def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:

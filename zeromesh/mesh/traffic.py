@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from types import TracebackType
+
+from zeromesh.mesh.clock import Span, StepClock
 
 Figures = Mapping[str, Mapping[str, Mapping[str, float]]]
 """By axis and collective: `calls`, `bytes` and `seconds`."""
@@ -31,12 +34,17 @@ class Collective(StrEnum):
 
 
 class Account:
-    """What the ranks of one axis, `ranks` of them, have told each other. Counting costs well under a microsecond."""
+    """What the ranks of one axis, `ranks` of them, have told each other. Counting costs well under a microsecond.
 
-    __slots__ = ("_factors", "_figures")
+    What is timed is communication of `clock`'s step too, and a range of torch's profiler.
+    """
 
-    def __init__(self, ranks: int) -> None:
+    __slots__ = ("_clock", "_factors", "_figures", "_labels")
+
+    def __init__(self, ranks: int, axis: str = "", clock: StepClock | None = None) -> None:
         share = (ranks - 1) / ranks
+        self._clock = clock or StepClock()
+        self._labels = {each: f"{each.value} over {axis}" for each in Collective}
         self._factors = dict.fromkeys(Collective, share)
         self._factors |= {Collective.ALL_REDUCE: 2 * share, Collective.POINT_TO_POINT: 1.0}
         self._figures: dict[Collective, list[float]] = {each: [0, 0.0, 0.0] for each in Collective}
@@ -49,7 +57,7 @@ class Account:
 
     def timed(self, collective: Collective) -> _Timed:
         """A block whose duration counts for `collective`."""
-        return _Timed(self._figures[collective])
+        return _Timed(self._figures[collective], self._clock.span(Span.COMMUNICATION, self._labels[collective]))
 
     def figures(self) -> dict[str, tuple[int, int, float]]:
         """Calls, bytes and seconds so far, of the collectives that there were."""
@@ -61,31 +69,35 @@ class Account:
 
 
 class _Timed:
-    __slots__ = ("_began", "_figures")
+    __slots__ = ("_began", "_figures", "_span")
 
-    def __init__(self, figures: list[float]) -> None:
+    def __init__(self, figures: list[float], span: AbstractContextManager[None]) -> None:
         self._figures = figures
+        self._span = span
         self._began = 0.0
 
     def __enter__(self) -> None:
+        self._span.__enter__()
         self._began = time.perf_counter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._figures[2] += time.perf_counter() - self._began
+        self._span.__exit__(kind, error, trace)
 
 
 class Traffic:
     """The accounts of all axes and process sets of a mesh, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: StepClock | None = None) -> None:
+        self._clock = clock
         self._accounts: dict[str, Account] = {}
         self._taken: dict[tuple[str, str], tuple[int, int, float]] = {}
 
     def open(self, axis: str, ranks: int) -> Account:
         """The account of an axis, from now on."""
-        account = self._accounts[axis] = Account(ranks)
+        account = self._accounts[axis] = Account(ranks, axis, self._clock)
         self._taken = {key: taken for key, taken in self._taken.items() if key[0] != axis}
         return account
 

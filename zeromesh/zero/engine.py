@@ -19,6 +19,7 @@ from torch import nn
 
 from zeromesh.errors import ConfigError, LayoutError, NonFiniteError
 from zeromesh.flat.placement import Placement
+from zeromesh.mesh.clock import Span
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
 from zeromesh.offload import Tiers
@@ -165,8 +166,9 @@ class ZeroEngine:
         """
         self._mixed = True
         try:
-            outcome = self.updater.finish(self.units, factor, loss_finite=loss_finite)
-            self._next_generation()
+            with self.mesh.clock.span(Span.OPTIMIZER):
+                outcome = self.updater.finish(self.units, factor, loss_finite=loss_finite)
+                self._next_generation()
             self.tiers.check()  # Before anything is saved of it.
         except BaseException as error:
             self._mixed = self.options.optimizer_in_backward or not isinstance(error, NonFiniteError)

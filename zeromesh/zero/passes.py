@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zeromesh import faults
+from zeromesh import faults, ranges
 from zeromesh.errors import PhaseError
 from zeromesh.flat.placement import Placement
+from zeromesh.mesh.clock import Span
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
 from zeromesh.zero.build import Built
@@ -99,7 +100,8 @@ class Passes:
         """
         self._begin(Mode.FORWARD, "train", microbatch)
         with own_randomness(), torch.enable_grad():
-            loss = run()
+            with self._mesh.clock.span(Span.FORWARD):
+                loss = run()
             outputs, seeds = ([loss], [torch.full_like(loss, seed)]) if loss.requires_grad else ([], [])
             done = Forward(chunk=0, microbatch=microbatch, outputs=outputs, walk=self._walk)
             self.mode = Mode.BACKWARD
@@ -110,7 +112,7 @@ class Passes:
     def forward(self, chunk: int, run: Callable[[], Tensors], microbatch: Microbatch) -> tuple[Tensors, Forward]:
         """Forward of a microbatch through a chunk, whose backward comes later. Returns what `run` does too."""
         self._begin(Mode.FORWARD, f"forward of chunk {chunk}", microbatch)
-        with own_randomness(), torch.enable_grad():
+        with own_randomness(), torch.enable_grad(), self._mesh.clock.span(Span.FORWARD):
             self._seed(self.units[0])  # A stage need not run the root, whose embeddings draw too.
             made = run()
         # The edges alone: what was sent on need not stay until backward.
@@ -132,7 +134,7 @@ class Passes:
         self._holding = forward
         forward.walk.turn(dict.fromkeys(range(len(self.units)), 0))
         try:
-            with own_randomness():
+            with own_randomness(), self._mesh.clock.span(Span.BACKWARD):
                 self._run_backward(forward, gradients)
         finally:
             self._holding = None
@@ -176,9 +178,11 @@ class Passes:
         forward.walk.turn({unit.index: len(unit.trainable) for unit in self.units})
         self._updater.begin_backward(buckets, first=microbatch.first, last=microbatch.last)
         self.gradients.begin(buckets, reduce=reduce, first=microbatch.first)
-        bring()
-        self.gradients.flush()
-        self._updater.end_backward(units)
+        with self._mesh.clock.span(Span.BACKWARD):
+            bring()
+            ranges.turn_to(None)
+            self.gradients.flush()
+            self._updater.end_backward(units)
 
     # Any pass
 
@@ -206,6 +210,7 @@ class Passes:
 
     def end(self) -> None:
         """The pass is over, well or not."""
+        ranges.unwind()
         for unit in self.units:
             if self._sharded and unit.phase in (Phase.GATHERING, Phase.LIVE):
                 if unit.phase is Phase.GATHERING:
@@ -225,7 +230,8 @@ class Passes:
         if unit.phase is Phase.RESTING:
             self.start_gather(unit, settled=settled)
         if unit.phase is Phase.GATHERING:
-            unit.wait()
+            with ranges.named("wait for", unit.name):
+                unit.wait()
         for index in self._order.upcoming(self._options.prefetch):
             if self.units[index].phase is Phase.RESTING:
                 self.start_gather(self.units[index], settled=True)
@@ -233,7 +239,8 @@ class Passes:
     def start_gather(self, unit: Unit, *, settled: bool) -> None:
         """Begin to gather a unit; `settled` where that follows a recorded order."""
         self._event(Activity.GATHER, unit, settled=settled)
-        unit.gather()
+        with ranges.named("gather", unit.name):
+            unit.gather()
 
     def _event(self, activity: Activity, unit: Unit, *, settled: bool) -> None:
         if self._mesh.watch is not None:
@@ -255,6 +262,7 @@ class Passes:
         self.need(unit)
         self._mesh.post(Activity.FORWARD, unit.index)
         self._seed(unit)
+        ranges.enter("forward of", unit.name)
 
     def before_part(self, module: nn.Module) -> None:
         """A module that holds some of the root's parameters is about to run, perhaps without the root."""
@@ -294,6 +302,7 @@ class Passes:
         """A unit has run: hook its outputs for backward, or rest."""
         if self.mode is Mode.BACKWARD:
             return
+        ranges.leave()
         if self.mode is Mode.FORWARD:
             self._hook_backward(unit, output)
         if self._sharded and unit.index != 0 and unit.phase is Phase.LIVE:
@@ -318,6 +327,7 @@ class Passes:
         if not self._walk.reach(unit.index):
             return
         self._need_in_backward(unit)
+        ranges.turn_to(unit.name)
         if self._options.overlap:
             self.gradients.pump()
         self._mesh.post(Activity.BACKWARD, unit.index)

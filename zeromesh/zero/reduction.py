@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from zeromesh import ranges
 from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import Slot
 from zeromesh.mesh.transport import Reducer, Reduction
@@ -229,7 +230,8 @@ class GradientReducer:
         if bucket.partial is not None and not self._first:
             filled.add_(bucket.partial)
         add = bucket.partial is None and not self._first
-        reduction = self._reducer.launch(arrivals.sequence, filled, bucket.grad, add=add)
+        with ranges.named("reduce", bucket.name):
+            reduction = self._reducer.launch(arrivals.sequence, filled, bucket.grad, add=add)
         arrivals.launched = True
         self._flying.append((bucket, reduction))
         if not self._overlap:
@@ -237,7 +239,8 @@ class GradientReducer:
 
     def _finish_one(self) -> None:
         bucket, reduction = self._flying.popleft()
-        reduction.finish()
+        with ranges.named("finish reducing", bucket.name):
+            reduction.finish()
         if bucket.interval.length == bucket.layout.shard_length:
             self._on_reduced(bucket)
         else:

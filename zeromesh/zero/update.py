@@ -15,6 +15,7 @@ import torch
 from zeromesh import faults
 from zeromesh.errors import NonFiniteError
 from zeromesh.flat.placement import Placement
+from zeromesh.mesh.clock import Span
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
 from zeromesh.offload import Mode, Purpose, Row, Stream, Tier, TieredTensor, Tiers, Use, Waits
@@ -289,6 +290,10 @@ class Updater:
         self.before_change(bucket)
         self.last_order.append(bucket)
         self._mesh.post(Activity.OPTIMIZER, self._units[id(bucket)].index)
+        with self._mesh.clock.span(Span.OPTIMIZER, f"update {bucket.name}"):
+            self._change(bucket, factor, following)
+
+    def _change(self, bucket: Bucket, factor: float, following: Sequence[Bucket]) -> None:
         bucket.buffer.begin_write()
         optimizer = self._optimizers[id(bucket)]
         optimizer.begin()

@@ -1,0 +1,443 @@
+"""Tracking: every step once with its figures, also after a kill and a resume; no secret anywhere; what fails is one warning."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb_log
+from tracking_cases import ENVIRONMENT, IN_ARGUMENTS, IN_CONFIG
+from workers import PoolOptions, Workers
+
+from zeromesh.errors import ConfigError
+from zeromesh.mesh.launch import kept_environment, secret_values
+from zeromesh.trainer import trackers as kinds
+from zeromesh.trainer.config_file import load_config
+from zeromesh.trainer.config_words import known_paths
+from zeromesh.trainer.metrics import StepMetrics, read_metrics
+from zeromesh.trainer.redaction import REDACTED, Redaction, is_secret
+from zeromesh.trainer.trackers import Row, Sent, TrackedRun, Tracker
+from zeromesh.trainer.tracking import Tracking
+from zeromesh.trainer.wandb_files import last_row
+
+CASE = "tracking_cases:tracked"
+FIGURES = {
+    *("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens"),
+    *("perf/tokens_per_second", "perf/step_seconds", "perf/mfu", "memory/peak_bytes"),
+    *("memory/device/parameters", "memory/device/moments", "memory/device/gradients", "memory/device/gradient_buckets"),
+    *("time/data", "time/forward", "time/backward", "time/communication", "time/optimizer"),
+    *("communication/shard/all-gather/bytes", "communication/shard/reduce-scatter/seconds"),
+}
+
+
+def steps_of(rows: list[dict[str, Any]], name: str) -> list[int]:
+    """The steps of the rows that have a figure, in their order."""
+    return [row["train/global_step"] for row in rows if name in row]
+
+
+# What an offline wandb run holds
+
+
+@pytest.fixture(scope="module")
+def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 7 steps on two ranks, tracked by wandb and a tracker of the user's own."""
+    folder = tmp_path_factory.mktemp("tracked")
+    found = workers.run(2, CASE, folder=str(folder), steps=7, backends=["wandb", "noted"])
+    assert "WARNING" not in found[0]["said"], found[0]["said"]
+    assert [each["threads"] for each in found] == [1, 1]
+    return folder / "run"
+
+
+def test_a_run_of_wandb_has_every_step_once_with_its_figures(run: Path) -> None:
+    (path,) = wandb_log.files(run)  # of one rank alone
+    rows = wandb_log.rows(path)
+    assert steps_of(rows, "train/loss") == [1, 2, 3, 4, 5, 6, 7]
+    assert steps_of(rows, "eval/loss") == [3, 6, 7]
+    written = read_metrics(run / "metrics.jsonl")
+    trained = [row for row in rows if "train/loss" in row]
+    for row, line in zip(trained, written, strict=True):
+        assert row.keys() >= FIGURES
+        for name, field in (("loss", "loss"), ("learning_rate", "lr"), ("grad_norm", "grad_norm")):
+            assert row[f"train/{name}"] == line[field]
+        assert row["perf/mfu"] == line["mfu"] > 0
+        assert row["memory/device/moments"] == line["memory"]["device"]["moments"] > 0
+    assert [row["_step"] for row in rows] == list(range(10))
+    assert wandb_log.config(path)["optimizer"]["lr"] == 0.01
+    assert json.loads((run / "tracking.json").read_text())["id"] in path.name
+
+
+def test_a_tracker_that_was_registered_with_accelerate_gets_the_same(run: Path) -> None:
+    lines = [json.loads(line) for line in (run / "noted" / "zeromesh.jsonl").read_text().splitlines()]
+    assert lines[0]["config"]["optimizer.lr"] == 0.01
+    assert lines[-1] == {"finished": True}
+    assert [line["step"] for line in lines[1:-1] if "train/loss" in line] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line["step"] for line in lines[1:-1] if "eval/loss" in line] == [3, 6, 7]
+    assert lines[1].keys() >= FIGURES
+
+
+def test_the_phases_of_a_step_add_up_to_it(run: Path) -> None:
+    for line in read_metrics(run / "metrics.jsonl"):
+        assert sum(line["phases"].values()) == pytest.approx(line["step_seconds"], rel=0.05, abs=2e-3)
+
+
+def test_the_last_row_is_found_in_the_newest_file_that_has_one(run: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(run / "wandb", tmp_path / "wandb", symlinks=True))
+    ident = json.loads((run / "tracking.json").read_text())["id"]
+    (path,) = wandb_log.files(tmp_path)
+    found = last_row(folder, ident, "train/global_step")
+    assert found is not None
+    assert (found.value, found.number) == (7, 9)
+    assert "eval/loss" in found.names
+    begun = tmp_path / "wandb" / f"offline-run-29990101_000000-{ident}" / path.name
+    begun.parent.mkdir()
+    begun.write_bytes(path.read_bytes()[:200])
+    assert last_row(folder, ident, "train/global_step") == found
+    cut = path.stat().st_size
+    while found is not None and found.value == 7:  # as after a kill, wherever that has cut it off
+        cut -= 20
+        os.truncate(path, cut)
+        found = last_row(folder, ident, "train/global_step")
+    assert found is not None
+    assert (found.value, found.number) == (6, 7)
+    assert last_row(folder, "another", "train/global_step") is None
+
+
+# Kills, resumes and breakdowns
+
+
+def test_after_a_kill_and_a_resume_every_step_is_there_once(workers: Workers, tmp_path: Path) -> None:
+    marker, lines = tmp_path / "started", tmp_path / "run" / "metrics.jsonl"
+    arguments = {"folder": str(tmp_path), "backends": ["wandb", "noted"]}
+    with workers.fresh(PoolOptions(size=2, timeout_seconds=3.0)) as pool:
+
+        def kill() -> None:
+            while not lines.exists() or len(lines.read_bytes().splitlines()) < 44 or not wandb_log.files(lines.parent):
+                time.sleep(0.02)
+            for pid in pool.pids:
+                os.kill(pid, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        outcomes = pool.outcomes(CASE, timeout=120, steps=500, marker=str(marker), rest=0.15, **arguments)
+        killer.join()
+    assert {outcome.error for outcome in outcomes} == {"died"}
+    made, before = len(read_metrics(lines)), wandb_log.rows(wandb_log.files(lines.parent)[0])
+    lasted = steps_of(before, "train/loss")
+    assert lasted == list(range(1, len(lasted) + 1))
+    assert made - len(lasted) <= 2 / 0.15 + 1  # at most two seconds are lost
+    assert len(lasted) > 10
+    found = workers.run(2, CASE, timeout=120, steps=made + 9, **arguments)[0]
+    assert "resumed from step" in found["said"]
+    first, second = wandb_log.files(lines.parent)
+    assert first.name == second.name
+    rows = [*wandb_log.rows(first), *wandb_log.rows(second)]
+    assert steps_of(rows, "train/loss") == list(range(1, made + 10))
+    evaluated = [*range(3, made + 10, 3)]
+    assert steps_of(rows, "eval/loss") == sorted({*evaluated, made + 9})
+    assert [row["_step"] for row in rows] == list(range(len(rows)))
+    losses = {line["step"]: line["loss"] for line in read_metrics(lines)}
+    assert all(row["train/loss"] == losses[row["train/global_step"]] for row in rows if "train/loss" in row)
+    noted = [json.loads(line) for line in (lines.parent / "noted" / "zeromesh.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in noted if "train/loss" in line] == list(range(1, made + 10))
+
+
+def test_the_id_comes_from_the_checkpoint_where_its_file_is_gone(workers: Workers, tmp_path: Path) -> None:
+    arguments = {"folder": str(tmp_path), "backends": ["noted"]}
+    workers.run(1, CASE, steps=5, **arguments)
+    path = tmp_path / "run" / "tracking.json"
+    ident = json.loads(path.read_text())["id"]
+    path.unlink()
+    workers.run(1, CASE, steps=7, **arguments)
+    assert json.loads(path.read_text())["id"] == ident
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    workers.run(1, CASE, steps=3, **arguments)  # From the beginning: another run.
+    assert json.loads(path.read_text())["id"] != ident
+
+
+def test_steps_that_are_computed_again_are_not_sent_again(workers: Workers, tmp_path: Path) -> None:
+    arguments = {"folder": str(tmp_path), "backends": ["noted"], "steps": 12}
+    with workers.fresh(PoolOptions(size=1)) as pool:
+        (outcome,) = pool.outcomes(CASE, breaks=9, **arguments)
+    assert outcome.error == "KeyError"
+    said = workers.run(1, CASE, **arguments)[0]["said"]
+    assert "resumed from step 5" in said
+    lines = [json.loads(line) for line in (tmp_path / "run" / "noted" / "zeromesh.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 13))
+    assert [line["step"] for line in lines if "eval/loss" in line] == [3, 6, 9, 12]
+
+
+def test_training_goes_on_when_the_service_of_wandb_is_killed(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, CASE, timeout=120, folder=str(tmp_path), steps=20, backends=["wandb", "noted"], kills=4)[0]
+    assert found["killed"] == 1
+    assert len(found["losses"]) == 20
+    said = " ".join(found["said"].split())
+    assert said.count("WARNING") == 1
+    assert "WARNING: tracking by wandb ended after step" in said
+    assert "Training goes on; metrics.jsonl has every step" in said
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 21))
+    noted = (tmp_path / "run" / "noted" / "zeromesh.jsonl").read_text().splitlines()
+    assert sum("train/loss" in line for line in noted) == 20
+
+
+def test_tensorboard_shows_every_step_once(workers: Workers, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    arguments = {"folder": str(tmp_path), "backends": ["tensorboard"], "steps": 12}
+    with workers.fresh(PoolOptions(size=1)) as pool:
+        assert pool.outcomes(CASE, breaks=9, **arguments)[0].error == "KeyError"
+    found = workers.run(1, CASE, **arguments)[0]
+    assert "WARNING" not in found["said"]
+    shown = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    losses = {line["step"]: line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")}
+    scalars = shown.Scalars("train/loss")
+    assert [event.step for event in scalars] == list(range(1, 13))
+    assert [event.value for event in scalars] == pytest.approx([losses[step] for step in range(1, 13)], rel=1e-6)
+    assert [event.step for event in shown.Scalars("eval/loss")] == [3, 6, 9, 12]
+    assert "config/text_summary" in shown.Tags()["tensors"]
+
+
+# Secrets
+
+
+@pytest.mark.parametrize("backends", [["wandb", "noted"], ["tensorboard"]])
+def test_no_secret_is_in_any_file_of_a_run(workers: Workers, tmp_path: Path, backends: list[str]) -> None:
+    if "tensorboard" in backends:
+        pytest.importorskip("tensorboard")
+    found = workers.run(2, "tracking_cases:planted", folder=str(tmp_path), backends=backends)[0]
+    assert "WARNING" not in found["said"]
+    secrets = [*ENVIRONMENT.values(), IN_CONFIG, IN_ARGUMENTS, "planted"]
+    paths = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    names = {path.name for path in paths}
+    assert {"metrics.jsonl", "config.resolved.yaml", "tracking.json", "trainer_state.json"} <= names
+    assert backends == ["tensorboard"] or any(name.endswith(".wandb") for name in names)
+    for path in paths:
+        content = path.read_bytes()
+        assert [secret for secret in secrets if secret.encode() in content] == [], path
+    assert REDACTED in (tmp_path / "run" / "config.resolved.yaml").read_text()
+
+
+def test_what_is_a_secret() -> None:
+    assert not [path for path in known_paths() if is_secret(path.rpartition(".")[2])]
+    for key in (
+        "api_key",
+        "hf_token",
+        "hub_token",
+        "SECRET",
+        "password",
+        "aws_secret_access_key",
+        "key",
+        "credentials",
+    ):
+        assert is_secret(key)
+    for key in ("tokenizer", "pad_token", "pad_token_id", "num_key_value_heads", "bos_token", "tokenizer_class"):
+        assert not is_secret(key)
+    redaction = Redaction(["known-secret"])
+    values = {
+        "a": ["with known-secret inside", 3, None],
+        "api_key": "x",
+        "token": 7,
+        "deep": {"password": "y", "n": 1.5},
+    }
+    assert redaction.values(values) == {
+        "a": [f"with {REDACTED} inside", 3, None],
+        "api_key": REDACTED,
+        "token": 7,
+        "deep": {"password": REDACTED, "n": 1.5},
+    }
+    assert redaction.text("s3://user:pass@host/path hf_" + "a" * 30) == f"s3://{REDACTED}@host/path {REDACTED}"
+    assert redaction.text("ssh://git@host/path, http://host:80/a@b") == "ssh://git@host/path, http://host:80/a@b"
+
+
+def test_secrets_of_the_environment_are_known_by_the_names_of_their_variables() -> None:
+    environ = {
+        **ENVIRONMENT,
+        "AWS_SECRET_ACCESS_KEY": "planted-aws",
+        "SHORT_TOKEN": "abc",
+        "TOKENIZERS_PARALLELISM": "not-secret",
+        "KEYBOARD_LAYOUT": "not-secret",
+    }
+    assert set(secret_values(environ)) == {*ENVIRONMENT.values(), "planted-aws"}
+
+
+def test_the_environment_is_put_back() -> None:
+    before = dict(os.environ)
+    with kept_environment():
+        os.environ["ZEROMESH_TEST"] = "1"
+        os.environ.pop("PATH", None)
+    assert dict(os.environ) == before
+
+
+# Names of trackers
+
+
+def problems_of(backends: list[str]) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"tracking": {"backends": backends}, "run": {"max_steps": 0}})
+    return caught.value.problems
+
+
+def test_unknown_trackers_and_missing_packages_are_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kinds, "find_spec", lambda name: None)
+    found = "\n".join(problems_of(["wandbb", "comet_ml", "nonsense"]))
+    assert "tracking.backends: got 'wandbb'; allowed are aim, clearml, comet_ml" in found
+    assert "did you mean wandb?" in found
+    assert "comet_ml needs a package that is not installed; run: pip install comet-ml" in found
+    assert "got 'nonsense'" in found
+    assert "run.max_steps: got 0" in found  # all at once
+
+
+def test_a_folder_of_the_same_name_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "aim").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert [problem for problem in kinds.tracker_problems(["aim"]) if "pip install aim" in problem]
+
+
+# The thread
+
+
+class Fake(Tracker):
+    """A tracker that does as it is told."""
+
+    def __init__(self, name: str = "fake", log: Callable[[Row], None] = lambda row: None, **calls: Any) -> None:
+        run = TrackedRun(ident="x", name="x", project="x", tags=(), online=False, directory=Path(), step=0, config={})
+        super().__init__(name, run, sent=calls.get("sent", Sent()))
+        self._log, self._calls = log, calls
+        self.rows: list[Row] = []
+
+    def start(self) -> None:
+        self._calls.get("start", lambda: None)()
+
+    def log(self, row: Row) -> None:
+        self._log(row)
+        self.rows.append(row)
+
+    def finish(self) -> None:
+        self._calls.get("finish", lambda: None)()
+
+
+def metrics(step: int, **extras: Any) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        loss=1.0 / step,
+        grad_norm=None,
+        lr=0.1,
+        tokens=10 * step,
+        tokens_per_second=5.0,
+        step_seconds=0.1,
+        peak_memory_bytes=7,
+        extras=extras,
+    )
+
+
+def raises(error: Exception) -> Callable[..., None]:
+    def call(*_: Any) -> None:
+        raise error
+
+    return call
+
+
+def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on() -> None:
+    said: list[str] = []
+    good = Fake("good")
+    bad = [
+        Fake("first", start=raises(ImportError("no such module"))),
+        Fake("second", log=raises(ConnectionError("cannot send known-secret\nmore"))),
+        Fake("third", finish=raises(OSError("disk full"))),
+    ]
+    tracking = Tracking([*bad, good], said.append, ident="x", redaction=Redaction(["known-secret"]))
+    with tracking:
+        for step in range(1, 6):
+            tracking.log(metrics(step))
+            tracking.evaluated(step, {"loss": 0.5, "eval_accuracy": 0.25})
+    assert [row.step for row in good.rows if not row.evaluation] == [1, 2, 3, 4, 5]
+    assert good.rows[1].values == {"eval/loss": 0.5, "eval/accuracy": 0.25}
+    assert len(said) == 3
+    assert "first did not begin: ImportError: no such module. Training goes on" in said[0]
+    assert f"second ended after step 0: ConnectionError: cannot send {REDACTED}. Training" in said[1]
+    assert "third did not end well: OSError: disk full" in said[2]
+
+
+def test_the_training_thread_never_waits_and_what_does_not_fit_is_counted() -> None:
+    said: list[str] = []
+    gate = threading.Event()
+    slow = Fake(log=lambda row: (gate.wait(10), None)[1])
+    tracking = Tracking([slow], said.append, ident="x", capacity=3)
+    with tracking:
+        tracking.log(metrics(1))
+        while tracking._rows.qsize():
+            time.sleep(0.001)
+        began = time.monotonic()
+        for step in range(2, 11):
+            tracking.log(metrics(step))
+        assert time.monotonic() - began < 1
+        gate.set()
+    assert [row.step for row in slow.rows] == [1, 2, 3, 4]
+    assert said == ["WARNING: trackers were too slow for 6 rows, which they miss; metrics.jsonl has every step"]
+
+
+def test_the_end_of_a_run_waits_for_trackers_a_bounded_time() -> None:
+    said: list[str] = []
+    gate = threading.Event()
+    tracking = Tracking([Fake("stuck", finish=lambda: (gate.wait(30), None)[1])], said.append, ident="x")
+    tracking.__enter__()
+    tracking.log(metrics(1))
+    began = time.monotonic()
+    tracking.finish(0.3)
+    assert 0.2 < time.monotonic() - began < 5
+    assert said == ["WARNING: tracking by stuck did not end within 0.3 seconds"]
+    gate.set()
+
+
+def test_rows_that_a_tracker_has_are_left_out() -> None:
+    trained, evaluated = Fake(sent=Sent(step=3)), Fake(sent=Sent(step=3, evaluated=True))
+    with Tracking([trained, evaluated], ident="x") as tracking:
+        for step in range(1, 5):
+            tracking.log(metrics(step))
+            tracking.evaluated(step, {"loss": 1.0})
+    assert [(row.step, row.evaluation) for row in trained.rows] == [(3, True), (4, False), (4, True)]
+    assert [(row.step, row.evaluation) for row in evaluated.rows] == [(4, False), (4, True)]
+
+
+def test_names_of_figures() -> None:
+    fake = Fake()
+    extras = {
+        "mfu": 0.4,
+        "skipped": True,
+        "cause": "words",
+        "phases": {"forward": 0.1},
+        "memory": {"device": {"master": 5}},
+        "communication": {"shard": {"point to point": {"bytes": 3}}},
+    }
+    with Tracking([fake], ident="x") as tracking:
+        tracking.log(metrics(2, **extras))
+    assert fake.rows[0].values == {
+        "train/loss": 0.5,
+        "train/learning_rate": 0.1,
+        "train/tokens": 20,
+        "perf/tokens_per_second": 5.0,
+        "perf/step_seconds": 0.1,
+        "memory/peak_bytes": 7,
+        "perf/mfu": 0.4,
+        "train/skipped": True,
+        "time/forward": 0.1,
+        "memory/device/master": 5,
+        "communication/shard/point-to-point/bytes": 3,
+    }
+
+
+def test_without_trackers_nothing_is_started() -> None:
+    tracking = Tracking()
+    with tracking:
+        tracking.log(metrics(1))
+        tracking.evaluated(1, {"loss": 1.0})
+    assert tracking.identity("run") == {}
+    assert not [thread for thread in threading.enumerate() if thread.name == "tracking"]

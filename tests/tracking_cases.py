@@ -1,0 +1,160 @@
+"""Cases of runs that are tracked: each trains something tiny, and says what the console said."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate.tracking import GeneralTracker, register_tracker_class
+from checkpoint_cases import Slow, configured
+from trainer_cases import llama, sentences
+
+from zeromesh import Callback, Trainer
+from zeromesh.mesh.groups import Mesh
+
+ENVIRONMENT = {
+    "WANDB_API_KEY": "planted0wandb0api0key0000000000000000000",
+    "HF_TOKEN": "planted-hf-token-in-the-environment",
+    "BILLING_SERVICE_PASSWORD": "planted-password-in-the-environment",
+}
+IN_CONFIG = "hf_plantedTokenInTheConfiguration00"
+IN_ARGUMENTS = "planted-token-in-the-arguments"
+
+
+class Noted(GeneralTracker):
+    """A tracker of accelerate's kind that writes lines into a file."""
+
+    name = "noted"
+    requires_logging_directory = True
+
+    def __init__(self, project: str, folder: str) -> None:
+        super().__init__()
+        self._path = Path(folder) / f"{project}.jsonl"
+
+    @property
+    def tracker(self) -> Path:
+        return self._path
+
+    def start(self) -> None:
+        self._path.parent.mkdir(exist_ok=True)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self._write({"config": values})
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self._write({"step": step, **values})
+
+    def finish(self) -> None:
+        self._write({"finished": True})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class KillsTheService(Callback):
+    """Kills wandb's own process after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self.killed: list[int] = []
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        if step == self._step and trainer.mesh.rank == 0:
+            end = time.monotonic() + 30
+            while not self.killed and time.monotonic() < end:
+                self.killed = services()
+                time.sleep(0.05)
+            time.sleep(1.0)  # until it has taken rows
+            for pid in self.killed:
+                os.kill(pid, signal.SIGKILL)
+        if step >= self._step:
+            time.sleep(0.05)
+
+
+class Breaks(Callback):
+    """Raises after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        if step == self._step:
+            raise KeyError("a mistake in a callback")
+
+
+def services() -> list[int]:
+    """wandb's own processes that this one has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = path.joinpath("stat").read_text().rpartition(")")[2].split()[1]
+            if parent == str(os.getpid()) and b"wandb-core" in path.joinpath("cmdline").read_bytes():
+                found.append(int(path.name))
+    return found
+
+
+def tracked(
+    mesh: Mesh,
+    *,
+    folder: str,
+    steps: int,
+    backends: list[str],
+    sections: Mapping[str, Any] | None = None,
+    marker: str | None = None,
+    rest: float = 0.0,
+    kills: int = 0,
+    breaks: int = 0,
+) -> dict[str, Any]:
+    """Train up to `steps`, with an evaluation after every third one."""
+    with patch.dict("accelerate.tracking.LOGGER_TYPE_TO_CLASS"):
+        register_tracker_class(Noted)
+        return _tracked(mesh, folder, steps, backends, sections or {}, marker, rest, kills, breaks)
+
+
+def _tracked(
+    mesh: Mesh,
+    folder: str,
+    steps: int,
+    backends: list[str],
+    sections: Mapping[str, Any],
+    marker: str | None,
+    rest: float,
+    kills: int,
+    breaks: int,
+) -> dict[str, Any]:
+    killer = KillsTheService(kills)
+    watching: list[Callback] = [Slow(Path(marker), rest)] if marker else []
+    watching += [killer] if kills else []
+    watching += [Breaks(breaks)] if breaks else []
+    config = configured(folder, steps, {"tracking": {"backends": backends, "tags": ["small"]}, **sections})
+    config["run"] = {**config["run"], "eval_every": 3}
+    torch.manual_seed(7)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        with Trainer(llama(), config, sentences(), sentences(5, seed=4), callbacks=watching) as trainer:
+            report = trainer.fit()
+        threads = torch.get_num_threads()
+    return {"losses": list(report.losses), "said": said.getvalue(), "killed": len(killer.killed), "threads": threads}
+
+
+def planted(mesh: Mesh, *, folder: str, backends: list[str]) -> dict[str, Any]:
+    """As `tracked`, with secrets in the environment, the arguments and the configuration."""
+    sections = {
+        "tracking": {"backends": backends, "tags": ["small", IN_CONFIG]},
+        "model": {"config": {"model_type": "llama", "hub_token": "planted-value-of-a-secret-key"}},
+        "data": {"train": "https://someone:planted-password-of-an-address@example.org/text"},
+    }
+    arguments = [*sys.argv, f"--token={IN_ARGUMENTS}", f"--key={ENVIRONMENT['HF_TOKEN']}"]
+    with patch.dict(os.environ, ENVIRONMENT), patch.object(sys, "argv", arguments):
+        return tracked(mesh, folder=folder, steps=6, backends=backends, sections=sections)

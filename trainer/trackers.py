@@ -1,0 +1,259 @@
+"""The trackers that a run can send figures to, by name, over those of accelerate: what each is told, and how far it has got."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zeromesh.trainer.wandb_files import last_row
+
+GLOBAL_STEP = "train/global_step"
+"""The name under which each row says its step; transformers' own callback calls it the same."""
+_EVALUATED = "eval/global_step"
+"""The same of evaluations alone, in wandb."""
+_FLUSH_SECONDS = 1.0
+_WAIT_SECONDS = 20.0
+_PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
+    "aim": (("aim",), "aim"),
+    "clearml": (("clearml",), "clearml"),
+    "comet_ml": (("comet_ml",), "comet-ml"),
+    "dvclive": (("dvclive",), "dvclive"),
+    "mlflow": (("mlflow",), "mlflow"),
+    "swanlab": (("swanlab",), "swanlab"),
+    "tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"),
+    "trackio": (("trackio",), "trackio"),
+    "wandb": (("wandb",), "wandb"),
+}
+"""By name: the modules, of which one is needed, and what pip installs."""
+
+
+def tracker_problems(names: Sequence[str]) -> Iterator[str]:
+    """What is wrong with these names of trackers: unknown ones, and those whose package is missing."""
+    for name in names:
+        if name in _PACKAGES:
+            modules, package = _PACKAGES[name]
+            if not any(map(_installed, modules)):
+                yield f"tracking.backends: {name} needs a package that is not installed; run: pip install {package}"
+        elif name not in _registered():
+            near = difflib.get_close_matches(name.lower(), _PACKAGES, n=1, cutoff=0.6)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            yield (
+                f"tracking.backends: got {name!r}; allowed are {', '.join(_PACKAGES)}, and names of trackers that were given to "
+                f"accelerate.tracking.register_tracker_class{hint}"
+            )
+
+
+def _installed(module: str) -> bool:
+    spec = find_spec(module)
+    # A folder of that name, such as the one that wandb makes for its runs, is no package.
+    return spec is not None and spec.origin is not None
+
+
+def _registered() -> Mapping[str, Any]:
+    """Trackers that accelerate knows; its own, and those that were registered in this process."""
+    module = sys.modules.get("accelerate.tracking")
+    return module.LOGGER_TYPE_TO_CLASS if module is not None else {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackedRun:
+    """What trackers are told about a run. `config` holds no secrets; `step` is the one after which this process goes on."""
+
+    ident: str
+    name: str
+    project: str
+    tags: tuple[str, ...]
+    online: bool
+    directory: Path
+    step: int
+    config: Mapping[str, Any]
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Figures of a step, or of an evaluation after it."""
+
+    step: int
+    values: Mapping[str, float]
+    evaluation: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """How far a tracker has got: the last step, and whether its evaluation too."""
+
+    step: int = -1
+    evaluated: bool = False
+
+    def covers(self, row: Row) -> bool:
+        """Whether the tracker has a row."""
+        return row.step < self.step or (row.step == self.step and (self.evaluated or not row.evaluation))
+
+
+@dataclass(slots=True)
+class Tracker(ABC):
+    """One tracker of a run. Any call may raise anything that the tracker's own library does."""
+
+    name: str
+    run: TrackedRun
+    sent: Sent = field(default_factory=Sent)
+    tracker: Any = None
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin, or go on with a run of this id."""
+
+    @abstractmethod
+    def log(self, row: Row) -> None:
+        """Hand a row over."""
+
+    def finish(self) -> None:
+        """Hand over what is left, and end."""
+        self.tracker.finish()
+
+    def give_up(self, error: Exception) -> None:  # noqa: B027 - most have nothing left to do
+        """A call has raised `error`, and none will follow."""
+
+    def _make(self, *arguments: Any, **keywords: Any) -> None:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        self.tracker = LOGGER_TYPE_TO_CLASS[self.name](*arguments, **keywords)
+        self.tracker.start()
+
+
+class WandbTracker(Tracker):
+    """wandb, which numbers rows itself; the step is one of their values. Nothing of the machine or the code goes to it."""
+
+    _next: int | None = None
+
+    def start(self) -> None:
+        import wandb
+
+        run = self.run
+        row = None if run.online else last_row(run.directory / "wandb", run.ident, GLOBAL_STEP)
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_disable_machine_info=True,
+            x_save_requirements=False,
+            disable_git=True,
+            disable_code=True,
+            save_code=False,
+            x_transaction_log_flush_interval=_FLUSH_SECONDS,
+            x_file_stream_transmit_interval=_FLUSH_SECONDS,
+            login_timeout=_WAIT_SECONDS,
+            finish_timeout=_WAIT_SECONDS,
+            reinit="default" if wandb.run is None else "create_new",
+        )
+        self._make(
+            run.project,
+            id=run.ident,
+            name=run.name,
+            tags=list(run.tags),
+            dir=str(run.directory),
+            mode="online" if run.online else "offline",
+            resume="allow",
+            config=dict(run.config),
+            settings=settings,
+        )
+        made = self.tracker.tracker
+        made.define_metric(GLOBAL_STEP)
+        made.define_metric("*", step_metric=GLOBAL_STEP)
+        self._next = row.number + 1 if row else None
+        if row is not None:
+            self.sent = Sent(step=row.value, evaluated=_EVALUATED in row.names)
+        elif run.online and made.resumed:
+            self.sent = _of_summary(dict(made.summary))
+
+    def log(self, row: Row) -> None:
+        # The number of the first row alone is given: after it wandb counts, beside what callbacks log.
+        first, self._next = self._next, None
+        where = {GLOBAL_STEP: row.step, **({_EVALUATED: row.step} if row.evaluation else {})}
+        self.tracker.log({**where, **row.values}, step=first, commit=True)
+
+    def give_up(self, error: Exception) -> None:
+        if isinstance(error, ConnectionError):
+            import wandb
+
+            wandb.teardown()  # Its service is gone, and would be called once more when this process ends.
+
+
+def _of_summary(summary: Mapping[str, Any]) -> Sent:
+    """How far wandb's server has got: the latest value of each name."""
+    step = summary.get(GLOBAL_STEP)
+    return Sent(step=step, evaluated=summary.get(_EVALUATED) == step) if isinstance(step, int) else Sent()
+
+
+class TensorBoardTracker(Tracker):
+    """TensorBoard, which leaves out what an earlier process has written of steps that this one computes again."""
+
+    def start(self) -> None:
+        self._make("", self.run.directory / "tensorboard", purge_step=self.run.step + 1, flush_secs=_FLUSH_SECONDS)
+        text = yaml.safe_dump(dict(self.run.config), sort_keys=False)
+        self.tracker.tracker.add_text("config", f"```yaml\n{text}```", global_step=self.run.step)
+
+    def log(self, row: Row) -> None:
+        self.tracker.log(row.values, step=row.step)
+
+
+class OtherTracker(Tracker):
+    """Any other of accelerate's: told by arguments that all of them take. A file of the run's directory says how far it has got."""
+
+    def start(self) -> None:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        run = self.run
+        folder = [str(run.directory / self.name)] if LOGGER_TYPE_TO_CLASS[self.name].requires_logging_directory else []
+        named = {"run_name": run.name} if self.name == "mlflow" else {}
+        self._make(run.project, *folder, **named)
+        self.tracker.store_init_configuration(dict(_flat(run.config)))
+        self.sent = self._read()
+
+    def log(self, row: Row) -> None:
+        self._write(Sent(step=row.step, evaluated=row.evaluation))  # Rather lost in a kill just now than there twice.
+        self.tracker.log(dict(row.values), step=row.step)
+
+    @property
+    def _file(self) -> Path:
+        return self.run.directory / f"tracking-{self.name}.json"
+
+    def _read(self) -> Sent:
+        try:
+            ident, step, evaluated = json.loads(self._file.read_bytes())
+        except (OSError, ValueError):
+            return Sent()
+        return Sent(step=int(step), evaluated=bool(evaluated)) if ident == self.run.ident else Sent()
+
+    def _write(self, sent: Sent) -> None:
+        passing = self._file.with_suffix(".tmp")
+        passing.write_text(json.dumps([self.run.ident, sent.step, sent.evaluated]), encoding="utf-8")
+        passing.replace(self._file)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by their dotted paths, as numbers and texts."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str | int | float) else json.dumps(value)
+
+
+_KINDS: dict[str, type[Tracker]] = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker}
+
+
+def make_tracker(name: str, run: TrackedRun) -> Tracker:
+    """A tracker by its name, which `tracker_problems` has nothing against."""
+    return _KINDS.get(name, OtherTracker)(name, run)
