@@ -20,14 +20,13 @@ from trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.trainer.cli import main
 from zeromesh.trainer.page import figures
-from zeromesh.trainer.page.charts import charts_of
 from zeromesh.trainer.page.markup import data_block, element
-from zeromesh.trainer.page.page import page_of
+from zeromesh.trainer.page.page import charts_of, page_of
 from zeromesh.trainer.page.runs import read_runs
 
 ALL_CHARTS = {
-    *("loss", "eval-accuracy", "lr", "grad-norm", "tokens-per-second", "step-seconds", "mfu", "peak-memory-bytes"),
-    *("waits", "bubble", "phases", "memory-device", "memory-file", "communication"),
+    *("loss", "eval_accuracy", "lr", "grad-norm", "throughput", "step-seconds", "mfu", "peak-memory"),
+    *("waits", "bubble", "phases", "memory-device", "memory-file", "step-memory-device", "communication"),
 }
 
 
@@ -135,6 +134,7 @@ def test_what_is_not_there_has_no_chart(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", ranks=1)
     write_lines(run, [{"step": step, "loss": 3.0 / step, "lr": 1e-3} for step in (1, 2, 3)])
     (run / "ranks.json").unlink()
+    (run / "step_memory.json").unlink()
     page = shown(run)
     assert page.charts == {"loss", "lr"}
     assert "Mesh" not in page.text
@@ -145,7 +145,7 @@ def test_a_long_run_is_thinned_out_and_keeps_its_extremes(tmp_path: Path) -> Non
     lines = [{"step": step, "loss": math.sin(step), "grad_norm": 1.0} for step in range(1, 20_001)]
     lines[7_776]["grad_norm"], lines[13_131]["grad_norm"] = 31.5, 0.25
     write_lines(run, lines)
-    (loss, norm) = charts_of(read_runs([run]))
+    loss, norm, *_ = charts_of(read_runs([run]))
     assert all(len(each.xs) <= figures.MOST_POINTS for chart in (loss, norm) for each in chart.series)
     assert dict(zip(norm.series[0].xs, norm.series[0].ys, strict=True))[7_777] == 31.5
     assert dict(zip(norm.series[0].xs, norm.series[0].ys, strict=True))[13_132] == 0.25
@@ -234,6 +234,12 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
         ("ranks.json", b"{", "ranks.json cannot be read"),
         ("ranks.json", b'{"ranks": [{"rank": "x"}]}', "holds no list of ranks"),
         ("starts.jsonl", b"{}\n[]\n", None),
+        ("step_memory.json", b"{}", "step_memory.json cannot be read"),
+        (
+            "step_memory.json",
+            b'{"step": 1, "seconds": 1, "events": [[0, "a", "b", NaN]]}',
+            "times or sizes that cannot be",
+        ),
     ],
 )
 def test_a_broken_file_is_a_remark(
@@ -282,11 +288,15 @@ def test_a_run_that_was_trained_here_and_went_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert main(["report", str(run)]) == 0
     page = Elements((run / "report.html").read_text())
-    assert {"loss", "lr", "grad-norm", "tokens-per-second", "step-seconds", "peak-memory-bytes"} <= page.charts
+    assert {"loss", "lr", "grad-norm", "throughput", "step-seconds", "peak-memory"} <= page.charts
     assert "went on after step 2" in page.text
     assert page.text.partition("Checkpoints")[2].count("whole") == 3
     assert "4 of 4" in page.text
     assert "1 rank" in page.text
+    (record,) = read_runs([run])
+    assert record.step_memory is not None
+    assert record.step_memory.step == 4  # the second one of the second process
+    assert {"parameters", "moments"} <= {purpose for _, _, purpose, _ in record.step_memory.events}
 
 
 # In a browser

@@ -13,6 +13,8 @@ from zeromesh.trainer.metrics import MetricsWriter
 from zeromesh.trainer.signals import StopRequest
 from zeromesh.trainer.state import TrainerState
 from zeromesh.trainer.step import Feed, Votes
+from zeromesh.trainer.step_memory import NAME as STEP_MEMORY
+from zeromesh.trainer.step_memory import StepMemory
 from zeromesh.trainer.stragglers import Stragglers
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class TrainingLoop:
         self._schedule = setup.learning_rate_schedule(run.config)
         self._last = run.config.run.max_steps
         self._stragglers = Stragglers()
+        self._memory = StepMemory(writer.path.with_name(STEP_MEMORY) if writer is not None else None, run.step + 1)
         self._stopped = 0
         """The signal by which some rank was asked to stop."""
         self._seconds = 0.0
@@ -71,7 +74,8 @@ class TrainingLoop:
         run.call("on_step_begin", number)
         factor = self._schedule.factor(run.step)
         wish = Votes.of(self._request.signal)
-        result = run.stepper.train_step(self._feed, run.step, factor, lambda: run.before_update(number), wish)
+        with self._memory.recorded(number, run.require_engine().ledger):
+            result = run.stepper.train_step(self._feed, run.step, factor, lambda: run.before_update(number), wish)
         run.step = number
         self._note_stop(result.votes.number)
         every = run.config.run.log_every

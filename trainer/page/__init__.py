@@ -2,7 +2,9 @@
 
 runs.py       a run's files as values, and remarks on what cannot be read
 figures.py    thinning, smoothing, scales and ticks (pure)
-charts.py     which charts there are, from the lines of metrics
+chart.py      what a chart is
+curves.py     charts of lines: losses, rates, speeds
+stacks.py     charts of what adds up: time, memory, communication
 draw.py       a chart as SVG
 sections.py   tables: figures, mesh, checkpoints, notes, configuration
 page.py       the page around them, with page.css and page.js inside

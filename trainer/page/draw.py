@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from zeromesh.trainer.page.charts import COLORS, Chart, Series
+from zeromesh.trainer.page.chart import COLORS, Chart, Series
 from zeromesh.trainer.page.figures import Scale, between, shown, ticks_shown
 from zeromesh.trainer.page.markup import Html, element
 
@@ -19,23 +19,23 @@ _DIGITS = 7
 
 
 def figure(chart: Chart, domain: tuple[float, float]) -> Html:
-    """The figure of a chart over the steps of `domain`, of which the second is higher."""
-    steps, values = Scale(*domain), chart.scale()
+    """The figure of a chart; over the steps of `domain`, of which the second is higher, if it is one over steps."""
+    steps, values = Scale(*_domain(chart, domain)), chart.scale()
     ticks = values.ticks(chart.unit, 5)
     marks = [
         element("span", text, style=f"bottom:{100 * values.part(tick):.2f}%")
         for tick, text in zip(ticks, ticks_shown(ticks, chart.unit), strict=True)
     ]
-    whole = [tick for tick in steps.ticks("count", 7) if tick == int(tick)]
+    moments = [tick for tick in steps.ticks("plain", 7) if chart.seconds or tick == int(tick)]
     below = [
         element("span", text, style=f"left:{100 * steps.part(tick):.2f}%")
-        for tick, text in zip(whole, ticks_shown(whole, "count"), strict=True)
+        for tick, text in zip(moments, ticks_shown(moments, "seconds" if chart.seconds else "count"), strict=True)
     ]
     grid = "".join(f"M0 {_y(values, tick)}H{_SIZE}" for tick in ticks)
     picture = element(
         "svg",
         element("path", d=grid, class_="grid", vector_effect="non-scaling-stroke"),
-        _areas(chart, steps, values) if chart.kind == "stack" else _lines(chart, steps, values),
+        _lines(chart, steps, values) if chart.kind == "lines" else _areas(chart, steps, values),
         viewBox=f"0 0 {_SIZE} {_SIZE}",
         preserveAspectRatio="none",
         role="img",
@@ -57,10 +57,16 @@ def figure(chart: Chart, domain: tuple[float, float]) -> Html:
     )
 
 
-def data(chart: Chart) -> dict[str, Any]:
-    """The same values for the page's script."""
+def _domain(chart: Chart, domain: tuple[float, float]) -> tuple[float, float]:
+    return domain if chart.seconds is None else (0.0, chart.seconds)
+
+
+def data(chart: Chart, domain: tuple[float, float]) -> dict[str, Any]:
+    """The same values for the page's script. Charts of one `over` are looked at together."""
     scale = chart.scale()
     return {
+        "over": "step" if chart.seconds is None else f"seconds of {chart.identifier}",
+        "domain": [float(f"{each:.{_DIGITS}g}") for each in _domain(chart, domain)],
         "id": f"chart-{chart.identifier}",
         "unit": chart.unit,
         "kind": chart.kind,
@@ -131,18 +137,20 @@ def _path(classes: str, route: str, number: int) -> Html:
 # Areas
 
 
-def edges(xs: Sequence[float], domain: tuple[float, float]) -> list[float]:
-    """Where the bar of each step begins, and the last one ends: in the middle between steps."""
+def _edges(chart: Chart, steps: Scale) -> list[float]:
+    """Where the bar of each value begins, and the last one ends: between steps, but levels hold from their own moment on."""
+    xs = chart.series[0].xs
+    if chart.kind == "levels":
+        return [*xs, steps.high]
+    if len(xs) == 1:
+        return [steps.low, steps.high]
     inner = [(one + two) / 2 for one, two in pairwise(xs)]
-    return [domain[0], *inner, domain[1]]
+    return [max(steps.low, 2 * xs[0] - inner[0]), *inner, min(steps.high, 2 * xs[-1] - inner[-1])]
 
 
 def _areas(chart: Chart, steps: Scale, values: Scale) -> list[Html]:
     xs = chart.series[0].xs
-    half = (xs[1] - xs[0]) / 2 if len(xs) > 1 else steps.high
-    begin = max(steps.low, xs[0] - half)
-    end = min(steps.high, xs[-1] + ((xs[-1] - xs[-2]) / 2 if len(xs) > 1 else steps.high))
-    borders = [_x(steps, edge) for edge in edges(xs, (begin, end))]
+    borders = [_x(steps, edge) for edge in _edges(chart, steps)]
     below = [0.0] * len(xs)
     found = []
     for number, each in enumerate(chart.series):
@@ -188,6 +196,8 @@ def _figure(chart: Chart, series: Series) -> str:
         return "not finite"
     if chart.kind == "stack" and chart.unit == "seconds":
         return f"{sum(series.ys) / (sum(chart.totals()) or 1):.0%}"
+    if chart.kind == "levels":
+        return f"up to {shown(max(series.ys), chart.unit)}"
     return shown(series.ys[-1], chart.unit)
 
 
@@ -197,7 +207,7 @@ def _note(chart: Chart) -> str:
     if beyond:
         step, most = max(beyond, key=lambda each: each[1])
         count = f"{len(beyond)} step{'s' * (len(beyond) > 1)}"
-        words.append(f"{count} beyond the picture, the most {shown(most, chart.unit)} in step {step:.0f}")
+        words.append(f"{count} beyond the picture, the most {shown(most, chart.unit)} in {_moment(chart, step)}")
     broken = sum(len(each.breaks) for each in chart.series if each.style != "faint")
     if broken:
         words.append(f"not finite in {broken} step{'s' * (broken > 1)} (red)")
@@ -211,6 +221,10 @@ def _described(chart: Chart) -> str:
     words = []
     for _, each in _named(chart):
         if each.ys:
-            first, last = shown(each.ys[0], chart.unit), shown(each.ys[-1], chart.unit)
-            words.append(f"{each.name} from {first} in step {each.xs[0]:.0f} to {last} in step {each.xs[-1]:.0f}")
+            first, last = (f"{shown(each.ys[end], chart.unit)} in {_moment(chart, each.xs[end])}" for end in (0, -1))
+            words.append(f"{each.name} from {first} to {last}")
     return "; ".join(words)
+
+
+def _moment(chart: Chart, x: float) -> str:
+    return f"step {x:.0f}" if chart.seconds is None else f"second {x:.3g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Literal
 
@@ -28,6 +28,11 @@ def kept(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
         inside = range(begin, end)
         found += sorted({begin, min(inside, key=values.__getitem__), max(inside, key=values.__getitem__), end - 1})
     return found
+
+
+def picked(values: Sequence[float], places: Iterable[int]) -> list[float]:
+    """The values at some indices."""
+    return [values[place] for place in places]
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:

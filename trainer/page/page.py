@@ -10,10 +10,12 @@ from importlib import resources
 
 from zeromesh import __version__
 from zeromesh.trainer.page import sections
-from zeromesh.trainer.page.charts import charts_of
+from zeromesh.trainer.page.chart import Chart
+from zeromesh.trainer.page.curves import curves_of
 from zeromesh.trainer.page.draw import data, figure
 from zeromesh.trainer.page.markup import Html, data_block, element, join
 from zeromesh.trainer.page.runs import RunRecord
+from zeromesh.trainer.page.stacks import stacks_of
 
 
 def page_of(runs: Sequence[RunRecord], *, now: float | None = None) -> str:
@@ -40,12 +42,19 @@ def page_of(runs: Sequence[RunRecord], *, now: float | None = None) -> str:
     return f"<!DOCTYPE html>\n{whole}\n"
 
 
+def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
+    """All charts of one run, or of several: their curves on top of each other, their stacks beside each other."""
+    found = curves_of(runs)
+    for place, run in enumerate(runs):
+        found += stacks_of(run, place if len(runs) > 1 else None)
+    return found
+
+
 def _main(runs: Sequence[RunRecord]) -> list[Html]:
     charts = charts_of(runs)
     steps = [line["step"] for run in runs for line in run.lines]
     low, high = (min(steps), max(steps)) if steps else (0, 1)
     domain = (float(low), float(high)) if high > low else (low - 0.5, low + 0.5)
-    shown = {"domain": list(domain), "charts": [data(chart) for chart in charts]}
     drawn = [figure(chart, domain) for chart in charts]
     found = [_section("", "figures", sections.summary(runs))]
     if len(runs) > 1:
@@ -56,7 +65,9 @@ def _main(runs: Sequence[RunRecord]) -> list[Html]:
     found.append(_section("Communication of a step", "communication", _each(runs, sections.communication)))
     found.append(_section("Checkpoints", "checkpoints", _each(runs, sections.checkpoints)))
     found.append(_section("Configuration", "configuration", _each(runs, sections.configuration)))
-    return [each for each in found if each is not None] + [data_block("data", shown)]
+    return [each for each in found if each is not None] + [
+        data_block("data", [data(chart, domain) for chart in charts])
+    ]
 
 
 def _section(title: str, name: str, content: Html | None) -> Html | None:

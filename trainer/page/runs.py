@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,9 @@ from zeromesh.trainer.config_yaml import MAX_BYTES, parse_yaml
 from zeromesh.trainer.metrics import read_metrics
 
 METRICS, STARTS, CONFIG, RANKS = "metrics.jsonl", "starts.jsonl", "config.resolved.yaml", "ranks.json"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, STEP_MEMORY = "checkpoints", "step_memory.json"
 _BROKEN_SHOWN = 3
+_PURPOSES = 64
 _RUNS_SHOWN = 8
 _ABSENT = object()
 T = TypeVar("T")
@@ -30,6 +32,15 @@ class Key:
     path: str
     value: str
     default: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMemory:
+    """Bytes over a step of so many seconds: changes in order of time, each with seconds since it began, tier, purpose and bytes."""
+
+    step: int
+    seconds: float
+    events: tuple[tuple[float, str, str, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +62,7 @@ class RunRecord:
     ranks: tuple[Mapping[str, Any], ...] = ()
     """What ranks were last seen at."""
     shape: MeshShape | None = None
+    step_memory: StepMemory | None = None
     remarks: tuple[str, ...] = ()
     """What could not be read, or was not as it should be."""
 
@@ -106,6 +118,7 @@ def _read(path: Path, name: str) -> RunRecord:
         max_steps=steps if type(steps) is int else None,
         checkpoints=tuple(checkpoints),
         ranks=tuple(ranks),
+        step_memory=_tried(lambda: _step_memory(path / STEP_MEMORY), None, remarks),
         shape=_shape(config, checkpoints, len(ranks)),
         remarks=tuple(remarks),
     )
@@ -138,9 +151,11 @@ def _lines(path: Path, remarks: list[str]) -> list[Mapping[str, Any]]:
         step = line.get("step")
         if type(step) is not int or step < 0:
             continue
-        before = by_step.get(step, {})
-        twice += "loss" in before and "loss" in line
-        by_step[step] = {**before, **line}
+        before = by_step.get(step)
+        if before is not None:
+            twice += "loss" in before and "loss" in line
+            line = before | line
+        by_step[step] = line
     if twice:
         remarks.append(f"{METRICS} has {twice} steps more than once; of each the last line counts")
     if not by_step and not remarks:
@@ -158,6 +173,14 @@ def number(value: object) -> float | None:
         except OverflowError:
             return None
     return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else None
+
+
+def value_at(path: Sequence[str], line: Mapping[str, Any]) -> object:
+    """The value at a path of names inside of mappings; None where there is none."""
+    found: object = line
+    for name in path:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
 
 
 # Configuration
@@ -243,6 +266,26 @@ def _ranks(path: Path) -> list[Mapping[str, Any]]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) and type(row.get("rank")) is int for row in rows):
         raise StorageError(f"{RANKS} holds no list of ranks")
     return sorted(rows, key=lambda row: int(row["rank"]))
+
+
+def _step_memory(path: Path) -> StepMemory | None:
+    try:
+        content = json.loads(path.read_bytes())
+        events = [
+            (float(at), str(tier), str(purpose), float(nbytes)) for at, tier, purpose, nbytes in content["events"]
+        ]
+        found = StepMemory(step=int(content["step"]), seconds=float(content["seconds"]), events=tuple(events))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise StorageError(f"{STEP_MEMORY} cannot be read: {error}") from error
+    if len({(tier, purpose) for _, tier, purpose, _ in found.events}) > _PURPOSES:
+        raise StorageError(f"{STEP_MEMORY} has more than {_PURPOSES} purposes, which no run has")
+    times = [at for at, *_ in found.events]
+    good = all(math.isfinite(each) and each >= 0 for at, _, _, nbytes in found.events for each in (at, nbytes))
+    if not good or times != sorted(times) or not (math.isfinite(found.seconds) and found.seconds > 0):
+        raise StorageError(f"{STEP_MEMORY} has times or sizes that cannot be")
+    return found
 
 
 def _checkpoints(path: Path) -> list[Mapping[str, Any]]:
