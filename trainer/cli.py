@@ -1,5 +1,6 @@
 """The `zeromesh` command: `train` runs a configuration, `launch` does so on several hosts, `config` prints it resolved,
-`checkpoint` looks after what runs saved, `status` shows where a run is.
+`checkpoint` looks after what runs saved, `status` shows where a run is, `report` writes a page about it, `doctor` looks at the
+machine, `completion` is for shells.
 
 Exit codes: 0 done, 2 the configuration or the command line is wrong, 1 anything else, 128 plus the signal's
 number when stopped by one.
@@ -10,16 +11,19 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from zeromesh import __version__
 from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.mesh.launch import LaunchEnvironment, die_with_launcher, python_arguments, read_environment
 from zeromesh.trainer.checkpoint_cli import add_checkpoint_command, run_checkpoint
+from zeromesh.trainer.completion import add_completion_command, run_completion
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_file import load_config
+from zeromesh.trainer.doctor_cli import add_doctor_command, run_doctor
 from zeromesh.trainer.launch_cli import add_launch_command, check_mesh, natural, nodes, positive, run_launch
+from zeromesh.trainer.report_cli import add_report_command, run_report
 
 if TYPE_CHECKING:
     from zeromesh.mesh.launcher import WorkersFailed
@@ -32,10 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "config":
             return _print_config(options)
-        if options.command == "checkpoint":
-            return run_checkpoint(options)
-        if options.command == "status":
-            return _status(options)
+        if options.command in _BESIDE:
+            return _BESIDE[options.command](options)
         if options.command == "launch":
             return _report(run_launch(options, _say))
         return _attached(options) if options.attached is not None else _train(options)
@@ -55,7 +57,8 @@ def exit_code_of(error: BaseException) -> int:
     return 2 if isinstance(error, ZeromeshError) and isinstance(error, ValueError) else 1
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line, but for overrides after an option."""
     parser = argparse.ArgumentParser(prog="zeromesh", description="Train models that do not fit, exactly.")
     parser.add_argument("--version", action="version", version=f"zeromesh {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -106,9 +109,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     status.add_argument("run", metavar="RUN", help="the run's directory")
     status.set_defaults(worker=False)
     add_checkpoint_command(commands)
+    add_report_command(commands)
+    add_doctor_command(commands)
+    add_completion_command(commands)
+    return parser
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser()
     # argparse takes overrides after an option for unknown arguments.
     options, rest = parser.parse_known_args(list(arguments))
-    unknown = [word for word in rest if word.startswith("-") or options.command in ("checkpoint", "status")]
+    unknown = [word for word in rest if word.startswith("-") or options.command in _BESIDE]
     if unknown:
         parser.error(f"unknown arguments: {' '.join(unknown)}")
     if rest:
@@ -230,6 +241,20 @@ def _status(options: argparse.Namespace) -> int:
     from zeromesh.trainer.status import show_status
 
     return show_status(Path(options.run))
+
+
+def _completion(options: argparse.Namespace) -> int:
+    return run_completion(options, make_parser())
+
+
+_BESIDE: dict[str, Callable[[argparse.Namespace], int]] = {
+    "checkpoint": run_checkpoint,
+    "status": _status,
+    "report": run_report,
+    "doctor": run_doctor,
+    "completion": _completion,
+}
+"""Commands that train nothing and take no overrides."""
 
 
 def _hint(message: str) -> None:

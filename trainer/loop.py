@@ -15,6 +15,8 @@ from zeromesh.trainer.profiling import Profile
 from zeromesh.trainer.signals import StopRequest
 from zeromesh.trainer.state import TrainerState
 from zeromesh.trainer.step import Feed, StepEvents, Votes
+from zeromesh.trainer.step_memory import NAME as STEP_MEMORY
+from zeromesh.trainer.step_memory import StepMemory
 from zeromesh.trainer.stragglers import Stragglers
 from zeromesh.trainer.streamed import StreamedDataset
 from zeromesh.trainer.tracking import Tracking
@@ -48,6 +50,7 @@ class TrainingLoop:
         self._schedule = setup.learning_rate_schedule(run.config, run.given.lr_scheduler)
         self._last = run.config.run.max_steps
         self._stragglers = Stragglers()
+        self._memory = StepMemory(writer.path.with_name(STEP_MEMORY) if writer is not None else None, run.step + 1)
         self._stopped = 0
         """The signal by which some rank was asked to stop."""
         self._ended = ""
@@ -98,7 +101,7 @@ class TrainingLoop:
             substep_end=lambda: run.call("on_substep_end", number), before_update=lambda: run.before_update(number)
         )
         feed = replace(self._feed, passed_over=run.passed_over)
-        with self._profile.step(number):
+        with self._profile.step(number), self._memory.recorded(number, run.require_engine().ledger):
             result = run.stepper.train_step(feed, run.step, factor, events, Votes.of(self._request.signal))
         run.step = number
         self._note_stop(result.votes.number)
