@@ -32,8 +32,9 @@ from zeromesh.trainer.directory import RunDirectory
 from zeromesh.trainer.dress import dress_model
 from zeromesh.trainer.feeds import Feeds, Given
 from zeromesh.trainer.hf.generate import check_arguments, generate
+from zeromesh.trainer.hf.hub import pin_sources
 from zeromesh.trainer.hf.losses import make_loss
-from zeromesh.trainer.hf.save import save_pretrained, specs_of, tensors_of
+from zeromesh.trainer.hf.save import save_model
 from zeromesh.trainer.loop import TrainingLoop
 from zeromesh.trainer.memory import kept_input_bytes, require_memory
 from zeromesh.trainer.report import FitReport, Progress
@@ -58,6 +59,7 @@ class Run:
     """A model on a mesh with its data, from before the first step to after the last."""
 
     def __init__(self, config: TrainerConfig, mesh: Mesh, given: Given, call: Call) -> None:
+        config = pin_sources(config, mesh, model_given=given.model is not None)
         self.config, self.mesh, self.given, self.call = config, mesh, given, call
         self.console: RunConsole = make_console(mesh.rank)
         if mesh.device.type == "cpu":
@@ -99,6 +101,7 @@ class Run:
     def _build(self, built: BuiltModel, options: ZeroOptions, tiers: Tiers) -> ZeroEngine:
         """Look at the model and the data, leave on this rank its part of the model, and give that its values."""
         config, mesh, given, model = self.config, self.mesh, self.given, self.model
+        setup.require_layout_fits(model, mesh)
         setup.place_buffers(built, mesh, config.run.seed)
         # Of the whole model, so that all ranks take the same batches, count alike and refuse alike.
         self.takes = Takes.of(model, users_loss=given.compute_loss is not None)
@@ -337,15 +340,7 @@ class Run:
         """See `Trainer.save`."""
         with self.guarded():
             state = self.engine.state if self.engine is not None else None
-            whole = tensors_of(self.model) if state is None else {}
-            failure = save_pretrained(
-                self.model,
-                specs_of(whole) if state is None else state.stored_specs(),
-                iter(whole.items()) if state is None else state.stored(),
-                path,
-                self.mesh,
-                processing_class=self.processing_class,
-            )
+            failure = save_model(self.model, state, path, self.mesh, processing_class=self.processing_class)
         if failure:
             raise StorageError(failure)
 
