@@ -124,10 +124,10 @@ def _field_list(sample: Mapping[str, Any]) -> str:
     return ", ".join(f"{field!r} ({type(value).__name__})" for field, value in sample.items()) or "no field"
 
 
-def count_targets(labels: Tensor, *, causal: bool) -> int:
+def count_targets(labels: Tensor, *, causal: bool, ignored: int = IGNORED_LABEL) -> int:
     """How many terms the loss of a batch is the mean of.
 
-    Integer labels count where they are not -100; a causal model predicts position i + 1 at i, so the first
+    Integer labels count where they are not `ignored`; a causal model predicts position i + 1 at i, so the first
     position of each sequence (labels `[batch, sequence]`) is no target. Labels of floating point (regression)
     count every element. Raises `DataError` for causal labels without a sequence dim.
     """
@@ -137,7 +137,7 @@ def count_targets(labels: Tensor, *, causal: bool) -> int:
         if labels.ndim < 2:
             raise DataError(f"labels of a causal model are [batch, sequence]; these have shape {list(labels.shape)}")
         labels = labels[..., 1:]
-    return int((labels != IGNORED_LABEL).sum())
+    return int((labels != ignored).sum())
 
 
 def check_batch(batch: Mapping[str, Any], *, vocab_size: int | None, causal: bool, indices: Sequence[int]) -> None:

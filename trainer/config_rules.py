@@ -6,6 +6,7 @@ a rule can be left out when one of its keys is wrong by itself, and all others s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,14 +46,18 @@ def missing_paths(config: TrainerConfig, *, wrong: frozenset[str] = frozenset())
         if key not in wrong
         for path in paths
         if path is not None and not Path(path).expanduser().exists()
+        if not (key in _ON_THE_HUB and _REPOSITORY.fullmatch(path))
     ]
 
 
+_ON_THE_HUB = ("model.source", "data.tokenizer")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""What may be the name of a model on the Hub. Whether it is one is found out when a run begins."""
 _CURES = {
-    "model.source": "give a local directory with config.json and *.safetensors (hub names are not looked up)",
+    "model.source": "give a local directory with config.json and *.safetensors, or the name of a model on the Hub",
     "data.train": "give stdlib, or files and directories of this machine (hub names are not looked up)",
     "data.eval": "give null, or files and directories of this machine (hub names are not looked up)",
-    "data.tokenizer": "give bytes, or a local directory that save_pretrained wrote",
+    "data.tokenizer": "give bytes, a local directory that save_pretrained wrote, or the name of a model on the Hub",
 }
 
 
@@ -64,13 +69,16 @@ def _paths(value: str | tuple[str, ...] | None, *, builtin: str) -> tuple[str, .
 
 def _model(config: TrainerConfig) -> Iterator[str]:
     model = config.model
-    if model.source is not None and model.config is not None:
+    if model.source is not None and model.config is not None and "model_type" in model.config:
         yield (
-            f"model.config: given beside model.source {model.source!r}, which brings its own; remove it or "
-            "set it to null"
+            f"model.config: given beside model.source {model.source!r}, which brings its own; name only the fields that are to "
+            "differ from it (num_labels), or set it to null"
         )
-    if model.config is not None and not isinstance(model.config.get("model_type"), str):
+    if model.source is None and model.config is not None and not isinstance(model.config.get("model_type"), str):
         yield "model.config.model_type: missing; give the name of a Hugging Face architecture, such as llama"
+    for key, value in (("revision", model.revision), ("trust_remote_code", model.trust_remote_code)):
+        if value and model.source is None:
+            yield f"model.{key}: is about model.source, and that is null; set model.source, or leave model.{key} out"
 
 
 def _positions(config: TrainerConfig) -> Iterator[str]:
@@ -240,7 +248,7 @@ _CURVE_KEYS = (
 )
 
 _RULES = (
-    Rule(keys=("model.source", "model.config"), find=_model),
+    Rule(keys=("model.source", "model.config", "model.revision", "model.trust_remote_code"), find=_model),
     Rule(keys=("model.config", "data.sequence_length"), find=_positions),
     Rule(keys=("parallel.tensor", "parallel.pipeline", "parallel.schedule", "parallel.chunks"), find=_mesh),
     Rule(keys=("precision.compute", "precision.master", "precision.reduce"), find=_widths),

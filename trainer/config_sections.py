@@ -30,6 +30,7 @@ from zeromesh.trainer.config_types import (
     bytes_from_text,
     tuple_from_list,
 )
+from zeromesh.trainer.hf.heads import Head
 
 DEFAULT_MODEL: dict[str, JsonValue] = {
     "model_type": "llama",
@@ -58,19 +59,50 @@ class Section(BaseModel):
     )
 
 
+class LoraSection(Section):
+    """Low-rank adapters: `W x + (alpha / rank) B A x`, of which A and B alone are trained."""
+
+    rank: Count = Field(default=8, description="Rows of A, and columns of B.")
+    alpha: Annotated[Number, Field(gt=0.0)] | None = Field(
+        default=None, description="Scale of the adapters, divided by `rank`; null: twice the rank."
+    )
+    dropout: Fraction = Field(default=0.0, description="Dropout of the adapters' inputs.")
+    targets: Literal["all-linear"] | Texts | None = Field(
+        default=None,
+        description="Ends of the names of layers that get adapters, or all-linear; null: those that PEFT has for the architecture.",
+    )
+
+
 class ModelSection(Section):
     """What is trained. A model that is given to `Trainer` itself stands in for `source` and `config`."""
 
     source: Text | None = Field(
         default=None,
-        description="Local Hugging Face model directory to start from; its safetensors are streamed into shards.",
+        description="Hugging Face model to start from: a local directory, or a name on the Hub; its safetensors are streamed into "
+        "shards.",
+    )
+    revision: Text | None = Field(
+        default=None,
+        description="Branch, tag or commit of a `source` on the Hub; null: its main branch. The commit is in the resolved "
+        "configuration.",
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="Run the Python code that `source` brings along. false: nothing of it is run."
     )
     config: Annotated[dict[str, JsonValue] | None, Allowed("a mapping with model_type, or null")] = Field(
         default_factory=lambda: dict(DEFAULT_MODEL),
-        description="Hugging Face configuration of a model with random weights; null when `source` is given.",
+        description="Hugging Face configuration of a model with random weights. With `source`: fields, such as num_labels, that "
+        "differ from its own.",
     )
-    head: Literal["causal_lm", "masked_lm", "sequence_classification"] = Field(
-        default="causal_lm", description="The task, and so the class of the model."
+    head: Head = Field(
+        default="causal_lm",
+        description="The task, and so the class of the model; base is the model without a head.",
+    )
+    lora: Annotated[LoraSection | None, Allowed("null, or a mapping of rank, alpha, dropout and targets")] = Field(
+        default=None,
+        description="Train low-rank adapters of linear layers (LoRA, by PEFT) and freeze the rest: of `rank` 8, scaled by `alpha` / "
+        "`rank` (null: 2), with `dropout` of their inputs (0), at layers whose names end as `targets` say (all-linear; null: PEFT's "
+        "choice). null: no adapters.",
     )
     activation_checkpointing: Literal["none", "block", "selective"] = Field(
         default="none",
@@ -109,7 +141,9 @@ class DataSection(Section):
         description="Part of the training documents that is held out when `eval` is null. 0 holds none out.",
     )
     text_field: Text = Field(default="text", description="The column of .jsonl and .parquet files that holds the text.")
-    tokenizer: Text = Field(default="bytes", description="bytes, or a local directory that save_pretrained wrote.")
+    tokenizer: Text = Field(
+        default="bytes", description="bytes, a local directory that save_pretrained wrote, or a name on the Hub."
+    )
     sequence_length: Annotated[int, Field(ge=2)] = Field(default=256, description="Tokens in a packed sequence.")
     shuffle: bool = Field(
         default=True, description="Shuffle the sequences of each epoch, by the seed and the epoch's number."

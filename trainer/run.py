@@ -39,8 +39,9 @@ from zeromesh.trainer.feeds import Feeds, Given
 from zeromesh.trainer.figures import StepFigures
 from zeromesh.trainer.flops import ModelFlops
 from zeromesh.trainer.hf.generate import check_arguments, generate
+from zeromesh.trainer.hf.hub import pin_sources
 from zeromesh.trainer.hf.losses import make_loss
-from zeromesh.trainer.hf.save import save_pretrained, specs_of, tensors_of
+from zeromesh.trainer.hf.save import save_model
 from zeromesh.trainer.loop import TrainingLoop
 from zeromesh.trainer.memory import kept_input_bytes, require_memory
 from zeromesh.trainer.profiling import Profile
@@ -69,6 +70,7 @@ class Run:
     def __init__(self, config: TrainerConfig, mesh: Mesh, given: Given, events: Events) -> None:
         self.mesh, self.given, self.events = mesh, given, events
         self.call = events.call
+        config = pin_sources(config, mesh, model_given=given.model is not None)
         self.console: RunConsole = make_console(mesh.rank)
         if mesh.device.type == "cpu":
             reuse_freed_memory()
@@ -125,6 +127,7 @@ class Run:
     def _build(self, built: BuiltModel, options: ZeroOptions, tiers: Tiers) -> ZeroEngine:
         """Look at the model and the data, leave on this rank its part of the model, and give that its values."""
         config, mesh, given, model = self.config, self.mesh, self.given, self.model
+        setup.require_layout_fits(model, mesh)
         setup.place_buffers(built, mesh, config.run.seed)
         # Of the whole model, so that all ranks take the same batches, count alike and refuse alike.
         self.takes = Takes.of(model, users_loss=given.compute_loss is not None)
@@ -447,15 +450,7 @@ class Run:
         """See `Trainer.save`."""
         with self.guarded():
             state = self.engine.state if self.engine is not None else None
-            whole = tensors_of(self.model) if state is None else {}
-            failure = save_pretrained(
-                self.model,
-                specs_of(whole) if state is None else state.stored_specs(),
-                iter(whole.items()) if state is None else state.stored(),
-                path,
-                self.mesh,
-                processing_class=self.processing_class,
-            )
+            failure = save_model(self.model, state, path, self.mesh, processing_class=self.processing_class)
         if failure:
             raise StorageError(failure)
 

@@ -25,8 +25,11 @@ from zeromesh.trainer.batching import BatchPlan
 from zeromesh.trainer.collate import MapDataset, check_dataset
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.data import LoadedData, load_datasets
+from zeromesh.trainer.hf.adapters import description_of_adapters, is_adapted, require_adapters_that_fit
 from zeromesh.trainer.hf.build import build_model
 from zeromesh.trainer.hf.decay import biases_and_norms
+from zeromesh.trainer.hf.layer_drop import require_no_layer_drop
+from zeromesh.trainer.hf.lora import add_lora
 from zeromesh.trainer.schedules import Schedule
 from zeromesh.trainer.streamed import StreamedDataset, is_stream
 from zeromesh.trainer.tokenizers import PretrainedTokenizer, Tokenizer
@@ -261,6 +264,8 @@ def description_of(model: nn.Module) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     values = config.to_dict() if hasattr(config, "to_dict") else {}
     described = {f"config.{name}": value for name, value in values.items() if name not in _NOT_OF_THE_MODEL}
+    if is_adapted(model):
+        described |= description_of_adapters(model)
     return {"class": type(model).__name__, **json.loads(json.dumps(described, default=str))}
 
 
@@ -312,6 +317,12 @@ def prepare_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None
         ConfigError: for a model that cannot be built.
         LostValuesError: for a model on the meta device whose weights nothing computes.
     """
+    built = _built_model(model, config, tokenizer)
+    lora = config.model.lora
+    return built if lora is None else add_lora(built, lora, config.model.head, config.run.seed)
+
+
+def _built_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None) -> BuiltModel:
     seed = config.run.seed
     if model is None:
         section = config.model
@@ -320,6 +331,8 @@ def prepare_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None
             config=section.config,
             head=section.head,
             seed=seed,
+            revision=section.revision,
+            trust_remote_code=section.trust_remote_code,
             vocab_size=tokenizer.vocab_size if tokenizer else None,
             end_of_text=tokenizer.end_of_text if tokenizer else None,
         )
@@ -341,6 +354,12 @@ def prepare_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None
         return made
 
     return build_deferred(build, seed)
+
+
+def require_layout_fits(model: nn.Module, mesh: Mesh) -> None:
+    """Raise `ConfigError` for a model that this layout cannot train."""
+    require_adapters_that_fit(model, mesh)
+    require_no_layer_drop(model, mesh.data.size)
 
 
 def place_buffers(built: BuiltModel, mesh: Mesh, seed: int) -> None:
