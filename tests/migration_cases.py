@@ -46,6 +46,7 @@ def trained(
         trainer.fit()
         mine = {name: value.clone() for name, value in trainer.model.state_dict().items()}
         notes, keys = list(trainer.config.notes), trainer.config.model_dump(mode="json")
+        given = trainer.args is arguments
     batch = fields["per_device_train_batch_size"] * shared
     theirs = tf.TrainingArguments(
         output_dir=f"{folder}/theirs-{mesh.rank}", **{**fields, "per_device_train_batch_size": batch}
@@ -58,6 +59,7 @@ def trained(
         "apart": max(float((states[name] - value).abs().max()) for name, value in mine.items()),
         "moved": max(float((start[name] - value).abs().max()) for name, value in mine.items()),
         "notes": notes,
+        "given": given,
         "keys": keys,
     }
 

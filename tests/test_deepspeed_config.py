@@ -304,7 +304,7 @@ def test_a_batch_that_does_not_add_up_is_refused_as_deepspeed_does() -> None:
         ({"elasticity": {"enabled": True}}, ["elasticity:", "--nnodes MIN:MAX"]),
         ({"gradient_allreduce_op": "sum"}, ["gradient_allreduce_op: 'sum' is not available"]),
         ({"checkpoint": {"use_node_local_storage": True}, "bf16": {"enabled": True}}, ["use_node_local_storage"]),
-        ({"comet": {"enabled": True, "api_key": "k123"}}, ["comet.api_key: <redacted> is not available"]),
+        ({"comet": {"enabled": False, "api_key": "k123"}}, ["comet.api_key: <redacted> is not available"]),
         ({"bf16": {"enabled": True}, "zeromesh": {"run": {"max_step": 3}}}, ["run.max_step: unknown key", "run.max_steps"]),
         ({"bf16": {"enabled": True}, "zeromesh": 3}, ["zeromesh: got 3; allowed is a mapping"]),
         ({"bf16": {"enabled": True}, "steps_per_print": "often"}, ["steps_per_print: got 'often'; allowed is an integer >= 1"]),

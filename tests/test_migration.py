@@ -26,16 +26,25 @@ FIELDS: dict[str, Any] = {
     [
         {},
         {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "max_grad_norm": 0.1},
+        {"max_steps": -1, "num_train_epochs": 1.5, "per_device_train_batch_size": 5, "warmup_steps": 0.3},
+        {
+            "max_steps": -1,
+            "num_train_epochs": 1,
+            "per_device_train_batch_size": 5,
+            "gradient_accumulation_steps": 1,
+            "dataloader_drop_last": True,
+        },
         pytest.param(
             {"optim": "sgd", "optim_args": "momentum=0.9", "lr_scheduler_type": "constant_with_warmup"},
             marks=pytest.mark.full,
         ),
     ],
-    ids=["defaults", "accumulation", "sgd"],
+    ids=["defaults", "accumulation", "epochs", "whole batches", "sgd"],
 )
 def test_arguments_train_as_in_transformers(workers: Workers, tmp_path: Path, fields: dict[str, Any]) -> None:
     (said,) = workers.run(1, "migration_cases:trained", folder=str(tmp_path), fields=FIELDS | fields)
     assert said["apart"] < 1e-4 < 5e-3 < said["moved"]
+    assert said["given"]
 
 
 def test_two_ranks_train_as_one_process_of_transformers(workers: Workers, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ OTHER: dict[str, Any] = {
     "hub_strategy": "end",
     "hub_always_push": True,
     "hub_revision": "main",
-    "load_best_model_at_end": True,
+    "load_best_model_at_end": (True, {"eval_strategy": "epoch", "save_strategy": "epoch"}),
     "metric_for_best_model": "eval_accuracy",
     "greater_is_better": True,
     "ignore_data_skip": True,

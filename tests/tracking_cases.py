@@ -137,7 +137,9 @@ def _tracked(
     watching: list[Callback] = [Slow(Path(marker), rest)] if marker else []
     watching += [killer] if kills else []
     watching += [Breaks(breaks)] if breaks else []
-    config = configured(folder, steps, {"tracking": {"backends": backends, "tags": ["small"]}, **sections})
+    config = configured(
+        folder, steps, {"tracking": {"backends": backends, "tags": ["small"], "name": "a small run"}, **sections}
+    )
     config["run"] = {**config["run"], "eval_every": 3}
     torch.manual_seed(7)
     said = io.StringIO()
