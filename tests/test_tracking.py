@@ -188,6 +188,16 @@ def test_training_goes_on_when_the_service_of_wandb_is_killed(workers: Workers, 
     assert sum("train/loss" in line for line in noted) == 20
 
 
+def test_a_service_of_wandb_that_is_stuck_holds_nothing_up(workers: Workers, tmp_path: Path) -> None:
+    arguments = {"folder": str(tmp_path), "steps": 12, "backends": ["wandb"], "kills": 4, "stops": True}
+    found = workers.run(1, CASE, timeout=120, **arguments)[0]
+    assert (found["killed"], found["left"]) == (1, 0)
+    assert len(found["losses"]) == 12
+    said = " ".join(found["said"].split())
+    assert said.count("WARNING") == 1
+    assert "WARNING: tracking by wandb did not end within 2 seconds; metrics.jsonl has every step" in said
+
+
 def test_tensorboard_shows_every_step_once(workers: Workers, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -385,16 +395,17 @@ def test_the_training_thread_never_waits_and_what_does_not_fit_is_counted() -> N
     assert said == ["WARNING: trackers were too slow for 6 rows, which they miss; metrics.jsonl has every step"]
 
 
-def test_the_end_of_a_run_waits_for_trackers_a_bounded_time() -> None:
+def test_the_end_of_a_run_waits_for_trackers_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeromesh.trainer.tracking._FINISH_SECONDS", 0.3)
     said: list[str] = []
     gate = threading.Event()
     tracking = Tracking([Fake("stuck", finish=lambda: (gate.wait(30), None)[1])], said.append, ident="x")
     tracking.__enter__()
     tracking.log(metrics(1))
     began = time.monotonic()
-    tracking.finish(0.3)
+    tracking.finish()
     assert 0.2 < time.monotonic() - began < 5
-    assert said == ["WARNING: tracking by stuck did not end within 0.3 seconds"]
+    assert said == ["WARNING: tracking by stuck did not end within 0.3 seconds; metrics.jsonl has every step"]
     gate.set()
 
 

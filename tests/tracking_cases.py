@@ -63,10 +63,11 @@ class Noted(GeneralTracker):
 
 
 class KillsTheService(Callback):
-    """Kills wandb's own process after a step."""
+    """Kills or stops wandb's own process after a step."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, number: signal.Signals) -> None:
         self._step = step
+        self._number = number
         self.killed: list[int] = []
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
@@ -77,7 +78,7 @@ class KillsTheService(Callback):
                 time.sleep(0.05)
             time.sleep(1.0)  # until it has taken rows
             for pid in self.killed:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, self._number)
         if step >= self._step:
             time.sleep(0.05)
 
@@ -114,40 +115,35 @@ def tracked(
     marker: str | None = None,
     rest: float = 0.0,
     kills: int = 0,
+    stops: bool = False,
     breaks: int = 0,
 ) -> dict[str, Any]:
-    """Train up to `steps`, with an evaluation after every third one."""
-    with patch.dict("accelerate.tracking.LOGGER_TYPE_TO_CLASS"):
-        register_tracker_class(Noted)
-        return _tracked(mesh, folder, steps, backends, sections or {}, marker, rest, kills, breaks)
-
-
-def _tracked(
-    mesh: Mesh,
-    folder: str,
-    steps: int,
-    backends: list[str],
-    sections: Mapping[str, Any],
-    marker: str | None,
-    rest: float,
-    kills: int,
-    breaks: int,
-) -> dict[str, Any]:
-    killer = KillsTheService(kills)
+    """Train up to `steps`, with an evaluation after every third one. After step `kills` wandb's process is killed (or `stops`)."""
+    killer = KillsTheService(kills, signal.SIGSTOP if stops else signal.SIGKILL)
     watching: list[Callback] = [Slow(Path(marker), rest)] if marker else []
     watching += [killer] if kills else []
     watching += [Breaks(breaks)] if breaks else []
     config = configured(
-        folder, steps, {"tracking": {"backends": backends, "tags": ["small"], "name": "a small run"}, **sections}
+        folder, steps, {"tracking": {"backends": backends, "tags": ["small"], "name": "a small run"}, **(sections or {})}
     )
     config["run"] = {**config["run"], "eval_every": 3}
     torch.manual_seed(7)
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    with (
+        patch.dict("accelerate.tracking.LOGGER_TYPE_TO_CLASS"),
+        patch("zeromesh.trainer.tracking._FINISH_SECONDS", 2.0 if stops else 30.0),
+        contextlib.redirect_stdout(said),
+    ):
+        register_tracker_class(Noted)
         with Trainer(llama(), config, sentences(), sentences(5, seed=4), callbacks=watching) as trainer:
             report = trainer.fit()
-        threads = torch.get_num_threads()
-    return {"losses": list(report.losses), "said": said.getvalue(), "killed": len(killer.killed), "threads": threads}
+    return {
+        "losses": list(report.losses),
+        "said": said.getvalue(),
+        "killed": len(killer.killed),
+        "left": len(services()),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def planted(mesh: Mesh, *, folder: str, backends: list[str]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
+import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -124,6 +126,9 @@ class Tracker(ABC):
     def give_up(self, error: Exception) -> None:  # noqa: B027 - most have nothing left to do
         """A call has raised `error`, and none will follow."""
 
+    def abandon(self) -> None:  # noqa: B027 - most hold nothing up
+        """A call has not returned for so long that nobody waits for it any more, and the end of the process should not either."""
+
     def _make(self, *arguments: Any, **keywords: Any) -> None:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -188,6 +193,18 @@ class WandbTracker(Tracker):
             import wandb
 
             wandb.teardown()  # Its service is gone, and would be called once more when this process ends.
+
+    def abandon(self) -> None:
+        for pid in _children("wandb-core"):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _children(program: str) -> Iterator[int]:
+    """Processes that this one has started of a program."""
+    for path in Path("/proc/self/task").glob("*/children"):
+        for pid in path.read_text(encoding="ascii").split():
+            if program.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                yield int(pid)
 
 
 def _of_summary(summary: Mapping[str, Any]) -> Sent:

@@ -33,6 +33,7 @@ from zeromesh.trainer.trackers import Row, TrackedRun, Tracker, make_tracker
 NAME = "tracking.json"
 _CAPACITY = 10_000
 _FINISH_SECONDS = 30.0
+_ABANDON_SECONDS = 2.0
 _NAMES = {
     "loss": "train/loss",
     "lr": "train/learning_rate",
@@ -141,8 +142,9 @@ class Tracking:
     ) -> None:
         self.finish()
 
-    def finish(self, seconds: float = _FINISH_SECONDS) -> None:
-        """Send what is left, waiting for that so many seconds at most. Nothing is sent afterwards."""
+    def finish(self) -> None:
+        """Send what is left, waiting for that a bounded time. Nothing is sent afterwards."""
+        seconds = _FINISH_SECONDS
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -154,12 +156,22 @@ class Tracking:
         thread.join(max(0.0, end - time.monotonic()))
         if thread.is_alive():
             names = ", ".join(tracker.name for tracker in self._trackers)
-            self._said.append(f"WARNING: tracking by {names} did not end within {seconds:g} seconds")
+            self._said.append(f"WARNING: tracking by {names} did not end within {seconds:g} seconds; {_HAS_ALL}")
+            self._abandon(thread)
         else:
             self._leave()
         if self._lost:
             self._said.append(f"WARNING: trackers were too slow for {self._lost} rows, which they miss; {_HAS_ALL}")
         self._tell()
+
+    def _abandon(self, thread: threading.Thread) -> None:
+        """Let go of trackers that do not answer. What they say then is not news."""
+        for tracker in list(self._trackers):
+            with contextlib.suppress(Exception):
+                tracker.abandon()
+        news = list(self._said)
+        thread.join(_ABANDON_SECONDS)
+        self._said = deque(news)
 
     def _tell(self) -> None:
         while self._said:
@@ -184,7 +196,7 @@ class Tracking:
         try:
             call()
         except Exception as error:  # noqa: BLE001 - other people's code, which must not end a run
-            line = self._redaction.text((str(error).strip().splitlines() or [""])[0])
+            line = self._redaction.text((str(error).strip().splitlines() or [""])[0]).rstrip(". ")
             reason = f"{type(error).__name__}: {line}".removesuffix(": ")
             self._trackers.remove(tracker)
             self._said.append(f"WARNING: tracking by {tracker.name} {what}: {reason}. Training goes on; {_HAS_ALL}")
