@@ -11,6 +11,7 @@ from zeromesh.trainer.page.chart import Chart, Series
 from zeromesh.trainer.page.figures import MOST_POINTS, kept, median, picked, shown, smoothed
 from zeromesh.trainer.page.runs import RunRecord, number, value_at
 
+_DOTTED_BELOW = 30
 _SMOOTHED_FROM = 60
 """Steps. A shorter curve is looked at point by point."""
 
@@ -136,7 +137,7 @@ def _chart(runs: Sequence[RunRecord], chart: Chart, paths: Mapping[str, Sequence
                 xs=picked(xs, places),
                 ys=picked(ys, places),
                 breaks=breaks,
-                style="dashed" if word == "predicted" else "line",
+                style="dashed" if word == "predicted" else "dots" if len(xs) < _DOTTED_BELOW else "line",
             )
             series.append(made)
     if not any(any(each.ys) or each.breaks for each in series):

@@ -16,6 +16,9 @@
     return [value, units[place]];
   };
   function shown(value, unit) {
+    if (value === 0) {
+      return "0";
+    }
     if (unit === "bytes") {
       const [part, name] = scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]);
       return `${digits(part, 4)} ${name}`;
@@ -340,6 +343,7 @@
         this.svg.querySelector(".grid").setAttribute("d", grid.join(""));
       }
       this.back.hidden = domain === chart.domain;
+      this.figure.classList.toggle("closer", !this.back.hidden);
     }
   }
 
