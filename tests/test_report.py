@@ -181,9 +181,12 @@ def test_losses_that_are_not_finite_break_the_line(tmp_path: Path) -> None:
 def test_changed_keys_are_marked_and_secrets_are_not_shown(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     with (run / "config.resolved.yaml").open("a") as file:
-        file.write("extra: {api_key: sk_very_secret, hub_token: hf_very_secret, size: 3}\n")
+        file.write(
+            "extra: {api_key: sk_very_secret, hub_token: hf_very_secret, pin: {password: 4711}, size: 3, num_key_value_heads: 77}\n"
+        )
     page = shown(run)
-    assert "very_secret" not in page_of(read_runs([run]))
+    assert not {"very_secret", "4711"} & set(re.findall(r"very_secret|4711", page_of(read_runs([run]))))
+    assert "77" in page.text
     assert "(no such key in this version)" in page.text
     marked = [place for place, (tag, each) in enumerate(page.found) if tag == "code" and each.get("class") == "changed"]
     assert marked

@@ -16,6 +16,9 @@ _FAR, _FEW = 2.5, 2
 """Times the median from which on seconds of a step, at most so many or a fiftieth of all, are cut off."""
 
 
+Style = Literal["line", "faint", "dots", "dashed"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
     """Values over steps, both of one length, steps ascending. `color` is the number of one, and taken modulo `COLORS`."""
@@ -24,7 +27,7 @@ class Series:
     color: int
     xs: Sequence[float]
     ys: Sequence[float]
-    style: Literal["line", "faint", "dots", "dashed"] = "line"
+    style: Style = "line"
     breaks: Sequence[float] = ()
     """Steps whose value is not finite: the line is broken there."""
 
