@@ -149,7 +149,6 @@ complete -F _zeromesh zeromesh"""
 
 _ZSH = r"""
 _zeromesh() {
-    emulate -L zsh
     local zeromesh_command zeromesh_arguments zeromesh_option
     local zeromesh_commands zeromesh_names zeromesh_valued zeromesh_choices zeromesh_overrides zeromesh_values
     local present=$words[CURRENT] key
@@ -178,7 +177,7 @@ _zeromesh() {
             compset -P '*='
             compadd -- ${=zeromesh_values}
         else
-            _describe -V key _zeromesh_described_keys -S =
+            _describe key _zeromesh_described_keys -S =
         fi
     else
         _files

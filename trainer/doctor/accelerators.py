@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -47,20 +47,19 @@ class Cuda:
 
 def look() -> Cuda:
     """What this machine says. Where devices can be used, some of their memory is taken until the process ends."""
-    known = {"torch": torch.__version__, "built": torch.version.cuda}
-    driver, module = _driver(), _module()
-    if torch.version.cuda is None:
-        return Cuda(**known, driver=driver, module=module)
+    found = Cuda(torch=torch.__version__, built=torch.version.cuda, driver=_driver(), module=_module())
+    if found.built is None:
+        return found
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         count = torch.cuda.device_count()
         devices = [_device(index) for index in range(count)]
         pairs = [(one, two) for one in range(count) for two in range(one + 1, count)]
         apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
-        return Cuda(**known, driver=driver, module=module, error=(str(error).splitlines() or [type(error).__name__])[0])
-    return Cuda(**known, driver=driver, module=module, devices=devices, apart=apart, nccl=nccl)
+        return replace(found, error=(str(error).splitlines() or [type(error).__name__])[0])
+    return replace(found, devices=devices, apart=apart, nccl=nccl)
 
 
 def judge(cuda: Cuda) -> Iterator[Finding]:

@@ -8,14 +8,14 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zeromesh.errors import StorageError
 from zeromesh.offload.aio import PositionalFile
 from zeromesh.offload.disks import IN_MEMORY, file_system_of, free_bytes, nearest_directory
 from zeromesh.offload.pool import pages
-from zeromesh.trainer.console import human_bytes, human_seconds
+from zeromesh.trainer.console import human_bytes
 from zeromesh.trainer.doctor.findings import Finding, Level
 
 _PIECE = 4 << 20
@@ -56,13 +56,7 @@ def look(directory: Path) -> Disk:
     used = nearest_directory(absolute)
     status = os.statvfs(used)
     inodes = status.f_favail if status.f_files else -1
-    found = {
-        "directory": directory,
-        "used": used,
-        "kind": file_system_of(used),
-        "free": free_bytes(used),
-        "inodes": inodes,
-    }
+    found = Disk(directory=directory, used=used, kind=file_system_of(used), free=free_bytes(used), inodes=inodes)
     path = used / f".zeromesh-doctor-{secrets.token_hex(8)}.tmp"
     try:
         with PositionalFile(path, write=True) as file:
@@ -73,11 +67,11 @@ def look(directory: Path) -> Disk:
             read, _ = _moved(file, write=False, nbytes=nbytes)
             direct = file.direct
     except StorageError as error:
-        return Disk(**found, error=str(error))
+        return replace(found, error=str(error))
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
-    return Disk(**found, direct=direct, locks=locks, written=written, read=read, sync_seconds=sync_seconds)
+    return replace(found, direct=direct, locks=locks, written=written, read=read, sync_seconds=sync_seconds)
 
 
 def judge(disk: Disk) -> Iterator[Finding]:
@@ -165,7 +159,7 @@ def _speed(disk: Disk) -> Finding:
 
 
 def _sync(disk: Disk) -> Finding:
-    found = f"{human_seconds(disk.sync_seconds)} until 4 KiB are on the disk"
+    found = f"{1000 * disk.sync_seconds:.2g} ms until 4 KiB are on the disk"
     if disk.sync_seconds < _SLOW_SYNC_SECONDS:
         return Finding(what="  fsync", found=found)
     return Finding(

@@ -147,7 +147,7 @@ def _exchange(trial: Trial) -> Finding:
             means="Two processes of this host could not exchange a tensor over gloo, as the ranks of a run do.",
             do=f"Look at what is wrong above, and at {INTERFACE}; TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch say more.",
         )
-    speed = f"a sum of 1 MiB over gloo in {human_seconds(trial.seconds)}"
+    speed = f"a sum of 1 MiB over gloo in {1000 * trial.seconds:.2g} ms"
     if trial.shares_memory:
         return Finding(what=what, found=f"{speed}; they share memory")
     return Finding(

@@ -12,8 +12,11 @@ COLORS = 10
 """Colors that page.css has for series; a stack has no more of them, and draws those with least as one."""
 _LOG_FROM = 50.0
 """Highest over lowest value from which on a logarithmic scale shows more."""
-_BEYOND = 3.0
-"""Times the median sum of a stack that its scale reaches to at least; single steps beyond 4 times it are cut off."""
+_FAR, _FEW = 2.5, 2
+"""Times the median from which on seconds of a step, at most so many or a fiftieth of all, are cut off."""
+
+
+Style = Literal["line", "faint", "dots", "dashed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +27,7 @@ class Series:
     color: int
     xs: Sequence[float]
     ys: Sequence[float]
-    style: Literal["line", "faint", "dots", "dashed"] = "line"
+    style: Style = "line"
     breaks: Sequence[float] = ()
     """Steps whose value is not finite: the line is broken there."""
 
@@ -47,28 +50,30 @@ class Chart:
 
     def scale(self) -> Scale:
         """The vertical one."""
+        tops = [value for _, value in self.tops()] or [0.0]
         if self.kind != "lines":
-            return Scale(0.0, 1.06 * self._reach())
-        values = [value for each in self.series for value in each.ys] or [0.0]
-        low, high = min(values), max(values)
+            return Scale(0.0, 1.06 * (_reach(tops) if self.kind == "stack" else max(tops)) or 1.0)
+        low, high = min(tops), max(tops)
+        if self.zero and self.unit == "seconds":
+            high = _reach(tops)
         log = not self.zero and low > 0 and high / low >= _LOG_FROM
         return line_scale(low, high, zero=self.zero, log=log)
 
-    def totals(self) -> list[float]:
-        """The sums of a stack, by step."""
-        return [sum(column) for column in zip(*(each.ys for each in self.series), strict=True)]
-
-    def _reach(self) -> float:
-        """The highest sum of a stack that is to be seen whole."""
-        totals = self.totals()
-        usual = median(totals)
-        if 0 < 4 * usual < max(totals):
-            return max(_BEYOND * usual, *(total for total in totals if total <= 4 * usual))
-        return max(totals) or 1.0
+    def tops(self) -> list[tuple[float, float]]:
+        """The points of lines; of a stack, its sums over their steps."""
+        if self.kind == "lines":
+            return [point for each in self.series for point in zip(each.xs, each.ys, strict=True)]
+        sums = (sum(column) for column in zip(*(each.ys for each in self.series), strict=True))
+        return list(zip(self.series[0].xs, sums, strict=True))
 
     def beyond(self) -> list[tuple[float, float]]:
-        """Steps of a stack that do not fit into the picture, and their sums."""
-        if self.kind == "lines":
-            return []
+        """The tops that do not fit into the picture."""
         high = self.scale().high
-        return [(x, total) for x, total in zip(self.series[0].xs, self.totals(), strict=True) if total > high]
+        return [(x, top) for x, top in self.tops() if top > high]
+
+
+def _reach(tops: Sequence[float]) -> float:
+    """The highest of the tops that is to be seen: a few that lie far above all others would make these flat."""
+    near = [top for top in tops if top <= _FAR * median(tops)]
+    few = 0 < len(tops) - len(near) <= max(_FEW, len(tops) // 50)
+    return max(near) if few and near else max(tops)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zeromesh.trainer.page.chart import Chart, Series
+from zeromesh.trainer.page.chart import Chart, Series, Style
 from zeromesh.trainer.page.figures import MOST_POINTS, kept, median, picked, shown, smoothed
 from zeromesh.trainer.page.runs import RunRecord, number, value_at
 
@@ -20,9 +20,8 @@ def curves_of(runs: Sequence[RunRecord]) -> list[Chart]:
     found = [_loss(runs)]
     for name in _names(runs, prefix="eval_"):
         if name != "eval_loss":
-            found.append(
-                _chart(runs, Chart(identifier=name, title=name, unit="plain", note="of evaluations"), {"": (name,)})
-            )
+            chart = Chart(identifier=name, title=name, unit="plain", note="of evaluations")
+            found.append(_chart(runs, chart, {"": (name,)}, style="dots"))
     found += [_chart(runs, chart, {"": (key,)}) for key, chart in _PLAIN.items()]
     tiers = {name.removesuffix("_wait_seconds"): (name,) for name in _names(runs, suffix="_wait_seconds")}
     found.append(_chart(runs, _WAITS, tiers))
@@ -119,7 +118,9 @@ def _points(lines: Sequence[Mapping[str, Any]], path: Sequence[str]) -> tuple[li
     return [x for x, _ in good], [y for _, y in good], picked(bad, kept(bad))
 
 
-def _chart(runs: Sequence[RunRecord], chart: Chart, paths: Mapping[str, Sequence[str]]) -> Chart | None:
+def _chart(
+    runs: Sequence[RunRecord], chart: Chart, paths: Mapping[str, Sequence[str]], style: Style = "line"
+) -> Chart | None:
     """`chart` with a line for each run and each of the `paths` into its lines, which are words; None where all would be 0."""
     series = []
     for place, run in enumerate(runs):
@@ -136,7 +137,7 @@ def _chart(runs: Sequence[RunRecord], chart: Chart, paths: Mapping[str, Sequence
                 xs=picked(xs, places),
                 ys=picked(ys, places),
                 breaks=breaks,
-                style="dashed" if word == "predicted" else "line",
+                style="dashed" if word == "predicted" else style,
             )
             series.append(made)
     if not any(any(each.ys) or each.breaks for each in series):

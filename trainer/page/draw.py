@@ -43,8 +43,10 @@ def figure(chart: Chart, domain: tuple[float, float]) -> Html:
     )
     return element(
         "figure",
-        element("figcaption", element("h3", chart.title), element("p", _note(chart))),
-        element("ul", *[_legend(chart, each) for each in _named(chart)], class_="legend"),
+        element("figcaption", element("h3", chart.title, _alone(chart)), element("p", _note(chart))),
+        element("ul", *[_legend(chart, each) for each in _named(chart)], class_="legend")
+        if not _alone(chart)
+        else None,
         element(
             "div",
             element("div", *marks, class_="ys", aria_hidden="true"),
@@ -173,6 +175,14 @@ def _named(chart: Chart) -> list[tuple[int, Series]]:
     return [(number, each) for number, each in enumerate(chart.series) if each.style != "faint"]
 
 
+def _alone(chart: Chart) -> Html | None:
+    """The last value of a chart whose only series needs no name."""
+    named = _named(chart)
+    if len(named) > 1 or named[0][1].name != chart.title.lower():
+        return None
+    return element("b", _figure(chart, named[0][1]))
+
+
 def _legend(chart: Chart, numbered: tuple[int, Series]) -> Html:
     number, series = numbered
     name = series.name.removesuffix(", smoothed")
@@ -195,7 +205,7 @@ def _figure(chart: Chart, series: Series) -> str:
     if not series.ys:
         return "not finite"
     if chart.kind == "stack" and chart.unit == "seconds":
-        return f"{sum(series.ys) / (sum(chart.totals()) or 1):.0%}"
+        return f"{sum(series.ys) / (sum(top for _, top in chart.tops()) or 1):.0%}"
     if chart.kind == "levels":
         return f"up to {shown(max(series.ys), chart.unit)}"
     return shown(series.ys[-1], chart.unit)
@@ -206,7 +216,7 @@ def _note(chart: Chart) -> str:
     beyond = chart.beyond()
     if beyond:
         step, most = max(beyond, key=lambda each: each[1])
-        count = f"{len(beyond)} step{'s' * (len(beyond) > 1)}"
+        count = f"{len(beyond)} value{'s' * (len(beyond) > 1)}"
         words.append(f"{count} beyond the picture, the most {shown(most, chart.unit)} in {_moment(chart, step)}")
     broken = sum(len(each.breaks) for each in chart.series if each.style != "faint")
     if broken:

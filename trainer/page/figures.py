@@ -124,6 +124,8 @@ def _decades(low: float, high: float, most: int) -> list[float]:
 
 def shown(value: float, unit: Unit) -> str:
     """A number for people, as on an axis."""
+    if not value:
+        return "0"
     if unit == "bytes":
         return human_bytes(value)
     if unit == "seconds":
@@ -156,6 +158,6 @@ def _thousands(value: float, digits: int) -> str:
 
 
 def _plain_seconds(value: float) -> str:
-    if 0 < value < 1:
-        return f"{value * 1000:.4g} ms"
+    if value < 1:
+        return f"{value * 1000:.4g} ms" if value else "0"
     return f"{value:.4g} s" if value < 600 else human_seconds(value)

@@ -16,6 +16,9 @@
     return [value, units[place]];
   };
   function shown(value, unit) {
+    if (value === 0) {
+      return "0";
+    }
     if (unit === "bytes") {
       const [part, name] = scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]);
       return `${digits(part, 4)} ${name}`;
@@ -36,10 +39,10 @@
   // Scales, as figures.py has them.
   const plain = (chart, value) => (chart.log ? Math.log10(value) : value);
   function part(chart, value) {
-    if (value <= chart.low) {
-      return 0;
+    if (chart.log && value <= 0) {
+      return -1;
     }
-    return Math.min(1, (plain(chart, value) - plain(chart, chart.low)) / (plain(chart, chart.high) - plain(chart, chart.low)));
+    return (plain(chart, value) - plain(chart, chart.low)) / (plain(chart, chart.high) - plain(chart, chart.low));
   }
   function ticks(low, high, most, whole) {
     const least = (high - low) / Math.max(1, most - 1);
@@ -121,6 +124,10 @@
 
     across(x) {
       return (x - this.domain[0]) / (this.domain[1] - this.domain[0]);
+    }
+
+    get closer() {
+      return this.domain !== this.chart.domain;
     }
 
     get near() {
@@ -248,7 +255,7 @@
       const { chart, domain } = this;
       const inside = (x) => x >= domain[0] && x <= domain[1];
       [chart.low, chart.high] = chart.whole;
-      if (domain !== chart.domain && chart.kind === "lines" && chart.low !== 0) {
+      if (this.closer && chart.kind === "lines" && chart.low !== 0) {
         const values = chart.series.flatMap((each) => each.y.filter((_, place) => inside(each.x[place])));
         if (values.length) {
           const [low, high] = [Math.min(...values), Math.max(...values)];
@@ -269,8 +276,10 @@
       return (SIZE * this.across(x)).toFixed(1);
     }
 
+    // What lies outside of a closer look is cut off by the picture, else it stays at its edge.
     top(value) {
-      return (SIZE * (1 - part(this.chart, value))).toFixed(1);
+      const at = part(this.chart, value);
+      return (SIZE * (1 - (this.closer ? at : Math.min(1, Math.max(0, at))))).toFixed(1);
     }
 
     // Where bars begin, and the last one ends, as draw.py has them.
@@ -339,7 +348,8 @@
         const grid = values.map((tick) => `M0 ${(SIZE * (1 - part(chart, tick))).toFixed(1)}H${SIZE}`);
         this.svg.querySelector(".grid").setAttribute("d", grid.join(""));
       }
-      this.back.hidden = domain === chart.domain;
+      this.back.hidden = !this.closer;
+      this.figure.classList.toggle("closer", this.closer);
     }
   }
 

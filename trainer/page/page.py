@@ -60,7 +60,7 @@ def _main(runs: Sequence[RunRecord]) -> list[Html]:
     if len(runs) > 1:
         found.append(_section("What differs", "differences", sections.differences(runs)))
     found.append(_section("Notes", "notes", _each(runs, sections.notes)))
-    found.append(_section("Over the steps", "charts", element("div", *drawn, class_="charts") if drawn else None))
+    found.append(_section("Over the steps", "pictures", element("div", *drawn, class_="charts") if drawn else None))
     found.append(_section("Mesh", "mesh", _each(runs, sections.mesh)))
     found.append(_section("Communication of a step", "communication", _each(runs, sections.communication)))
     found.append(_section("Checkpoints", "checkpoints", _each(runs, sections.checkpoints)))

@@ -13,7 +13,7 @@ from zeromesh.errors import ConfigError, LayoutError, StorageError, ZeromeshErro
 from zeromesh.mesh.axes import AXES, MeshShape
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_words import known_paths, shown
-from zeromesh.trainer.config_yaml import MAX_BYTES, parse_yaml
+from zeromesh.trainer.config_yaml import MAX_BYTES, parse_yaml, plain_scalar
 from zeromesh.trainer.metrics import read_metrics
 
 METRICS, STARTS, CONFIG, RANKS = "metrics.jsonl", "starts.jsonl", "config.resolved.yaml", "ranks.json"
@@ -104,33 +104,33 @@ def _names(paths: Sequence[Path]) -> list[str]:
 def _read(path: Path, name: str) -> RunRecord:
     remarks: list[str] = []
     lines = _lines(path / METRICS, remarks)
-    config = _tried(lambda: _config(path / CONFIG), {}, remarks)
-    starts = _tried(lambda: read_metrics(path / STARTS, []), [], remarks) if (path / STARTS).exists() else []
-    checkpoints = _tried(lambda: _checkpoints(path), [], remarks)
-    ranks = _tried(lambda: _ranks(path / RANKS), [], remarks)
+    config = _tried(lambda: _config(path / CONFIG), remarks) or {}
+    starts = _tried(lambda: read_metrics(path / STARTS, []), remarks) if (path / STARTS).exists() else None
+    checkpoints = _tried(lambda: _checkpoints(path), remarks) or []
+    ranks = _tried(lambda: _ranks(path / RANKS), remarks) or []
     steps = config.get("run", {}).get("max_steps") if isinstance(config.get("run"), dict) else None
     return RunRecord(
         name=name,
         path=path,
         lines=tuple(lines),
-        starts=tuple(each for each in starts if type(each.get("step")) is int),
+        starts=tuple(each for each in starts or () if type(each.get("step")) is int),
         keys=tuple(_keys(config)),
         max_steps=steps if type(steps) is int else None,
         checkpoints=tuple(checkpoints),
         ranks=tuple(ranks),
-        step_memory=_tried(lambda: _step_memory(path / STEP_MEMORY), None, remarks),
+        step_memory=_tried(lambda: _step_memory(path / STEP_MEMORY), remarks),
         shape=_shape(config, checkpoints, len(ranks)),
         remarks=tuple(remarks),
     )
 
 
-def _tried(read: Callable[[], T], otherwise: T, remarks: list[str]) -> T:
-    """What `read` gives; a file that cannot be read is a remark."""
+def _tried(read: Callable[[], T], remarks: list[str]) -> T | None:
+    """What `read` gives; a file that cannot be read is a remark, and None."""
     try:
         return read()
     except (ZeromeshError, OSError) as error:
         remarks.append(str(error))
-        return otherwise
+        return None
 
 
 # Metrics
@@ -141,7 +141,7 @@ def _lines(path: Path, remarks: list[str]) -> list[Mapping[str, Any]]:
         remarks.append(f"there is no {METRICS}: the run has logged no step (run.log_every)")
         return []
     broken: list[str] = []
-    found = _tried(lambda: read_metrics(path, broken), [], remarks)
+    found = _tried(lambda: read_metrics(path, broken), remarks) or []
     remarks += broken[:_BROKEN_SHOWN]
     if len(broken) > _BROKEN_SHOWN:
         remarks.append(f"{len(broken) - _BROKEN_SHOWN} more lines of {METRICS} cannot be read")
@@ -230,7 +230,9 @@ def _free(path: str) -> bool:
 
 
 def _word(path: str, value: object) -> str:
-    return "(none)" if value is _ABSENT else shown(path, value)
+    """A value as one would write it: plain text without quotes where it means nothing else."""
+    text = "(none)" if value is _ABSENT else shown(path, value)
+    return value if isinstance(value, str) and text == repr(value) and plain_scalar(value) == value else text
 
 
 # Mesh and ranks

@@ -10,6 +10,7 @@ from typing import Any
 
 from zeromesh.mesh.axes import AXES, Coordinate, MeshShape
 from zeromesh.trainer.console import human_bytes, human_count, human_seconds
+from zeromesh.trainer.page.chart import COLORS
 from zeromesh.trainer.page.figures import median
 from zeromesh.trainer.page.markup import Html, element
 from zeromesh.trainer.page.runs import Key, RunRecord, number
@@ -22,7 +23,7 @@ _RANKS_NAMED, _RANKS_DRAWN = 64, 1024
 
 
 def table(
-    columns: Sequence[str], rows: Sequence[Sequence[object]], *, numbers: Sequence[int] = (), class_: str = ""
+    columns: Sequence[object], rows: Sequence[Sequence[object]], *, numbers: Sequence[int] = (), class_: str = ""
 ) -> Html:
     """A table that scrolls by itself where the screen is narrow. `numbers` are columns that stand to the right."""
     head = element(
@@ -49,7 +50,7 @@ def figures_of(run: RunRecord) -> dict[str, str]:
     found: dict[str, str] = {}
     last = run.lines[-1] if run.lines else {}
     if last:
-        of = f" of {run.max_steps:,}" if run.max_steps is not None else ""
+        of = f" / {run.max_steps:,}" if run.max_steps is not None else ""
         found["steps"] = f"{last['step']:,}{of}"
     losses = [loss for line in run.lines if (loss := number(line.get("loss"))) is not None]
     if losses:
@@ -58,24 +59,24 @@ def figures_of(run: RunRecord) -> dict[str, str]:
         value for line in [*run.checkpoints, *run.lines] if (value := number(line.get("eval_loss"))) is not None
     ]
     if any(map(math.isfinite, evaluations)):
-        found["lowest evaluation loss"] = f"{min(filter(math.isfinite, evaluations)):.4f}"
+        found["best eval loss"] = f"{min(filter(math.isfinite, evaluations)):.4f}"
     tokens = [count for line in run.lines if (count := number(line.get("tokens")))]
     if tokens:
         found["tokens"] = human_count(tokens[-1])
     speeds = _finite(run, "tokens_per_second")
     if any(speeds):
-        found["tokens per second, median"] = human_count(median(speeds))
+        found["tokens/s"] = human_count(median(speeds))
     seconds = _finite(run, "step_seconds")
     if seconds:
-        found["time of a step, median"] = human_seconds(median(seconds))
+        found["step time"] = human_seconds(median(seconds))
     peaks = _finite(run, "peak_memory_bytes")
     if any(peaks):
-        found["peak memory of a rank"] = human_bytes(max(peaks))
+        found["peak memory"] = human_bytes(max(peaks))
     if run.shape is not None:
         found["ranks"] = str(run.shape.world_size)
     skipped = sum(bool(line.get("skipped")) for line in run.lines)
     if skipped:
-        found["steps without an update"] = str(skipped)
+        found["skipped steps"] = str(skipped)
     return found
 
 
@@ -91,14 +92,16 @@ def summary(runs: Sequence[RunRecord]) -> Html:
         cards = [element("div", element("dt", name), element("dd", value)) for name, value in figures[0].items()]
         return element("dl", *cards, class_="cards")
     names = list(dict.fromkeys(name for each in figures for name in each))
-    rows = [
-        [
-            element("span", element("i", class_=f"swatch line c{place % 10}"), run.name, class_="run"),
-            *(each.get(name, "") for name in names),
-        ]
-        for place, (run, each) in enumerate(zip(runs, figures, strict=True))
+    rows = [[name, *(each.get(name, "") for each in figures)] for name in names]
+    return table(["", *heads(runs)], rows)
+
+
+def heads(runs: Sequence[RunRecord]) -> list[Html]:
+    """The names of runs, each with its color, for columns of tables."""
+    return [
+        element("span", element("i", class_=f"swatch line c{place % COLORS}"), run.name, class_="run")
+        for place, run in enumerate(runs)
     ]
-    return table(["run", *names], rows, numbers=range(1, len(names) + 1))
 
 
 # Mesh
@@ -110,11 +113,12 @@ def mesh(run: RunRecord) -> Html | None:
     if shape is None:
         return None
     count = shape.world_size
-    words = element("p", f"{shape}: {count} rank{'s' * (count > 1)}")
+    axes = [axis for axis in AXES if getattr(shape, axis) > 1]
+    beside = f", beside each other along {axes[-1]}" if axes else ""
+    words = element("p", f"{shape}: {count} rank{'s' * (count > 1)}{beside}")
     if count > _RANKS_DRAWN:
         return element("div", words, element("p", f"More than {_RANKS_DRAWN:,} ranks are not drawn."), class_="mesh")
     states = {row["rank"]: row for row in run.ranks}
-    axes = [axis for axis in AXES if getattr(shape, axis) > 1]
     failed = [row for row in run.ranks if row.get("failure")]
     return element(
         "div",
@@ -166,12 +170,19 @@ def communication(run: RunRecord) -> Html | None:
                         sums.setdefault((axis, name), [0.0] * len(_COUNTED))[place] += value
     if not sums:
         return None
-    rows = sorted(
-        ((*names, *(value / len(found) for value in row)) for names, row in sums.items()), key=lambda row: -row[4]
-    )
+    steps = len(found)
+    rows = sorted(sums.items(), key=lambda each: -each[1][2])
+    most = rows[0][1][2]
     cells = [
-        [axis, name, f"{calls:,.1f}", human_bytes(nbytes), human_seconds(seconds), _bar(seconds, rows[0][4])]
-        for axis, name, calls, nbytes, seconds in rows
+        [
+            axis,
+            name,
+            f"{calls / steps:,.1f}",
+            human_bytes(nbytes / steps),
+            human_seconds(seconds / steps),
+            _bar(seconds, most),
+        ]
+        for (axis, name), (calls, nbytes, seconds) in rows
     ]
     return table(["axis", "collective", "calls", "bytes", "time", ""], cells, numbers=(2, 3, 4))
 
@@ -278,4 +289,4 @@ def differences(runs: Sequence[RunRecord]) -> Html | None:
         for path in paths
         if len({each.get(path) for each in values}) > 1
     ]
-    return table(["key", *(run.name for run in runs)], rows) if rows else None
+    return table(["key", *heads(runs)], rows) if rows else None
