@@ -126,7 +126,7 @@ BAD = [
     ("data: {train: /does/not/exist.txt}", ["data.train: '/does/not/exist.txt' does not exist"]),
     ("data: {train: [/does/not/exist.txt, .]}", ["data.train: '/does/not/exist.txt' does not exist"]),
     ("data: {train: []}", ["data.train: got []"]),
-    ("data: {tokenizer: gpt2}", ["data.tokenizer: 'gpt2' does not exist", "save_pretrained"]),
+    ("data: {tokenizer: ./gpt2}", ["data.tokenizer: './gpt2' does not exist", "save_pretrained"]),
     ("data: {eval_fraction: 1.0}", ["data.eval_fraction: got 1.0; allowed is a number >= 0 and < 1"]),
     ("data: {sequence_length: 1}", ["data.sequence_length: got 1"]),
     ("- a\n- b", ["holds ['a', 'b']; allowed is a mapping of sections"]),

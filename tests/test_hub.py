@@ -33,7 +33,7 @@ def test_a_model_is_taken_from_the_cache_of_the_hub(workers: Workers, tmp_path: 
 
 def test_what_was_tried_is_said(workers: Workers, tmp_path: Path) -> None:
     cases = {"folder": str(tmp_path), "cache": str(tmp_path / "cache")}
-    outcomes = workers.outcomes(2, "hub_cases:named", source="someone/else", **cases)
+    outcomes = workers.pool(2).outcomes("hub_cases:named", source="someone/else", **cases)
     said = outcomes[0].result["error"]
     assert "model.source: 'someone/else' is neither a directory here (" in said
     assert f"{Path('someone/else').absolute()}" in said
@@ -134,5 +134,5 @@ def test_code_of_a_model_is_run_when_it_is_trusted(workers: Workers, tmp_path: P
     found = workers.run(2, "hub_cases:own_code", trust=True, **cases)
     assert [each["class"] for each in found] == ["OwnModel"] * 2
     assert found[0]["calls"] > 0
-    refused = workers.outcomes(2, "hub_cases:own_code", trust=False, **cases)
+    refused = workers.pool(2).outcomes("hub_cases:own_code", trust=False, **cases)
     assert all("config.json" in (each.message or each.result["error"]) for each in refused)

@@ -15,7 +15,9 @@ from trainer_cases import digest, settings
 
 from zeromesh import Trainer
 from zeromesh.mesh.groups import Mesh
+from zeromesh.trainer.hf.build import build_model
 from zeromesh.trainer.hf.source import SafetensorsSource
+from zeromesh.zero.engine import ZeroEngine
 
 
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -64,10 +66,22 @@ def loaded(mesh: Mesh, folder: str, name: str, compute: str, master: str) -> dic
         precision={"compute": compute, "master": master, "reduce": master},
         zero={"stage": 3, "gathered_budget": 0},
     )
-    with patch.dict(SafetensorsSource.__init__.__kwdefaults__, cache_bytes=1), Largest() as largest:
-        trainer = Trainer(None, config, subject.samples(4))
+    largest = Largest()
+
+    def watched(call: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with largest:
+                return call(*args, **kwargs)
+
+        return run
+
+    with (
+        patch.dict(SafetensorsSource.__init__.__kwdefaults__, cache_bytes=1),
+        patch("zeromesh.trainer.setup.build_model", watched(build_model)),
+        patch.object(ZeroEngine, "build", watched(ZeroEngine.build)),
+        Trainer(None, config, subject.samples(4)) as trainer,
+    ):
         engine = trainer.engine
-    with trainer:
         state = {name: tensor.clone() for name, tensor in trainer.state_dict()}
         units = [sum(bucket.layout.padded for bucket in unit.buckets) for unit in engine.units] if engine else []
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in state.values()})

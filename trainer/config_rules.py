@@ -46,12 +46,12 @@ def missing_paths(config: TrainerConfig, *, wrong: frozenset[str] = frozenset())
         if key not in wrong
         for path in paths
         if path is not None and not Path(path).expanduser().exists()
-        if not (key in _ON_THE_HUB and _REPOSITORY.fullmatch(path))
+        if not (key in _ON_THE_HUB and REPOSITORY.fullmatch(path))
     ]
 
 
 _ON_THE_HUB = ("model.source", "data.tokenizer")
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 """What may be the name of a model on the Hub. Whether it is one is found out when a run begins."""
 _CURES = {
     "model.source": "give a local directory with config.json and *.safetensors, or the name of a model on the Hub",

@@ -98,11 +98,9 @@ class ModelSection(Section):
         default="causal_lm",
         description="The task, and so the class of the model; base is the model without a head.",
     )
-    lora: Annotated[LoraSection | None, Allowed("null, or a mapping of rank, alpha, dropout and targets")] = Field(
+    lora: Annotated[LoraSection | None, Allowed("null, or a mapping such as {rank: 8}")] = Field(
         default=None,
-        description="Train low-rank adapters of linear layers (LoRA, by PEFT) and freeze the rest: of `rank` 8, scaled by `alpha` / "
-        "`rank` (null: 2), with `dropout` of their inputs (0), at layers whose names end as `targets` say (all-linear; null: PEFT's "
-        "choice). null: no adapters.",
+        description="Train low-rank adapters of linear layers (LoRA, by PEFT) and freeze the rest; null: none.",
     )
     activation_checkpointing: Literal["none", "block", "selective"] = Field(
         default="none",

@@ -92,9 +92,9 @@ def known_paths() -> dict[str, FieldInfo]:
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The model of a field that is a section, else None."""
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    """The model of a field that is a section, or may be one, else None."""
+    kinds = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else (field.annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def allowed(field: FieldInfo) -> str:

@@ -1,7 +1,7 @@
 """Models with adapters of PEFT, told by their attributes: PEFT itself is imported only where adapters are made (`lora.py`).
 
-Such a model is, or wraps, a Hugging Face model some of whose layers are replaced. What is asked about the task (arguments of forward,
-loss, vocabulary) is asked of the model inside. What is trained, and runs, is the wrapper.
+Such a model is, or wraps, a Hugging Face model some of whose layers are replaced. What is asked about the task (arguments of
+forward, loss, vocabulary) is asked of the model inside. What is trained, and runs, is the wrapper.
 """
 
 from __future__ import annotations

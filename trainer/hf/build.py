@@ -34,8 +34,8 @@ _COUNTS = (
 )
 # Accepted by every configuration without being one of its fields, or under an older name.
 _ALSO_KNOWN = {
-    "attn_implementation", "auto_map", "experts_implementation", "model_type", "num_labels", "partial_rotary_factor",
-    "rope_scaling", "rope_theta", "torch_dtype", "_attn_implementation", "_name_or_path",
+    "attn_implementation", "auto_map", "decoder_start_token_id", "experts_implementation", "model_type", "num_labels",
+    "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype", "_attn_implementation", "_name_or_path",
 }  # fmt: skip
 _CONFIG_ERRORS = (*INITIALISER_ERRORS, StrictDataclassError, OSError, ImportError)
 

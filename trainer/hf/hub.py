@@ -19,6 +19,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
 from zeromesh.trainer.config import TrainerConfig
+from zeromesh.trainer.config_rules import REPOSITORY
 from zeromesh.trainer.tokenizers import BYTES
 
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -97,6 +98,11 @@ def _load_code_in_turn(directory: Path, mesh: Mesh) -> None:
 
 
 def _snapshot(source: str, revision: str | None, files: Sequence[str], *, where: str, download: bool) -> Path:
+    if not REPOSITORY.fullmatch(source):
+        raise ConfigError(
+            f"{Path(source).expanduser()} is not a directory on this machine, and cannot be the name of a model on the Hub",
+            where=where,
+        )
     try:
         found = huggingface_hub.snapshot_download(
             source,

@@ -172,8 +172,8 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _gradients(small: Any, evaluate: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The loss under the empty name, and every parameter's gradient."""
-    named = dict(small.named_parameters())
+    """The loss under the empty name, and the gradient of every parameter that has one (Whisper's positions have none)."""
+    named = {name: parameter for name, parameter in small.named_parameters() if parameter.requires_grad}
     with seeded_cpu(0, _TRIAL), torch.enable_grad():
         loss = evaluate()
         gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
