@@ -124,7 +124,9 @@ def tracked(
     watching += [killer] if kills else []
     watching += [Breaks(breaks)] if breaks else []
     config = configured(
-        folder, steps, {"tracking": {"backends": backends, "tags": ["small"], "name": "a small run"}, **(sections or {})}
+        folder,
+        steps,
+        {"tracking": {"backends": backends, "tags": ["small"], "name": "a small run"}, **(sections or {})},
     )
     config["run"] = {**config["run"], "eval_every": 3}
     torch.manual_seed(7)
