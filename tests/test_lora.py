@@ -50,6 +50,15 @@ def test_what_is_saved_is_the_adapter_as_it_was_trained(workers: Workers, tmp_pa
         assert found[f"{name} change"] > 1e-3
 
 
+def test_adapters_that_were_added_to_a_model(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, "lora_cases:added", folder=str(tmp_path))[0]
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(found["files"])
+    assert "model.safetensors" not in found["files"]
+    assert len(found["losses"]) == 4
+    assert found["peft"] <= 1e-5
+    assert found["change"] > 1e-2
+
+
 def test_adapters_by_configuration(workers: Workers, tmp_path: Path) -> None:
     layouts = {"one": (1, 0), "two": (2, 3)}
     found = {
