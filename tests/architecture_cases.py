@@ -150,6 +150,7 @@ def masked_sounds(mesh: Mesh, folder: str) -> dict[str, Any]:
     for name, masked in (("losses", True), ("without", False)):
         config = {**SPEECH, **shaken, "apply_spec_augment": masked, "ctc_loss_reduction": "mean"}
         model, _ = seeded_pair(lambda config=config: _built(config, "ctc"))
+        np.random.seed(3 * mesh.world_size + mesh.rank)
         before = np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
         run = settings(folder, run={"name": name, "max_steps": 3})
         with InFloat64(), Trainer(model, run, _rows(spoken())) as trainer:

@@ -91,6 +91,35 @@ def saved(mesh: Mesh, folder: str) -> dict[str, Any]:
     return found
 
 
+def added(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """Adapters that were added to a Hugging Face model itself, trained in bfloat16, saved, and loaded by PEFT."""
+    root, model = Path(folder), seeded(llama)
+    if mesh.rank == 0:
+        model.save_pretrained(root / "base")
+    mesh.world.barrier("base")
+    model.add_adapter(peft.LoraConfig(r=3, target_modules=TARGETS, init_lora_weights=False))
+    precision = {"compute": "bfloat16", "master": "float32", "reduce": "float32"}
+    with Trainer(model, settings(folder, precision=precision), sentences()) as trainer:
+        losses = trainer.fit().losses
+        trainer.save(root / "adapter")
+    ids = sentences()[1]["input_ids"][None]
+    found: dict[str, Any] = {"files": sorted(path.name for path in (root / "adapter").iterdir()), "losses": losses}
+    with torch.no_grad():
+        wanted = model.float().eval()(input_ids=ids).logits
+        # Frozen weights are what the run computes with.
+        plain = tf.AutoModelForCausalLM.from_pretrained(root / "base").bfloat16().float().eval()
+        before = plain(input_ids=ids).logits.clone()
+        found["peft"] = _apart(
+            peft.PeftModel.from_pretrained(plain, root / "adapter").eval()(input_ids=ids).logits, wanted
+        )
+    found["change"] = _apart(before, wanted)
+    return found
+
+
+def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
 def configured(mesh: Mesh, folder: str, stage: int, **lora: Any) -> dict[str, Any]:
     """A configuration with `model.lora` over a directory of weights."""
     root = Path(folder)

@@ -30,6 +30,22 @@ def test_a_mesh_of_eight_ranks_is_what_its_file_says(tmp_path: Path) -> None:
     assert (shape.pipeline, shape.shard, shape.tensor) == (2, 2, 2)
 
 
+@pytest.mark.parametrize("name", ["digits.py", "adapters.py"])
+def test_a_script_about_models(workers: Workers, tmp_path: Path, name: str) -> None:
+    found = blocks("models.md")
+    for file, text in found.items():
+        (tmp_path / file).write_text(f"#{text}", encoding="utf-8")
+    said = workers.run(1, "doc_cases:printed", code=f"#{found[name]}", folder=str(tmp_path))[0].splitlines()[-1]
+    assert said == "True" if name == "adapters.py" else 0.5 < float(said) < 3
+
+
+def test_configurations_about_models_are_valid(tmp_path: Path) -> None:
+    for name, text in blocks("models.md").items():
+        if name.endswith(".yaml"):
+            (tmp_path / name).write_text(f"#{text}", encoding="utf-8")
+            load_config(tmp_path / name)
+
+
 def test_schedules_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile("#" + blocks("parallel.md")["schedules.py"], "schedules.py", "exec"), {})
     said = capsys.readouterr().out

@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers as tf
 from lora_cases import TARGETS, adapted
 from torch import nn
 from trainer_cases import LLAMA, llama
@@ -48,6 +49,15 @@ def test_what_is_saved_is_the_adapter_as_it_was_trained(workers: Workers, tmp_pa
         assert not [tensor for tensor in found[f"{name} tensors"] if "lora_" not in tensor]
         assert found[f"{name} difference"] <= 1e-9
         assert found[f"{name} change"] > 1e-3
+
+
+def test_adapters_that_were_added_to_a_model(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, "lora_cases:added", folder=str(tmp_path))[0]
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(found["files"])
+    assert "model.safetensors" not in found["files"]
+    assert len(found["losses"]) == 4
+    assert found["peft"] <= 1e-5
+    assert found["change"] > 1e-2
 
 
 def test_adapters_by_configuration(workers: Workers, tmp_path: Path) -> None:
@@ -125,6 +135,18 @@ def test_adapters_do_not_depend_on_how_the_model_was_built() -> None:
     wanted = {name: p for name, p in whole.named_parameters() if p.requires_grad}
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_what_else_is_trained_belongs_to_the_adapter() -> None:
+    config = tf.BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, vocab_size=60
+    )
+    model = peft.get_peft_model(tf.BertModel(config), peft.LoraConfig(bias="all", target_modules=["query"]))
+    names = adapter_names(model)
+    assert {name.rpartition(".")[2] for name in names if "lora_" not in name} == {"bias"}
+    assert names == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.base_model.set_requires_grad("default", requires_grad=False)
+    assert {name for name in names if "lora_" in name} <= adapter_names(model)
 
 
 def test_the_model_inside_says_what_the_loss_is() -> None:

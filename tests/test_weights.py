@@ -53,10 +53,10 @@ def test_names_of_older_versions_are_understood(workers: Workers, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["mixtral", "llama"])
 def test_no_rank_ever_has_the_whole_model(workers: Workers, tmp_path: Path, name: str) -> None:
-    """The largest piece of memory that reading asks for is within one unit, of which there are several."""
+    """What reading holds beyond the shards that it fills is less than two units, of which there are several."""
     model = write(tmp_path / "model", name, torch.bfloat16, num_hidden_layers=6)
     found = read(workers, tmp_path / "model", name)
     assert found["state"] == as_read(model, torch.float32)
     units = found["units"]
     assert isinstance(units, list)
-    assert found["largest"] <= max(units) < sum(units) / 4
+    assert found["transient"] <= 2 * max(units) < sum(units) / 2

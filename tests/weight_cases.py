@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,18 +21,27 @@ from zeromesh.trainer.hf.source import SafetensorsSource
 from zeromesh.zero.engine import ZeroEngine
 
 
-class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The most elements that any operation has made memory for."""
+class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most elements that results of operations, as long as they live, have had memory for at once."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.numel = 0
+        self.peak = 0
+        self._results: list[weakref.ref[torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.device.type == "cpu":
-            self.numel = max(self.numel, out.untyped_storage().nbytes() // out.element_size())
+        if isinstance(out, torch.Tensor) and out.device.type == "cpu" and out.numel():
+            self._results.append(weakref.ref(out))
+            self.peak = max(self.peak, self.now())
         return out
+
+    def now(self) -> int:
+        """Of those that live."""
+        living = {each: tensor for each in self._results if (tensor := each()) is not None}
+        self._results = list(living)
+        memory = {tensor.untyped_storage().data_ptr(): tensor for tensor in living.values()}
+        return sum(tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in memory.values())
 
 
 def write(folder: Path, name: str, dtype: torch.dtype, **changes: Any) -> Any:
@@ -66,11 +76,11 @@ def loaded(mesh: Mesh, folder: str, name: str, compute: str, master: str) -> dic
         precision={"compute": compute, "master": master, "reduce": master},
         zero={"stage": 3, "gathered_budget": 0},
     )
-    largest = Largest()
+    held = Held()
 
     def watched(call: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with largest:
+            with held:
                 return call(*args, **kwargs)
 
         return run
@@ -82,7 +92,8 @@ def loaded(mesh: Mesh, folder: str, name: str, compute: str, master: str) -> dic
         Trainer(None, config, subject.samples(4)) as trainer,
     ):
         engine = trainer.engine
+        transient = held.peak - held.now()
         state = {name: tensor.clone() for name, tensor in trainer.state_dict()}
         units = [sum(bucket.layout.padded for bucket in unit.buckets) for unit in engine.units] if engine else []
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in state.values()})
-    return {"state": digest(state), "largest": largest.numel, "units": units, "dtypes": dtypes}
+    return {"state": digest(state), "transient": transient, "units": units, "dtypes": dtypes}
