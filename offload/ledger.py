@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 
 from zeromesh.errors import StorageError
@@ -30,6 +33,16 @@ class Purpose(Enum):
     STAGING = "buffers on the way to and from files"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """From the moment `at` on, in seconds of `time.perf_counter`, there are `nbytes` of a purpose on a tier."""
+
+    at: float
+    tier: Tier
+    purpose: Purpose
+    nbytes: int
+
+
 MEMORY = (Tier.DEVICE, Tier.HOST)
 """What is memory, and no disk."""
 
@@ -45,6 +58,8 @@ class Ledger:
         self._limits = dict(limits or {})
         self._peak = 0
         self._highest: dict[tuple[Tier, Purpose], int] = {}
+        self._changes: list[Change] | None = None
+        self._most_changes = 0
 
     def add(self, tier: Tier, purpose: Purpose, nbytes: int) -> None:
         """Count an allocation (or, negative, its end).
@@ -66,7 +81,25 @@ class Ledger:
             )
         self._bytes[key] += nbytes
         self._highest[key] = max(self._highest.get(key, 0), self._bytes[key])
+        changes = self._changes
+        if changes is not None and len(changes) < self._most_changes:
+            changes.append(Change(at=time.perf_counter(), tier=tier, purpose=purpose, nbytes=self._bytes[key]))
         self._peak = max(self._peak, self.total())
+
+    @contextmanager
+    def recording(self, most: int) -> Iterator[list[Change]]:
+        """Changes inside the block, at most about `most` of them, after what there is when it begins."""
+        began = time.perf_counter()
+        changes = [
+            Change(at=began, tier=tier, purpose=purpose, nbytes=nbytes)
+            for (tier, purpose), nbytes in self._bytes.items()
+            if nbytes
+        ]
+        self._changes, self._most_changes = changes, most
+        try:
+            yield changes
+        finally:
+            self._changes = None
 
     def total(self, *tiers: Tier) -> int:
         """Bytes now, of some tiers; of all memory where none is named."""

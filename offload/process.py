@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -34,6 +35,29 @@ def available_bytes() -> int:
 def swap_bytes() -> int:
     """Bytes of free swap space."""
     return _status_bytes(Path("/proc/meminfo"), "SwapFree:")
+
+
+def machine_bytes() -> int:
+    """Bytes of memory of the machine."""
+    return _status_bytes(Path("/proc/meminfo"), "MemTotal:")
+
+
+def group_settings(name: str) -> list[str]:
+    """What the file `name`, such as `memory.max`, says in each control group (version 2) of this process, outermost first."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    own = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+    found = []
+    for group in (_CGROUP, *(_CGROUP / Path(*parts) for parts in _beginnings(Path(own.lstrip("/")).parts))):
+        with contextlib.suppress(OSError):
+            found.append((group / name).read_text(encoding="ascii").strip())
+    return found
+
+
+def _beginnings(parts: tuple[str, ...]) -> list[tuple[str, ...]]:
+    return [parts[: count + 1] for count in range(len(parts))]
 
 
 def _file_cache_bytes() -> int:

@@ -56,10 +56,11 @@ def _table(name: str, section: type[BaseModel], defaults: BaseModel) -> Iterator
 def _rows(prefix: str, section: type[BaseModel], defaults: BaseModel) -> Iterator[str]:
     for key, field in section.model_fields.items():
         value = getattr(defaults, key)
-        if isinstance(value, BaseModel):
-            yield from _rows(f"{prefix}{key}.", type(value), value)
-        else:
+        section = section_of(field)
+        if not isinstance(value, BaseModel):
             yield _row(f"{prefix}{key}", field, value)
+        if section is not None:
+            yield from _rows(f"{prefix}{key}.", section, section() if value is None else value)
 
 
 def _row(key: str, field: FieldInfo, value: Any) -> str:

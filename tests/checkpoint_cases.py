@@ -193,9 +193,9 @@ def opened(mesh: Mesh, *, folder: str, compute: str) -> dict[str, bool]:
     model = {"source": str(checkpoint), "config": None}
     sections = {"model": model, "precision": precision, "run": {"name": "second"}}
     with Trainer(None, configured(folder, 2, sections), sentences()) as second:
-        before = second.evaluate(sentences()).loss
+        before = second.evaluate(sentences())["eval_loss"]
         second.fit()
-        after = second.evaluate(sentences()).loss
+        after = second.evaluate(sentences())["eval_loss"]
     return {"logits": same, "dtype": str(dtype) == f"torch.{compute}", "learns on": after < before < 4.0}
 
 

@@ -104,9 +104,9 @@ def trains(mesh: Mesh, folder: str, parallel: dict[str, int]) -> dict[str, Any]:
         patch.object(functions, "gather", noting),
         Trainer(seeded(_capped), config, train_dataset=sentences(), eval_dataset=sentences(5)) as trainer,
     ):
-        before = trainer.evaluate().loss
+        before = trainer.evaluate()["eval_loss"]
         report = trainer.fit()
         whole = trainer.engine is None
-        after = trainer.evaluate().loss
+        after = trainer.evaluate()["eval_loss"]
     losses = apart(report.losses, plain.losses)
     return {"losses": losses, "gathered": 67 in widths, "evaluated": [before, report.eval_loss, after], "whole": whole}

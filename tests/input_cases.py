@@ -91,7 +91,7 @@ def _vectors() -> list[dict[str, torch.Tensor]]:
 INPUTS: dict[str, Function[[dict[str, Any]], Trainer]] = {
     "no samples": lambda c: Trainer(llama(), c, []),
     "splits": lambda c: Trainer(llama(), c, datasets.DatasetDict(train=_rows(), test=_rows())),
-    "stream": lambda c: Trainer(llama(), c, _rows().to_iterable_dataset()),
+    "stream": lambda c: Trainer(llama(), c, _rows(), _rows().to_iterable_dataset()),
     "a name": lambda c: Trainer(llama(), c, "stdlib"),  # type: ignore[arg-type]
     "tuples": lambda c: Trainer(llama(), c, torch.utils.data.TensorDataset(torch.ones(9, 2))),
     "ragged": lambda c: Trainer(llama(), c, altered(_set(input_ids=lambda x: x[:7], labels=lambda x: x[:7]), 5)),
@@ -140,7 +140,7 @@ def refused(mesh: Mesh, folder: str, name: str) -> dict[str, Any]:
         trainer = INPUTS[name](
             settings(folder, precision={"compute": "float32", "master": "float32", "reduce": "float32"})
         )
-        trainer.callbacks.append(Count())
+        trainer.add_callback(Count())
         trainer.fit()
     except Exception as error:  # noqa: BLE001 - what it is, is what the test asks
         return {"error": type(error).__name__, "message": str(error), "steps": steps}

@@ -156,3 +156,51 @@ def test_a_microbatch_is_mapped_in_order() -> None:
     order = SampleOrder(length=4, seed=1)
     microbatch = Microbatch(first_sample=3, samples=(3, 4), weight=1)
     assert list(order.dataset_indices(microbatch)) == [order.dataset_index(3), order.dataset_index(4)]
+
+
+@st.composite
+def epochs_of(draw: st.DrawFn) -> BatchPlan:
+    micro, last = draw(st.integers(1, 5)), draw(st.sampled_from(["partial", "drop"]))
+    size = draw(st.integers(micro, 40))
+    least = size if last == "drop" else 1
+    length = draw(st.integers(least, 120))
+    ranks = draw(st.integers(1, 4))
+    return BatchPlan(global_size=size, micro_size=micro, data_ranks=ranks, epoch_size=length, last=last)
+
+
+@given(plan=epochs_of(), epochs=st.integers(1, 4))
+def test_every_epoch_has_its_own_samples_once(plan: BatchPlan, epochs: int) -> None:
+    steps = plan.steps_of(epochs)
+    length, whole = plan.epoch_size or 0, plan.global_size
+    seen = [
+        sample
+        for step in range(steps)
+        for each in all_microbatches(plan, step)
+        if each.weight
+        for sample in each.samples
+    ]
+    kept = length if plan.last == "partial" else length - length % whole
+    assert sorted(seen) == [epoch * length + sample for epoch in range(epochs) for sample in range(kept)]
+    ends = [step for step in range(steps) if plan.ends_epoch(step)]
+    assert len(ends) == epochs
+    assert ends[-1] == steps - 1
+    assert plan.epoch_after(steps) == epochs
+    assert [plan.next_epoch(step) for step in (0, ends[0] + 1)] == [0, ends[0] + 1]
+    if ends[0] > 0:
+        assert plan.next_epoch(1) == ends[0] + 1
+
+
+@given(size=st.integers(1, 20), length=st.integers(1, 90), epochs=st.floats(0.1, 4))
+def test_carried_batches_pass_over_the_data_as_often_as_asked(size: int, length: int, epochs: float) -> None:
+    plan = BatchPlan(global_size=size, micro_size=1, data_ranks=1, epoch_size=length)
+    steps = plan.steps_of(epochs)
+    assert (steps - 1) * size < max(1, epochs * length) * (1 + 1e-9)
+    assert steps * size >= epochs * length * (1 - 1e-9)
+    assert sum(plan.ends_epoch(step) for step in range(steps)) <= steps * size // length
+
+
+def test_epochs_without_a_step_are_refused() -> None:
+    with pytest.raises(ConfigError, match="an epoch of 3 samples has no whole global batch of 4"):
+        BatchPlan(global_size=4, micro_size=1, data_ranks=1, epoch_size=3, last="drop")
+    with pytest.raises(ConfigError, match=r"run\.epochs: the training data has no length"):
+        BatchPlan(global_size=4, micro_size=1, data_ranks=1).steps_of(2)

@@ -68,7 +68,7 @@ SITES = ("before-tmp", "mid-write", "before-manifest", "before-rename", "after-r
     [
         pytest.param("before-tmp", marks=FULL),
         "mid-write",
-        "before-manifest",
+        pytest.param("before-manifest", marks=FULL),
         "before-rename",
         pytest.param("after-rename", marks=FULL),
         "during-retention",

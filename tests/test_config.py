@@ -126,7 +126,7 @@ BAD = [
     ("data: {train: /does/not/exist.txt}", ["data.train: '/does/not/exist.txt' does not exist"]),
     ("data: {train: [/does/not/exist.txt, .]}", ["data.train: '/does/not/exist.txt' does not exist"]),
     ("data: {train: []}", ["data.train: got []"]),
-    ("data: {tokenizer: gpt2}", ["data.tokenizer: 'gpt2' does not exist", "save_pretrained"]),
+    ("data: {tokenizer: ./gpt2}", ["data.tokenizer: './gpt2' does not exist", "save_pretrained"]),
     ("data: {eval_fraction: 1.0}", ["data.eval_fraction: got 1.0; allowed is a number >= 0 and < 1"]),
     ("data: {sequence_length: 1}", ["data.sequence_length: got 1"]),
     ("- a\n- b", ["holds ['a', 'b']; allowed is a mapping of sections"]),
@@ -299,7 +299,9 @@ def test_configurations_are_frozen_and_check_themselves() -> None:
         config.run.seed = 1  # type: ignore[misc]
     with pytest.raises(ValidationError, match=r"batch\.micro_size: 32 is more than"):
         TrainerConfig.model_validate({"batch": {"micro_size": 32}})
-    with pytest.raises(ConfigError, match="got int; allowed is a path, a mapping or a TrainerConfig"):
+    with pytest.raises(
+        ConfigError, match="got int; allowed is a path, a mapping, a TrainerConfig or TrainingArguments"
+    ):
         load_config(3)  # type: ignore[arg-type]
 
 

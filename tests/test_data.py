@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import socket
@@ -12,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from zeromesh.errors import DataError
 from zeromesh.trainer.data import is_held_out, load_datasets
@@ -32,6 +35,7 @@ class Section:
     tokenizer: str | Path = "bytes"
     sequence_length: int = 8
     eval_fraction: float = 0.0
+    separate_documents: bool = False
 
 
 @pytest.fixture
@@ -383,3 +387,27 @@ def test_byte_pair_entropy_of_texts_whose_entropy_is_known(monkeypatch: pytest.M
         byte_pair_entropy(coins[:1])
     with pytest.raises(DataError, match="ids 0 to 1023"):
         byte_pair_entropy(np.asarray([0, 5000]))
+
+
+@pytest.mark.parametrize("length", [12, 24])
+def test_separate_documents_are_as_if_alone(length: int) -> None:
+    """A model's logits of each document of a packed sequence are those that it gives for the document by itself."""
+    documents = [[5, 6, 7, 8, 1], [9, 10, 1], [11, 12, 13, 14, 15, 16, 17, 1], [2, 3, 4, 5, 6, 7, 8, 1]]
+    tokens = np.array([token for document in documents for token in document][: 24 // length * length], dtype=np.uint8)
+    dataset = PackedDataset(tokens=tokens, sequence_length=length, separator=1)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=32, use_cache=False
+    )
+    model = LlamaForCausalLM(config).double().eval()
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        with torch.no_grad():
+            packed = model(input_ids=sample["input_ids"][None], position_ids=sample["position_ids"][None]).logits[0]
+        starts = [place for place in range(length) if sample["position_ids"][place] == 0]
+        assert len(starts) > 1
+        for start, end in itertools.pairwise([*starts, length]):
+            with torch.no_grad():
+                alone = model(input_ids=sample["input_ids"][None, start:end]).logits[0]
+            assert torch.allclose(packed[start:end], alone, rtol=1e-9, atol=1e-12)
+            assert sample["labels"][start] == -100
+            assert torch.equal(sample["labels"][start + 1 : end], sample["input_ids"][start + 1 : end])

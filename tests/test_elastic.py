@@ -114,6 +114,7 @@ def sizes(folder: Path) -> list[str]:
     return [line.partition(" on ")[2].split()[0] for line in logs(folder).splitlines() if "ZeRO stage" in line]
 
 
+@pytest.mark.full
 def test_a_terminated_command_saves_and_goes_on(start: Start, tmp_path: Path) -> None:
     folder = tmp_path / "run-twice"
     path = config(folder)

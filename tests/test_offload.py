@@ -239,7 +239,7 @@ def _same() -> Any:
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, disk: int, **offload: Any) -> str:
-    monkeypatch.setattr(memory, "_free_bytes", lambda directory: disk)
+    monkeypatch.setattr(memory, "free_bytes", lambda directory: disk)
     with pytest.raises(StorageError) as caught:
         Trainer(llama(), settings(str(tmp_path), precision=BF16, offload=offload), sentences()).fit()
     return str(caught.value)

@@ -113,16 +113,16 @@ config = {"run": {"max_steps": 30, "output_dir": sys.argv[1], "name": "script", 
           "optimizer": {"lr": 1e-2}, "precision": {"compute": "float32"}}
 net = Net()
 trainer = Trainer(net, config, data, held)
-before = trainer.evaluate().loss
+before = trainer.evaluate()["eval_loss"]
 report = trainer.fit()
-after = trainer.evaluate().loss
+after = trainer.evaluate()["eval_loss"]
 assert after == report.eval_loss < before / 2, (before, after)
 net.eval()
 with torch.no_grad():
     mean = float(sum(net(s["x"][None], s["y"][None]) for s in held)) / 16
 assert abs(mean - after) < 1e-5
 again = Trainer(net, config, data, held)
-assert abs(again.evaluate().loss - after) < 1e-6
+assert abs(again.evaluate()["eval_loss"] - after) < 1e-6
 print("script ended well")
 """
 

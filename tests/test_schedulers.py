@@ -63,6 +63,7 @@ def overrides(folder: Path) -> list[str]:
     return ["run.name=run", f"run.output_dir={folder}", "run.max_steps=3"]
 
 
+@pytest.mark.full
 def test_the_slurm_script_trains(tmp_path: Path, tools: dict[str, str]) -> None:
     command = ["bash", str(ROOT / "scripts/slurm.sbatch"), str(tmp_path / "config.yaml"), *overrides(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=tools, timeout=150, check=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from transformers import get_scheduler
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.schedules import SCHEDULE_NAMES, Schedule
+from zeromesh.trainer.schedules import SCHEDULE_NAMES, WARMUP_SHAPES, Schedule
 
 BASE_LR = 0.3
 STEPS = 60
@@ -22,6 +23,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("cosine_with_restarts", {}, {}),
     ("cosine_with_restarts", {"num_cycles": 3}, {"num_cycles": 3}),
     ("cosine_with_min_lr", {"min_ratio": 0.1}, {"min_lr_rate": 0.1}),
+    ("cosine_warmup_with_min_lr", {"min_ratio": 0.1}, {"min_lr_rate": 0.1}),
+    (
+        "cosine_warmup_with_min_lr",
+        {"min_ratio": 0.1, "start_ratio": 0.2},
+        {"min_lr_rate": 0.1, "warmup_lr_rate": 0.2},
+    ),
+    ("inverse_sqrt", {"timescale": 30}, {"timescale": 30}),
     ("constant_with_warmup", {}, {}),
     ("inverse_sqrt", {}, {}),
     ("polynomial", {"min_ratio": 0.0}, {"lr_end": 0.0}),
@@ -32,6 +40,14 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             "warmup_stable_decay",
             {"decay_steps": 10, "decay_shape": shape, "min_ratio": 0.05},
             {"num_decay_steps": 10, "decay_type": shape, "min_lr_ratio": 0.05},
+        )
+        for shape in ("linear", "cosine", "1-sqrt")
+    ),
+    *(
+        (
+            "warmup_stable_decay",
+            {"decay_steps": 10, "warmup_shape": shape, "min_ratio": 0.05},
+            {"num_decay_steps": 10, "warmup_type": shape, "min_lr_ratio": 0.05},
         )
         for shape in ("linear", "cosine", "1-sqrt")
     ),
@@ -89,9 +105,22 @@ def test_wsd_is_a_name_of_warmup_stable_decay_and_decays_in_a_tenth() -> None:
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 @pytest.mark.parametrize(("warmup", "total"), [(0, 1), (5, 5), (20, 3), (1, 2)])
 def test_factors_are_in_range_whatever_the_lengths(name: str, warmup: int, total: int) -> None:
-    options = {"min_ratio": 0.1} if name == "cosine_with_min_lr" else {}
-    schedule = Schedule(name=name, warmup_steps=warmup, total_steps=total, **options)
-    assert all(0.0 <= schedule.factor(step) <= 1.0 for step in range(40))
+    options = {"min_ratio": 0.1} if name.endswith("_with_min_lr") else {}
+    for shape in (None, *WARMUP_SHAPES):
+        schedule = Schedule(name=name, warmup_steps=warmup, total_steps=total, warmup_shape=shape, **options)
+        assert all(0.0 <= schedule.factor(step) <= 1.0 for step in range(40))
+
+
+@pytest.mark.parametrize("shape", WARMUP_SHAPES)
+def test_a_warm_up_rises_from_its_start_in_its_shape(shape: str) -> None:
+    schedule = Schedule(name="linear", warmup_steps=10, total_steps=20, warmup_shape=shape, start_ratio=0.25)
+    factors = [schedule.factor(step) for step in range(11)]
+    assert factors[0] == 0.25
+    assert factors == sorted(factors)
+    assert factors[10] == 1.0
+    assert factors[9] <= 1.0
+    if shape == "log":
+        assert factors[4] == pytest.approx(0.25 + 0.75 * math.log(5) / math.log(10))
 
 
 @pytest.mark.parametrize(
@@ -109,6 +138,11 @@ def test_factors_are_in_range_whatever_the_lengths(name: str, warmup: int, total
         ({"name": "wsd", "decay_steps": 95}, "give 0 to 90"),
         ({"name": "wsd", "decay_shape": "square"}, "'square' is not one of linear, cosine, 1-sqrt"),
         ({"name": "wsd", "decay_shape": "linear", "num_cycles": 1.0}, "num_cycles has no effect"),
+        ({"name": "linear", "warmup_shape": "square"}, "'square' is not one of linear, log, cosine, 1-sqrt"),
+        ({"name": "linear", "start_ratio": 1.5}, "start_ratio is 1.5"),
+        ({"name": "linear", "timescale": 3}, "timescale has no effect on linear"),
+        ({"name": "inverse_sqrt", "timescale": 0}, "timescale is 0"),
+        ({"name": "cosine_warmup_with_min_lr"}, "min_ratio is missing; cosine_warmup_with_min_lr"),
     ],
 )
 def test_wrong_options_are_refused_by_name(options: dict[str, Any], words: str) -> None:

@@ -12,6 +12,7 @@ import transformers as tf
 from conformance import models
 from pipeline_cases import VOCABULARY, alone, batches, build, loss_of
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.mesh.channel import Channels
@@ -23,7 +24,7 @@ from zeromesh.pipeline.executor import Executor, bubble
 from zeromesh.pipeline.plain import PlainRunner
 from zeromesh.pipeline.probe import body_inputs, examine
 from zeromesh.pipeline.schedule import make_schedule
-from zeromesh.pipeline.stage import Stages, block_costs, cut_model
+from zeromesh.pipeline.stage import Stages, block_costs, cut_model, plan_cut
 
 ALONE = ProcessSet(name="pipeline", ranks=(0,), index=0, watch=None, link=None, one_host=True, on_stream=False)
 
@@ -213,6 +214,38 @@ def test_all_stages_in_one_process(name: str, dtype: torch.dtype) -> None:
             assert torch.allclose(grad, wanted[parameter_name], rtol=1e-9, atol=1e-12), parameter_name
         else:
             assert torch.equal(grad, wanted[parameter_name]), parameter_name
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma", "mixtral"])
+def test_multiplications_are_those_that_torch_counts(name: str) -> None:
+    model, tokens = build(name, 4).float(), torch.randint(0, 30, (1, 6))
+    anatomy = examine(model)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=tokens)
+    counts = counter.get_flop_counts()
+
+    def counted(module: str) -> float:
+        found = counts.get(f"{type(model).__name__}.{module}", {})
+        products = sum(
+            number for operator, number in found.items() if "mm" in str(operator) and "bmm" not in str(operator)
+        )
+        return products / (2 * tokens.numel())
+
+    blocks, before, after = block_costs(model, anatomy, "flops")
+    assert blocks == [counted(f"{anatomy.blocks}.{index}") for index in range(anatomy.count)]
+    assert before == 0.0
+    assert after == sum(map(counted, anatomy.after)) > 0.0
+
+
+def test_a_large_head_has_fewer_blocks_beside_it() -> None:
+    config = tf.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4, vocab_size=2000
+    )
+    with torch.device("meta"):
+        model = tf.LlamaForCausalLM(config)
+    anatomy = examine(model)
+    assert plan_cut(model, anatomy, 2).counts == (3, 3)
+    assert plan_cut(model, anatomy, 2, balance="flops").counts == (5, 1)
 
 
 def test_a_cut_of_a_model_is_refused_where_it_does_not_fit() -> None:

@@ -75,6 +75,7 @@ def test_a_run_of_wandb_has_every_step_once_with_its_figures(run: Path) -> None:
         assert row["memory/device/moments"] == line["memory"]["device"]["moments"] > 0
     assert [row["_step"] for row in rows] == list(range(10))
     assert wandb_log.config(path)["optimizer"]["lr"] == 0.01
+    assert wandb_log.name(path) == "a small run"
     assert json.loads((run / "tracking.json").read_text())["id"] in path.name
 
 

@@ -162,7 +162,7 @@ def test_a_file_that_is_no_configuration(workers: Workers, here: Path, file: str
 REFUSED: dict[str, tuple[str, list[str]]] = {
     "no samples": ("DataError", ["train_dataset is empty; give at least one sample"]),
     "splits": ("DataError", ["train_dataset is a mapping of splits ('train', 'test'); pass one of them"]),
-    "stream": ("DataError", ["IterableDataset without length or indexing", "list(dataset)"]),
+    "stream": ("DataError", ["eval_dataset is a IterableDataset without length or indexing", "list(dataset)"]),
     "a name": (
         "DataError",
         ["train_dataset is 'stdlib'; give a dataset, or name text in the configuration: data.train"],
@@ -193,7 +193,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
     "tokenizer": ("DataError", ["processing_class is a str; give a tokenizer", "data.tokenizer"]),
     "fields": ("DataError", ["Pictures.forward needs images, and the batch has x; name the dataset's fields after"]),
     "blocks": ("ConfigError", ["model.compile compiles repeated blocks, and NoLoss has none", "model.compile: false"]),
-    "config": ("ConfigError", ["config: got list; allowed is a path, a mapping or a TrainerConfig"]),
+    "config": ("ConfigError", ["config: got list; allowed is a path, a mapping, a TrainerConfig or Training"]),
 }
 
 

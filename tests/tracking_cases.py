@@ -123,7 +123,11 @@ def tracked(
     watching: list[Callback] = [Slow(Path(marker), rest)] if marker else []
     watching += [killer] if kills else []
     watching += [Breaks(breaks)] if breaks else []
-    config = configured(folder, steps, {"tracking": {"backends": backends, "tags": ["small"]}, **(sections or {})})
+    config = configured(
+        folder,
+        steps,
+        {"tracking": {"backends": backends, "tags": ["small"], "name": "a small run"}, **(sections or {})},
+    )
     config["run"] = {**config["run"], "eval_every": 3}
     torch.manual_seed(7)
     said = io.StringIO()

@@ -177,7 +177,7 @@ class Witness(Callback):
         if step == 2:
             self.look(trainer, step)
 
-    def on_evaluate(self, trainer: Trainer, step: int, loss: float) -> None:
+    def on_evaluate(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         self.events.append(f"evaluated {step}")
 
     def on_train_end(self, trainer: Trainer) -> None:
@@ -200,7 +200,7 @@ class Witness(Callback):
             whole = {name: trainer.model.get_parameter(name).detach().clone() for name in names}
         self._note("gathered", distance(whole, {name: self.plain.states[step][name] for name in names}))
         total, count = sentence_loss(self.reference, stacked(sentences(5, seed=4), range(5)))
-        self._note("evaluate", abs(trainer.evaluate().loss - float(total) / count))
+        self._note("evaluate", abs(trainer.evaluate()["eval_loss"] - float(total) / count))
 
     def _note(self, what: str, difference: float) -> None:
         self.differences[what] = max(difference, self.differences.get(what, 0.0))
@@ -304,7 +304,7 @@ def uneven(mesh: Mesh, folder: str, kind: str, micro: int) -> dict[str, Any]:
     model = seeded(build)
     with Trainer(model, config, data, data[:7], compute_loss=loss, callbacks=[watched]) as trainer:
         report = trainer.fit()
-        after = trainer.evaluate(data[:3]).loss
+        after = trainer.evaluate(data[:3])["eval_loss"]
     with torch.no_grad():
         total, count = loss_sum(model, stacked(plain_data, range(3)))
     return {

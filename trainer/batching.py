@@ -8,6 +8,8 @@ do not depend on the number of ranks:
                                             samples    01   23   45   67   89   (01, weight 0)
                                             rank       0    1    2    0    1    2
                                             microbatch 0    0    0    1    1    1
+
+A plan that knows the length of an epoch ends a step there: the last global batch of an epoch is smaller, or left out.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from zeromesh.errors import ConfigError
 
@@ -43,12 +46,19 @@ class Microbatch:
 class BatchPlan:
     """How a global batch is cut into microbatches of data-parallel ranks. Sizes are in samples.
 
-    Raises `ConfigError` for a size below 1 and for a microbatch that is larger than the global batch.
+    `epoch_size`: samples of an epoch, if that is known. `last`: a global batch goes on from one epoch into the next (carry), or
+    ends with the epoch (partial), or is left out where it would be smaller (drop).
+
+    Raises `ConfigError` for a size below 1, a microbatch that is larger than the global batch, and epochs without any global batch.
     """
 
     global_size: int
     micro_size: int
     data_ranks: int
+    epoch_size: int | None = None
+    last: Literal["carry", "partial", "drop"] = "carry"
+    average: Literal["tokens", "samples"] = "tokens"
+    """What a loss is a mean over: the targets of a global batch, or its samples, where a mean counts by its microbatch's."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -65,8 +75,53 @@ class BatchPlan:
                 f"batch.micro_size {self.micro_size} is larger than batch.global_size {self.global_size}; "
                 "lower the first or raise the second"
             )
+        if not problems and self.steps_per_epoch == 0:
+            problems.append(
+                f"an epoch of {self.epoch_size} samples has no whole global batch of {self.global_size} (batch.last: drop); "
+                "lower batch.global_size, or set batch.last: partial"
+            )
         if problems:
             raise ConfigError(problems)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of an epoch; None where global batches go on into the next one."""
+        if self.epoch_size is None or self.last == "carry":
+            return None
+        whole, rest = divmod(self.epoch_size, self.global_size)
+        return whole + int(rest > 0 and self.last == "partial")
+
+    def steps_of(self, epochs: float) -> int:
+        """Steps that pass over the data `epochs` times; the last one is whole. Raises `ConfigError` where no length is known."""
+        if self.epoch_size is None:
+            raise ConfigError("run.epochs: the training data has no length; set run.max_steps")
+        per_epoch = self.epoch_size / self.global_size if self.steps_per_epoch is None else self.steps_per_epoch
+        return max(1, math.ceil(epochs * per_epoch))
+
+    def epoch_after(self, step: int) -> float:
+        """How many times the data has been passed over after `step` steps; 0 where no length is known."""
+        if self.epoch_size is None:
+            return 0.0
+        per_epoch = self.steps_per_epoch
+        return step * self.global_size / self.epoch_size if per_epoch is None else step / per_epoch
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether an epoch ends in step `step` (from 0)."""
+        return math.floor(self.epoch_after(step + 1)) > math.floor(self.epoch_after(step))
+
+    def next_epoch(self, step: int) -> int:
+        """The first step from `step` on that begins in a new epoch."""
+        while step and not self.ends_epoch(step - 1):
+            step += 1
+        return step
+
+    def samples_of(self, step: int) -> range:
+        """Global indices of the samples of step `step` (from 0)."""
+        if self.epoch_size is None or self.steps_per_epoch is None:
+            return range(step * self.global_size, (step + 1) * self.global_size)
+        epoch, place = divmod(step, self.steps_per_epoch)
+        start = epoch * self.epoch_size + place * self.global_size
+        return range(start, min(start + self.global_size, (epoch + 1) * self.epoch_size))
 
     @property
     def accumulation(self) -> int:
@@ -102,17 +157,15 @@ class BatchPlan:
             raise ConfigError(
                 f"step {step} of data rank {data_rank}: steps start at 0 and data ranks are 0 to {self.data_ranks - 1}"
             )
-        return tuple(self._block(step, turn * self.data_ranks + data_rank) for turn in range(self.accumulation))
+        samples = self.samples_of(step)
+        return tuple(self._block(samples, turn * self.data_ranks + data_rank) for turn in range(self.accumulation))
 
-    def _block(self, step: int, block: int) -> Microbatch:
-        """Block `block` of step `step`, or the first one again with weight 0 where there is no such block."""
-        weight = 1 if block < self.blocks else 0
+    def _block(self, samples: range, block: int) -> Microbatch:
+        """Block `block` of a step's samples, or the first one again with weight 0 where there is no such block."""
+        weight = 1 if block * self.micro_size < len(samples) else 0
         start = block * self.micro_size if weight else 0
-        end = min(start + self.micro_size, self.global_size)
-        offset = step * self.global_size
-        return Microbatch(
-            first_sample=offset + start, samples=tuple(range(offset + start, offset + end)), weight=weight
-        )
+        mine = samples[start : start + self.micro_size]
+        return Microbatch(first_sample=mine.start, samples=tuple(mine), weight=weight)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,30 +175,33 @@ class SampleOrder:
     The order is a function of (`length`, `seed`, epoch) alone, computed index by index by a Feistel network
     over [0, length) (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). So it takes no
     memory, whatever the length, starts anywhere at once, and stays the same across versions of NumPy and
-    PyTorch, whose generators may change; a run that resumes years later sees the same data. Raises
-    `ConfigError` for a length below 1.
+    PyTorch, whose generators may change; a run that resumes years later sees the same data.
+
+    `endless`: the dataset is a stream, dealt by the number of a sample since the start of training, and each `length` of them have
+    an order of their own. Raises `ConfigError` for a length below 1.
     """
 
     length: int
     seed: int
     shuffle: bool = True
+    endless: bool = False
 
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ConfigError(f"a dataset of {self.length} samples has no order; give 1 sample or more")
 
     def epoch(self, sample: int) -> int:
-        """The epoch (from 0) that global sample `sample` belongs to."""
+        """The epoch (from 0) that global sample `sample` belongs to; of a stream, the block."""
         return sample // self.length
 
     def dataset_index(self, sample: int) -> int:
-        """The dataset index, in [0, length), of global sample `sample`. Raises `ConfigError` below 0."""
+        """The dataset index of global sample `sample`, in [0, length) unless endless. Raises `ConfigError` below 0."""
         if sample < 0:
             raise ConfigError(f"global sample index {sample}: indices start at 0")
         epoch, position = divmod(sample, self.length)
-        if not self.shuffle or self.length == 1:
-            return position
-        return _permute(position, self.length, _round_keys(self.seed, epoch))
+        if self.shuffle and self.length > 1:
+            position = _permute(position, self.length, _round_keys(self.seed, epoch))
+        return epoch * self.length + position if self.endless else position
 
     def dataset_indices(self, microbatch: Microbatch) -> Iterator[int]:
         """The dataset index of each sample of `microbatch`, in order."""

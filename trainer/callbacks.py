@@ -10,22 +10,58 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override what you need; every method runs on all ranks, in the same order. An exception ends the run, on all ranks."""
+    """Override what you need; every method runs on all ranks, in the same order. An exception ends the run, on all ranks, and names
+    the callback.
+
+    What they are given is to be read: `trainer.state` says where the run is. They may ask for more with `trainer.request`: to
+    evaluate, save, log or stop after the present step; what any rank asks for, all do. Callbacks of transformers are taken too.
+    """
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Before the first step."""
 
+    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+        """Before the first step of epoch `epoch`, counted from 0; also where a run goes on inside one."""
+
     def on_step_begin(self, trainer: Trainer, step: int) -> None:
         """Before step `step`, counted from 1."""
+
+    def on_substep_end(self, trainer: Trainer, step: int) -> None:
+        """After forward and backward of a microbatch that is not the step's last one."""
 
     def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
         """After the last backward of a step, before clipping and the update: `trainer.gradient(name)` can be read."""
 
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-        """After step `step`; `metrics` is the line that is logged."""
+    def on_optimizer_step(self, trainer: Trainer, step: int) -> None:
+        """After the update."""
 
-    def on_evaluate(self, trainer: Trainer, step: int, loss: float) -> None:
-        """After an evaluation."""
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        """After step `step`; `metrics` is the line that is logged where `run.log_every` says so."""
+
+    def on_log(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        """When the line of a step, or the values of an evaluation, are logged."""
+
+    def on_evaluate(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        """After an evaluation; `metrics` has `eval_loss`, and what `compute_metrics` made."""
+
+    def on_predict(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """After a prediction."""
+
+    def on_prediction_step(self, trainer: Trainer, done: int, total: int) -> None:
+        """After microbatch `done` of `total` of this rank, in an evaluation or prediction."""
+
+    def on_save(self, trainer: Trainer, step: int) -> None:
+        """After a checkpoint was begun, which may still be written while training goes on."""
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+        """After the last step of epoch `epoch`, counted from 0."""
 
     def on_train_end(self, trainer: Trainer) -> None:
         """After the last step, while parameters are still partitioned."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the callback, in types of JSON; given back to `restore` by a run that goes on."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take what `state` gave."""

@@ -35,7 +35,7 @@ def list_checkpoints(path: Path, *, as_json: bool) -> str:
         ConfigError: where there are none.
     """
     store = store_at(path)
-    found = [_summary(store, step) for step in reversed(store.steps())]
+    found = [summary_of(store, step) for step in reversed(store.steps())]
     left = store.leftovers()
     if as_json:
         return _json({"directory": str(store.root), "checkpoints": found, "leftovers": left})
@@ -48,8 +48,8 @@ def list_checkpoints(path: Path, *, as_json: bool) -> str:
     return _text(lines)
 
 
-def _summary(store: CheckpointStore, step: int) -> dict[str, Any]:
-    """What is known of a checkpoint without reading its weights."""
+def summary_of(store: CheckpointStore, step: int) -> dict[str, Any]:
+    """What is known of a checkpoint without reading its weights; `reason` says why it cannot be used, if so."""
     directory = store.path(step)
     found: dict[str, Any] = {"step": step, "path": str(directory), "date": _date(directory), "bytes": _size(directory)}
     found |= {

@@ -15,6 +15,7 @@ from zeromesh.checkpoint.saver import Content, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, ZeromeshError
 from zeromesh.mesh.groups import Mesh
+from zeromesh.trainer.best import Goal
 from zeromesh.trainer.config_sections import CheckpointSection
 from zeromesh.trainer.console import human_bytes
 from zeromesh.trainer.hf.save import save_configuration
@@ -32,13 +33,24 @@ class RunCheckpoints:
     """
 
     def __init__(
-        self, section: CheckpointSection, directory: Path, mesh: Mesh, engine: ZeroEngine, note: Callable[[str], None]
+        self,
+        section: CheckpointSection,
+        directory: Path,
+        mesh: Mesh,
+        engine: ZeroEngine,
+        note: Callable[[str], None],
+        *,
+        goal: Goal = "lowest",
+        keep_best: int = 0,
     ) -> None:
+        """`goal`: which metric is best; `keep_best`: checkpoints that are kept for that at least, beside those of the section."""
         self.store = CheckpointStore(directory / FOLDER)
         self._section = section
         self._mesh = mesh
         self._engine = engine
         self._note = note
+        self._sign = 1.0 if goal == "lowest" else -1.0
+        self._keep_best = max(keep_best, section.keep_best)
         self._saver = Saver(self.store, mesh) if section.every_steps else None
         if mesh.rank == 0 or (self._saver is not None and self._saver.sharing.leads):
             self.store.clean()
@@ -111,16 +123,25 @@ class RunCheckpoints:
             self._metrics[state.step] = state.metric
         return state
 
+    def load_weights(self, step: int) -> None:
+        """Load the weights after a step whose checkpoint this run has written.
+
+        Raises:
+            CheckpointError: when it is not there any more, or damaged.
+        """
+        self.finish()
+        loader = Loader(self._mesh)
+        reader = loader.open(self.store.path(step))
+        holdings = self._engine.holdings
+        with self._engine.loading():
+            loader.fill(reader, holdings.tensors(reading=True), holdings.wanted())
+
     # Saving
 
     def require_room(self) -> None:
         """Raise `StorageError` where the run's first checkpoint would not fit."""
         if self._saver is not None:
             self._saver.require_room(self._engine.holdings.tensors())
-
-    def due(self, step: int) -> bool:
-        """Whether the state after `step`, which is not the last one, is to be kept."""
-        return bool(self._section.every_steps) and step % self._section.every_steps == 0
 
     def save(self, state: TrainerState, model: nn.Module, processing_class: Any, *, wait: bool) -> None:
         """Begin to save the state after a step; `wait` for it, or else go on and let `poll` end it.
@@ -203,18 +224,17 @@ class RunCheckpoints:
     def _kept(self) -> set[int]:
         """What `keep_last` and `keep_best` keep, once the newest is there; called on rank 0."""
         steps = self.store.steps()
-        keep = set(steps[: self._section.keep_last])
+        keep = set(steps[: self._section.keep_last or None])
         for step in steps:
-            if self._section.keep_best and step not in self._metrics:
+            if self._keep_best and step not in self._metrics:
                 metric = _metric_of(self.store.path(step))
                 if metric is None:
                     keep.add(step)
                 else:
                     self._metrics[step] = metric
-        ranked = sorted(
-            (step for step in steps if self._metrics.get(step, _NONE) < _NONE), key=self._metrics.__getitem__
-        )
-        return keep | set(ranked[: self._section.keep_best])
+        judged = [step for step in steps if self._metrics.get(step, _NONE) != _NONE]
+        ranked = sorted(judged, key=lambda step: (self._sign * self._metrics[step], step))
+        return keep | set(ranked[: self._keep_best])
 
     def _layout(self) -> dict[str, Any]:
         shape, options = self._mesh.shape, self._engine.options

@@ -1,5 +1,6 @@
 """The `zeromesh` command: `train` runs a configuration, `launch` does so on several hosts, `config` prints it resolved,
-`checkpoint` looks after what runs saved, `status` shows where a run is.
+`checkpoint` looks after what runs saved, `status` shows where a run is, `report` writes a page about it, `doctor` looks at the
+machine, `completion` is for shells.
 
 Exit codes: 0 done, 2 the configuration or the command line is wrong, 1 anything else, 128 plus the signal's
 number when stopped by one.
@@ -10,16 +11,19 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from zeromesh import __version__
 from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.mesh.launch import LaunchEnvironment, die_with_launcher, python_arguments, read_environment
 from zeromesh.trainer.checkpoint_cli import add_checkpoint_command, run_checkpoint
+from zeromesh.trainer.completion import add_completion_command, run_completion
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_file import load_config
+from zeromesh.trainer.doctor_cli import add_doctor_command, run_doctor
 from zeromesh.trainer.launch_cli import add_launch_command, check_mesh, natural, nodes, positive, run_launch
+from zeromesh.trainer.report_cli import add_report_command, run_report
 
 if TYPE_CHECKING:
     from zeromesh.mesh.launcher import WorkersFailed
@@ -31,12 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
         if options.command == "config":
-            sys.stdout.write(load_config(options.config, options.overrides).to_yaml())
-            return 0
-        if options.command == "checkpoint":
-            return run_checkpoint(options)
-        if options.command == "status":
-            return _status(options)
+            return _print_config(options)
+        if options.command in _BESIDE:
+            return _BESIDE[options.command](options)
         if options.command == "launch":
             return _report(run_launch(options, _say))
         return _attached(options) if options.attached is not None else _train(options)
@@ -56,7 +57,8 @@ def exit_code_of(error: BaseException) -> int:
     return 2 if isinstance(error, ZeromeshError) and isinstance(error, ValueError) else 1
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line, but for overrides after an option."""
     parser = argparse.ArgumentParser(prog="zeromesh", description="Train models that do not fit, exactly.")
     parser.add_argument("--version", action="version", version=f"zeromesh {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -93,17 +95,31 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     train.add_argument("--attached", type=float, metavar="SECONDS", help=argparse.SUPPRESS)
     launch = add_launch_command(commands)
     config = commands.add_parser("config", help="print a configuration with every default filled in")
-    config.set_defaults(nproc=None, worker=False)
+    config.set_defaults(worker=False)
+    config.add_argument(
+        "--nproc",
+        type=positive,
+        metavar="N",
+        help="ranks that a DeepSpeed configuration is for, which counts with them (default: those of the launch, or 1)",
+    )
     for command in (train, launch, config):
-        command.add_argument("config", metavar="CONFIG", help="a YAML or JSON file")
+        command.add_argument("config", metavar="CONFIG", help="a YAML or JSON file, DeepSpeed's among them")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys to change, values in YAML")
     status = commands.add_parser("status", help="where a run that goes on is, rank by rank")
     status.add_argument("run", metavar="RUN", help="the run's directory")
     status.set_defaults(worker=False)
     add_checkpoint_command(commands)
+    add_report_command(commands)
+    add_doctor_command(commands)
+    add_completion_command(commands)
+    return parser
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser()
     # argparse takes overrides after an option for unknown arguments.
     options, rest = parser.parse_known_args(list(arguments))
-    unknown = [word for word in rest if word.startswith("-") or options.command in ("checkpoint", "status")]
+    unknown = [word for word in rest if word.startswith("-") or options.command in _BESIDE]
     if unknown:
         parser.error(f"unknown arguments: {' '.join(unknown)}")
     if rest:
@@ -136,9 +152,9 @@ def _train(options: argparse.Namespace) -> int:
         from zeromesh.mesh.launcher import become_worker
 
         become_worker(exit_code_of)
-    config = load_config(options.config, options.overrides)
     environment = read_environment()
     processes = _processes(options, environment)
+    config = load_config(options.config, options.overrides, ranks=processes * options.nnodes[1])
     if options.nnodes[1] == 1:
         check_mesh(config, processes)
     if not options.worker and (processes > environment.world_size or options.nnodes[1] > 1 or options.max_restarts):
@@ -146,6 +162,14 @@ def _train(options: argparse.Namespace) -> int:
     if not options.worker and environment.rank == 0:
         _hint("loading torch and transformers")
     return _fit(config)
+
+
+def _print_config(options: argparse.Namespace) -> int:
+    """Every key, below lines that say how settings of another trainer became keys."""
+    config = load_config(options.config, options.overrides, ranks=options.nproc)
+    sys.stdout.writelines(f"# {note}\n" for note in config.notes)
+    sys.stdout.write(config.to_yaml())
+    return 0
 
 
 def _processes(options: argparse.Namespace, environment: LaunchEnvironment) -> int:
@@ -217,6 +241,20 @@ def _status(options: argparse.Namespace) -> int:
     from zeromesh.trainer.status import show_status
 
     return show_status(Path(options.run))
+
+
+def _completion(options: argparse.Namespace) -> int:
+    return run_completion(options, make_parser())
+
+
+_BESIDE: dict[str, Callable[[argparse.Namespace], int]] = {
+    "checkpoint": run_checkpoint,
+    "status": _status,
+    "report": run_report,
+    "doctor": run_doctor,
+    "completion": _completion,
+}
+"""Commands that train nothing and take no overrides."""
 
 
 def _hint(message: str) -> None:

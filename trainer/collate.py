@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,12 +27,16 @@ Collate = Callable[[list[Any]], Any]
 _LABEL_NAMES = ("label", "label_ids")
 
 
-class MapDataset(Protocol):
+class Indexed(Protocol):
+    """Samples by index."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class MapDataset(Indexed, Protocol):
     """A map-style dataset, such as `torch.utils.data.Dataset`, `datasets.Dataset` or a list."""
 
     def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 def check_dataset(dataset: Any, *, name: str = "train_dataset") -> None:
@@ -119,10 +124,10 @@ def _field_list(sample: Mapping[str, Any]) -> str:
     return ", ".join(f"{field!r} ({type(value).__name__})" for field, value in sample.items()) or "no field"
 
 
-def count_targets(labels: Tensor, *, causal: bool) -> int:
+def count_targets(labels: Tensor, *, causal: bool, ignored: int = IGNORED_LABEL) -> int:
     """How many terms the loss of a batch is the mean of.
 
-    Integer labels count where they are not -100; a causal model predicts position i + 1 at i, so the first
+    Integer labels count where they are not `ignored`; a causal model predicts position i + 1 at i, so the first
     position of each sequence (labels `[batch, sequence]`) is no target. Labels of floating point (regression)
     count every element. Raises `DataError` for causal labels without a sequence dim.
     """
@@ -132,7 +137,7 @@ def count_targets(labels: Tensor, *, causal: bool) -> int:
         if labels.ndim < 2:
             raise DataError(f"labels of a causal model are [batch, sequence]; these have shape {list(labels.shape)}")
         labels = labels[..., 1:]
-    return int((labels != IGNORED_LABEL).sum())
+    return int((labels != ignored).sum())
 
 
 def check_batch(batch: Mapping[str, Any], *, vocab_size: int | None, causal: bool, indices: Sequence[int]) -> None:
@@ -171,7 +176,7 @@ def check_batch(batch: Mapping[str, Any], *, vocab_size: int | None, causal: boo
 
 
 def fetch_microbatch(
-    dataset: MapDataset,
+    dataset: Indexed,
     order: SampleOrder,
     microbatch: Microbatch,
     *,
@@ -200,7 +205,7 @@ def fetch_microbatch(
 
 
 def check_first_batch(
-    dataset: MapDataset,
+    dataset: Indexed,
     order: SampleOrder,
     plan: BatchPlan,
     *,
@@ -215,14 +220,14 @@ def check_first_batch(
     A batch without `labels` passes: the loss may be made of something else.
     """
     batch: dict[str, Any] = {}
-    whole = BatchPlan(global_size=plan.global_size, micro_size=plan.micro_size, data_ranks=1)
+    whole = replace(plan, data_ranks=1)
     with torch.random.fork_rng(devices=[]):  # a collator that masks at random should not notice
         for microbatch in whole.microbatches(step, 0):
             batch = fetch_microbatch(dataset, order, microbatch, collate=collate, vocab_size=vocab_size, causal=causal)
             labels = batch.get("labels")
             if not isinstance(labels, Tensor) or count_targets(labels, causal=causal):
                 return batch
-    require_targets(0, indices=map(order.dataset_index, _global_samples(plan, step)))
+    require_targets(0, indices=map(order.dataset_index, whole.samples_of(step)))
     return batch
 
 
@@ -233,10 +238,6 @@ def require_targets(targets: int, *, indices: Iterable[int]) -> None:
             f"every label of the global batch is {IGNORED_LABEL} (samples {_span(list(indices))}): its loss "
             "is the mean of nothing; check how the dataset or the data_collator masks labels"
         )
-
-
-def _global_samples(plan: BatchPlan, step: int) -> range:
-    return range(step * plan.global_size, (step + 1) * plan.global_size)
 
 
 def _span(indices: Sequence[int]) -> str:

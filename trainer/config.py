@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import yaml
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from zeromesh.trainer import config_rules
@@ -50,6 +50,18 @@ class TrainerConfig(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     tracking: TrackingSection = Field(default_factory=TrackingSection)
     profile: ProfileSection = Field(default_factory=ProfileSection)
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines that say what became of the settings of another trainer, where the configuration was made of such."""
+        return self._notes
+
+    def with_notes(self, notes: tuple[str, ...]) -> TrainerConfig:
+        """The same configuration with other notes, which are no part of what it says."""
+        config = self.model_copy()
+        config._notes = notes
+        return config
 
     @model_validator(mode="before")
     @classmethod

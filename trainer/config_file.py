@@ -1,10 +1,8 @@
-"""From a file, a mapping or nothing, with overrides, to a `TrainerConfig` or one error with every problem."""
+"""From what a person gave, with overrides, to a `TrainerConfig` or one error with every problem."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,6 +11,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.trainer import config_rules
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_sections import DEFAULT_MODEL
+from zeromesh.trainer.config_sources import ConfigSource, read_source, with_translation
 from zeromesh.trainer.config_words import (
     allowed,
     known_paths,
@@ -21,11 +20,8 @@ from zeromesh.trainer.config_words import (
     shown,
     suggestion,
 )
-from zeromesh.trainer.config_yaml import MAX_BYTES, parse_json, parse_yaml, plain_value
+from zeromesh.trainer.config_yaml import parse_yaml
 from zeromesh.trainer.trackers import tracker_problems
-
-ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | None
-"""A path of YAML or JSON, a mapping of sections, a `TrainerConfig`, or None for the defaults."""
 
 # What people try that has a reason why it is not there.
 _WHOLE_MATRICES = "it needs whole matrices (granularity: matrix), which this version does not have"
@@ -40,66 +36,54 @@ _REASONS = {
 
 
 def load_config(
-    source: ConfigSource = None, overrides: Sequence[str] = (), *, unused: frozenset[str] = frozenset()
+    source: ConfigSource = None,
+    overrides: Sequence[str] = (),
+    *,
+    unused: frozenset[str] = frozenset(),
+    arguments: Any = None,
+    ranks: int | None = None,
+    samples: int | None = None,
 ) -> TrainerConfig:
     """The configuration of `source`, with `overrides` (`section.key=value`, the value in YAML) on top.
 
     Keys that are `unused`, because something else stands in for them, need not agree with others, nor exist as paths.
     Touches no process group, no device and no model; checks that the paths and the packages of trackers that it names exist.
 
+    Args:
+        arguments: transformers' TrainingArguments that `source` goes on top of.
+        ranks: of the launch, for settings of other trainers that count with them; None: of the one that this process is part of.
+        samples: of the training data, where its length is known.
+
     Raises:
         ConfigError: with every problem at once, each with its dotted path, the value, what is allowed and
         the nearest name.
     """
-    where, data = _read(source)
-    problems = _apply(data, overrides)
-    config, found = _validate(data, unused)
-    if config is None or problems or found:
-        raise ConfigError([*problems, *found], where=where)
-    return config
+    found = read_source(source, arguments)
+    own = found.data
+    problems = _apply(own, overrides)
+    data, translation = with_translation(found, ranks=ranks, samples=samples)
+    problems += translation.problems
+    origins = {key: origin for key, origin in translation.origins.items() if not _holds(own, key)}
+    config, wrong = _validate(data, unused)
+    problems += [_with_origin(problem, origins) for problem in wrong]
+    if config is None or problems:
+        raise ConfigError(problems, where=found.where)
+    return config.with_notes((*found.notes, *translation.notes))
 
 
-def _read(source: ConfigSource) -> tuple[str, dict[str, Any]]:
-    """A name for messages, and the plain values of `source`."""
-    if source is None:
-        return "configuration", {}
-    if isinstance(source, TrainerConfig):
-        return "configuration", source.model_dump(mode="json")
-    if isinstance(source, Mapping):
-        return "configuration", plain_value(source, where="configuration")
-    if not isinstance(source, str | os.PathLike):
-        raise ConfigError(
-            f"got {type(source).__name__}; allowed is a path, a mapping or a TrainerConfig", where="config"
-        )
-    path = Path(source).expanduser()
-    text = _read_text(path)
-    value = (parse_json if path.suffix == ".json" else parse_yaml)(text, where=str(source))
-    if value is None:
-        return str(source), {}
-    if not isinstance(value, dict):
-        sections = ", ".join(TrainerConfig.model_fields)
-        message = f"holds {shown('', value)}; allowed is a mapping of sections ({sections})"
-        raise ConfigError(message, where=str(source))
-    return str(source), value
+def _holds(data: Any, path: str) -> bool:
+    """Whether `data` itself says what the key at `path` is."""
+    for key in path.split("."):
+        if not isinstance(data, Mapping) or key not in data:
+            return False
+        data = data[key]
+    return True
 
 
-def _read_text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            # One byte more than allowed tells a file that is too large, however large it is.
-            content = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise ConfigError("no such file; give the path of a YAML or JSON file", where=str(path)) from None
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from None
-    except ValueError as error:
-        raise ConfigError(f"is no path: {error}", where=repr(str(path))) from None
-    if len(content) > MAX_BYTES:
-        raise ConfigError(f"larger than {MAX_BYTES} bytes, which no configuration is", where=str(path))
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"not UTF-8 text (byte {error.start})", where=str(path)) from None
+def _with_origin(problem: str, origins: Mapping[str, str]) -> str:
+    """A problem of a key that came from a setting of another trainer names that too."""
+    origin = origins.get(problem.partition(" ")[0].rstrip(":"))
+    return f"{problem} ({origin})" if origin else problem
 
 
 def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ a rule can be left out when one of its keys is wrong by itself, and all others s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,14 +46,18 @@ def missing_paths(config: TrainerConfig, *, wrong: frozenset[str] = frozenset())
         if key not in wrong
         for path in paths
         if path is not None and not Path(path).expanduser().exists()
+        if not (key in _ON_THE_HUB and REPOSITORY.fullmatch(path))
     ]
 
 
+_ON_THE_HUB = ("model.source", "data.tokenizer")
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""What may be the name of a model on the Hub. Whether it is one is found out when a run begins."""
 _CURES = {
-    "model.source": "give a local directory with config.json and *.safetensors (hub names are not looked up)",
+    "model.source": "give a local directory with config.json and *.safetensors, or the name of a model on the Hub",
     "data.train": "give stdlib, or files and directories of this machine (hub names are not looked up)",
     "data.eval": "give null, or files and directories of this machine (hub names are not looked up)",
-    "data.tokenizer": "give bytes, or a local directory that save_pretrained wrote",
+    "data.tokenizer": "give bytes, a local directory that save_pretrained wrote, or the name of a model on the Hub",
 }
 
 
@@ -64,13 +69,16 @@ def _paths(value: str | tuple[str, ...] | None, *, builtin: str) -> tuple[str, .
 
 def _model(config: TrainerConfig) -> Iterator[str]:
     model = config.model
-    if model.source is not None and model.config is not None:
+    if model.source is not None and model.config is not None and "model_type" in model.config:
         yield (
-            f"model.config: given beside model.source {model.source!r}, which brings its own; remove it or "
-            "set it to null"
+            f"model.config: given beside model.source {model.source!r}, which brings its own; name only the fields that are to "
+            "differ from it (num_labels), or set it to null"
         )
-    if model.config is not None and not isinstance(model.config.get("model_type"), str):
+    if model.source is None and model.config is not None and not isinstance(model.config.get("model_type"), str):
         yield "model.config.model_type: missing; give the name of a Hugging Face architecture, such as llama"
+    for key, value in (("revision", model.revision), ("trust_remote_code", model.trust_remote_code)):
+        if value and model.source is None:
+            yield f"model.{key}: is about model.source, and that is null; set model.source, or leave model.{key} out"
 
 
 def _positions(config: TrainerConfig) -> Iterator[str]:
@@ -182,11 +190,21 @@ def _batch(config: TrainerConfig) -> Iterator[str]:
 
 def _warmup(config: TrainerConfig) -> Iterator[str]:
     warmup, steps = config.schedule.warmup_steps, config.run.max_steps
-    if warmup > steps:
+    if warmup > steps and config.run.epochs is None and config.schedule.warmup_ratio is None:
         yield (
             f"schedule.warmup_steps: {warmup} is more than run.max_steps {steps}, so optimizer.lr would "
             "never be reached; lower the one or raise the other"
         )
+
+
+def _best(config: TrainerConfig) -> Iterator[str]:
+    """What is judged by evaluations needs some on the way."""
+    run = config.run
+    for key, asked in (("load_best", run.load_best), ("patience", run.patience > 0)):
+        if asked and not run.eval_every:
+            yield f"run.{key} judges by evaluations, and run.eval_every is 0; set it to a number of steps, or to epoch"
+    if run.load_best and not config.checkpoint.every_steps:
+        yield "run.load_best keeps the best weights in a checkpoint, and checkpoint.every_steps is 0; set it, or load_best to false"
 
 
 def _profile(config: TrainerConfig) -> Iterator[str]:
@@ -204,24 +222,33 @@ def _curve(config: TrainerConfig) -> Iterator[str]:
 
 
 def schedule_of(config: TrainerConfig) -> Schedule:
-    """The learning-rate schedule that `config` names. Raises `ConfigError`."""
+    """The learning-rate schedule that `config` names, of a long run where its steps follow from epochs. Raises `ConfigError`."""
     schedule = config.schedule
+    steps = config.run.max_steps if config.run.epochs is None else _LONG
     return Schedule(
         name=schedule.name,
-        warmup_steps=min(schedule.warmup_steps, config.run.max_steps),
-        total_steps=config.run.max_steps,
+        warmup_steps=min(schedule.warmup_steps, steps),
+        total_steps=steps,
         min_ratio=schedule.min_ratio,
         num_cycles=schedule.num_cycles,
         power=schedule.power,
         decay_steps=schedule.decay_steps,
         decay_shape=schedule.decay_shape,
+        timescale=schedule.timescale,
+        warmup_shape=schedule.warmup_shape,
+        start_ratio=schedule.start_ratio,
     )
 
 
-_CURVE_KEYS = ("name", "warmup_steps", "min_ratio", "num_cycles", "power", "decay_steps", "decay_shape")
+_LONG = 1 << 50
+"""Steps of a run whose length is not known yet: more than any warm-up or decay."""
+_CURVE_KEYS = (
+    *("name", "warmup_steps", "min_ratio", "num_cycles", "power", "decay_steps", "decay_shape"),
+    *("timescale", "warmup_shape", "start_ratio"),
+)
 
 _RULES = (
-    Rule(keys=("model.source", "model.config"), find=_model),
+    Rule(keys=("model.source", "model.config", "model.revision", "model.trust_remote_code"), find=_model),
     Rule(keys=("model.config", "data.sequence_length"), find=_positions),
     Rule(keys=("parallel.tensor", "parallel.pipeline", "parallel.schedule", "parallel.chunks"), find=_mesh),
     Rule(keys=("precision.compute", "precision.master", "precision.reduce"), find=_widths),
@@ -233,7 +260,8 @@ _RULES = (
     Rule(keys=("offload.parameters", "zero.stage"), find=_offload),
     Rule(keys=("offload.activations", "model.activation_checkpointing", "model.compile"), find=_activations),
     Rule(keys=("batch.micro_size", "batch.global_size"), find=_batch),
-    Rule(keys=("schedule.warmup_steps", "run.max_steps"), find=_warmup),
+    Rule(keys=("schedule.warmup_steps", "schedule.warmup_ratio", "run.max_steps", "run.epochs"), find=_warmup),
+    Rule(keys=("run.load_best", "run.patience", "run.eval_every", "checkpoint.every_steps"), find=_best),
     Rule(keys=("profile.steps",), find=_profile),
     Rule(keys=(*(f"schedule.{key}" for key in _CURVE_KEYS), "run.max_steps"), find=_curve),
 )

@@ -30,6 +30,7 @@ from zeromesh.trainer.config_types import (
     bytes_from_text,
     tuple_from_list,
 )
+from zeromesh.trainer.hf.heads import Head
 
 DEFAULT_MODEL: dict[str, JsonValue] = {
     "model_type": "llama",
@@ -58,19 +59,48 @@ class Section(BaseModel):
     )
 
 
+class LoraSection(Section):
+    """Low-rank adapters: `W x + (alpha / rank) B A x`, of which A and B alone are trained."""
+
+    rank: Count = Field(default=8, description="Rows of A, and columns of B.")
+    alpha: Annotated[Number, Field(gt=0.0)] | None = Field(
+        default=None, description="Scale of the adapters, divided by `rank`; null: twice the rank."
+    )
+    dropout: Fraction = Field(default=0.0, description="Dropout of the adapters' inputs.")
+    targets: Literal["all-linear"] | Texts | None = Field(
+        default=None,
+        description="Ends of the names of layers that get adapters, or all-linear; null: those that PEFT has for the architecture.",
+    )
+
+
 class ModelSection(Section):
     """What is trained. A model that is given to `Trainer` itself stands in for `source` and `config`."""
 
     source: Text | None = Field(
         default=None,
-        description="Local Hugging Face model directory to start from; its safetensors are streamed into shards.",
+        description="Hugging Face model to start from: a local directory, or a name on the Hub; its safetensors are streamed into "
+        "shards.",
+    )
+    revision: Text | None = Field(
+        default=None,
+        description="Branch, tag or commit of a `source` on the Hub; null: its main branch. The commit is in the resolved "
+        "configuration.",
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="Run the Python code that `source` brings along. false: nothing of it is run."
     )
     config: Annotated[dict[str, JsonValue] | None, Allowed("a mapping with model_type, or null")] = Field(
         default_factory=lambda: dict(DEFAULT_MODEL),
-        description="Hugging Face configuration of a model with random weights; null when `source` is given.",
+        description="Hugging Face configuration of a model with random weights. With `source`: fields, such as num_labels, that "
+        "differ from its own.",
     )
-    head: Literal["causal_lm", "masked_lm", "sequence_classification"] = Field(
-        default="causal_lm", description="The task, and so the class of the model."
+    head: Head = Field(
+        default="causal_lm",
+        description="The task, and so the class of the model; base is the model without a head.",
+    )
+    lora: Annotated[LoraSection | None, Allowed("null, or a mapping such as {rank: 8}")] = Field(
+        default=None,
+        description="Train low-rank adapters of linear layers (LoRA, by PEFT) and freeze the rest; null: none.",
     )
     activation_checkpointing: Literal["none", "block", "selective"] = Field(
         default="none",
@@ -109,10 +139,24 @@ class DataSection(Section):
         description="Part of the training documents that is held out when `eval` is null. 0 holds none out.",
     )
     text_field: Text = Field(default="text", description="The column of .jsonl and .parquet files that holds the text.")
-    tokenizer: Text = Field(default="bytes", description="bytes, or a local directory that save_pretrained wrote.")
+    tokenizer: Text = Field(
+        default="bytes", description="bytes, a local directory that save_pretrained wrote, or a name on the Hub."
+    )
     sequence_length: Annotated[int, Field(ge=2)] = Field(default=256, description="Tokens in a packed sequence.")
     shuffle: bool = Field(
         default=True, description="Shuffle the sequences of each epoch, by the seed and the epoch's number."
+    )
+    shuffle_window: Count = Field(
+        default=1024,
+        description="Samples of a streamed dataset that are shuffled among each other; others are as a whole.",
+    )
+    separate_documents: bool = Field(
+        default=False,
+        description="Positions begin anew with each document of a packed sequence, and none attends to another. Needs a model that "
+        "takes position_ids.",
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63), Allowed("null, or an integer >= 0 and < 2**63")] | None = Field(
+        default=None, description="Seed of the order of the data; null: that of the run."
     )
 
 
@@ -145,7 +189,12 @@ class ParallelSection(Section):
         | None
     ) = Field(
         default=None,
-        description="Blocks of each stage, first to last; null: so that stages have about as many parameters.",
+        description="Blocks of each stage, first to last; null: by `balance`.",
+    )
+    balance: Literal["parameters", "flops"] = Field(
+        default="parameters",
+        description="What stages have about as much of: parameters, which is even in memory, or multiplications of a token, "
+        "which is even in time where the head is large.",
     )
     order: Literal["topology", "launch"] = Field(
         default="topology",
@@ -291,6 +340,11 @@ class OptimizerSection(Section):
     no_decay: Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)] = Field(
         default=(), description="Patterns such as '*.bias' of the names of parameters without weight decay."
     )
+    exempt: Literal["none", "biases_and_norms"] = Field(
+        default="none",
+        description="Parameters without weight decay besides those of `no_decay`: none, or those that transformers' Trainer leaves "
+        "out.",
+    )
     in_backward: bool = Field(
         default=False,
         description="Update each bucket inside backward, so that its gradient is freed at once. Needs "
@@ -312,6 +366,7 @@ class ScheduleSection(Section):
         "cosine",
         "cosine_with_restarts",
         "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
         "polynomial",
         "warmup_stable_decay",
         "wsd",
@@ -326,7 +381,7 @@ class ScheduleSection(Section):
     )
     min_ratio: Annotated[Number, Field(ge=0.0, le=1.0)] | None = Field(
         default=None,
-        description="The lowest rate, as a part of lr, of cosine_with_min_lr, polynomial and wsd.",
+        description="The lowest rate, as a part of lr, of the cosines with min_lr, polynomial and wsd.",
     )
     num_cycles: Annotated[Number, Field(gt=0.0)] | None = Field(
         default=None, description="Waves of the cosine curves; null: one fall to the lowest rate."
@@ -337,6 +392,17 @@ class ScheduleSection(Section):
     )
     decay_shape: Literal["linear", "cosine", "1-sqrt"] | None = Field(
         default=None, description="Curve of wsd's final decay; null: cosine."
+    )
+    timescale: Count | None = Field(
+        default=None,
+        description="Steps after which inverse_sqrt begins to fall, as it were; null: those of the warm-up.",
+    )
+    warmup_shape: Literal["linear", "log", "cosine", "1-sqrt"] | None = Field(
+        default=None, description="Curve of the warm-up; log is that of DeepSpeed's schedulers. null: linear."
+    )
+    start_ratio: Annotated[Number, Field(ge=0.0, le=1.0)] | None = Field(
+        default=None,
+        description="The rate that the warm-up starts at, as a part of lr; null: 0, and min_ratio for wsd.",
     )
 
 
@@ -424,7 +490,7 @@ class CheckpointSection(Section):
         default=100,
         description="Steps between checkpoints, or epoch: after each epoch; the last step has one too. 0 = no checkpoints.",
     )
-    keep_last: Count = Field(default=3, description="Newest checkpoints that are kept.")
+    keep_last: CountOrOff = Field(default=3, description="Newest checkpoints that are kept. 0 = all.")
     keep_best: CountOrOff = Field(
         default=0, description="Checkpoints with the lowest evaluation loss that are kept beside them. 0 = off."
     )
@@ -448,6 +514,7 @@ class TrackingSection(Section):
         "was given to accelerate's register_tracker_class.",
     )
     project: Text = Field(default="zeromesh", description="The project that trackers file the run under.")
+    name: Text | None = Field(default=None, description="What trackers call the run; null: `run.name`.")
     mode: Literal["offline", "online"] = Field(
         default="offline", description="Whether wandb sends what it keeps; online needs a network and a key."
     )

@@ -22,6 +22,10 @@ from zeromesh.trainer.config_types import Allowed
 from zeromesh.trainer.redaction import REDACTED
 
 _SECRET = re.compile(r"key|token|secret|passw", re.IGNORECASE)
+_SECRET_NUMBER = re.compile(
+    r"secret|passw|(?:api|access|private|auth)[_-]?(?:key|token)|(?:^|\.)(?:key|token)$", re.IGNORECASE
+)
+"""Names such as num_key_value_heads and bos_token_id are those of numbers, too, which are none."""
 
 # Names that people bring from other trainers, in lower case, and where they live here.
 _ELSEWHERE = {
@@ -88,9 +92,9 @@ def known_paths() -> dict[str, FieldInfo]:
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The model of a field that is a section, else None."""
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    """The model of a field that is a section, or may be one, else None."""
+    kinds = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else (field.annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def allowed(field: FieldInfo) -> str:
@@ -137,7 +141,8 @@ def _nearest(word: str, words: Sequence[str], *, cutoff: float) -> str | None:
 
 def shown(path: str, value: object) -> str:
     """`value` for an error message: short, and never a secret or what may hold one."""
-    if path not in known_paths() and _SECRET.search(path):
+    secret = _SECRET_NUMBER if value is None or isinstance(value, int | float) else _SECRET
+    if path not in known_paths() and secret.search(path):
         return REDACTED
     if isinstance(value, dict):
         return f"a mapping of {len(value)} keys"

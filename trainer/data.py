@@ -45,6 +45,9 @@ class DataSection(Protocol):
     def sequence_length(self) -> int: ...
 
     @property
+    def separate_documents(self) -> bool: ...
+
+    @property
     def eval_fraction(self) -> float: ...
 
 
@@ -110,6 +113,9 @@ def load_datasets(section: DataSection, *, tokenizer: Tokenizer | None = None) -
         train = _pack(kept, section.sequence_length, f"data.train {source.name!r}")
         held, _ = _read(eval_source, tokenizer, 0.0)
         evaluation = _pack(held, section.sequence_length, f"data.eval {eval_source.name!r}")
+    if section.separate_documents:
+        train = _apart(train, tokenizer.end_of_text)
+        evaluation = None if evaluation is None else _apart(evaluation, tokenizer.end_of_text)
     notes = [train.note] + ([evaluation.note] if evaluation is not None else [])
     if source.skipped:
         notes.append(
@@ -127,6 +133,11 @@ def load_datasets(section: DataSection, *, tokenizer: Tokenizer | None = None) -
         byte_pair_entropy=entropy,
         notes=tuple(notes),
     )
+
+
+def _apart(part: _Part, separator: int) -> _Part:
+    """The same, with documents that do not see each other."""
+    return replace(part, dataset=replace(part.dataset, separator=separator))
 
 
 def is_held_out(key: str, fraction: float) -> bool:

@@ -1,10 +1,11 @@
-"""The directory of a run: its resolved configuration and its metrics."""
+"""The directory of a run: its resolved configuration, its metrics, and when processes of it have begun."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,9 @@ from zeromesh.mesh.launch import secret_values
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.metrics import MetricsWriter
 from zeromesh.trainer.redaction import Redaction
+
+STARTS = "starts.jsonl"
+"""A line for each time that the run began or went on: `time` in seconds since 1970, `step` after which, and `host` of rank 0."""
 
 
 class RunDirectory:
@@ -75,5 +79,7 @@ class RunDirectory:
             (self.path / "config.resolved.yaml").write_text(text, encoding="utf-8")
         except OSError as error:
             raise self._unwritable(error.strerror or str(error)) from error
+        with MetricsWriter(self.path / STARTS) as starts:
+            starts.write({"time": time.time(), "step": step, "host": socket.gethostname()})
         with MetricsWriter(self.path / "metrics.jsonl", keep_through=step) as writer:
             yield writer

@@ -15,9 +15,12 @@ from zeromesh.trainer.collate import Collate, MapDataset, check_first_batch
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.hf.losses import ComputeLoss, LabelLoss, Loss
 from zeromesh.trainer.packing import PackedDataset
+from zeromesh.trainer.predictions import PreprocessLogits
 from zeromesh.trainer.setup import Data
 from zeromesh.trainer.step import Feed
+from zeromesh.trainer.streamed import StreamedDataset
 from zeromesh.trainer.takes import Takes
+from zeromesh.trainer.torch_schedule import MakeScheduler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,9 +29,12 @@ class Given:
 
     model: nn.Module | Callable[[], nn.Module] | None = None
     train_dataset: MapDataset | None = None
-    eval_dataset: MapDataset | None = None
+    eval_dataset: MapDataset | Mapping[str, MapDataset] | None = None
     collate: Collate | None = None
     compute_loss: ComputeLoss | None = None
+    compute_metrics: Callable[[Any], Mapping[str, Any]] | None = None
+    preprocess_logits_for_metrics: PreprocessLogits | None = None
+    lr_scheduler: MakeScheduler | None = None
     processing_class: Any = None
 
 
@@ -52,6 +58,17 @@ class Feeds:
                 "optimizer.in_backward needs the number of targets before forward, and compute_loss tells it after; "
                 "set optimizer.in_backward: false"
             )
+        if self._config.batch.average == "samples" and self._given.compute_loss is not None:
+            raise ConfigError(
+                "batch.average: samples needs the number of targets before forward, and compute_loss tells it after; "
+                "set it to tokens"
+            )
+        fields = self._takes.fields
+        if self._config.data.separate_documents and fields is not None and "position_ids" not in fields:
+            raise ConfigError(
+                f"data.separate_documents: {self._takes.model} takes no position_ids, by which documents are told apart; "
+                "set it to false"
+            )
         if self._data.loaded is not None:
             self._takes.check_length(self._config.data.sequence_length, "lower data.sequence_length")
             if self._given.collate is None and isinstance(self._loss, LabelLoss) and not self._loss.causal:
@@ -60,9 +77,10 @@ class Feeds:
                     "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"
                 )
         notes = notes_on(self._data.train, self._plan)
-        for name, feed in (("train", self.train()), ("eval", self.evaluation(self._data.eval))):
-            if feed is None:
-                continue
+        found = self.train()
+        feeds = {} if found is None else {"train_dataset": found}
+        feeds |= {name: self.evaluation(dataset) for name, dataset in self._data.evaluated().items()}
+        for name, feed in feeds.items():
             batch = check_first_batch(
                 feed.dataset,
                 feed.order,
@@ -77,7 +95,7 @@ class Feeds:
             left_out = self._takes.left_out(batch)
             if left_out:
                 takes = f"{self._takes.model}.forward does not take"
-                notes.append(f"{name}_dataset: left out {', '.join(left_out)}, which {takes}")
+                notes.append(f"{name}: left out {', '.join(left_out)}, which {takes}")
         return notes
 
     def _check_shares(self, batch: Mapping[str, Any]) -> None:
@@ -96,19 +114,22 @@ class Feeds:
         shuffle = self._config.data.shuffle
         return self._feed(self._data.train, self._plan, shuffle=shuffle)
 
-    def evaluation(self, dataset: MapDataset | None) -> Feed | None:
+    def evaluation(self, dataset: MapDataset) -> Feed:
         """A dataset as one global batch, in its own order."""
-        if dataset is None:
-            return None
-        micro = min(self._config.batch.micro_size, len(dataset))
+        batch = self._config.batch
+        micro = min(batch.eval_micro_size or batch.micro_size, len(dataset))
         plan = BatchPlan(global_size=len(dataset), micro_size=micro, data_ranks=self._plan.data_ranks)
         return self._feed(dataset, plan, shuffle=False)
 
-    def _feed(self, dataset: MapDataset, plan: BatchPlan, *, shuffle: bool) -> Feed:
+    def _feed(self, dataset: MapDataset | StreamedDataset, plan: BatchPlan, *, shuffle: bool) -> Feed:
         """Batches in the order of global sample indices. Raises `DataError` for ids that the vocabulary does not have."""
         if isinstance(dataset, PackedDataset) and self._takes.vocab_size is not None:
             dataset.check_vocabulary(self._takes.vocab_size)
-        order = SampleOrder(length=len(dataset), seed=self._config.run.seed, shuffle=shuffle)
+        own = self._config.data.seed
+        seed = self._config.run.seed if own is None else own
+        endless = isinstance(dataset, StreamedDataset)
+        length = dataset.block if isinstance(dataset, StreamedDataset) else len(dataset)
+        order = SampleOrder(length=length, seed=seed, shuffle=shuffle, endless=endless)
         return Feed(
             dataset=dataset,
             order=order,
@@ -120,9 +141,9 @@ class Feeds:
         )
 
 
-def notes_on(dataset: MapDataset | None, plan: BatchPlan) -> list[str]:
+def notes_on(dataset: MapDataset | StreamedDataset | None, plan: BatchPlan) -> list[str]:
     """What a person may not have meant."""
-    if dataset is None or len(dataset) >= plan.global_size:
+    if dataset is None or isinstance(dataset, StreamedDataset) or len(dataset) >= plan.global_size:
         return []
     return [
         f"train_dataset: {len(dataset)} samples are fewer than a global batch of {plan.global_size}: they come again in it"

@@ -87,7 +87,9 @@ def run_launch(options: argparse.Namespace, tell: Callable[[str], None]) -> Host
     """
     from zeromesh.mesh.supervisor import supervise
 
-    plan = _plan(options, load_config(options.config, options.overrides))
+    hosts = _hosts(options.hostfile)
+    config = load_config(options.config, options.overrides, ranks=sum(host.slots for host in hosts))
+    plan = _plan(options, config, hosts)
     if not options.dry_run:
         return supervise(plan, tell)
     plan.check(plan.hosts)
@@ -110,11 +112,10 @@ def check_mesh(config: TrainerConfig, processes: int) -> None:
     )
 
 
-def _plan(options: argparse.Namespace, config: TrainerConfig) -> Plan:
+def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host, ...]) -> Plan:
     from zeromesh.mesh.remote import SSH, Reach
     from zeromesh.mesh.supervisor import Elastic, Plan
 
-    hosts = _hosts(options.hostfile)
     if options.min_hosts is not None and options.min_hosts > len(hosts):
         raise ConfigError(f"--min-hosts {options.min_hosts}: {options.hostfile} has {len(hosts)}")
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (options.min_hosts is not None)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from zeromesh.trainer import setup
 from zeromesh.trainer.checkpoints import RunCheckpoints
-from zeromesh.trainer.console import human_count
-from zeromesh.trainer.metrics import MetricsWriter
+from zeromesh.trainer.metrics import MetricsWriter, StepMetrics
 from zeromesh.trainer.profiling import Profile
 from zeromesh.trainer.signals import StopRequest
 from zeromesh.trainer.state import TrainerState
-from zeromesh.trainer.step import Feed, Votes
+from zeromesh.trainer.step import Feed, StepEvents, Votes
+from zeromesh.trainer.step_memory import NAME as STEP_MEMORY
+from zeromesh.trainer.step_memory import StepMemory
 from zeromesh.trainer.stragglers import Stragglers
+from zeromesh.trainer.streamed import StreamedDataset
 from zeromesh.trainer.tracking import Tracking
+from zeromesh.trainer.wishes import Wishes
 
 if TYPE_CHECKING:
     from zeromesh.trainer.run import Run
@@ -42,11 +47,14 @@ class TrainingLoop:
         self._profile = profile
         self._checkpoints = checkpoints
         self._request = request
-        self._schedule = setup.learning_rate_schedule(run.config)
+        self._schedule = setup.learning_rate_schedule(run.config, run.given.lr_scheduler)
         self._last = run.config.run.max_steps
         self._stragglers = Stragglers()
+        self._memory = StepMemory(writer.path.with_name(STEP_MEMORY) if writer is not None else None, run.step + 1)
         self._stopped = 0
         """The signal by which some rank was asked to stop."""
+        self._ended = ""
+        """Why the run ends before its last step, as if that were it."""
         self._seconds = 0.0
         """Of steps since ranks were last looked at."""
         self._evaluated: tuple[int, float] | None = None
@@ -57,15 +65,25 @@ class TrainingLoop:
         """Of the evaluation after the present step."""
         return self._evaluated[1] if self._evaluated and self._evaluated[0] == self._run.step else None
 
+    @property
+    def _over(self) -> bool:
+        run = self._run
+        return run.step + run.passed_over >= self._last or bool(self._stopped or self._ended)
+
     def go(self) -> int:
         """Train; returns 0 after the last step, or the number of the signal that some rank was stopped by."""
         run = self._run
         run.call("on_train_begin")
         run.console.start(total_steps=self._last, first_step=run.step)
-        while run.step < self._last and not self._stopped:
-            self._train_one()
-        if run.data.eval is not None and not self._stopped:
+        if run.config.run.eval_at_start and run.step == 0 and run.data.eval is not None:
             self._evaluate()
+        self._begin_epoch(resumed=run.step > 0)
+        while not self._over:
+            self._train_one()
+        if run.data.eval is not None and not self._stopped and self.eval_loss is None:
+            self._evaluate()
+        if self._ended:
+            run.console.note(f"ended after step {run.step}: {self._ended}")
         self._save(wait=True)
         if not self._stopped:
             run.call("on_train_end")
@@ -74,40 +92,101 @@ class TrainingLoop:
     def _train_one(self) -> None:
         run = self._run
         number = run.step + 1
+        position = run.step + run.passed_over
+        run.events.wishes = self._due(number, position)
         run.call("on_step_begin", number)
         factor = self._schedule.factor(run.step)
-        wish = Votes.of(self._request.signal)
-        with self._profile.step(number):
-            result = run.stepper.train_step(self._feed, run.step, factor, lambda: run.before_update(number), wish)
+        run.learning_rate = run.config.optimizer.lr * factor
+        events = StepEvents(
+            substep_end=lambda: run.call("on_substep_end", number), before_update=lambda: run.before_update(number)
+        )
+        feed = replace(self._feed, passed_over=run.passed_over)
+        with self._profile.step(number), self._memory.recorded(number, run.require_engine().ledger):
+            result = run.stepper.train_step(feed, run.step, factor, events, Votes.of(self._request.signal))
         run.step = number
         self._note_stop(result.votes.number)
-        every = run.config.run.log_every
-        logged = bool(every) and (number % every == 0 or number == self._last)
+        run.call("on_optimizer_step", number)
         self._seconds += result.seconds
-        figures = run.rank_figures() if logged else None
+        figures = run.rank_figures() if run.events.wishes.log else None
         peak = figures.peak_bytes if figures else 0
-        metrics = run.progress.add(result, number, run.config.optimizer.lr * factor, peak, run.figures.of(result))
-        if figures:
-            slow = self._stragglers.look(number, self._seconds, figures.waited)
+        metrics = run.progress.add(result, number, run.learning_rate, peak, run.figures.of(result))
+        if result.skipped and result.loss_scale == 1.0:
+            run.console.note(f"step {number}: no update on any rank: {result.cause}")
+        written = run.events.wishes.log
+        if written:
+            self._write(metrics)
+        run.call("on_step_end", number, metrics.record())
+        run.agree()
+        if run.events.wishes.log:
+            if not written:
+                self._write(metrics)
+            run.call("on_log", number, metrics.record())
+            slow = self._stragglers.look(number, self._seconds, figures.waited) if figures else ""
             self._seconds = 0.0
-            if self._writer is not None:
-                self._writer.write(metrics)
-            self._tracking.log(metrics)
-            run.console.step(metrics)
             if slow:
                 run.console.note(slow)
         else:
             run.console.advance(number)
-        if result.skipped and result.loss_scale == 1.0:
-            run.console.note(f"step {number}: no update on any rank: {result.cause}")
-        run.call("on_step_end", number, metrics.record())
         run.progress.check(number)
-        every = run.config.run.eval_every
-        if every and number % every == 0 and number < self._last and run.data.eval is not None and not self._stopped:
+        self._fulfil()
+        if run.plan.ends_epoch(position) or run.events.wishes.stop_epoch:
+            self._end_epoch(position)
+
+    def _due(self, number: int, position: int) -> Wishes:
+        """What the configuration wants after step `number`, whose data is that of step `position`."""
+        config, last = self._run.config, position + 1 == self._last
+        ends = self._run.plan.ends_epoch(position)
+
+        def due(every: int | str) -> bool:
+            return ends if isinstance(every, str) else bool(every) and number % every == 0
+
+        every = config.run.log_every
+        wishes = self._run.fresh_wishes()
+        wishes.log = due(every) or (bool(every) and last)
+        wishes.evaluate = due(config.run.eval_every) and not last
+        wishes.save = due(config.checkpoint.every_steps) and not last
+        return wishes
+
+    def _write(self, metrics: StepMetrics) -> None:
+        """Before callbacks see the step's end, so that a line is there whatever they do."""
+        run = self._run
+        if self._writer is not None:
+            self._writer.write(metrics)
+        self._tracking.log(metrics)
+        run.console.step(metrics)
+        run.log_history.append(metrics.record())
+
+    def _fulfil(self) -> None:
+        """Evaluate, save and stop as is wished for now."""
+        run = self._run
+        wishes = run.events.wishes
+        if wishes.evaluate and run.data.eval is not None and not self._stopped:
+            wishes.evaluate = False
             self._evaluate()
+            run.agree()
         self._checkpoints.poll()
-        if number < self._last and self._checkpoints.due(number):
+        if run.events.wishes.save and not self._over:
             self._save(wait=False)
+        if run.events.wishes.stop and not self._ended:
+            self._ended = "a callback asked to stop"
+
+    def _begin_epoch(self, *, resumed: bool = False) -> None:
+        run = self._run
+        position = run.step + run.passed_over
+        if not self._over and (resumed or position == 0 or run.plan.ends_epoch(position - 1)):
+            run.call("on_epoch_begin", math.floor(run.plan.epoch_after(position)))
+
+    def _end_epoch(self, position: int) -> None:
+        """After the last step of an epoch, at the data of step `position`; the rest of one that was ended early is passed over."""
+        run = self._run
+        epoch = math.floor(run.plan.epoch_after(position))
+        if not run.plan.ends_epoch(position):
+            run.passed_over += run.plan.next_epoch(position + 1) - position - 1
+        run.events.wishes = run.fresh_wishes()
+        run.call("on_epoch_end", epoch)
+        run.agree()
+        self._fulfil()
+        self._begin_epoch()
 
     def _note_stop(self, number: int) -> bool:
         """Whether some rank has been asked to stop, by signal `number` if that is none yet."""
@@ -120,23 +199,26 @@ class TrainingLoop:
         return self._note_stop(int(asked[0]))
 
     def _evaluate(self) -> None:
-        run = self._run
-        result = run.evaluate_until(None, self._asked)
-        if result is None:
+        run, section = self._run, self._run.config.run
+        values = run.evaluations(self._asked)
+        if values is None:
             return
-        text = f"step {run.step}: evaluation loss {result.loss:.4f} over {human_count(result.targets)} targets"
-        loaded = run.data.loaded
-        if loaded is not None and loaded.byte_pair_entropy is not None:
-            word = "below" if result.loss < loaded.byte_pair_entropy else "above"
-            text += f", {word} the byte-pair entropy {loaded.byte_pair_entropy:.4f}"
-        run.console.note(text)
-        self._evaluated = (run.step, result.loss)
-        self._tracking.evaluated(run.step, {"loss": result.loss})
-        run.call("on_evaluate", run.step, result.loss)
+        self._evaluated = (run.step, values["eval_loss"])
+        # As transformers: a callback compares with what was best before.
+        run.call("on_evaluate", run.step, values)
+        run.call("on_log", run.step, values)
+        self._tracking.evaluated(run.step, values)
+        run.best = run.best.after(run.latest_metric, run.step, run.goal, section.min_improvement)
+        if section.load_best and run.best.step == run.step:
+            run.events.wishes.save = True
+        if section.patience and run.best.waited >= section.patience:
+            self._ended = f"{run.best.waited} evaluations without a better {section.metric} (run.patience)"
 
     def _save(self, *, wait: bool) -> None:
-        if self._checkpoints.latest != self._run.step:
-            self._checkpoints.save(self._state(), self._run.model, self._run.processing_class, wait=wait)
+        run = self._run
+        if self._checkpoints.latest != run.step:
+            self._checkpoints.save(self._state(), run.model, run.processing_class, wait=wait)
+            run.call("on_save", run.step)
         if wait:
             self._checkpoints.finish()
 
@@ -144,15 +226,22 @@ class TrainingLoop:
         run = self._run
         engine = run.require_engine()
         scaler = engine.updater.scaler
+        samples = run.plan.samples_of(run.step + run.passed_over).start
+        stream = run.data.train.state(samples) if isinstance(run.data.train, StreamedDataset) else {}
+        latest = self._evaluated is not None and self._evaluated[0] == run.step
         return TrainerState(
             step=run.step,
-            samples=run.step * run.config.batch.global_size,
+            samples=samples,
+            stream=stream,
+            passed_over=run.passed_over,
             tokens=run.progress.tokens,
             updates=engine.updater.updates,
             skipped=run.progress.skipped,
             loss=run.progress.last_loss,
             eval_loss=self.eval_loss,
-            metric=self.eval_loss,
+            metric=run.latest_metric if latest else None,
+            best=run.best.to_json(),
+            callbacks=run.events.states(),
             loss_scale=scaler.scale,
             good_steps=scaler.good_steps,
             seed=run.config.run.seed,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import nn
 from zeromesh.errors import StorageError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.offload import Purpose, TierChoice, available_bytes, remove_leftovers, swap_bytes
+from zeromesh.offload.disks import IN_MEMORY, file_system_of, free_bytes, nearest_directory
 from zeromesh.optim.sharded import GroupRules
 from zeromesh.trainer.console import human_bytes, human_count
 from zeromesh.zero.footprint import Footprint, predict_memory
@@ -23,7 +23,6 @@ from zeromesh.zero.plan import ModelCuts, ModelPlan, plan_model
 _STEP = 0.05
 """Of the fractions that are tried."""
 _FILE = TierChoice(tier="file")
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +172,7 @@ def require_memory(
     free = available_bytes()
     given_back = need.local_ranks * sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
     directories = options.offload.files.directories
-    room = Room(memory=free + swap_bytes() + given_back, disk=sum(_free_bytes(each) for each in _disks(directories)))
+    room = Room(memory=free + swap_bytes() + given_back, disk=sum(free_bytes(each) for each in _disks(directories)))
     needed = need.memory(options)
     if mesh.device.type == "cpu" and free and needed > room.memory:
         count = human_count(sum(p.numel() for p in model.parameters()))
@@ -189,7 +188,7 @@ def _require_disk(need: Need, options: ZeroOptions, room: Room) -> list[str]:
     directories = options.offload.files.directories
     for directory in directories:
         remove_leftovers(directory)
-    room = replace(room, disk=sum(_free_bytes(each) for each in _disks(directories)))
+    room = replace(room, disk=sum(free_bytes(each) for each in _disks(directories)))
     needed, where = need.disk(options), ", ".join(map(str, directories))
     if needed > room.disk:
         fraction = need.fitting_fraction(options, room)
@@ -203,11 +202,11 @@ def _require_disk(need: Need, options: ZeroOptions, room: Room) -> list[str]:
         f"offload: {human_bytes(needed)} of swap files ({need.listed_on_disk(options)}) in {where}, which has "
         f"{human_bytes(room.disk)} free; {human_bytes(need.memory(options))} of states in memory"
     ]
-    kinds = {str(directory): _file_system(directory) for directory in directories}
+    kinds = {str(directory): file_system_of(directory) for directory in directories}
     notes += [
         f"WARNING: offload: {path} is {kind}, which is memory and no disk; set offload.directory to a directory on a disk"
         for path, kind in kinds.items()
-        if kind in _IN_MEMORY
+        if kind in IN_MEMORY
     ]
     return notes
 
@@ -216,29 +215,6 @@ def _disks(directories: tuple[Path, ...]) -> list[Path]:
     """One existing directory of each file system."""
     found: dict[int, Path] = {}
     for directory in directories:
-        existing = _existing(directory)
+        existing = nearest_directory(directory)
         found.setdefault(os.stat(existing).st_dev, existing)
     return list(found.values())
-
-
-def _existing(directory: Path) -> Path:
-    """The directory, or the nearest one above it that is there."""
-    return next(path for path in (directory, *directory.parents) if path.is_dir())
-
-
-def _free_bytes(directory: Path) -> int:
-    return shutil.disk_usage(directory).free
-
-
-def _file_system(directory: Path) -> str:
-    """The kind of file system that a directory lies on; empty where the system does not tell."""
-    path, best, kind = os.path.realpath(_existing(directory)), "", ""
-    try:
-        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        _, point, name, *_ = line.split(" ")
-        if len(point) > len(best) and (path == point or path.startswith(point.rstrip("/") + "/")):
-            best, kind = point, name
-    return kind

@@ -98,17 +98,25 @@ class MetricsWriter:
         self.close()
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_metrics(path: str | os.PathLike[str], broken: list[str] | None = None) -> list[dict[str, Any]]:
     """The whole lines of a metrics file; one that a kill cut short, at its end, is left out.
 
-    Raises `StorageError` for a file that cannot be read or holds a line that is no JSON object.
+    Raises `StorageError` for a file that cannot be read or holds a line that is no JSON object; with `broken` such lines are left
+    out too, and their errors go there.
     """
     try:
         content = Path(path).read_bytes()
     except OSError as error:
         raise StorageError(_reason("read", Path(path), error)) from error
-    lines = content[: content.rfind(b"\n") + 1].splitlines()
-    return [_parse(line, number, Path(path)) for number, line in enumerate(lines, start=1)]
+    found, whole = [], Path(path)
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
+        try:
+            found.append(_parse(line, number, whole))
+        except StorageError as error:
+            if broken is None:
+                raise
+            broken.append(str(error))
+    return found
 
 
 def _repair(path: Path, keep_through: int | None) -> None:
@@ -141,7 +149,7 @@ def _step(line: bytes, number: int, path: Path) -> float:
 def _parse(line: bytes, number: int, path: Path) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StorageError(f"{str(path)!r} line {number} is not JSON ({error}); move the file away") from error
     if not isinstance(record, dict):
         raise StorageError(f"{str(path)!r} line {number} is not a JSON object; move the file away")

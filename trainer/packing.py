@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ import xxhash
 from numpy.typing import DTypeLike
 
 from zeromesh.errors import DataError
+from zeromesh.trainer.collate import IGNORED_LABEL
 from zeromesh.trainer.documents import Document
 from zeromesh.trainer.tokenizers import TokenArray, Tokenizer
 
@@ -75,6 +76,9 @@ class PackedDataset:
 
     tokens: TokenArray
     sequence_length: int
+    separator: int | None = None
+    """The token that ends a document, if documents are to be apart: positions begin anew after it, by which transformers' attention
+    knows documents, and what comes first in a document is no target."""
 
     def __post_init__(self) -> None:
         if self.sequence_length < 2:
@@ -91,12 +95,18 @@ class PackedDataset:
         return self.tokens.size // self.sequence_length
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """`input_ids` and `labels`, int64 `[sequence]`, equal: a causal model shifts labels itself."""
+        """`input_ids` and `labels`, int64 `[sequence]`, equal: a causal model shifts labels itself; of separate documents also
+        `position_ids`."""
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         start = index * self.sequence_length
         ids = torch.from_numpy(self.tokens[start : start + self.sequence_length].astype(np.int64))
-        return {"input_ids": ids, "labels": ids.clone()}
+        if self.separator is None:
+            return {"input_ids": ids, "labels": ids.clone()}
+        places = torch.arange(len(ids))
+        begins = torch.cat([torch.ones(1, dtype=torch.bool), ids[:-1] == self.separator])
+        positions = places - torch.where(begins, places, 0).cummax(0).values
+        return {"input_ids": ids, "labels": ids.masked_fill(begins, IGNORED_LABEL), "position_ids": positions}
 
     @property
     def nbytes(self) -> int:
@@ -108,8 +118,8 @@ class PackedDataset:
         tail = min(max(1, math.floor(len(self) * fraction)), len(self) - 1)
         cut = (len(self) - tail) * self.sequence_length
         return (
-            PackedDataset(tokens=self.tokens[:cut], sequence_length=self.sequence_length),
-            PackedDataset(tokens=self.tokens[cut:], sequence_length=self.sequence_length),
+            replace(self, tokens=self.tokens[:cut]),
+            replace(self, tokens=self.tokens[cut:]),
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:

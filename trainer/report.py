@@ -29,6 +29,28 @@ class FitReport:
     """The largest of any rank."""
     skipped_steps: int
     """Steps without an update, because their gradients were not finite."""
+    seconds: float = 0.0
+    """Of all steps of this process."""
+
+    @property
+    def global_step(self) -> int:
+        """transformers' name of `final_step`."""
+        return self.final_step
+
+    @property
+    def training_loss(self) -> float:
+        """The mean loss of this process's steps, as transformers has it."""
+        return sum(self.losses) / len(self.losses) if self.losses else self.final_loss
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Values as transformers names them."""
+        return {
+            "train_loss": self.training_loss,
+            "train_runtime": round(self.seconds, 4),
+            "train_steps_per_second": round(len(self.losses) / self.seconds, 3) if self.seconds else 0.0,
+            "train_tokens_per_second": round(self.tokens_per_second, 3),
+        }
 
 
 class Progress:
@@ -141,4 +163,5 @@ class Progress:
             tokens_per_second=per_step * len(steady) / sum(steady) if steady else 0.0,
             peak_memory_bytes=peak,
             skipped_steps=self._skipped,
+            seconds=sum(self._seconds),
         )

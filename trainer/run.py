@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.trainer_utils import PredictionOutput
 
-from zeromesh.errors import ConfigError, PhaseError, StorageError
+from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.errors import PhaseError, StorageError
 from zeromesh.mesh.axes import AXES
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.launch import setting
@@ -23,52 +25,65 @@ from zeromesh.offload.heap import TUNABLES
 from zeromesh.tensor.products import take_product_buffers
 from zeromesh.trainer import setup
 from zeromesh.trainer.attributes import KeptAttributes
-from zeromesh.trainer.batching import BatchPlan
-from zeromesh.trainer.checkpoints import RunCheckpoints
-from zeromesh.trainer.collate import MapDataset, check_dataset
+from zeromesh.trainer.best import Best, goal_of, value_of
+from zeromesh.trainer.checkpoints import FOLDER, RunCheckpoints
+from zeromesh.trainer.collate import MapDataset
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.console import RunConsole, human_bytes, human_count, make_console
 from zeromesh.trainer.directory import RunDirectory
 from zeromesh.trainer.dress import dress_model
+from zeromesh.trainer.evaluation import Evaluator, Values
+from zeromesh.trainer.events import Events
 from zeromesh.trainer.exhausted import explained
 from zeromesh.trainer.feeds import Feeds, Given
 from zeromesh.trainer.figures import StepFigures
 from zeromesh.trainer.flops import ModelFlops
 from zeromesh.trainer.hf.generate import check_arguments, generate
+from zeromesh.trainer.hf.hub import pin_sources
 from zeromesh.trainer.hf.losses import make_loss
-from zeromesh.trainer.hf.save import save_pretrained, specs_of, tensors_of
+from zeromesh.trainer.hf.save import save_model
 from zeromesh.trainer.loop import TrainingLoop
 from zeromesh.trainer.memory import kept_input_bytes, require_memory
 from zeromesh.trainer.profiling import Profile
 from zeromesh.trainer.report import FitReport, Progress
+from zeromesh.trainer.run_state import RunState
 from zeromesh.trainer.schedules import STEADY
 from zeromesh.trainer.signals import leave, stop_requests
 from zeromesh.trainer.state import settings_of
-from zeromesh.trainer.step import EvaluationResult, Stepper
+from zeromesh.trainer.step import Stepper
 from zeromesh.trainer.stragglers import RankFigures
+from zeromesh.trainer.streamed import StreamedDataset
 from zeromesh.trainer.takes import Takes
 from zeromesh.trainer.tracking import Tracking
 from zeromesh.trainer.watched_source import WatchedSource
+from zeromesh.trainer.wishes import Wishes
 from zeromesh.zero.build import open_tiers
 from zeromesh.zero.deferred import BuiltModel
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.randomness import seed_forward
 
-Call = Callable[..., None]
-"""`call(event, *arguments)` runs the callbacks' method of that name."""
-
 
 class Run:
     """A model on a mesh with its data, from before the first step to after the last."""
 
-    def __init__(self, config: TrainerConfig, mesh: Mesh, given: Given, call: Call) -> None:
-        self.config, self.mesh, self.given, self.call = config, mesh, given, call
+    def __init__(self, config: TrainerConfig, mesh: Mesh, given: Given, events: Events) -> None:
+        self.mesh, self.given, self.events = mesh, given, events
+        self.call = events.call
+        config = pin_sources(config, mesh, model_given=given.model is not None)
         self.console: RunConsole = make_console(mesh.rank)
         if mesh.device.type == "cpu":
             reuse_freed_memory()
             take_product_buffers()
         self.step = 0
+        self.passed_over = 0
+        """Steps whose data was left out, because a callback ended an epoch early."""
+        self.best = Best()
+        self.latest_metric = float("nan")
+        """Of the latest evaluation, what `run.metric` names."""
+        self.goal = goal_of(config.run.metric, config.run.metric_goal)
+        self.learning_rate = 0.0
+        self.log_history: list[Mapping[str, Any]] = []
         self.progress = Progress(config.run.max_nonfinite)
         self.tracker: Mapping[str, str] = {}
         """What the checkpoint that the run goes on from knows of its trackers."""
@@ -76,17 +91,21 @@ class Run:
         self.gradients_ready = False
         self._broken = ""
         self._generations = 0
-        self.plan = BatchPlan(
-            global_size=config.batch.global_size, micro_size=config.batch.micro_size, data_ranks=mesh.data.size
-        )
+        events.require_same_number(mesh)
+        setup.set_determinism(config.run.deterministic)
+        self.config, self.plan = config, setup.batch_plan(config, mesh)
         options = setup.engine_options(config, self.plan.accumulation)
+        self._tell(config.notes)
         self._say_what_comes(options.precision.table(config.optimizer.name))
         self.console.status("reading the data")
         self.data = setup.prepare_data(config, given.train_dataset, given.eval_dataset, given.processing_class)
         self._tell(self.data.notes)
+        self.config, self.plan = setup.over_data(config, self.plan, self.data.train)
+        self.evaluator = Evaluator(self)
         self.console.status("building the model")
         built = setup.prepare_model(given.model, config, self.data.tokenizer)
         self.model = built.model
+        options = setup.exempted(options, config, self.model)
         self._kept = KeptAttributes(self.model)
         tiers = open_tiers(mesh, options)
         try:
@@ -108,13 +127,16 @@ class Run:
     def _build(self, built: BuiltModel, options: ZeroOptions, tiers: Tiers) -> ZeroEngine:
         """Look at the model and the data, leave on this rank its part of the model, and give that its values."""
         config, mesh, given, model = self.config, self.mesh, self.given, self.model
+        setup.require_layout_fits(model, mesh)
         setup.place_buffers(built, mesh, config.run.seed)
         # Of the whole model, so that all ranks take the same batches, count alike and refuse alike.
         self.takes = Takes.of(model, users_loss=given.compute_loss is not None)
         self._flops = ModelFlops.of(model)
         self.console.status("trying the loss on a small copy")
-        mode, divided = config.model.loss, mesh.tensor.size > 1
-        self.loss = make_loss(model, mode=mode, compute_loss=given.compute_loss, divided=divided)
+        smoothing, divided = config.run.label_smoothing, mesh.tensor.size > 1
+        self.loss = make_loss(
+            model, mode=config.model.loss, compute_loss=given.compute_loss, divided=divided, smoothing=smoothing
+        )
         self.divided = setup.divide_model(model, config, mesh)
         dressed = dress_model(model, config.model, options, tiers)
         self._tell([*self.divided.notes, *dressed.notes])
@@ -131,6 +153,36 @@ class Run:
         engine = ZeroEngine.build(model, mesh, options, source, tiers, cuts)
         source.close()
         return engine
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is at its last step."""
+        return self.step + self.passed_over >= self.config.run.max_steps
+
+    def state(self, directory: Path) -> RunState:
+        """See `Trainer.state`."""
+        position, run, best = self.step + self.passed_over, self.config.run, self.best
+        checkpoint = CheckpointStore(directory / FOLDER).path(best.step) if best.value is not None else None
+        return RunState(
+            step=self.step,
+            max_steps=run.max_steps,
+            epoch=self.plan.epoch_after(position),
+            epochs=self.plan.epoch_after(run.max_steps) if run.epochs is None else run.epochs,
+            tokens=self.progress.tokens,
+            best_metric=best.value,
+            best_step=best.step,
+            best_checkpoint=str(checkpoint) if checkpoint is not None and checkpoint.exists() else None,
+            is_world_process_zero=self.mesh.rank == 0,
+            log_history=tuple(self.log_history),
+        )
+
+    def fresh_wishes(self) -> Wishes:
+        """What is wished for when nothing is, but that a run which is to stop still is."""
+        return Wishes(stop=self.events.wishes.stop)
+
+    def agree(self) -> None:
+        """Make what any rank's callbacks ask for the wish of all."""
+        self.events.agree(self.mesh)
 
     # Before training
 
@@ -172,11 +224,17 @@ class Run:
         setup.require_trained_parameters(self.model)
         with self.guarded(), directory.locked(), stop_requests(self.console.note) as request:
             checkpoints = RunCheckpoints(
-                self.config.checkpoint, directory.path, self.mesh, self.require_engine(), self.console.note
+                self.config.checkpoint,
+                directory.path,
+                self.mesh,
+                self.require_engine(),
+                self.console.note,
+                goal=self.goal,
+                keep_best=int(self.config.run.load_best),
             )
             eval_loss = self._resume(checkpoints) if self.step == 0 else None
             stopped = 0
-            if self.step < self.config.run.max_steps:
+            if not self.finished:
                 checkpoints.require_room()
                 with (
                     self._ending(checkpoints),
@@ -197,6 +255,8 @@ class Run:
                     )
                     stopped = loop.go()
                     eval_loss = loop.eval_loss
+            if not stopped and self.config.run.load_best:
+                self._load_best(checkpoints)
             report = None if stopped else self._end(eval_loss)
         if report is None:
             self.console.note(f"stopped after step {self.step}")
@@ -224,15 +284,28 @@ class Run:
         state = checkpoints.resume(self.settings)
         if state is None:
             return None
-        self.step, self.tracker = state.step, state.tracker
+        self.step, self.passed_over, self.tracker = state.step, state.passed_over, state.tracker
+        self.best = Best.from_json(state.best, "the checkpoint")
+        self.events.restore(state.callbacks)
+        if isinstance(self.data.train, StreamedDataset):
+            self.data.train.restore(state.stream, "the checkpoint")
         self.progress.resume(tokens=state.tokens, skipped=state.skipped, loss=state.loss)
         if state.max_steps != self.config.run.max_steps and self.config.schedule.name not in STEADY:
             now = f"{state.max_steps} then, {self.config.run.max_steps} now"
             self.console.note(f"run.max_steps: {now}; the learning rate follows the curve of the new one from here on")
-        finished = state.step >= self.config.run.max_steps
+        finished = self.finished
         where = f"already finished at step {state.step}" if finished else f"resumed from step {state.step}"
         self.console.note(f"{where} ({human_count(state.tokens)} tokens)")
         return state.eval_loss
+
+    def _load_best(self, checkpoints: RunCheckpoints) -> None:
+        """Go back to the weights of the best evaluation."""
+        if self.best.value is None or self.best.step == self.step:
+            return
+        checkpoints.load_weights(self.best.step)
+        self.console.note(
+            f"weights of step {self.best.step}: {self.config.run.metric} {self.best.value:.4g} is the best"
+        )
 
     def _end(self, eval_loss: float | None) -> FitReport:
         report = self.progress.report(self.step, eval_loss, self.rank_figures().peak_bytes)
@@ -319,27 +392,32 @@ class Run:
 
     # Beside and after training
 
-    def evaluate(self, dataset: MapDataset | None) -> EvaluationResult:
+    def evaluations(self, stop: Callable[[], bool]) -> Values | None:
+        """Evaluate in the loop; None once `stop` is true, which is so on all ranks or on none."""
+        values = self.evaluator.evaluate(None, stop=stop)
+        if values is not None:
+            self.console.note(self.evaluator.note(values))
+            self.latest_metric = value_of(self.config.run.metric, values)
+            self.log_history.append({**values, "step": self.step})
+        return values
+
+    def evaluate(
+        self, dataset: MapDataset | Mapping[str, MapDataset] | None, prefix: str, ignored: Sequence[str]
+    ) -> Values:
         """See `Trainer.evaluate`."""
-        result = self.evaluate_until(dataset, lambda: False)
-        if result is None:
-            raise PhaseError("an evaluation has ended early that nothing was to end")
-        return result
-
-    def evaluate_until(self, dataset: MapDataset | None, stop: Callable[[], bool]) -> EvaluationResult | None:
-        """The same; ends with None once `stop` is true, which is so on all ranks or on none."""
-        if dataset is not None:
-            check_dataset(dataset, name="eval_dataset")
-        feed = self.feeds.evaluation(dataset if dataset is not None else self.data.eval)
-        if feed is None:
-            raise ConfigError("there is no evaluation data; give eval_dataset, or set data.eval or data.eval_fraction")
-
-        def go_on(done: int, total: int) -> bool:
-            self.console.status(f"evaluating: {done} of {total} batches")
-            return not stop()
-
         with self.guarded():
-            return self.stepper.evaluate(feed, go_on)
+            values = self.evaluator.evaluate(dataset, prefix, ignored)
+        if values is None:
+            raise PhaseError("an evaluation has ended early that nothing was to end")
+        self.call("on_evaluate", self.step, values)
+        return values
+
+    def predict(self, dataset: MapDataset, prefix: str, ignored: Sequence[str]) -> PredictionOutput:
+        """See `Trainer.predict`."""
+        with self.guarded():
+            output = self.evaluator.predict(dataset, prefix, ignored)
+        self.call("on_predict", output.metrics or {})
+        return output
 
     def generate(self, arguments: Mapping[str, Any], seed: int | None) -> Any:
         """See `Trainer.generate`."""
@@ -366,15 +444,7 @@ class Run:
         """See `Trainer.save`."""
         with self.guarded():
             state = self.engine.state if self.engine is not None else None
-            whole = tensors_of(self.model) if state is None else {}
-            failure = save_pretrained(
-                self.model,
-                specs_of(whole) if state is None else state.stored_specs(),
-                iter(whole.items()) if state is None else state.stored(),
-                path,
-                self.mesh,
-                processing_class=self.processing_class,
-            )
+            failure = save_model(self.model, state, path, self.mesh, processing_class=self.processing_class)
         if failure:
             raise StorageError(failure)
 

@@ -2,7 +2,8 @@
 
 `Schedule.factor(step)` is what the base learning rate is multiplied by in step `step` (from 0). Names and
 values are those of `transformers.get_scheduler`, which a test compares, so a run moves between the two
-without a change of its curve. Being a function of the step, a schedule has no state to save.
+without a change of its curve; with a warm-up of another shape they are those of DeepSpeed's schedulers.
+Being a function of the step, a schedule has no state to save.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, fields
 from zeromesh.errors import ConfigError
 
 DECAY_SHAPES = ("linear", "cosine", "1-sqrt")
+WARMUP_SHAPES = ("linear", "log", "cosine", "1-sqrt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,14 +30,16 @@ class Schedule:
     | `cosine` | `num_cycles` waves, 0.5 (one fall to 0) if not given | `num_cycles` |
     | `cosine_with_restarts` | `num_cycles` falls to 0, 1 if not given | `num_cycles` |
     | `cosine_with_min_lr` | as `cosine`, down to `min_ratio` | `min_ratio` (needed), `num_cycles` |
+    | `cosine_warmup_with_min_lr` | the same a step earlier, as is its warm-up | `min_ratio` (needed), `num_cycles` |
     | `polynomial` | (1 - progress) ** `power` (1 if not given), down to `min_ratio` | `min_ratio`, `power` |
     | `warmup_stable_decay`, `wsd` | 1, then to `min_ratio` in `decay_steps` | `min_ratio`, `decay_steps` (a \
 tenth of the run), `decay_shape` (cosine, linear, 1-sqrt), `num_cycles` |
-    | `inverse_sqrt` | 1 / sqrt(step / warmup steps) | |
+    | `inverse_sqrt` | 1 / sqrt(step / warmup steps) | `timescale`, which stands in for the warmup steps |
 
     `min_ratio` is a fraction of the base learning rate. `constant` here heeds `warmup_steps`, which
-    transformers' ignores. Raises `ConfigError` for a name that does not exist, an option out of range, or one
-    that the schedule does not have.
+    transformers' ignores. All warm-ups rise from `start_ratio` (0 if not given) in the form of `warmup_shape`,
+    linear if not given; log is DeepSpeed's: log(step + 1) / log(warmup steps). Raises `ConfigError` for a name
+    that does not exist, an option out of range, or one that the schedule does not have.
     """
 
     name: str
@@ -46,6 +50,9 @@ tenth of the run), `decay_shape` (cosine, linear, 1-sqrt), `num_cycles` |
     power: float | None = None
     decay_steps: int | None = None
     decay_shape: str | None = None
+    timescale: int | None = None
+    warmup_shape: str | None = None
+    start_ratio: float | None = None
 
     def __post_init__(self) -> None:
         problems = [*_name_problems(self), *_range_problems(self)]
@@ -57,10 +64,12 @@ tenth of the run), `decay_shape` (cosine, linear, 1-sqrt), `num_cycles` |
         curve = _CURVES[self.name][0]
         if step >= self.warmup_steps:
             return curve(self, step)
-        rise = step / max(1, self.warmup_steps)
-        if curve is _stable_decay:  # its warm-up starts at the ratio that its decay ends at
-            return _above(rise, self.min_ratio or 0.0)
-        return rise
+        if curve is _cosine_ahead and self.warmup_shape is None:
+            return _rise_ahead(self, step)
+        rise = _RISES[self.warmup_shape or "linear"](step, self.warmup_steps)
+        # A warm-up of `warmup_stable_decay` starts at the ratio that its decay ends at.
+        start = self.min_ratio if curve is _stable_decay and self.start_ratio is None else self.start_ratio
+        return _above(rise, start) if start else rise
 
     @property
     def decaying_steps(self) -> int:
@@ -79,6 +88,16 @@ def _linear(schedule: Schedule, step: int) -> float:
 def _cosine(schedule: Schedule, step: int) -> float:
     cycles = 0.5 if schedule.num_cycles is None else schedule.num_cycles
     return max(0.0, _above(_wave(cycles * 2.0, _progress(schedule, step)), schedule.min_ratio or 0.0))
+
+
+def _cosine_ahead(schedule: Schedule, step: int) -> float:
+    return _cosine(schedule, step + 1)
+
+
+def _rise_ahead(schedule: Schedule, step: int) -> float:
+    if schedule.start_ratio is None:
+        return (step + 1) / schedule.warmup_steps
+    return schedule.start_ratio + (1.0 - schedule.start_ratio) * step / max(1, schedule.warmup_steps - 1)
 
 
 def _cosine_with_restarts(schedule: Schedule, step: int) -> float:
@@ -115,7 +134,7 @@ def _stable_decay(schedule: Schedule, step: int) -> float:
 
 
 def _inverse_sqrt(schedule: Schedule, step: int) -> float:
-    timescale = schedule.warmup_steps or 10_000
+    timescale = schedule.timescale or schedule.warmup_steps or 10_000
     return 1.0 / math.sqrt((step + timescale - schedule.warmup_steps) / timescale)
 
 
@@ -134,6 +153,13 @@ def _above(factor: float, lowest: float) -> float:
     return factor * (1.0 - lowest) + lowest
 
 
+_RISES: dict[str, Callable[[int, int], float]] = {
+    "linear": lambda step, steps: step / steps,
+    "log": lambda step, steps: math.log(step + 1) / math.log(max(2, steps)),
+    "cosine": lambda step, steps: 0.5 * (1.0 - math.cos(math.pi * (step / steps))),
+    "1-sqrt": lambda step, steps: 1.0 - math.sqrt(1.0 - step / steps),
+}
+
 _CURVES: dict[str, tuple[Callable[[Schedule, int], float], frozenset[str]]] = {
     "constant": (_constant, frozenset()),
     "constant_with_warmup": (_constant, frozenset()),
@@ -141,14 +167,16 @@ _CURVES: dict[str, tuple[Callable[[Schedule, int], float], frozenset[str]]] = {
     "cosine": (_cosine, frozenset({"num_cycles"})),
     "cosine_with_restarts": (_cosine_with_restarts, frozenset({"num_cycles"})),
     "cosine_with_min_lr": (_cosine, frozenset({"min_ratio", "num_cycles"})),
+    "cosine_warmup_with_min_lr": (_cosine_ahead, frozenset({"min_ratio", "num_cycles"})),
     "polynomial": (_polynomial, frozenset({"min_ratio", "power"})),
     "warmup_stable_decay": (
         _stable_decay,
         frozenset({"min_ratio", "decay_steps", "decay_shape", "num_cycles"}),
     ),
     "wsd": (_stable_decay, frozenset({"min_ratio", "decay_steps", "decay_shape", "num_cycles"})),
-    "inverse_sqrt": (_inverse_sqrt, frozenset()),
+    "inverse_sqrt": (_inverse_sqrt, frozenset({"timescale"})),
 }
+_OF_ALL = frozenset({"warmup_shape", "start_ratio"})
 
 SCHEDULE_NAMES = tuple(_CURVES)
 STEADY = ("constant", "constant_with_warmup", "inverse_sqrt")
@@ -160,14 +188,14 @@ def _name_problems(schedule: Schedule) -> list[str]:
         near = difflib.get_close_matches(schedule.name, SCHEDULE_NAMES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return [f"schedule.name {schedule.name!r} is not one of {', '.join(SCHEDULE_NAMES)}{hint}"]
-    allowed = _CURVES[schedule.name][1]
+    allowed = _CURVES[schedule.name][1] | _OF_ALL
     problems = [
         f"schedule.{option.name} has no effect on {schedule.name}; remove it"
         for option in fields(schedule)[3:]
         if option.name not in allowed and getattr(schedule, option.name) is not None
     ]
-    if schedule.name == "cosine_with_min_lr" and schedule.min_ratio is None:
-        problems.append("schedule.min_ratio is missing; cosine_with_min_lr needs the fraction it falls to")
+    if schedule.name.endswith("_with_min_lr") and schedule.min_ratio is None:
+        problems.append(f"schedule.min_ratio is missing; {schedule.name} needs the fraction it falls to")
     return problems
 
 
@@ -177,13 +205,20 @@ def _range_problems(schedule: Schedule) -> list[str]:
         problems.append(f"schedule.warmup_steps is {schedule.warmup_steps}; give 0 or more")
     if schedule.total_steps < 1:
         problems.append(f"a schedule of {schedule.total_steps} steps; give 1 or more (run.max_steps)")
-    if schedule.min_ratio is not None and not 0.0 <= schedule.min_ratio <= 1.0:
-        problems.append(f"schedule.min_ratio is {schedule.min_ratio}; give 0 to 1, a part of optimizer.lr")
+    for name, value in (("min_ratio", schedule.min_ratio), ("start_ratio", schedule.start_ratio)):
+        if value is not None and not 0.0 <= value <= 1.0:
+            problems.append(f"schedule.{name} is {value}; give 0 to 1, a part of optimizer.lr")
     for name, value in (("num_cycles", schedule.num_cycles), ("power", schedule.power)):
         if value is not None and not 0.0 < value < math.inf:
             problems.append(f"schedule.{name} is {value}; give a finite number above 0")
-    if schedule.decay_shape is not None and schedule.decay_shape not in DECAY_SHAPES:
-        problems.append(f"schedule.decay_shape {schedule.decay_shape!r} is not one of {', '.join(DECAY_SHAPES)}")
+    for name, word, allowed in (
+        ("decay_shape", schedule.decay_shape, DECAY_SHAPES),
+        ("warmup_shape", schedule.warmup_shape, WARMUP_SHAPES),
+    ):
+        if word is not None and word not in allowed:
+            problems.append(f"schedule.{name} {word!r} is not one of {', '.join(allowed)}")
+    if schedule.timescale is not None and schedule.timescale < 1:
+        problems.append(f"schedule.timescale is {schedule.timescale}; give a number of steps, 1 or more")
     if schedule.decay_steps is not None:
         room = schedule.total_steps - schedule.warmup_steps
         if not 0 <= schedule.decay_steps <= max(0, room):

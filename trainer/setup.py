@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,19 @@ from zeromesh.mesh.launch import read_environment
 from zeromesh.offload import FileSettings, TierChoice
 from zeromesh.optim.sharded import OptimizerSettings
 from zeromesh.parallel import Divided, ParallelOptions, divide
+from zeromesh.trainer.batching import BatchPlan
 from zeromesh.trainer.collate import MapDataset, check_dataset
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.data import LoadedData, load_datasets
+from zeromesh.trainer.hf.adapters import description_of_adapters, is_adapted, require_adapters_that_fit
 from zeromesh.trainer.hf.build import build_model
+from zeromesh.trainer.hf.decay import biases_and_norms
+from zeromesh.trainer.hf.layer_drop import require_no_layer_drop
+from zeromesh.trainer.hf.lora import add_lora
 from zeromesh.trainer.schedules import Schedule
+from zeromesh.trainer.streamed import StreamedDataset, is_stream
 from zeromesh.trainer.tokenizers import PretrainedTokenizer, Tokenizer
+from zeromesh.trainer.torch_schedule import MakeScheduler, TorchSchedule
 from zeromesh.zero.deferred import BuiltModel, build_deferred, take_given
 from zeromesh.zero.options import OffloadOptions, Precision, ZeroOptions
 from zeromesh.zero.scaler import ScalerSettings
@@ -90,6 +99,7 @@ def divide_model(model: nn.Module, config: TrainerConfig, mesh: Mesh) -> Divided
         schedule=parallel.schedule,
         chunks=parallel.chunks,
         stages=parallel.stages or (),
+        balance=parallel.balance,
     )
     return divide(model, mesh, options)
 
@@ -134,8 +144,64 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
     )
 
 
-def learning_rate_schedule(config: TrainerConfig) -> Schedule:
-    """The schedule of the configuration, over the steps of its run."""
+def exempted(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> ZeroOptions:
+    """The same options, with the names of parameters that are not decayed because of what they are (`optimizer.exempt`)."""
+    if config.optimizer.exempt == "none":
+        return options
+    names = tuple(biases_and_norms(model))
+    return replace(options, optimizer=replace(options.optimizer, no_decay=options.optimizer.no_decay + names))
+
+
+def batch_plan(config: TrainerConfig, mesh: Mesh) -> BatchPlan:
+    """How global batches are cut, before the length of the data is known."""
+    batch = config.batch
+    return BatchPlan(
+        global_size=batch.global_size, micro_size=batch.micro_size, data_ranks=mesh.data.size, average=batch.average
+    )
+
+
+def over_data(
+    config: TrainerConfig, plan: BatchPlan, train: MapDataset | StreamedDataset | None
+) -> tuple[TrainerConfig, BatchPlan]:
+    """The configuration with its steps, and the plan with its epochs, now that the length of the data is known.
+
+    Raises:
+        ConfigError: for a warm-up that outlasts the run, or epochs without a step.
+    """
+    if train is None:
+        return config, plan
+    if not isinstance(train, StreamedDataset):
+        plan = replace(plan, epoch_size=len(train), last=config.batch.last)
+    run, schedule = config.run, config.schedule
+    steps = run.max_steps if run.epochs is None else plan.steps_of(run.epochs)
+    warmup = schedule.warmup_steps
+    if schedule.warmup_ratio is not None:
+        warmup = math.ceil(schedule.warmup_ratio * steps)
+    elif run.epochs is not None and "warmup_steps" not in schedule.model_fields_set:
+        warmup = min(warmup, steps // 10)
+    if warmup > steps:
+        raise ConfigError(
+            f"schedule.warmup_steps: {warmup} is more than the {steps} steps of {run.epochs} epochs, so optimizer.lr would "
+            "never be reached; lower it, or set schedule.warmup_ratio"
+        )
+    sections = {
+        "run": run.model_copy(update={"max_steps": steps}),
+        "schedule": schedule.model_copy(update={"warmup_steps": warmup}),
+    }
+    return config.model_copy(update=sections), plan
+
+
+def set_determinism(wanted: bool) -> None:
+    """Have torch take only kernels that give the same bits each time, or leave it as it is."""
+    if wanted:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def learning_rate_schedule(config: TrainerConfig, make: MakeScheduler | None = None) -> Schedule | TorchSchedule:
+    """The schedule of the configuration, over the steps of its run, or the one that `make` makes."""
+    if make is not None:
+        return TorchSchedule(make, config.optimizer.lr)
     section = config.schedule
     return Schedule(
         name=section.name,
@@ -146,6 +212,9 @@ def learning_rate_schedule(config: TrainerConfig) -> Schedule:
         power=section.power,
         decay_steps=section.decay_steps,
         decay_shape=section.decay_shape,
+        timescale=section.timescale,
+        warmup_shape=section.warmup_shape,
+        start_ratio=section.start_ratio,
     )
 
 
@@ -153,9 +222,17 @@ def learning_rate_schedule(config: TrainerConfig) -> Schedule:
 class Data:
     """Datasets of a run. `loaded` is None where they were given to the trainer."""
 
-    train: MapDataset | None
-    eval: MapDataset | None
+    train: MapDataset | StreamedDataset | None
+    eval: MapDataset | Mapping[str, MapDataset] | None
     loaded: LoadedData | None
+
+    def evaluated(self) -> dict[str, MapDataset]:
+        """Each evaluation set by what errors call it."""
+        if self.eval is None:
+            return {}
+        if isinstance(self.eval, Mapping):
+            return {f"eval_dataset[{name!r}]": each for name, each in self.eval.items()}
+        return {"eval_dataset": self.eval}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -177,6 +254,8 @@ class Data:
         if self.loaded is not None:
             packed = self.loaded.train
             return {"train": packed.fingerprint(), "sequence_length": packed.sequence_length, "shuffle": shuffle}
+        if isinstance(self.train, StreamedDataset):
+            return {"train_samples": "a stream", "shuffle": self.train.block if shuffle else False}
         return {"train_samples": 0 if self.train is None else len(self.train), "shuffle": shuffle}
 
 
@@ -185,6 +264,8 @@ def description_of(model: nn.Module) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     values = config.to_dict() if hasattr(config, "to_dict") else {}
     described = {f"config.{name}": value for name, value in values.items() if name not in _NOT_OF_THE_MODEL}
+    if is_adapted(model):
+        described |= description_of_adapters(model)
     return {"class": type(model).__name__, **json.loads(json.dumps(described, default=str))}
 
 
@@ -194,7 +275,10 @@ _NOT_OF_THE_MODEL = frozenset(
 
 
 def prepare_data(
-    config: TrainerConfig, train: MapDataset | None, evaluation: MapDataset | None, tokenizer: Any
+    config: TrainerConfig,
+    train: MapDataset | None,
+    evaluation: MapDataset | Mapping[str, MapDataset] | None,
+    tokenizer: Any,
 ) -> Data:
     """Datasets as given, or made of the text that the configuration names, by `tokenizer` if that is not None.
 
@@ -202,13 +286,28 @@ def prepare_data(
         DataError: for an empty or unusable dataset, file or tokenizer.
     """
     if train is not None or evaluation is not None:
-        for name, dataset in (("train_dataset", train), ("eval_dataset", evaluation)):
-            if dataset is not None:
-                check_dataset(dataset, name=name)
-        return Data(train=train, eval=evaluation, loaded=None)
+        streams = train is not None and not isinstance(train, str | bytes | PathLike) and is_stream(train)
+        data = Data(train=_streamed(train, config) if streams else train, eval=evaluation, loaded=None)
+        whole = {} if train is None or streams else {"train_dataset": train}
+        for name, dataset in {**whole, **data.evaluated()}.items():
+            check_dataset(dataset, name=name)
+        return data
     given: Tokenizer | None = PretrainedTokenizer(tokenizer=tokenizer) if tokenizer is not None else None
     loaded = load_datasets(config.data, tokenizer=given)
     return Data(train=loaded.train, eval=loaded.eval, loaded=loaded)
+
+
+def _streamed(source: Any, config: TrainerConfig) -> StreamedDataset:
+    """A stream as a dataset; its blocks are whole global batches."""
+    least = config.data.shuffle_window if config.data.shuffle else 1
+    size = config.batch.global_size
+    if config.run.epochs is not None:
+        raise ConfigError("run.epochs: train_dataset is a stream, whose length is not known; set run.max_steps")
+    if config.batch.last != "carry":
+        raise ConfigError(
+            f"batch.last: {config.batch.last} needs to know where an epoch ends, and train_dataset is a stream; set it to carry"
+        )
+    return StreamedDataset(source, block=-(-least // size) * size)
 
 
 def prepare_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None) -> BuiltModel:
@@ -218,6 +317,12 @@ def prepare_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None
         ConfigError: for a model that cannot be built.
         LostValuesError: for a model on the meta device whose weights nothing computes.
     """
+    built = _built_model(model, config, tokenizer)
+    lora = config.model.lora
+    return built if lora is None else add_lora(built, lora, config.model.head, config.run.seed)
+
+
+def _built_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None) -> BuiltModel:
     seed = config.run.seed
     if model is None:
         section = config.model
@@ -226,6 +331,8 @@ def prepare_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None
             config=section.config,
             head=section.head,
             seed=seed,
+            revision=section.revision,
+            trust_remote_code=section.trust_remote_code,
             vocab_size=tokenizer.vocab_size if tokenizer else None,
             end_of_text=tokenizer.end_of_text if tokenizer else None,
         )
@@ -247,6 +354,12 @@ def prepare_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None
         return made
 
     return build_deferred(build, seed)
+
+
+def require_layout_fits(model: nn.Module, mesh: Mesh) -> None:
+    """Raise `ConfigError` for a model that this layout cannot train."""
+    require_adapters_that_fit(model, mesh)
+    require_no_layer_drop(model, mesh.data.size)
 
 
 def place_buffers(built: BuiltModel, mesh: Mesh, seed: int) -> None:

@@ -17,6 +17,7 @@ from zeromesh.trainer.config import TrainerConfig
 NAME = "trainer_state.json"
 _SCHEMA = 1
 _ABSENT = "(absent)"
+_MAPPINGS = ("best", "callbacks", "stream", "tracker", "settings")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,12 +41,19 @@ class TrainerState:
     seed: int = 0
     max_steps: int = 0
     learning_rate: float = 0.0
+    passed_over: int = 0
+    """Steps whose data was left out, because a callback ended an epoch early."""
+    best: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: Mapping[str, Any] = field(default_factory=dict)
+    stream: Mapping[str, Any] = field(default_factory=dict)
+    """Where a training stream was, as `StreamedDataset` has it; empty for a dataset with a length."""
     tracker: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
         """Strict JSON; a loss that is not finite is null."""
-        values = {**asdict(self), "tracker": dict(self.tracker), "settings": dict(self.settings)}
+        mappings = {name: dict(getattr(self, name)) for name in _MAPPINGS}
+        values = {**asdict(self), **mappings}
         for name in ("loss", "eval_loss", "metric"):
             value = values[name]
             values[name] = value if value is not None and value - value == 0 else None
@@ -63,14 +71,13 @@ class TrainerState:
         except TypeError as error:
             raise CheckpointError(f"{where}: {NAME} has other fields than this version writes ({error})") from None
         counters = (state.samples, state.tokens, state.updates, state.skipped, state.good_steps, state.seed)
-        steps = (state.step, state.max_steps)
+        steps = (state.step, state.max_steps, state.passed_over)
         numbers = [value for value in (state.loss, state.eval_loss, state.metric) if value is not None]
         numbers += [state.loss_scale, state.learning_rate]
         if (
             not all(type(count) is int and count >= 0 for count in (*steps, *counters))
             or not all(isinstance(number, int | float) for number in numbers)
-            or not isinstance(state.settings, dict)
-            or not isinstance(state.tracker, dict)
+            or not all(isinstance(getattr(state, name), dict) for name in _MAPPINGS)
         ):
             raise CheckpointError(f"{where}: {NAME} has fields of other types than this version writes")
         return state
@@ -87,8 +94,12 @@ def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mappin
     flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
     return flat | {
         "batch.global_size": config.batch.global_size,
+        "batch.last": config.batch.last,
+        "batch.average": config.batch.average,
+        "run.label_smoothing": config.run.label_smoothing,
         "run.seed": config.run.seed,
         "run.clip_norm": config.run.clip_norm,
+        **({} if config.data.seed is None else {"data.seed": config.data.seed}),
     }
 
 

@@ -29,6 +29,8 @@ from zeromesh.trainer.attributes import in_evaluation_mode
 from zeromesh.trainer.batching import BatchPlan, Microbatch, SampleOrder
 from zeromesh.trainer.collate import Collate, MapDataset, fetch_microbatch
 from zeromesh.trainer.hf.losses import Loss
+from zeromesh.trainer.predictions import Collector, Prediction
+from zeromesh.trainer.streamed import StreamedDataset
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.randomness import data_randomness
 from zeromesh.zero.walk import Microbatch as EngineMicrobatch
@@ -38,7 +40,7 @@ from zeromesh.zero.walk import Microbatch as EngineMicrobatch
 class Feed:
     """Where batches come from and how they are checked."""
 
-    dataset: MapDataset
+    dataset: MapDataset | StreamedDataset
     order: SampleOrder
     plan: BatchPlan
     collate: Collate | None
@@ -46,6 +48,12 @@ class Feed:
     causal: bool
     fields: frozenset[str] | None = None
     """Fields of a batch that the model takes; others are left out. None: all are kept."""
+    passed_over: int = 0
+    """Steps whose data was left out, because a callback ended an epoch early."""
+
+    def microbatches(self, step: int, data_rank: int) -> tuple[Microbatch, ...]:
+        """The microbatches of a rank in step `step` (from 0)."""
+        return self.plan.microbatches(step + self.passed_over, data_rank)
 
     def fetch(self, microbatch: Microbatch) -> dict[str, Any]:
         """The checked batch of a microbatch, on CPU."""
@@ -104,10 +112,21 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationResult:
-    """Mean loss over `targets` of an evaluation set."""
+    """Mean loss over `targets` of an evaluation set, nan where it had none; `prediction` where outputs were wanted."""
 
     loss: float
     targets: int
+    prediction: Prediction | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepEvents:
+    """Who wants to know what happens inside a step."""
+
+    substep_end: Callable[[], None] = lambda: None
+    """After each microbatch but the last one."""
+    before_update: Callable[[], None] = lambda: None
+    """Between the last backward and the update."""
 
 
 class Stepper:
@@ -137,10 +156,10 @@ class Stepper:
         feed: Feed,
         step: int,
         lr_factor: float,
-        before_update: Callable[[], None] = lambda: None,
+        events: StepEvents = StepEvents(),
         vote: Votes = Votes(),
     ) -> StepResult:
-        """Run step `step` (from 0). `before_update` is called between the last backward and the update; votes are counted.
+        """Run step `step` (from 0); votes are counted.
 
         Raises:
             DataError: for a batch that cannot be trained on.
@@ -149,27 +168,30 @@ class Stepper:
         engine = self._require_engine()
         began = time.perf_counter()
         self._mesh.clock.begin(engine.tiers.seconds_waited)
-        microbatches = feed.plan.microbatches(step, self._mesh.data_index)
+        microbatches = feed.microbatches(step, self._mesh.data_index)
         with self._mesh.clock.span(Span.DATA):
             batches = [feed.fetch(microbatch) for microbatch in microbatches]
         self._require_same(batches)
-        count = self._known_count(microbatches, batches)
+        count, parts = self._known_counts(feed.plan, microbatches, batches)
         seed = 1.0 if count is None else 1.0 / max(1, count)
         engine.begin_step(step, lr_factor)
         sums = torch.tensor([0, 0, 0, vote.terminate, vote.interrupt], dtype=torch.float64)
         where = _positions(step, microbatches)
-        seeds = [seed * each.weight for each in microbatches]
-        for (loss, targets), each, batch in zip(
-            self._forwards_backwards(engine, batches, seeds, where), microbatches, batches, strict=True
+        seeds = [seed * part * each.weight for part, each in zip(parts, microbatches, strict=True)]
+        for number, ((loss, targets), each, batch, part) in enumerate(
+            zip(self._forwards_backwards(engine, batches, seeds, where), microbatches, batches, parts, strict=True),
+            start=1,
         ):
             if each.weight and self._speaks:
-                sums[:3] += torch.tensor([float(loss), targets, _tokens(batch)], dtype=torch.float64)
+                sums[:3] += torch.tensor([float(loss) * part, targets, _tokens(batch)], dtype=torch.float64)
+            if number < len(batches):
+                events.substep_end()
         loss_finite = math.isfinite(sums[0])
         self._mesh.world.sum_(sums, "sum of the loss")
         total, count_found = float(sums[0]), int(sums[1])
         factor = 1.0 if count is not None else 1.0 / max(1, count_found)
         self.gradient_factor = factor / engine.updater.scaler.scale
-        before_update()
+        events.before_update()
         outcome = engine.finish_step(factor, loss_finite=loss_finite)
         return StepResult(
             loss=total / count_found if count_found else float("nan"),
@@ -191,27 +213,41 @@ class Stepper:
         found = self._pipeline.bubble() if self._pipeline is not None else None
         return {} if found is None else {"predicted": found.predicted, "measured": found.measured}
 
-    def evaluate(self, feed: Feed, go_on: Callable[[int, int], bool]) -> EvaluationResult | None:
+    def evaluate(
+        self, feed: Feed, go_on: Callable[[int, int], bool], collector: Collector | None = None
+    ) -> EvaluationResult | None:
         """Mean loss over the feed's dataset, each sample once, as one batch of its plan; None where it was not to go on.
 
-        `go_on(done, total)` is called after each of this rank's microbatches, and answers alike on all ranks.
+        `go_on(done, total)` is called after each of this rank's microbatches, and answers alike on all ranks. `collector` gets what
+        the model returns.
         """
-        microbatches = feed.plan.microbatches(0, self._mesh.data_index)
+        microbatches = feed.microbatches(0, self._mesh.data_index)
         sums = torch.zeros(2, dtype=torch.float64)
         with in_evaluation_mode(self._model):
             for number, group in enumerate(_groups(microbatches, self._evaluated_at_once), start=1):
                 fetched = [feed.fetch(each) for each in group]
                 self._require_same(fetched)
                 batches = [self._to_device(batch) for batch in fetched]
-                for each, (loss, targets) in zip(group, self._forwards(batches), strict=True):
-                    if each.weight and self._speaks:
+                parts: list[Any] = []
+                for each, batch, (loss, targets, outputs) in zip(
+                    group, batches, self._forwards(batches, outputs=collector is not None), strict=True
+                ):
+                    heard = bool(each.weight) and self._speaks
+                    if heard:
                         sums += torch.tensor([float(loss), targets], dtype=torch.float64)
+                    parts.append(collector.part(outputs, batch) if collector is not None and heard else None)
+                if collector is not None:
+                    collector.add(parts)
                 done = min(number * self._evaluated_at_once, len(microbatches))
                 if not go_on(done, len(microbatches)):
                     return None
         self._mesh.world.sum_(sums, "sum of the evaluation loss")
         targets = int(sums[1])
-        return EvaluationResult(loss=float(sums[0]) / targets if targets else float("nan"), targets=targets)
+        return EvaluationResult(
+            loss=float(sums[0]) / targets if targets else float("nan"),
+            targets=targets,
+            prediction=collector.result() if collector is not None else None,
+        )
 
     @property
     def _speaks(self) -> bool:
@@ -224,28 +260,33 @@ class Stepper:
         """Microbatches that are in a pipeline together."""
         return 2 * self._mesh.pipeline.size if self._pipeline is not None else 1
 
-    def _forwards(self, batches: Sequence[dict[str, Any]]) -> list[tuple[Tensor, int]]:
-        """The loss of each batch and its targets, where this rank speaks."""
-        if self._pipeline is None or self._engine is None:
-            return [(self._forward(batch), self._loss.last_count) for batch in batches]
-        counts: list[int] = []
+    def _forwards(self, batches: Sequence[dict[str, Any]], *, outputs: bool) -> list[tuple[Tensor, int, Any]]:
+        """The loss of each batch, its targets and, if they are wanted, the model's outputs, where this rank speaks."""
+        if self._engine is None:
+            with torch.no_grad():
+                return [self._evaluated(batch, outputs=outputs) for batch in batches]
+        if self._pipeline is None:
+            found = []
+            for batch in batches:
+                with self._engine.evaluation():
+                    found.append(self._evaluated(batch, outputs=outputs))
+            return found
+        last: list[tuple[Tensor, int, Any]] = []
 
         def loss_of(batch: Mapping[str, Any], seed: float) -> Tensor:
-            loss = self._loss(self._model, batch, seed=seed)
-            counts.append(self._loss.last_count)
-            return loss
+            last.append(self._evaluated(batch, outputs=outputs))
+            return last[-1][0]
 
         nowhere = EngineMicrobatch(step=0, first_sample=0, first=True, last=True)
         work = [Work(batch=batch, where=nowhere, seed=0.0) for batch in batches]
         losses = self._pipeline.evaluate(self._engine.passes, work, loss_of, self._engine.evaluation())
-        return list(zip(losses, counts or [0] * len(losses), strict=True))
+        return last or [(loss, 0, None) for loss in losses]
 
-    def _forward(self, batch: dict[str, Any]) -> Tensor:
-        if self._engine is None:
-            with torch.no_grad():
-                return self._loss(self._model, batch, seed=0.0)
-        with self._engine.evaluation():
-            return self._loss(self._model, batch, seed=0.0)
+    def _evaluated(self, batch: Mapping[str, Any], *, outputs: bool) -> tuple[Tensor, int, Any]:
+        if outputs:
+            loss, made = self._loss.with_outputs(self._model, batch)
+            return loss, self._loss.last_count, made
+        return self._loss(self._model, batch, seed=0.0), self._loss.last_count, None
 
     def _forwards_backwards(
         self,
@@ -299,13 +340,26 @@ class Stepper:
                 "samples for the same index on every rank"
             )
 
-    def _known_count(self, microbatches: tuple[Microbatch, ...], batches: list[dict[str, Any]]) -> int | None:
-        """Targets of the global batch, or None where the loss tells only after forward."""
+    def _known_counts(
+        self, plan: BatchPlan, microbatches: tuple[Microbatch, ...], batches: list[dict[str, Any]]
+    ) -> tuple[int | None, list[float]]:
+        """Targets of the global batch, or None where the loss tells only after forward; and for each microbatch, by what the sum of
+        its losses is multiplied beside: 1 for a mean over targets."""
         counts = [self._loss.count(batch) for batch in batches]
         if any(count is None for count in counts):
-            return None
-        mine = sum((count or 0) * each.weight for count, each in zip(counts, microbatches, strict=True))
-        return int(self._mesh.data.sum_(torch.tensor([mine]), "count of targets")[0])
+            return None, [1.0] * len(counts)
+        known = [count or 0 for count in counts]
+        mine = [sum(count * each.weight for count, each in zip(known, microbatches, strict=True))]
+        mine += [sum(len(each.samples) * each.weight for each in microbatches)]
+        targets, samples = self._mesh.data.sum_(torch.tensor(mine), "count of targets").tolist()
+        if plan.average == "tokens":
+            return int(targets), [1.0] * len(counts)
+        # A microbatch's mean counts by its samples: sum of losses / count x samples / all samples, in terms of 1 / targets.
+        parts = [
+            len(each.samples) / samples * targets / max(1, count)
+            for count, each in zip(known, microbatches, strict=True)
+        ]
+        return int(targets), parts
 
     def _to_device(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Tensors to the device; floating-point inputs to the compute dtype, but labels as they are."""

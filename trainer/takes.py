@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zeromesh.errors import DataError
+from zeromesh.trainer.hf.adapters import pretrained_of
 from zeromesh.trainer.hf.values import integer, text_part
 from zeromesh.zero.initial import is_pretrained_model
 
@@ -34,15 +35,18 @@ class Takes:
     @classmethod
     def of(cls, model: nn.Module, *, users_loss: bool) -> Takes:
         """What `model` takes; with a loss function of the user's own, fields are that function's business."""
+        pretrained = pretrained_of(model)
+        # Adapters hand on what the model inside takes.
+        model = model if pretrained is None else pretrained
         parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
         fields: frozenset[str] | None = frozenset(each.name for each in parameters if each.kind in _NAMED)
         anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
         # A Hugging Face forward hands unknown keywords on to where they may or may not matter; its own Trainer drops them.
-        if users_loss or (anything and not (is_pretrained_model(model) and fields)):
+        if users_loss or (anything and not (pretrained is not None and fields)):
             fields = None
         required = [each.name for each in parameters if each.kind in _NAMED and each.default is each.empty]
         main = getattr(model, "main_input_name", None)
-        if is_pretrained_model(model) and fields and main in fields and main not in required:
+        if pretrained is not None and fields and main in fields and main not in required:
             required.insert(0, main)  # all arguments of a Hugging Face forward have defaults
         return cls(
             model=type(model).__name__,
@@ -66,7 +70,7 @@ class Takes:
             )
         ids = batch.get("input_ids")
         if isinstance(ids, torch.Tensor) and ids.ndim > 1:
-            self.check_length(ids.shape[1], "cut the samples")
+            self.check_length(ids.shape[-1], "cut the samples")
 
     def check_length(self, length: int, cure: str) -> None:
         """Raise `DataError` for sequences of `length` tokens that the model has no positions for."""

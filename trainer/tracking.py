@@ -97,7 +97,7 @@ class Tracking:
         redaction = Redaction(secret_values())
         run = TrackedRun(
             ident=ident,
-            name=redaction.text(config.run.name),
+            name=redaction.text(section.name or config.run.name),
             project=redaction.text(section.project),
             tags=tuple(map(redaction.text, section.tags)),
             online=section.mode == "online",

@@ -5,7 +5,7 @@ report = Trainer(model, "configs/zero3.yaml", train_dataset=dataset).fit()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
 from pathlib import Path
@@ -13,28 +13,35 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
+from transformers import TrainingArguments
+from transformers.trainer_utils import PredictionOutput
 
-from zeromesh.errors import ConfigError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.trainer import setup
-from zeromesh.trainer.callbacks import Callback
 from zeromesh.trainer.collate import Collate, MapDataset
 from zeromesh.trainer.config import TrainerConfig
-from zeromesh.trainer.config_file import ConfigSource, load_config
+from zeromesh.trainer.config_file import load_config
+from zeromesh.trainer.config_sources import ConfigSource
 from zeromesh.trainer.directory import RunDirectory
+from zeromesh.trainer.evaluation import Values
+from zeromesh.trainer.events import Events
 from zeromesh.trainer.feeds import Given
 from zeromesh.trainer.hf.losses import ComputeLoss
 from zeromesh.trainer.hf.quiet import said_once
+from zeromesh.trainer.hf.surface import TransformersNames, collator_of, loss_of
+from zeromesh.trainer.predictions import PreprocessLogits
 from zeromesh.trainer.report import FitReport
 from zeromesh.trainer.run import Run
-from zeromesh.trainer.step import EvaluationResult
+from zeromesh.trainer.run_state import RunState
+from zeromesh.trainer.torch_schedule import MakeScheduler
+from zeromesh.trainer.wishes import Wishes
 from zeromesh.zero.engine import ZeroEngine
 
 _STOOD_IN_FOR = frozenset({"data.train", "data.eval", "data.sequence_length"})
 """Keys that datasets given to the trainer make idle."""
 
 
-class Trainer:
+class Trainer(TransformersNames):
     """Trains a model over the ranks of the launch, partitioned as the configuration says.
 
     In a plain script or a notebook that is one rank; `torchrun --nproc-per-node N script.py` or `zeromesh train` start more,
@@ -45,12 +52,24 @@ class Trainer:
             `config.model` names it. A callable is called on the meta device, so no rank ever holds the whole model.
         config: a path of a YAML or JSON file, a dict such as `{"run": {"max_steps": 50}}`, a `TrainerConfig`, or None for
             the defaults. `docs/configuration.md` lists all keys, and `zeromesh config FILE` prints those of a file.
+            transformers' `TrainingArguments` and DeepSpeed configurations are taken too (`docs/from-hf-trainer.md`,
+            `docs/from-deepspeed.md`); notes at the start say what became of each setting.
         train_dataset, eval_dataset: map-style datasets of mappings of arguments of the model, such as `input_ids` and
-            `labels`; None: text that `config.data` names. Fields that the model does not take are left out.
-        data_collator: a list of samples to a batch, a mapping of tensors; None stacks them.
+            `labels`; None: text that `config.data` names. Fields that the model does not take are left out. Several
+            evaluation sets are given as a mapping, by name.
+        data_collator: a list of samples to a batch, a mapping of tensors; None pads them with `processing_class` if that is
+            given, else stacks them.
         compute_loss: `(model, batch) -> (sum, count)`, for a model whose own loss is not known or not wanted.
-        callbacks: called at fixed points of the run.
+        compute_metrics: makes values of an evaluation from all its samples, `EvalPrediction -> mapping of names to numbers`;
+            called on all ranks.
+        preprocess_logits_for_metrics: `(logits, labels) -> what is kept of them`, so that not all logits are gathered.
+        callbacks: called at fixed points of the run; those of transformers are taken as they are.
         processing_class: a tokenizer, used for `config.data` and saved with the model.
+        lr_scheduler: makes a scheduler of `torch.optim.lr_scheduler` of an optimizer, such as `lambda o: StepLR(o, 30)`; it stands
+            in for `config.schedule`.
+        model_init, compute_loss_func: transformers' names of a callable `model`, and of a loss `(outputs, labels,
+            num_items_in_batch) -> mean`.
+        args: `TrainingArguments`, by the name that transformers has for them; `config` then changes single keys on top of them.
 
     Raises:
         ConfigError: with all problems of the configuration at once, before anything else happens.
@@ -61,21 +80,37 @@ class Trainer:
         model: nn.Module | Callable[[], nn.Module] | None = None,
         config: ConfigSource = None,
         train_dataset: MapDataset | None = None,
-        eval_dataset: MapDataset | None = None,
+        eval_dataset: MapDataset | Mapping[str, MapDataset] | None = None,
         data_collator: Collate | None = None,
         compute_loss: ComputeLoss | None = None,
-        callbacks: Sequence[Callback] = (),
+        compute_metrics: Callable[[Any], Mapping[str, Any]] | None = None,
+        callbacks: Sequence[Any] | None = None,
         processing_class: Any = None,
+        *,
+        args: Any = None,
+        model_init: Callable[[], nn.Module] | None = None,
+        compute_loss_func: Callable[..., Tensor] | None = None,
+        preprocess_logits_for_metrics: PreprocessLogits | None = None,
+        lr_scheduler: MakeScheduler | None = None,
     ) -> None:
         given = train_dataset is not None or eval_dataset is not None
-        self.config: TrainerConfig = load_config(config, unused=_STOOD_IN_FOR if given else frozenset())
-        self.callbacks = _checked(callbacks)
+        self.config: TrainerConfig = load_config(
+            config,
+            unused=_STOOD_IN_FOR if given else frozenset(),
+            arguments=args,
+            samples=_length_of(train_dataset),
+        )
+        self.training_arguments = next((each for each in (args, config) if isinstance(each, TrainingArguments)), None)
+        self.events = Events(self, callbacks or ())
         self._given = Given(
-            model=model,
+            model=model if model is not None else model_init,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            collate=data_collator,
-            compute_loss=compute_loss,
+            collate=collator_of(data_collator, processing_class, datasets=given),
+            compute_loss=loss_of(self, compute_loss, compute_loss_func),
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            lr_scheduler=lr_scheduler,
             processing_class=processing_class,
         )
         self._mesh: Mesh | None = None
@@ -83,8 +118,10 @@ class Trainer:
 
     # What a person calls
 
-    def fit(self) -> FitReport:
+    def fit(self, resume: str | PathLike[str] | bool | None = None) -> FitReport:
         """Train for `run.max_steps` steps, evaluating on the way and at the end; all ranks call it.
+
+        `resume` stands in for `checkpoint.resume`: a path of a checkpoint or run, True for auto, False for never.
 
         Afterwards a model that fits in memory is whole again on every rank, with its master weights. On a single rank, a
         run that was interrupted (Ctrl-C, an exception of a callback) goes on where it was when `fit` is called again.
@@ -95,20 +132,47 @@ class Trainer:
             CollectiveError: when a rank is gone, late, or doing something else.
             NonFiniteError: when gradients are not finite and the configuration says to stop.
         """
+        if resume is not None:
+            named = {True: "auto", False: "never"}[resume] if isinstance(resume, bool) else str(resume)
+            self.config = with_resume(self.config, named)
+            if self._run is not None:
+                self._run.config = with_resume(self._run.config, named)
         mesh = self._connect()
         with self._beginning(mesh):
-            directory = RunDirectory(Path(self.config.run.output_dir).expanduser() / self.config.run.name, mesh.rank)
+            directory = RunDirectory(self.run_directory, mesh.rank)
         return self._prepare().fit(directory)
 
-    train = fit
+    def evaluate(
+        self,
+        eval_dataset: MapDataset | Mapping[str, MapDataset] | None = None,
+        ignore_keys: Sequence[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Values:
+        """Values of an evaluation: `eval_loss`, the mean over `eval_targets`, what `compute_metrics` makes of the samples, and how
+        long it took; all ranks call it.
 
-    def evaluate(self, eval_dataset: MapDataset | None = None) -> EvaluationResult:
-        """Mean loss over the evaluation dataset; all ranks call it.
+        Args:
+            eval_dataset: another one than the trainer's, or several by name, whose values are then called `eval_NAME_loss`.
+            ignore_keys: names of the model's outputs that are not gathered.
 
         Raises:
-            DataError: when there is none, or it cannot be used.
+            ConfigError: when there is no evaluation dataset.
+            DataError: when it cannot be used.
         """
-        return self._prepare().evaluate(eval_dataset)
+        return self._prepare().evaluate(eval_dataset, metric_key_prefix, ignore_keys or ())
+
+    def predict(
+        self, test_dataset: MapDataset, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """What the model returns for every sample of a dataset, in its order, on all ranks; all ranks call it.
+
+        `predictions` are arrays [samples, ...], padded with -100 to the longest, `label_ids` the same of labels where there are
+        some, `metrics` the loss and what `compute_metrics` makes of them.
+
+        Raises:
+            DataError: when the dataset cannot be used.
+        """
+        return self._prepare().predict(test_dataset, metric_key_prefix, ignore_keys or ())
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the model as a Hugging Face model directory, one parameter at a time; all ranks call it.
@@ -180,6 +244,56 @@ class Trainer:
         return self._connect()
 
     @property
+    def state(self) -> RunState:
+        """Where the run is."""
+        run = self._prepare()
+        return run.state(self.run_directory)
+
+    @property
+    def wishes(self) -> Wishes:
+        """What is to be done after the present step; callbacks may change it."""
+        return self.events.wishes
+
+    def request(self, *, log: bool = False, evaluate: bool = False, save: bool = False, stop: bool = False) -> None:
+        """Ask to log, evaluate, save or stop after the present step; for callbacks. What any rank asks for, all do."""
+        wishes = self.events.wishes
+        wishes.log |= log
+        wishes.evaluate |= evaluate
+        wishes.save |= save
+        wishes.stop |= stop
+
+    @property
+    def run_config(self) -> TrainerConfig:
+        """The configuration with what the data decides: `run.max_steps` of so many epochs."""
+        return self._prepare().config
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the present step, or of the last one."""
+        return self._prepare().learning_rate
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer that is saved with the model."""
+        return self._prepare().processing_class
+
+    @property
+    def microbatches_per_epoch(self) -> int:
+        """Of one rank; 0 without training data."""
+        plan = self._prepare().plan
+        samples = plan.epoch_size or 0
+        return -(-samples // (plan.micro_size * plan.data_ranks))
+
+    def note(self, text: str) -> None:
+        """Tell a person; rank 0 does."""
+        self._prepare().console.note(text)
+
+    @property
+    def run_directory(self) -> Path:
+        """Where the run writes."""
+        return Path(self.config.run.output_dir).expanduser() / self.config.run.name
+
+    @property
     def engine(self) -> ZeroEngine | None:
         """The engine, while the model is partitioned."""
         return self._prepare().engine
@@ -210,7 +324,7 @@ class Trainer:
         if self._run is None:
             mesh = self._connect()
             with self._beginning(mesh), said_once(mesh.rank):
-                self._run = Run(self.config, mesh, self._given, self._call)
+                self._run = Run(self.config, mesh, self._given, self.events)
         self._run.require_sound()
         return self._run
 
@@ -224,17 +338,15 @@ class Trainer:
             mesh.refuse(error)
             raise
 
-    def _call(self, event: str, *arguments: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, event)(self, *arguments)
+
+def with_resume(config: TrainerConfig, resume: str) -> TrainerConfig:
+    """The configuration with another `checkpoint.resume`."""
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": resume})})
 
 
-def _checked(callbacks: Sequence[Any]) -> list[Callback]:
-    """Raise `ConfigError` for what is no callback, such as a class instead of an object of it."""
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            given = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
-            raise ConfigError(
-                f"callbacks holds {given}; give objects of subclasses of zeromesh.trainer.callbacks.Callback"
-            )
-    return list(callbacks)
+def _length_of(dataset: Any) -> int | None:
+    """Samples of a dataset; None where it does not say."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return None

@@ -23,7 +23,7 @@ from zeromesh.mesh.select import TransportName, open_exchange
 from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.pipeline.probe import examine
 from zeromesh.pipeline.schedule import ScheduleName
-from zeromesh.pipeline.stage import Stages, copies_outside, plan_cut
+from zeromesh.pipeline.stage import Balance, Stages, copies_outside, plan_cut
 from zeromesh.zero.plan import ModelCuts
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class ParallelOptions:
     """How a model is divided.
 
     `rules` are the user's own styles of layers, by pattern of their names; with `sequence`, blocks pass on shares of the sequence.
-    `chunks` are stages of a pipeline rank, `stages` the numbers of blocks of all stages; none: by their parameters.
+    `chunks` are stages of a pipeline rank, `stages` the numbers of blocks of all stages; none: by their cost, see `Balance`.
     """
 
     rules: Mapping[str, str] = field(default_factory=dict)
@@ -44,6 +44,7 @@ class ParallelOptions:
     schedule: ScheduleName = "1f1b"
     chunks: int = 1
     stages: tuple[int, ...] = ()
+    balance: Balance = "parameters"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +76,8 @@ def divide(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Divided:
         LayoutError: for a model that cannot be divided so, with the reason.
     """
     anatomy = examine(model) if mesh.pipeline.size > 1 else None
-    stages_of_all = mesh.pipeline.size * options.chunks
-    cut = plan_cut(model, anatomy, stages_of_all, options.stages) if anatomy is not None else None
+    count = mesh.pipeline.size * options.chunks
+    cut = plan_cut(model, anatomy, count, options.stages, options.balance) if anatomy is not None else None
     outside = copies_outside(model, anatomy) if anatomy is not None else None
     tensor = _divide_layers(model, mesh, options) if mesh.tensor.size > 1 else None
     parts, notes = (tensor.parts, tensor.notes) if tensor is not None else ({}, ())

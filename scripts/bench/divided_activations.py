@@ -22,12 +22,11 @@ from bench.activations import RESULT, Activations, forget, running
 from bench.divided import CHUNKS, Form
 from bench.workload import Workload
 from zeromesh.mesh.exchange import Arriving, Pending
-from zeromesh.pipeline.cut import cut_by_cost
 from zeromesh.pipeline.deferred import WeightQueue, defer_weights
 from zeromesh.pipeline.plain import PlainRunner
 from zeromesh.pipeline.probe import examine
 from zeromesh.pipeline.schedule import Action, Kind, make_schedule, received_by
-from zeromesh.pipeline.stage import Stages, block_costs
+from zeromesh.pipeline.stage import Stages, plan_cut
 from zeromesh.tensor.apply import Parallelized, load_parts, parallelize
 from zeromesh.tensor.planner import plan_tensor
 from zeromesh.trainer.hf.losses import make_loss
@@ -69,8 +68,7 @@ def divide_layers(model: nn.Module, form: Form, rank: int) -> Parallelized:
 def cut_stages(model: nn.Module, form: Form, rank: int) -> Stages:
     """Leave rank `rank`'s stages, as `divide` cuts them."""
     anatomy, chunks = examine(model), CHUNKS.get(form.schedule, 1)
-    costs, first, last = block_costs(model, anatomy)
-    cut = cut_by_cost(costs, stages=form.pipeline * chunks, first=first, last=last)
+    cut = plan_cut(model, anatomy, form.pipeline * chunks)
     return Stages(model, anatomy, cut, [chunk * form.pipeline + rank for chunk in range(chunks)])
 
 

@@ -1,4 +1,4 @@
-"""Building a Hugging Face model from a configuration or a local directory, on the meta device where that is
+"""Building a Hugging Face model from a configuration, a local directory or the cache of the Hub, on the meta device where that is
 exact.
 """
 
@@ -9,7 +9,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -18,6 +18,8 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.activations import ACT2FN
 
 from zeromesh.errors import ConfigError
+from zeromesh.trainer.hf.heads import AUTO_CLASSES, Head
+from zeromesh.trainer.hf.hub import directory_of
 from zeromesh.trainer.hf.key_matching import match
 from zeromesh.trainer.hf.safetensors_files import TensorFiles
 from zeromesh.trainer.hf.source import SafetensorsSource
@@ -26,22 +28,14 @@ from zeromesh.zero.deferred import BuiltModel, build_deferred
 from zeromesh.zero.initial import INITIALISER_ERRORS
 from zeromesh.zero.sources import canonical_names
 
-Head = Literal["causal_lm", "masked_lm", "sequence_classification", "token_classification"]
-
-_AUTO_CLASSES = {
-    "causal_lm": "AutoModelForCausalLM",
-    "masked_lm": "AutoModelForMaskedLM",
-    "sequence_classification": "AutoModelForSequenceClassification",
-    "token_classification": "AutoModelForTokenClassification",
-}
 _COUNTS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     "vocab_size",
 )
 # Accepted by every configuration without being one of its fields, or under an older name.
 _ALSO_KNOWN = {
-    "attn_implementation", "auto_map", "experts_implementation", "model_type", "num_labels", "partial_rotary_factor",
-    "rope_scaling", "rope_theta", "torch_dtype", "_attn_implementation", "_name_or_path",
+    "attn_implementation", "auto_map", "decoder_start_token_id", "experts_implementation", "model_type", "num_labels",
+    "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype", "_attn_implementation", "_name_or_path",
 }  # fmt: skip
 _CONFIG_ERRORS = (*INITIALISER_ERRORS, StrictDataclassError, OSError, ImportError)
 
@@ -52,37 +46,46 @@ def build_model(
     config: Mapping[str, Any] | None,
     head: Head,
     seed: int,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
     vocab_size: int | None = None,
     end_of_text: int | None = None,
 ) -> BuiltModel:
     """Build the model that a run's `model` section names.
 
     Args:
-        source: a local directory with `config.json` and safetensors files, or None for random weights.
-        config: fields of the configuration; with `source` they are set on top of `config.json`. Without
-        `source`,
-            `model_type` says which configuration.
+        source: a directory with `config.json` and safetensors files, or a model in the cache of the Hub; None: random weights.
+        config: fields of the configuration; with `source` they are set on top of `config.json`. Without `source`, `model_type`
+            says which configuration.
         head: the task, and with it the class of the model.
         seed: of all weights that no file has.
+        revision: branch, tag or commit of a `source` that is not a directory.
+        trust_remote_code: whether Python code of `source` may be run. No other code of it ever is.
         vocab_size, end_of_text: the tokenizer's, taken where neither `config` nor `source` says a size.
 
-    The model's parameters are fp32 and on the meta device; `BuiltModel.source` gives their values. Where
-    building on meta would lose values it is built whole on CPU, and a note says so. No code from a model
-    directory is run. Raises `ConfigError` for a model type, a field or a value that does not exist, with the
-    nearest names.
+    The model's parameters are fp32 and on the meta device; `BuiltModel.source` gives their values. Where building on meta would
+    lose values it is built whole on CPU, and a note says so.
+
+    Raises:
+        ConfigError: for a model type, a field or a value that does not exist, with the nearest names, and for a source that is not
+            there, with what was tried.
     """
     if head not in get_args(Head):
         raise ConfigError(f"{head!r} is not one of {', '.join(get_args(Head))}", where="model.head")
     settings = dict(config or {})
-    made = (
-        _from_fields(settings, vocab_size, end_of_text) if source is None else _from_directory(Path(source), settings)
-    )
+    directory = None if source is None else directory_of(os.fspath(source), revision)
+    if directory is None:
+        made = _from_fields(settings, vocab_size, end_of_text)
+    else:
+        made = _from_directory(directory, settings, trust_remote_code=trust_remote_code)
+        # What adapters are said to belong to, and where code is.
+        made.name_or_path = directory if trust_remote_code else source
     _check_values(made)
-    automatic = _automatic_class(type(made), head)
-    files = None if source is None else TensorFiles(source)
+    automatic = _automatic_class(made, head, trust_remote_code=trust_remote_code)
+    files = None if directory is None else TensorFiles(directory)
 
     def build() -> Any:
-        return automatic.from_config(made, dtype=torch.float32, trust_remote_code=False)
+        return automatic.from_config(made, dtype=torch.float32, trust_remote_code=trust_remote_code)
 
     try:
         built = build_deferred(build, seed, stored=None if files is None else lambda model: _stored(model, files))
@@ -90,22 +93,30 @@ def build_model(
         raise
     except _CONFIG_ERRORS as error:
         raise ConfigError(f"{made.model_type} cannot be built: {_first_line(error)}", where="model.config") from error
-    if source is None:
+    if directory is None:
         return built
-    streamed = SafetensorsSource(source, built.model, built.source)
-    _take_generation_config(built.model, Path(source))
+    streamed = SafetensorsSource(directory, built.model, built.source)
+    _take_generation_config(built.model, directory)
     return BuiltModel(model=built.model, source=streamed, notes=built.notes + streamed.notes)
 
 
-def _automatic_class(config: type, head: Head) -> Any:
-    automatic = getattr(transformers, _AUTO_CLASSES[head])
-    if config not in automatic._model_mapping:
-        heads = [h for h, name in _AUTO_CLASSES.items() if config in getattr(transformers, name)._model_mapping]
+def _automatic_class(made: Any, head: Head, *, trust_remote_code: bool) -> Any:
+    """The library's class that builds a model of this configuration for the task."""
+    automatic = getattr(transformers, AUTO_CLASSES[head])
+    own_code = getattr(made, "auto_map", None) or {}
+    if type(made) in automatic._model_mapping or (trust_remote_code and automatic.__name__ in own_code):
+        return automatic
+    if automatic.__name__ in own_code:
         raise ConfigError(
-            f"{config.__name__} has no {head} model; it has {', '.join(heads) or 'none of the known heads'}",
-            where="model.head",
+            f"transformers has no {head} model of {made.model_type}, and the code that its directory brings is not run; read that "
+            "code, and set model.trust_remote_code: true to have it run",
+            where="model.source",
         )
-    return automatic
+    heads = [h for h, name in AUTO_CLASSES.items() if type(made) in getattr(transformers, name)._model_mapping]
+    raise ConfigError(
+        f"{type(made).__name__} has no {head} model; it has {', '.join(heads) or 'none of the known heads'}",
+        where="model.head",
+    )
 
 
 def _take_generation_config(model: Any, directory: Path) -> None:
@@ -147,15 +158,14 @@ def _from_fields(settings: dict[str, Any], vocab_size: int | None, end_of_text: 
         raise ConfigError(_first_line(error), where=where) from error
 
 
-def _from_directory(directory: Path, settings: dict[str, Any]) -> Any:
+def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_code: bool) -> Any:
     if not (directory / "config.json").is_file():
-        there = "has no config.json" if directory.is_dir() else "is not a directory"
         raise ConfigError(
-            f"{directory} {there}; a model on the Hub is downloaded first: `hf download NAME --local-dir DIR`",
+            f"{directory} has no config.json; give a directory that save_pretrained of a transformers model wrote",
             where="model.source",
         )
     try:
-        stored = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        stored = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
     except _CONFIG_ERRORS as error:
         raise ConfigError(f"{directory / 'config.json'}: {_first_line(error)}", where="model.source") from error
     if getattr(stored, "quantization_config", None) is not None:
@@ -167,8 +177,11 @@ def _from_directory(directory: Path, settings: dict[str, Any]) -> Any:
             where="model.config",
         )
     _check_fields(type(stored), settings)
+    values = stored.to_dict()
+    if "num_labels" in settings:  # Names of other labels, which would count for more.
+        values = {name: value for name, value in values.items() if name not in ("id2label", "label2id")}
     try:
-        return type(stored).from_dict({**stored.to_dict(), **settings})
+        return type(stored).from_dict({**values, **settings})
     except _CONFIG_ERRORS as error:
         raise ConfigError(_first_line(error), where="model.config") from error
 

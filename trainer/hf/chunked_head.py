@@ -8,7 +8,8 @@ the head module's own call, hooks on it (which may gather its weight) find thing
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -131,11 +132,26 @@ class ChunkedHead:
 def without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """The inputs of a call that is to give logits alone. An encoder-decoder model makes its decoder's inputs of the labels."""
     rest = {name: value for name, value in inputs.items() if name != "labels"}
-    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     given = any(rest.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
-    if shift is not None and not given:
-        rest["decoder_input_ids"] = shift(labels=inputs["labels"])
+    shift = None if given else _shift_of(model)
+    if shift is not None:
+        rest["decoder_input_ids"] = shift(inputs["labels"])
     return rest
+
+
+def _shift_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """How a decoder's inputs are made of labels: by a method of the model, or by the function that its module has for it."""
+    method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if method is not None:
+        return lambda labels: method(labels=labels)
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return None
+    for cls in type(model).__mro__:
+        function = getattr(sys.modules[cls.__module__], "shift_tokens_right", None)
+        if function is not None:
+            config = model.config
+            return lambda labels: function(labels, config.pad_token_id, config.decoder_start_token_id)
+    return None
 
 
 def put_back(module: nn.Module, name: str, value: Any) -> None:

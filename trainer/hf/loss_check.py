@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
+from transformers.modeling_outputs import BaseModelOutput
 
 from zeromesh.errors import PhaseError
 from zeromesh.trainer.collate import count_targets
@@ -24,8 +26,10 @@ from zeromesh.zero.initial import INITIALISER_ERRORS, seeded_cpu
 _LARGEST_COPY = 30_000_000  # parameters: 240 MB in float64, and as much for gradients
 _TOLERANCE = 1e-10  # relative; two orders of the same float64 sums differ by less than 1e-13
 _ERRORS = (*INITIALISER_ERRORS, PhaseError, NotImplementedError, OSError, AssertionError)
-# Sizes of a small copy. A value that is smaller already stays.
+# Sizes of a small copy, and of the configurations inside it. A value that is smaller already stays.
 _SMALL = {
+    "d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "encoder_layers": 2, "decoder_layers": 2, "max_target_positions": 64,
     "hidden_size": 32, "intermediate_size": 48, "ffn_dim": 48, "ffn_hidden_size": 48, "n_inner": 48, "d_ff": 48,
     "vocab_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "word_embed_proj_dim": 32,
     "embedding_size": 32, "rotary_dim": 4, "max_position_embeddings": 64, "num_experts": 4, "num_local_experts": 4,
@@ -168,8 +172,8 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _gradients(small: Any, evaluate: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The loss under the empty name, and every parameter's gradient."""
-    named = dict(small.named_parameters())
+    """The loss under the empty name, and the gradient of every parameter that has one (Whisper's positions have none)."""
+    named = {name: parameter for name, parameter in small.named_parameters() if parameter.requires_grad}
     with seeded_cpu(0, _TRIAL), torch.enable_grad():
         loss = evaluate()
         gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
@@ -177,20 +181,28 @@ def _gradients(small: Any, evaluate: Callable[[], torch.Tensor]) -> dict[str, to
     return {"": loss.detach(), **{name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}}
 
 
-def _inputs(small: Any) -> dict[str, Any]:
-    """Two sequences with 4 and 6 labels, of which 4 and 5 are targets when shifted."""
+def _inputs(small: Any, sequences: slice = slice(0, 2)) -> dict[str, Any]:
+    """Two sequences with 4 and 6 labels, of which 4 and 5 are targets when shifted, or one of them.
+
+    A decoder that reads pictures or sound is given what an encoder would have made of them: its loss is about labels alone.
+    """
     vocab = small.get_output_embeddings().weight.shape[0]
-    ids = torch.randint(1, vocab, (2, 8), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, vocab, (2, 8), generator=generator)
     labels = ids.roll(3, dims=1).clone()
     labels[0, :4] = -100
     labels[1, 6:] = -100
-    return {"input_ids": ids, "labels": labels}
+    if not small.config.is_encoder_decoder or small.main_input_name == "input_ids":
+        return {"input_ids": ids[sequences], "labels": labels[sequences]}
+    width = getattr(small.config, "encoder", small.config).hidden_size
+    hidden = torch.randn(2, 6, width, generator=generator, dtype=torch.float64)
+    return {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden[sequences]), "labels": labels[sequences]}
 
 
 def _is_mean_over(small: Any, causal: bool) -> bool:
     """Whether mean x count is a sum: of both sequences it is what it is of the one and of the other."""
     inputs = _inputs(small)
-    parts = [{name: value[i : i + 1] for name, value in inputs.items()} for i in range(2)]
+    parts = [_inputs(small, slice(i, i + 1)) for i in range(2)]
     try:
         with InFloat64(), torch.no_grad():
             whole, first, second = (
@@ -222,8 +234,11 @@ def _small_copy(model: Any) -> Any | None:
 
 
 def _smaller(config: Any, sizes: Mapping[str, int], layers: int) -> Any:
-    """A copy with at most `layers` layers, and with sizes reduced to `sizes`."""
+    """A copy with at most `layers` layers, and with sizes reduced to `sizes`; so are the configurations inside it."""
     small = copy.deepcopy(config)
+    for name, inside in list(vars(small).items()):
+        if isinstance(inside, PreTrainedConfig):
+            setattr(small, name, _smaller(inside, sizes, layers))
     before = getattr(small, "num_hidden_layers", None)
     if isinstance(before, int):
         for name, value in list(vars(small).items()):

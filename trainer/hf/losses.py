@@ -1,7 +1,8 @@
 """How a model's loss is computed and counted. A loss is a sum over targets and their number, never a mean.
 
 a language model of Hugging Face   sum = mean x targets, or the sum of a head that is shown to be equal (in chunks, or divided)
-a classifier of Hugging Face       sum = mean x labelled examples
+a classifier of Hugging Face       sum = mean x labels: of examples, tokens or pixels
+question answering, CTC            sums over positions of answers, over transcripts (`task_losses.py`)
 compute_loss(model, batch)         the user's sum and count
 any other module                   sum = its scalar x examples, and the run says so
 """
@@ -14,20 +15,22 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from zeromesh.errors import ConfigError, DataError, PhaseError
-from zeromesh.trainer.collate import count_targets
+from zeromesh.trainer.collate import IGNORED_LABEL, count_targets
+from zeromesh.trainer.hf.adapters import is_adapted, learns_prompts, pretrained_of
 from zeromesh.trainer.hf.chunked_head import ChunkedHead
 from zeromesh.trainer.hf.local_head import LocalHead
 from zeromesh.trainer.hf.loss_check import Verdict, examine, shifted
 from zeromesh.trainer.hf.quiet import quiet_library
-from zeromesh.zero.initial import is_pretrained_model
+from zeromesh.trainer.hf.task_losses import SpanLoss, TranscriptLoss
 
 ComputeLoss = Callable[[nn.Module, Mapping[str, Any]], tuple[torch.Tensor, int | torch.Tensor]]
 """A user's `(model, batch) -> (sum, count)`: the sum of the losses, a scalar, and how many they are."""
 
 # The library's names for what a class computes (`model.loss_type`).
-_LANGUAGE = {"ForCausalLM": True, "ForMaskedLM": False, "ForConditionalGeneration": None}
+_LANGUAGE = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
 _LABELLED = (
     "ForTokenClassification",
     "ForSequenceClassification",
@@ -35,6 +38,8 @@ _LABELLED = (
     "ForVideoClassification",
     "ForAudioClassification",
 )
+# Those that it has no name for, by the ends of the names of classes.
+_LABELLED_TOO = ("ForMultipleChoice", "ForNextSentencePrediction")
 
 
 class Loss(Protocol):
@@ -68,6 +73,10 @@ class Loss(Protocol):
         """The sum of the losses, a scalar, whose backward will start with `seed` (0 and no gradients: evaluation)."""
         ...
 
+    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
+        """The sum of the losses and what the model returned, without gradients. A batch without targets of any kind counts none."""
+        ...
+
 
 def make_loss(
     model: nn.Module,
@@ -76,6 +85,7 @@ def make_loss(
     chunk_tokens: int | None = None,
     compute_loss: ComputeLoss | None = None,
     divided: bool = False,
+    smoothing: float = 0.0,
 ) -> Loss:
     """How `model`'s loss is computed and counted; `model` is whole, may be on the meta device, and is not run.
 
@@ -85,19 +95,60 @@ def make_loss(
         chunk_tokens: tokens whose logits exist at once; None: what needs the least memory.
         compute_loss: a user's own, which is then taken as it is.
         divided: tensor ranks will each have some of the vocabulary.
+        smoothing: part of each target that is spread over all classes; the loss is then computed from the model's logits.
+
+    Raises:
+        ConfigError: for smoothing of a loss whose targets are not known.
     """
+    if smoothing:
+        return _smoothed(model, compute_loss, smoothing)
     if compute_loss is not None:
         line = ("loss: tensor ranks gather the logits that compute_loss reads",) if divided else ()
         return UserLoss(compute_loss, line)
-    if not is_pretrained_model(model):
+    inside = pretrained_of(model)
+    if inside is None:
         return ExampleLoss(f"the loss of {type(model).__name__}")
-    kind = getattr(model, "loss_type", None)
-    if kind in _LABELLED:
+    if is_adapted(model) and learns_prompts(model):
+        raise ConfigError(
+            "adapters that learn prompts make targets of their own, which only the model knows; pass compute_loss, or use LoRA"
+        )
+    if inside.base_model is inside and not any("label" in name for name in _arguments(inside)):
+        raise ConfigError(
+            f"{type(inside).__name__} has no head, and so no loss of its own; pass compute_loss, or set model.head to a task"
+        )
+    return _known_loss(inside) or _language_loss(inside, mode, chunk_tokens, divided=divided)
+
+
+def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(type(model).forward).parameters
+
+
+def _known_loss(model: Any) -> Loss | None:
+    """The loss of a task that needs no trial; None for a language model, and for what nothing is known of."""
+    kind, name = getattr(model, "loss_type", None), type(model).__name__
+    if kind in _LABELLED or name.endswith(_LABELLED_TOO):
         return LabelLoss(model, causal=False)
+    if "_loss_function" in vars(model):
+        return None
+    config, arguments = model.config, _arguments(model)
+    # Answers may also be classes (of a picture), or be searched for with beams and a loss of several parts.
+    if kind == "ForQuestionAnswering" and "start_positions" in arguments and "is_impossible" not in arguments:
+        return SpanLoss()
+    if kind == "ForCTC":
+        return TranscriptLoss(getattr(config, "ctc_loss_reduction", "mean"))
+    if kind == "ForSemanticSegmentation" and config.num_labels > 1:
+        return LabelLoss(model, causal=False, ignored=getattr(config, "semantic_loss_ignore_index", 255))
+    return None
+
+
+def _language_loss(
+    model: Any, mode: Literal["auto", "native"], chunk_tokens: int | None, *, divided: bool
+) -> LabelLoss | ExampleLoss:
+    kind = getattr(model, "loss_type", None)
     embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)
     if embeddings() is None:
         return ExampleLoss(f"the loss of {type(model).__name__} (loss_type {kind})")
-    verdict = _verdict(model, _LANGUAGE.get(str(kind)), divided=divided and mode == "auto")
+    verdict = _verdict(model, _shifts(model), divided=divided and mode == "auto")
     if verdict.causal is None:
         return ExampleLoss(f"the loss of {type(model).__name__} ({verdict.reason})", gathered=divided)
     notes = _auxiliary_note(verdict)
@@ -107,6 +158,25 @@ def make_loss(
         )
         return LabelLoss(model, causal=verdict.causal, notes=(*line, *notes))
     return _in_parts(model, verdict, chunk_tokens, notes, divided=divided)
+
+
+def _smoothed(model: nn.Module, compute_loss: ComputeLoss | None, smoothing: float) -> Loss:
+    kind = str(getattr(model, "loss_type", None))
+    causal = False if kind in _LABELLED else _shifts(model)
+    if compute_loss is not None or pretrained_of(model) is None or causal is None:
+        whose = "compute_loss" if compute_loss is not None else f"{type(model).__name__} (loss_type {kind})"
+        raise ConfigError(
+            f"run.label_smoothing: the targets of the loss of {whose} are not known; smooth them there, and set it to 0"
+        )
+    return SmoothedLoss(model, causal=causal, smoothing=smoothing)
+
+
+def _shifts(model: Any) -> bool | None:
+    """Whether a language model is known to shift its labels; None: it is not one that the library has a name for."""
+    kind = getattr(model, "loss_type", None)
+    if kind not in _LANGUAGE:
+        return None
+    return kind != "ForMaskedLM" and not getattr(model.config, "is_encoder_decoder", False)
 
 
 def _in_parts(
@@ -157,14 +227,16 @@ class LabelLoss:
         causal: bool,
         head: ChunkedHead | LocalHead | None = None,
         notes: tuple[str, ...] = (),
+        ignored: int = IGNORED_LABEL,
     ) -> None:
+        """`ignored` is the label of what is no target."""
         self.causal = causal
+        self._ignored = ignored
         self.notes = notes
         self.last_count = 0
         self._head = head
-        parameters = inspect.signature(type(model).forward).parameters
         # Training and evaluation read each position once: a cache of keys and values would only take memory.
-        self._fixed = {"use_cache": False} if "use_cache" in parameters else {}
+        self._fixed = {"use_cache": False} if "use_cache" in _arguments(model) else {}
 
     @property
     def chunked(self) -> bool:
@@ -180,7 +252,7 @@ class LabelLoss:
                 "labels (for a causal model a copy of input_ids, -100 where nothing is to be learnt), or a data_collator "
                 "that does"
             )
-        return count_targets(labels, causal=self.causal)
+        return count_targets(labels, causal=self.causal, ignored=self._ignored)
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> torch.Tensor:
         """See `Loss`. A batch without targets gives 0, with gradients of 0."""
@@ -190,11 +262,47 @@ class LabelLoss:
         if isinstance(self._head, ChunkedHead) or (self._head is not None and self._head.divided):
             targets = shifted(labels) if self.causal else labels
             return self._head.run(model, inputs, targets=targets, seed=seed, count=count)
-        if count == 0:
-            # A mean over nothing is NaN, and NaN times 0 too: let it be the mean over something, times 0.
-            inputs["labels"] = torch.zeros_like(labels)
-        loss: torch.Tensor = model(**inputs).loss
+        loss: torch.Tensor = model(**self._with_some_target(inputs, count)).loss
         return loss * count
+
+    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
+        """See `Loss`: by the model's own loss, with all logits."""
+        if not isinstance(batch.get("labels"), torch.Tensor):
+            self.last_count = 0
+            return torch.zeros(()), model(**batch)
+        count = self.last_count = self.count(batch)
+        outputs = model(**self._with_some_target({**self._fixed, **batch}, count))
+        return outputs.loss * count, outputs
+
+    @staticmethod
+    def _with_some_target(inputs: dict[str, Any], count: int) -> dict[str, Any]:
+        """A mean over nothing is NaN, and NaN times 0 too: let it be the mean over something, times 0."""
+        return inputs if count else {**inputs, "labels": torch.zeros_like(inputs["labels"])}
+
+
+class SmoothedLoss(LabelLoss):
+    """Cross entropy of the model's logits with smoothed targets (Szegedy et al. 2016), as transformers' `LabelSmoother`."""
+
+    def __init__(self, model: nn.Module, *, causal: bool, smoothing: float) -> None:
+        super().__init__(model, causal=causal, notes=(f"loss: cross entropy with label smoothing {smoothing:g}",))
+        self._smoothing = smoothing
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> torch.Tensor:
+        """See `Loss`."""
+        return self.with_outputs(model, batch)[0]
+
+    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
+        """See `Loss`."""
+        self.last_count = self.count(batch)
+        outputs = model(**{**self._fixed, **batch})
+        logits, labels = outputs.logits, batch["labels"]
+        if self.causal:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        # In 32 bits at least, as the model's own loss.
+        wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+        targets = labels.flatten()
+        total = cross_entropy(wide, targets, reduction="sum", label_smoothing=self._smoothing)
+        return total, outputs
 
 
 class ExampleLoss:
@@ -218,8 +326,13 @@ class ExampleLoss:
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> torch.Tensor:
         """See `Loss`. Raises `ConfigError` if the module returns no scalar loss."""
+        return self.with_outputs(model, batch)[0]
+
+    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
+        """See `Loss`. Raises `ConfigError` if the module returns no scalar loss."""
         self.last_count = self.count(batch)
-        return _scalar(model(**batch), type(model).__name__) * self.last_count
+        outputs = model(**batch)
+        return _scalar(outputs, type(model).__name__) * self.last_count, outputs
 
 
 def _scalar(output: Any, name: str) -> torch.Tensor:
@@ -277,3 +390,7 @@ class UserLoss:
             raise ConfigError(f"compute_loss: the count must be a whole number of 0 or more; got {count!r}")
         self._count = int(number)
         return total.reshape(())
+
+    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
+        """See `Loss`: the model runs once for the loss, and once for what it returns."""
+        return self(model, batch, seed=0.0), model(**batch)

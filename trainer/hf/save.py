@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,31 @@ from zeromesh.errors import StorageError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
 from zeromesh.offload.aio import PositionalFile
+from zeromesh.trainer.hf.adapters import adapter_names, is_adapted, wraps_another
 from zeromesh.trainer.hf.safetensors_files import INDEX, SINGLE
+from zeromesh.zero.access import StateAccess
 from zeromesh.zero.holdings import saved_buffers
 
 _SYNCED_BYTES = 256 << 20
 """Written at once, and brought to the disk before more is: no wait for the disk is longer than that takes."""
+
+
+def save_model(
+    model: nn.Module, state: StateAccess | None, path: Path, mesh: Mesh, *, processing_class: Any = None
+) -> str:
+    """Write `path` so that `from_pretrained(path)` loads the model, or the adapter alone of one that has some; all ranks call it.
+
+    `state` is that of a partitioned model; None: it is whole. Returns as `save_pretrained`.
+    """
+    whole = tensors_of(model) if state is None else {}
+    if is_adapted(model):
+        names = adapter_names(model)
+        tensors = iter(whole.items()) if state is None else chain(state.parameters(names), state.buffers())
+        wanted = (pair for pair in tensors if pair[0] in names)
+        return save_adapter(model, wanted, path, mesh, processing_class=processing_class)
+    specs = specs_of(whole) if state is None else state.stored_specs()
+    tensors = iter(whole.items()) if state is None else state.stored()
+    return save_pretrained(model, specs, tensors, path, mesh, processing_class=processing_class)
 
 
 def save_pretrained(
@@ -54,8 +75,7 @@ def save_pretrained(
             failure = writer.put(name, tensor)
     if writer is not None:
         failure = writer.finish(model, processing_class, failure)
-    failed = int(mesh.world.max_(torch.tensor([int(bool(failure))]), "end of saving")[0])
-    return failure or (f"{path} could not be written by rank 0, whose error says why" if failed else "")
+    return _agreed(failure, path, mesh)
 
 
 class _Writer:
@@ -64,7 +84,7 @@ class _Writer:
     def __init__(self, path: Path, mesh: Mesh) -> None:
         self._path = path
         self._mesh = mesh
-        self._directory = path.with_name(f".{path.name}.zeromesh-tmp")
+        self._directory = _beside(path)
         self._layouts: list[FileLayout] = []
         self._files: list[PositionalFile] = []
         self._places: dict[str, tuple[PositionalFile, TensorSpec, int]] = {}
@@ -72,10 +92,7 @@ class _Writer:
 
     def open(self, tensors: Sequence[TensorSpec]) -> None:
         """Make the files at their full sizes, with their headers. Raises `OSError`, `StorageError`."""
-        if self._path.exists() and not self._path.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "there is a file of this name; give a directory")
-        shutil.rmtree(self._directory, ignore_errors=True)
-        self._directory.mkdir(parents=True)
+        _begin(self._path)
         self._layouts = list(plan_files(tensors, 1))
         if len(self._layouts) == 1:
             self._layouts = [replace(self._layouts[0], path=SINGLE)]
@@ -131,28 +148,91 @@ class _Writer:
         return max(found, key=lambda dtype: dtype.itemsize, default=None)
 
     def _move(self) -> None:
-        """The directory as a whole where there is none; else file by file, the weights last."""
-        if not self._path.exists():
-            self._directory.rename(self._path)
-            return
-        names = sorted(os.listdir(self._directory), key=lambda name: name.endswith((".safetensors", INDEX)))
-        for name in names:
-            os.replace(self._directory / name, self._path / name)
+        _move(self._directory, self._path)
+        names = {layout.path for layout in self._layouts} | ({INDEX} if len(self._layouts) > 1 else set())
         for stale in (SINGLE, INDEX, *(file.name for file in self._path.glob("model-*-of-*.safetensors"))):
             if stale not in names:
                 (self._path / stale).unlink(missing_ok=True)
 
 
+def save_adapter(
+    model: Any, tensors: Iterator[tuple[str, Tensor]], path: Path, mesh: Mesh, *, processing_class: Any = None
+) -> str:
+    """Write the adapters of `model` alone, as its own `save_pretrained` does; all ranks call it, rank 0 writes.
+
+    `tensors` are those of `adapter_names`, whole. Otherwise as `save_pretrained`.
+    """
+    failure = ""
+    path = Path(os.path.abspath(path))
+    held = {}
+    for name, tensor in tensors:
+        if mesh.rank == 0:
+            held[name] = tensor.detach().to("cpu", copy=True)
+            mesh.post(Activity.SAVE)
+    if mesh.rank == 0:
+        try:
+            _begin(path)
+            # What adapters train of embeddings is among their own tensors; PEFT would look at the Hub for what else may be.
+            own = {"save_embedding_layers": False} if wraps_another(model) else {}
+            model.save_pretrained(_beside(path), state_dict=held, **own)
+            _save_part(processing_class, _beside(path))
+            _move(_beside(path), path)
+        except Exception as error:  # noqa: BLE001 - other people's `save_pretrained` among them; all ranks have to know
+            failure = f"{str(path)!r} cannot be written ({getattr(error, 'strerror', None) or error})"
+        shutil.rmtree(_beside(path), ignore_errors=True)
+    return _agreed(failure, path, mesh)
+
+
+def _beside(path: Path) -> Path:
+    """Where what becomes `path` is written first."""
+    return path.with_name(f".{path.name}.zeromesh-tmp")
+
+
+def _begin(path: Path) -> None:
+    """An empty directory beside `path`. Raises `OSError`."""
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "there is a file of this name; give a directory")
+    shutil.rmtree(_beside(path), ignore_errors=True)
+    _beside(path).mkdir(parents=True)
+
+
+def _move(directory: Path, path: Path) -> None:
+    """The directory as a whole where there is none; else part by part, the weights last."""
+    if not path.exists():
+        directory.rename(path)
+        return
+    for name in sorted(os.listdir(directory), key=lambda name: name.endswith((".safetensors", INDEX))):
+        if (path / name).is_dir():
+            shutil.rmtree(path / name)
+        os.replace(directory / name, path / name)
+
+
+def _agreed(failure: str, path: Path, mesh: Mesh) -> str:
+    """Why `path` could not be written, on all ranks."""
+    failed = int(mesh.world.max_(torch.tensor([int(bool(failure))]), "end of saving")[0])
+    return failure or (f"{path} could not be written by rank 0, whose error says why" if failed else "")
+
+
 def save_configuration(model: nn.Module, dtype: torch.dtype | None, processing_class: Any, directory: Path) -> None:
-    """What `from_pretrained` reads beside the weights. The configuration says their dtype and the model's class."""
+    """What `from_pretrained` reads beside the weights. The configuration says their dtype and the model's class.
+
+    Of a model with adapters it is their settings alone: its weights have names that no class of transformers would find.
+    """
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if hasattr(config, "save_pretrained"):
         config.architectures = [type(model).__name__]
         config.dtype = str(dtype).removeprefix("torch.")
-    for part in (config, getattr(model, "generation_config", None), processing_class):
-        save = getattr(part, "save_pretrained", None)
-        if save is not None:
-            save(directory)
+    own = [config, getattr(model, "generation_config", None)]
+    if is_adapted(model):
+        own = list(getattr(model, "peft_config").values())  # noqa: B009 - of a class that is not imported
+    for part in (*own, processing_class):
+        _save_part(part, directory)
+
+
+def _save_part(part: Any, directory: Path) -> None:
+    save = getattr(part, "save_pretrained", None)
+    if save is not None:
+        save(directory)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -74,6 +74,15 @@ def interface_of(address: str) -> str | None:
     return (_ipv6() if ":" in address else _ipv4()).get(address.partition("%")[0])
 
 
+def interfaces() -> dict[str, list[str]]:
+    """The interfaces of this host that have an address, with their addresses; empty where the system does not tell."""
+    found: dict[str, list[str]] = {}
+    if sys.platform == "linux":
+        for address, name in {**_ipv4(), **_ipv6()}.items():
+            found.setdefault(name, []).append(address)
+    return found
+
+
 def _ipv4() -> dict[str, str]:
     """Every IPv4 address of this host and its interface, from netdevice(7)."""
     room = array.array("B", bytes(_ENTRY_BYTES * 512))

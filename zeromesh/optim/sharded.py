@@ -52,6 +52,9 @@ class GroupRules:
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self._patterns = settings.no_decay
+        # There may be many names as they stand.
+        self._names = frozenset(self._patterns)
+        self._globs = tuple(pattern for pattern in self._patterns if _GLOB.intersection(pattern))
         self.groups = (
             OptimizerGroup(lr=settings.lr, weight_decay=settings.weight_decay),
             OptimizerGroup(lr=settings.lr, weight_decay=0.0),
@@ -59,11 +62,19 @@ class GroupRules:
 
     def group_of(self, fqn: str) -> int:
         """Group of a parameter."""
-        return int(any(fnmatchcase(fqn, pattern) for pattern in self._patterns))
+        return int(fqn in self._names or any(fnmatchcase(fqn, pattern) for pattern in self._globs))
 
     def unmatched(self, fqns: Sequence[str]) -> list[str]:
         """Patterns that match no parameter."""
-        return [pattern for pattern in self._patterns if not any(fnmatchcase(fqn, pattern) for fqn in fqns)]
+        names = frozenset(fqns)
+        return [
+            pattern
+            for pattern in self._patterns
+            if pattern not in names and not any(fnmatchcase(fqn, pattern) for fqn in fqns)
+        ]
+
+
+_GLOB = frozenset("*?[")
 
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": (), "adagrad": ("sum",)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -47,27 +47,58 @@ class _Place:
         self.parent._modules[self.leaf] = self.module if real else self.stub
 
 
-def block_costs(model: nn.Module, anatomy: Anatomy) -> tuple[list[float], float, float]:
-    """Parameters of each block, of what comes before the blocks, and of what comes after them, as `cut_by_cost` takes them. A tied
-    weight counts at both ends: both stages hold it."""
+Balance = Literal["parameters", "flops"]
+"""What is to be even among stages: the parameters, and so the memory, or the multiplications of a token, and so the time."""
+
+
+def block_costs(
+    model: nn.Module, anatomy: Anatomy, balance: Balance = "parameters"
+) -> tuple[list[float], float, float]:
+    """The cost of each block, of what comes before the blocks, and of what comes after them, as `cut_by_cost` takes them. A tied
+    weight counts at both ends: both stages hold it.
+
+    Multiplications are counted from the weights: each element of a matrix once, of experts as many as a token meets, of an
+    embedding, which is looked up, none; those between tokens (attention) are left out, which are the same in all blocks.
+    """
 
     def size(name: str) -> float:
-        return float(sum(parameter.numel() for parameter in model.get_submodule(name).parameters()))
+        module = model.get_submodule(name)
+        if balance == "flops":
+            return sum(_products(model, each) for each in module.modules())
+        return float(sum(parameter.numel() for parameter in module.parameters()))
 
     blocks = [size(f"{anatomy.blocks}.{index}") for index in range(anatomy.count)]
     return blocks, sum(map(size, anatomy.before)), sum(map(size, anatomy.after))
 
 
-def plan_cut(model: nn.Module, anatomy: Anatomy, stages: int, counts: Sequence[int] = ()) -> Cut:
-    """Which blocks each stage has: as many as `counts` says, else so that parameters are even. All ranks decide the same, since
-    a cut depends on the model alone.
+def _products(model: nn.Module, module: nn.Module) -> float:
+    """Multiplications that a token takes part in by a module's own weights."""
+    if isinstance(module, nn.Embedding):
+        return 0.0
+    config = getattr(model, "config", None)
+    met, experts = getattr(config, "num_experts_per_tok", None), getattr(config, "num_local_experts", None)
+    experts = experts or getattr(config, "num_experts", None)
+    total = 0.0
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.ndim == 3 and experts == parameter.shape[0]:
+            total += parameter.numel() * (met or experts) / experts
+        elif parameter is not None and parameter.ndim > 1:
+            total += parameter.numel()
+    return total
+
+
+def plan_cut(
+    model: nn.Module, anatomy: Anatomy, stages: int, counts: Sequence[int] = (), balance: Balance = "parameters"
+) -> Cut:
+    """Which blocks each stage has: as many as `counts` says, else so that stages cost about as much. All ranks decide the same,
+    since a cut depends on the model alone.
 
     Raises:
         LayoutError: for counts that are not the model's, or more stages than blocks.
     """
     if counts:
         return cut_by_hand(counts, blocks=anatomy.count, stages=stages)
-    costs, first, last = block_costs(model, anatomy)
+    costs, first, last = block_costs(model, anatomy, balance)
     return cut_by_cost(costs, stages=stages, first=first, last=last)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -107,12 +107,13 @@ class StateAccess:
         """Canonical names, tied parameters once, in the order in which `parameters` yields them."""
         return [each.name for known in self._stages for each in known]
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def parameters(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """`(name, tensor)` of every parameter: master weights in fp32 whatever the model computes in, on CPU or the device.
 
-        A tensor may be a view of this rank's own weights, which the next step changes: copy it to keep it.
+        Of those in `names` alone, if given: buckets without them are not gathered. A tensor may be a view of this rank's own
+        weights, which the next step changes: copy it to keep it.
         """
-        return self._of_all_stages(lambda known: True, self._weights, None)
+        return self._of_all_stages(lambda known: names is None or known.name in names, self._weights, None)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """`(name, tensor)` of every persistent buffer of the whole model; one that several stages have is the first one's."""

@@ -14,8 +14,13 @@ from zeromesh.generators import seed_generators
 
 
 def seed_forward(seed: int, step: int, first_sample: int, unit: str) -> None:
-    """Seed the generators before a unit's forward on the microbatch whose first sample has the global index `first_sample`."""
-    seed_generators(_number(f"{seed}/{step}/{first_sample}/{unit}"))
+    """Seed the generators before a unit's forward on the microbatch whose first sample has the global index `first_sample`.
+
+    NumPy's is among them: models of speech draw from it what they mask.
+    """
+    number = _number(f"{seed}/{step}/{first_sample}/{unit}")
+    seed_generators(number)
+    np.random.seed(number & 0xFFFFFFFF)
 
 
 def _number(text: str) -> int:
@@ -29,7 +34,7 @@ def data_randomness(seed: int, first_sample: int) -> Iterator[None]:
 
     That holds for the global generators of PyTorch, NumPy and Python, which are afterwards as they were.
     """
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
     number = _number(f"{seed}/data/{first_sample}")
     with own_randomness():
         seed_generators(number)
@@ -39,14 +44,14 @@ def data_randomness(seed: int, first_sample: int) -> Iterator[None]:
             yield
         finally:
             random.setstate(python)
-            np.random.set_state(numpy)
 
 
 @contextmanager
 def own_randomness() -> Iterator[None]:
     """What is drawn inside the block does not disturb what the user draws elsewhere."""
-    state = torch.get_rng_state()
+    state, numpy = torch.get_rng_state(), np.random.get_state()
     try:
         yield
     finally:
         torch.set_rng_state(state)
+        np.random.set_state(numpy)

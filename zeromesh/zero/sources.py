@@ -209,9 +209,12 @@ class SeededSource:
             missing = tuple(
                 leaf for leaf, p in wanted.items() if p.numel() and all(w.numel < p.numel() for w in log.of(p))
             )
-            if not missing or not self._skeleton.managed_by_pretrained(owner):
+            if not missing:
                 return missing
-        return missing
+            if not self._skeleton.managed_by_pretrained(owner):
+                break
+        # On meta some initialisers do nothing (torch's `trunc_normal_`): whether these do is seen in earnest.
+        return self._skeleton.recompute(owner, "_parameters", leaves, self._seed).lost
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """None: nothing is stored, buffers are recomputed."""

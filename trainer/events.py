@@ -1,0 +1,101 @@
+"""Events of a run: calls its callbacks, and keeps what they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from zeromesh.errors import ConfigError
+from zeromesh.mesh.groups import Mesh
+from zeromesh.trainer.callbacks import Callback
+from zeromesh.trainer.hf.callbacks import TransformersCallbacks
+from zeromesh.trainer.wishes import Wishes
+
+if TYPE_CHECKING:
+    from zeromesh.trainer.trainer import Trainer
+
+
+class Events:
+    """Of one trainer. Callbacks of transformers are adapted, together, since they share their state and control.
+
+    Raises:
+        ConfigError: at construction, for what is no callback.
+    """
+
+    def __init__(self, trainer: Trainer, callbacks: Sequence[Any]) -> None:
+        self._trainer = trainer
+        self._callbacks: list[Callback] = []
+        self.wishes = Wishes()
+        """For the present step; callbacks may change it."""
+        for callback in callbacks:
+            self.add(callback)
+
+    def add(self, callback: Any) -> None:
+        """One more, an object or a class of transformers, which is then made without arguments."""
+        if isinstance(callback, Callback):
+            self._callbacks.append(callback)
+            return
+        adapted = next((each for each in self._callbacks if isinstance(each, TransformersCallbacks)), None)
+        if not TransformersCallbacks.takes(callback):
+            given = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
+            raise ConfigError(
+                f"callbacks holds {given}; give objects of subclasses of zeromesh.trainer.callbacks.Callback or "
+                "transformers.TrainerCallback"
+            )
+        if adapted is None:
+            adapted = TransformersCallbacks()
+            self._callbacks.append(adapted)
+        adapted.add(callback)
+
+    def take_out(self, callback: Any) -> Any:
+        """Remove a callback, given itself or its class; returns it, or None where there is none."""
+        for each in self._callbacks:
+            if each is callback or (isinstance(callback, type) and isinstance(each, callback)):
+                self._callbacks.remove(each)
+                return each
+            if isinstance(each, TransformersCallbacks):
+                found = each.take_out(callback)
+                if found is not None:
+                    return found
+        return None
+
+    def call(self, event: str, *arguments: Any) -> None:
+        """Run the method of that name of all callbacks. What one raises is raised, with a note that names it."""
+        for callback in self._callbacks:
+            try:
+                getattr(callback, event)(self._trainer, *arguments)
+            except Exception as error:
+                if not isinstance(callback, TransformersCallbacks):
+                    error.add_note(f"raised by callback {type(callback).__name__}.{event}")
+                raise
+
+    def agree(self, mesh: Mesh) -> None:
+        """Make what any rank's callbacks ask for the wish of all; without callbacks there is nothing to ask."""
+        if self._callbacks and mesh.world_size > 1:
+            self.wishes = self.wishes.agreed(mesh)
+
+    def require_same_number(self, mesh: Mesh) -> None:
+        """Raise `ConfigError` on all ranks where some have callbacks and some have none."""
+        counts = [row[0] for row in mesh.world.gather_integers([len(self._callbacks)])]
+        if len({bool(count) for count in counts}) > 1:
+            without = ", ".join(str(rank) for rank, count in enumerate(counts) if not count)
+            raise ConfigError(
+                f"callbacks: ranks {without} have none, and others have; give all ranks the same ones, and let a callback look at "
+                "trainer.state.is_world_process_zero where only one rank is to act"
+            )
+
+    def states(self) -> dict[str, Any]:
+        """What checkpoints keep of callbacks, by their class; of two of one class, the first."""
+        found: dict[str, Any] = {}
+        for callback in self._callbacks:
+            state = callback.state()
+            if state:
+                found.setdefault(type(callback).__name__, state)
+        return found
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Give callbacks what an earlier process kept of them."""
+        for callback in self._callbacks:
+            state = states.get(type(callback).__name__)
+            if state:
+                callback.restore(state)

@@ -1,0 +1,125 @@
+"""Two processes of this host join in a mesh and add up a tensor: whether that works here, and how long it takes.
+
+try_exchange()      starts them; each is `python -m zeromesh.mesh.trial`
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+
+import torch
+
+from zeromesh.errors import ZeromeshError
+from zeromesh.mesh.axes import MeshShape
+from zeromesh.mesh.groups import Mesh
+from zeromesh.mesh.launch import (
+    LOOPBACK,
+    die_with_launcher,
+    exported,
+    launcher_variables,
+    python_arguments,
+    read_environment,
+    worker_environment,
+)
+
+_RANKS = 2
+_NBYTES = 1 << 20
+_TIMES = 9
+_WAIT_SECONDS = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """`seconds` of a sum of a MiB over gloo; whether the two share memory; `failure` says why there is neither."""
+
+    seconds: float = 0.0
+    shares_memory: bool = False
+    failure: str = ""
+
+
+def try_exchange(timeout_seconds: float = 60.0) -> Trial:
+    """Start two processes, and let them find each other over the loopback as the workers of a launch on one host do."""
+    with socket.create_server((LOOPBACK, 0)) as server:
+        port = server.getsockname()[1]
+    workers = []
+    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
+        for rank in range(_RANKS):
+            place: dict[str, object] = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": _RANKS,
+                "LOCAL_WORLD_SIZE": _RANKS,
+                "MASTER_PORT": port,
+            }
+            # A launcher that this process runs under has a store of its own, which the two would ask else.
+            variables = {**worker_environment(_RANKS), **launcher_variables(), "TORCHELASTIC_USE_AGENT_STORE": ""}
+            place |= {"MASTER_ADDR": LOOPBACK}
+            with exported({**variables, **{name: str(value) for name, value in place.items()}}):
+                arguments = [sys.executable, *python_arguments("zeromesh.mesh.trial", ())]
+                workers.append(subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=said, stderr=errors))
+        in_time = _end(workers, timeout_seconds)
+        said.seek(0)
+        errors.seek(0)
+        lines, complaints = said.read().decode(errors="replace"), errors.read().decode(errors="replace").strip()
+    if not in_time:
+        return Trial(failure=f"the two were not done after {timeout_seconds:g} seconds")
+    if any(worker.returncode for worker in workers):
+        return Trial(failure=(complaints.splitlines() or ["they ended without a word"])[-1])
+    found = json.loads(lines)
+    return Trial(seconds=found["seconds"], shares_memory=found["shares_memory"])
+
+
+def _end(workers: list[subprocess.Popen[bytes]], timeout_seconds: float) -> bool:
+    """Wait until all have ended, and end those that do not; returns whether all did by themselves."""
+    deadline = time.monotonic() + timeout_seconds
+    in_time = True
+    for worker in workers:
+        try:
+            worker.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            in_time = False
+            worker.kill()
+            worker.wait()
+    return in_time
+
+
+def main() -> int:
+    """One of the two: rank 0 writes what was found, as JSON."""
+    die_with_launcher()
+    try:
+        environment = read_environment()
+        mesh = Mesh(
+            MeshShape(shard=_RANKS),
+            environment,
+            device=torch.device("cpu"),
+            timeout_seconds=_WAIT_SECONDS,
+            order="launch",
+        )
+        tensor = torch.ones(_NBYTES // 4)
+        times = []
+        for _ in range(_TIMES):
+            began = time.perf_counter()
+            mesh.world.sum_(tensor, "sum of the trial")
+            times.append(time.perf_counter() - began)
+        right = bool((tensor == float(_RANKS**_TIMES)).all())
+        shares_memory = mesh.world.one_host
+        mesh.close()
+    except ZeromeshError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    if not right:
+        sys.stderr.write("the sum was wrong\n")
+        return 1
+    if environment.rank == 0:
+        sys.stdout.write(json.dumps({"seconds": sorted(times)[_TIMES // 2], "shares_memory": shares_memory}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
