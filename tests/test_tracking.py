@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import wandb_log
+import yaml
 from tracking_cases import ENVIRONMENT, IN_ARGUMENTS, IN_CONFIG
 from workers import PoolOptions, Workers
 
@@ -29,6 +32,7 @@ from zeromesh.trainer.tracking import Tracking
 from zeromesh.trainer.wandb_files import last_row
 
 CASE = "tracking_cases:tracked"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 FIGURES = {
     *("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens"),
     *("perf/tokens_per_second", "perf/step_seconds", "perf/mfu", "memory/peak_bytes"),
@@ -312,6 +316,17 @@ def test_a_folder_of_the_same_name_is_no_package(monkeypatch: pytest.MonkeyPatch
     assert [problem for problem in kinds.tracker_problems(["aim"]) if "pip install aim" in problem]
 
 
+@pytest.mark.parametrize("page", ["tracking.md", "profiling.md"])
+def test_configurations_of_the_documentation_are_valid(page: str) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        values = yaml.safe_load(block)
+        if page == "tracking.md" and find_spec("tensorboard") is None:
+            values["tracking"]["backends"].remove("tensorboard")
+        load_config(values)
+
+
 # The thread
 
 
@@ -395,15 +410,14 @@ def test_the_training_thread_never_waits_and_what_does_not_fit_is_counted() -> N
     assert said == ["WARNING: trackers were too slow for 6 rows, which they miss; metrics.jsonl has every step"]
 
 
-def test_the_end_of_a_run_waits_for_trackers_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeromesh.trainer.tracking._FINISH_SECONDS", 0.3)
+def test_the_end_of_a_run_waits_for_trackers_a_bounded_time() -> None:
     said: list[str] = []
     gate = threading.Event()
     tracking = Tracking([Fake("stuck", finish=lambda: (gate.wait(30), None)[1])], said.append, ident="x")
     tracking.__enter__()
     tracking.log(metrics(1))
     began = time.monotonic()
-    tracking.finish()
+    tracking.finish(0.3)
     assert 0.2 < time.monotonic() - began < 5
     assert said == ["WARNING: tracking by stuck did not end within 0.3 seconds; metrics.jsonl has every step"]
     gate.set()

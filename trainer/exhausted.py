@@ -29,8 +29,13 @@ def ran_out(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not told_by_others and bool(_WORDS.search(str(error)))
 
 
-def explained(error: BaseException, engine: ZeroEngine | None, mesh: Mesh, directory: Path, step: int) -> StorageError:
-    """Write down what holds the memory of this rank; the error that says so. `step`: the whole steps that were done."""
+def explained(error: BaseException, engine: ZeroEngine | None, mesh: Mesh, directory: Path, step: int) -> BaseException:
+    """Where memory ran out, write down what holds that of this rank; the error that says so. Any other error as it is.
+
+    `step`: the whole steps that were done.
+    """
+    if not ran_out(error):
+        return error
     path = directory / f"memory-rank-{mesh.rank}.json"
     cause = (str(error).strip().splitlines() or [""])[0]
     what = f"{type(error).__name__}: {cause}".removesuffix(": ")

@@ -34,7 +34,7 @@ from zeromesh.trainer.directory import RunDirectory
 from zeromesh.trainer.dress import dress_model
 from zeromesh.trainer.evaluation import Evaluator, Values
 from zeromesh.trainer.events import Events
-from zeromesh.trainer.exhausted import explained, ran_out
+from zeromesh.trainer.exhausted import explained
 from zeromesh.trainer.feeds import Feeds, Given
 from zeromesh.trainer.figures import StepFigures
 from zeromesh.trainer.flops import ModelFlops
@@ -380,7 +380,8 @@ class Run:
         try:
             yield
         except BaseException as error:
-            told = self._explained(error)
+            where = Path(self.config.run.output_dir).expanduser() / self.config.run.name
+            told = explained(error, self.engine, self.mesh, where, self.step)
             self.mesh.fail(told)
             alone = self.mesh.world_size == 1
             if not alone or (self.engine is not None and not self.engine.abandon_pass()):
@@ -388,13 +389,6 @@ class Run:
             if told is error:
                 raise
             raise told from error
-
-    def _explained(self, error: BaseException) -> BaseException:
-        """Where memory ran out, the error that names a file with what holds it; else the same."""
-        if not ran_out(error):
-            return error
-        directory = Path(self.config.run.output_dir).expanduser() / self.config.run.name
-        return explained(error, self.engine, self.mesh, directory, self.step)
 
     # Beside and after training
 

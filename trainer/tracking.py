@@ -33,6 +33,8 @@ from zeromesh.trainer.trackers import Row, TrackedRun, Tracker, make_tracker
 NAME = "tracking.json"
 _CAPACITY = 10_000
 _FINISH_SECONDS = 30.0
+_ERROR_SECONDS = 5.0
+"""After an error, of which the other ranks are told only then."""
 _ABANDON_SECONDS = 2.0
 _NAMES = {
     "loss": "train/loss",
@@ -103,7 +105,11 @@ class Tracking:
             step=step,
             config=redaction.values(config.model_dump(mode="json")),
         )
-        leave = _join_accelerate(mesh.device)
+        try:
+            leave = _join_accelerate(mesh.device)
+        except Exception as error:  # noqa: BLE001 - a library's own, which must not end a run
+            note(f"WARNING: there is no tracking: {type(error).__name__}: {error}. Training goes on; {_HAS_ALL}")
+            return cls(ident=ident)
         trackers = [make_tracker(name, run) for name in dict.fromkeys(section.backends)]
         return cls(trackers, note, ident=ident, redaction=redaction, leave=leave)
 
@@ -140,11 +146,10 @@ class Tracking:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.finish()
+        self.finish(_FINISH_SECONDS if error is None else _ERROR_SECONDS)
 
-    def finish(self) -> None:
-        """Send what is left, waiting for that a bounded time. Nothing is sent afterwards."""
-        seconds = _FINISH_SECONDS
+    def finish(self, seconds: float) -> None:
+        """Send what is left, waiting for that so many seconds at most. Nothing is sent afterwards."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
