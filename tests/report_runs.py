@@ -73,10 +73,13 @@ def write_run(
     lines = []
     for step in range(1, steps + 1):
         line = line_of(step, steps, chance)
-        if step % 50 == 0:
-            line |= {"eval_loss": 2.2 + 7.5 * math.exp(-12 * step / steps), "eval_accuracy": step / (steps + 50)}
         lines.append(line | dict((changes or {}).get(step, {})))
     write_lines(path, lines)
+    evaluations = [
+        {"step": step, "eval_loss": 2.2 + 7.5 * math.exp(-12 * step / steps), "eval_accuracy": step / (steps + 50)}
+        for step in range(50, steps + 1, 50)
+    ]
+    (path / "evaluations.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in evaluations))
     sections = {
         "run": {"name": "llama-8b", "max_steps": steps},
         "optimizer": {"lr": 1e-3 if seed else 6e-4},

@@ -19,6 +19,7 @@ from trainer_cases import llama, seeded, sentences, settings
 
 from zeromesh import Trainer
 from zeromesh.trainer.cli import main
+from zeromesh.trainer.metrics import read_metrics
 from zeromesh.trainer.page import figures
 from zeromesh.trainer.page.markup import data_block, element
 from zeromesh.trainer.page.page import charts_of, page_of
@@ -135,6 +136,7 @@ def test_what_is_not_there_has_no_chart(tmp_path: Path) -> None:
     write_lines(run, [{"step": step, "loss": 3.0 / step, "lr": 1e-3} for step in (1, 2, 3)])
     (run / "ranks.json").unlink()
     (run / "step_memory.json").unlink()
+    (run / "evaluations.jsonl").unlink()
     page = shown(run)
     assert page.charts == {"loss", "lr"}
     assert "Mesh" not in page.text
@@ -284,10 +286,15 @@ def test_several_runs_lie_on_top_of_each_other(tmp_path: Path, capsysbinary: pyt
 def test_a_run_that_was_trained_here_and_went_on(tmp_path: Path) -> None:
     for steps in (2, 4):
         config = settings(
-            str(tmp_path), run={"max_steps": steps}, schedule={"name": "constant"}, checkpoint={"every_steps": 1}
+            str(tmp_path),
+            run={"max_steps": steps, "eval_every": 1},
+            schedule={"name": "constant"},
+            checkpoint={"every_steps": 1},
         )
-        with Trainer(seeded(llama), config, sentences()) as trainer:
+        with Trainer(seeded(llama), config, sentences(), sentences(4)) as trainer:
             trainer.fit()
+        with (tmp_path / "run" / "evaluations.jsonl").open("a") as file:
+            file.write('{"step": 3, "eval_loss": 9.0}\n' * (steps == 2))  # of a step that was lost, and is done again
     run = tmp_path / "run"
     assert main(["report", str(run)]) == 0
     page = Elements((run / "report.html").read_text())
@@ -296,6 +303,8 @@ def test_a_run_that_was_trained_here_and_went_on(tmp_path: Path) -> None:
     assert page.text.partition("Checkpoints")[2].count("whole") == 3
     assert "4 / 4" in page.text
     assert "1 rank" in page.text
+    evaluated = [line["step"] for line in read_metrics(run / "evaluations.jsonl")]
+    assert evaluated == [1, 2, 3, 4]
     (record,) = read_runs([run])
     assert record.step_memory is not None
     assert record.step_memory.step == 4  # the second one of the second process

@@ -16,6 +16,8 @@ from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.metrics import MetricsWriter
 from zeromesh.trainer.redaction import Redaction
 
+EVALUATIONS = "evaluations.jsonl"
+"""A line for each evaluation: `step` after which, `eval_loss`, and what else it gave."""
 STARTS = "starts.jsonl"
 """A line for each time that the run began or went on: `time` in seconds since 1970, `step` after which, and `host` of rank 0."""
 
@@ -81,5 +83,7 @@ class RunDirectory:
             raise self._unwritable(error.strerror or str(error)) from error
         with MetricsWriter(self.path / STARTS) as starts:
             starts.write({"time": time.time(), "step": step, "host": socket.gethostname()})
+        if (self.path / EVALUATIONS).exists():
+            MetricsWriter(self.path / EVALUATIONS, keep_through=step).close()
         with MetricsWriter(self.path / "metrics.jsonl", keep_through=step) as writer:
             yield writer

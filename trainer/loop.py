@@ -10,6 +10,7 @@ import torch
 
 from zeromesh.trainer import setup
 from zeromesh.trainer.checkpoints import RunCheckpoints
+from zeromesh.trainer.directory import EVALUATIONS
 from zeromesh.trainer.metrics import MetricsWriter, StepMetrics
 from zeromesh.trainer.profiling import Profile
 from zeromesh.trainer.signals import StopRequest
@@ -204,6 +205,9 @@ class TrainingLoop:
         if values is None:
             return
         self._evaluated = (run.step, values["eval_loss"])
+        if self._writer is not None:
+            with MetricsWriter(self._writer.path.with_name(EVALUATIONS)) as evaluations:
+                evaluations.write({"step": run.step, **values})
         # As transformers: a callback compares with what was best before.
         run.call("on_evaluate", run.step, values)
         run.call("on_log", run.step, values)

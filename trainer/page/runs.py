@@ -16,7 +16,8 @@ from zeromesh.trainer.config_words import known_paths, shown
 from zeromesh.trainer.config_yaml import MAX_BYTES, parse_yaml, plain_scalar
 from zeromesh.trainer.metrics import read_metrics
 
-METRICS, STARTS, CONFIG, RANKS = "metrics.jsonl", "starts.jsonl", "config.resolved.yaml", "ranks.json"
+METRICS, EVALUATIONS, STARTS = "metrics.jsonl", "evaluations.jsonl", "starts.jsonl"
+CONFIG, RANKS = "config.resolved.yaml", "ranks.json"
 CHECKPOINTS, STEP_MEMORY = "checkpoints", "step_memory.json"
 _BROKEN_SHOWN = 3
 _PURPOSES = 64
@@ -103,9 +104,9 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 def _read(path: Path, name: str) -> RunRecord:
     remarks: list[str] = []
-    lines = _lines(path / METRICS, remarks)
+    lines = _lines(path, remarks)
     config = _tried(lambda: _config(path / CONFIG), remarks) or {}
-    starts = _tried(lambda: read_metrics(path / STARTS, []), remarks) if (path / STARTS).exists() else None
+    starts = _whole_lines(path / STARTS, remarks)
     checkpoints = _tried(lambda: _checkpoints(path), remarks) or []
     ranks = _tried(lambda: _ranks(path / RANKS), remarks) or []
     steps = config.get("run", {}).get("max_steps") if isinstance(config.get("run"), dict) else None
@@ -113,7 +114,7 @@ def _read(path: Path, name: str) -> RunRecord:
         name=name,
         path=path,
         lines=tuple(lines),
-        starts=tuple(each for each in starts or () if type(each.get("step")) is int),
+        starts=tuple(each for each in starts if type(each.get("step")) is int),
         keys=tuple(_keys(config)),
         max_steps=steps if type(steps) is int else None,
         checkpoints=tuple(checkpoints),
@@ -137,30 +138,38 @@ def _tried(read: Callable[[], T], remarks: list[str]) -> T | None:
 
 
 def _lines(path: Path, remarks: list[str]) -> list[Mapping[str, Any]]:
-    if not path.exists():
+    """Lines of metrics and of evaluations, those of one step as one."""
+    if not (path / METRICS).exists():
         remarks.append(f"there is no {METRICS}: the run has logged no step (run.log_every)")
-        return []
-    broken: list[str] = []
-    found = _tried(lambda: read_metrics(path, broken), remarks) or []
-    remarks += broken[:_BROKEN_SHOWN]
-    if len(broken) > _BROKEN_SHOWN:
-        remarks.append(f"{len(broken) - _BROKEN_SHOWN} more lines of {METRICS} cannot be read")
     by_step: dict[int, dict[str, Any]] = {}
     twice = 0
-    for line in found:
-        step = line.get("step")
-        if type(step) is not int or step < 0:
-            continue
-        before = by_step.get(step)
-        if before is not None:
-            twice += "loss" in before and "loss" in line
-            line = before | line
-        by_step[step] = line
+    for name in (METRICS, EVALUATIONS):
+        for line in _whole_lines(path / name, remarks):
+            step = line.get("step")
+            if type(step) is not int or step < 0:
+                continue
+            before = by_step.get(step)
+            if before is not None:
+                twice += "loss" in before and "loss" in line
+                line = before | line
+            by_step[step] = line
     if twice:
         remarks.append(f"{METRICS} has {twice} steps more than once; of each the last line counts")
     if not by_step and not remarks:
         remarks.append(f"{METRICS} has no step yet")
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _whole_lines(path: Path, remarks: list[str]) -> list[dict[str, Any]]:
+    """The lines of a file that can be read; none where there is no such file."""
+    if not path.exists():
+        return []
+    broken: list[str] = []
+    found = _tried(lambda: read_metrics(path, broken), remarks) or []
+    remarks += broken[:_BROKEN_SHOWN]
+    if len(broken) > _BROKEN_SHOWN:
+        remarks.append(f"{len(broken) - _BROKEN_SHOWN} more lines of {path.name} cannot be read")
+    return found
 
 
 def number(value: object) -> float | None:
