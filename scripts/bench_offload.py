@@ -42,6 +42,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"machine": platform.machine(), "torch": torch.__version__, "time": time.strftime("%F %T")}
     failures: list[str] = []
+    options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="zeromesh-bench-offload-") as folder:
         if "bandwidth" in options.parts:
             found["bandwidth"] = _bandwidth(Path(folder), options.rounds)

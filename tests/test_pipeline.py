@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from pipeline_cases import VOCABULARY, build
 from workers import PoolOptions, Workers
+
+from zeromesh.errors import CollectiveError
+from zeromesh.mesh import channel
+from zeromesh.mesh.traffic import Account
 
 EXACT = 1e-9
 
@@ -80,6 +85,29 @@ def test_channels_carry_any_tensors(workers: Workers) -> None:
 def test_ranks_with_other_data_are_refused(workers: Workers) -> None:
     for message in run(workers, 2, "disagrees"):
         assert "ranks 0, 1 of the pipeline do not run the same microbatches: they have 2, 2 of them" in message
+
+
+class Failed:
+    """A collective that the other end's death has ended."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: object = None) -> bool:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_message_that_has_failed_is_named_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Named:
+        def wait_work(self, work: Failed, peers: list[int], what: str) -> None:
+            raise CollectiveError(f"rank {peers[0]} is gone; {what}")
+
+    monkeypatch.setattr(channel, "_broadcast", lambda tensor, source, group: Failed())
+    line = channel._Line(None, 0, 1, Named(), torch.device("cpu"), Account(2))  # type: ignore[arg-type]
+    specs = [channel.TensorSpec.of(torch.ones(2))]
+    line.send("kind", [torch.ones(2)], specs, "the first")
+    with pytest.raises(CollectiveError, match="rank 1 is gone; the first"):
+        line.send("kind", [torch.ones(2)], specs, "the second")
 
 
 def test_a_rank_that_is_gone_is_named(workers: Workers) -> None:

@@ -153,7 +153,8 @@ class _Line:
 
     def _launch(self, tensor: torch.Tensor, what: str) -> None:
         while self._flying and self._flying[0][1].is_completed():
-            self._flying.popleft()[1].wait()
+            _tensor, work, earlier = self._flying.popleft()
+            self.wait(work, earlier)  # It may have failed.
         self._traffic.count(Collective.POINT_TO_POINT, tensor.nbytes)
         with self._traffic.timed(Collective.POINT_TO_POINT):
             work = _broadcast(tensor, self._source, self._group)
