@@ -19,10 +19,10 @@ from zeromesh.errors import ConfigError
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_file import load_config
 from zeromesh.trainer.config_rules import schedule_of
-from zeromesh.trainer.config_sections import DEFAULT_MODEL
 from zeromesh.trainer.config_words import allowed, choices, known_paths, suggestion
 from zeromesh.trainer.config_yaml import MAX_BYTES, parse_json, parse_yaml, plain_scalar
 from zeromesh.trainer.schedules import SCHEDULE_NAMES
+from zeromesh.trainer.sections.model import DEFAULT_MODEL
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -17,11 +17,11 @@ from workers import Workers
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config_file import load_config
-from zeromesh.trainer.config_sections import LoraSection
 from zeromesh.trainer.hf.adapters import adapter_names, is_adapted, pretrained_of
 from zeromesh.trainer.hf.build import build_model
 from zeromesh.trainer.hf.lora import add_lora
 from zeromesh.trainer.hf.losses import LabelLoss, make_loss
+from zeromesh.trainer.sections.model import LoraSection
 from zeromesh.zero.deferred import BuiltModel, take_given
 
 RANK = 3

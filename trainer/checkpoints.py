@@ -16,9 +16,9 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, ZeromeshError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.trainer.best import Goal
-from zeromesh.trainer.config_sections import CheckpointSection
 from zeromesh.trainer.console import human_bytes
 from zeromesh.trainer.hf.save import save_configuration
+from zeromesh.trainer.sections.checkpoint import CheckpointSection
 from zeromesh.trainer.state import NAME, TrainerState, differences
 from zeromesh.zero.engine import ZeroEngine
 

@@ -1,4 +1,4 @@
-"""The configuration of a run as a whole; its keys are in `config_sections.py`.
+"""The configuration of a run as a whole; its keys are in `sections/`.
 
 `docs/configuration.md` is generated from these models by `scripts/config_reference.py`. Rules that join several keys are in
 `config_rules.py`; `config_file.py` reads files and reports all problems at once.
@@ -14,24 +14,21 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from zeromesh.trainer import config_rules
-from zeromesh.trainer.config_sections import (
-    DEFAULT_WARMUP_STEPS,
-    BatchSection,
-    CheckpointSection,
-    DataSection,
-    ModelSection,
-    OffloadSection,
-    OptimizerSection,
-    ParallelSection,
-    PrecisionSection,
-    ProfileSection,
-    RunSection,
-    ScheduleSection,
-    Section,
-    TrackingSection,
-    ZeroSection,
-)
 from zeromesh.trainer.config_yaml import plain_scalar
+from zeromesh.trainer.sections.batch import BatchSection
+from zeromesh.trainer.sections.checkpoint import CheckpointSection
+from zeromesh.trainer.sections.data import DataSection
+from zeromesh.trainer.sections.model import ModelSection
+from zeromesh.trainer.sections.offload import OffloadSection
+from zeromesh.trainer.sections.optimizer import OptimizerSection
+from zeromesh.trainer.sections.parallel import ParallelSection
+from zeromesh.trainer.sections.precision import PrecisionSection
+from zeromesh.trainer.sections.profile import ProfileSection
+from zeromesh.trainer.sections.run import RunSection
+from zeromesh.trainer.sections.schedule import DEFAULT_WARMUP_STEPS, ScheduleSection
+from zeromesh.trainer.sections.section import Section
+from zeromesh.trainer.sections.tracking import TrackingSection
+from zeromesh.trainer.sections.zero import ZeroSection
 
 
 class TrainerConfig(Section):

@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from zeromesh.errors import ConfigError
 from zeromesh.trainer import config_rules
 from zeromesh.trainer.config import TrainerConfig
-from zeromesh.trainer.config_sections import DEFAULT_MODEL
 from zeromesh.trainer.config_sources import ConfigSource, read_source, with_translation
 from zeromesh.trainer.config_words import (
     allowed,
@@ -21,6 +20,7 @@ from zeromesh.trainer.config_words import (
     suggestion,
 )
 from zeromesh.trainer.config_yaml import parse_yaml
+from zeromesh.trainer.sections.model import DEFAULT_MODEL
 from zeromesh.trainer.trackers import tracker_problems
 
 # What people try that has a reason why it is not there.

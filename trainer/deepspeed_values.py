@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from zeromesh.trainer.config_sections import BatchSection, OptimizerSection
+from zeromesh.trainer.sections.batch import BatchSection
+from zeromesh.trainer.sections.optimizer import OptimizerSection
 from zeromesh.trainer.translation import Join, Reading
 
 Pairs = Iterator[tuple[str, Any]]

@@ -10,9 +10,9 @@ from torch import nn
 from zeromesh.errors import ConfigError
 from zeromesh.offload import Tiers
 from zeromesh.offload.activations import ActivationStore
-from zeromesh.trainer.config_sections import ModelSection
 from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
 from zeromesh.trainer.hf.products import use_fastest_products
+from zeromesh.trainer.sections.model import ModelSection
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.plan import block_modules
 

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from zeromesh import ranges
 from zeromesh.mesh.groups import Mesh
-from zeromesh.trainer.config_sections import ProfileSection
+from zeromesh.trainer.sections.profile import ProfileSection
 
 FOLDER = "profile"
 _NAME = f'"name": "{ranges.IN_TURN}'

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config_sections import LoraSection
 from zeromesh.trainer.hf.heads import Head
+from zeromesh.trainer.sections.model import LoraSection
 from zeromesh.zero.deferred import BuiltModel
 from zeromesh.zero.initial import INITIALISER_ERRORS, is_pretrained_model, seeded_cpu
 from zeromesh.zero.sources import ParameterSource

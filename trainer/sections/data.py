@@ -1,0 +1,48 @@
+"""The section `data`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from zeromesh.trainer.config_types import Allowed, Count, Fraction, Text, Texts
+from zeromesh.trainer.sections.section import Section
+
+
+class DataSection(Section):
+    """What it is trained on. Datasets that are given to `Trainer` itself stand in for `train` and `eval`."""
+
+    train: Text | Texts = Field(
+        default="stdlib",
+        description="stdlib (the source of Python's standard library), or paths of text, .jsonl, "
+        ".parquet or directories.",
+    )
+    eval: Text | Texts | None = Field(
+        default=None,
+        description="Paths of the evaluation text; null holds `eval_fraction` of the training documents out.",
+    )
+    eval_fraction: Fraction = Field(
+        default=0.05,
+        description="Part of the training documents that is held out when `eval` is null. 0 holds none out.",
+    )
+    text_field: Text = Field(default="text", description="The column of .jsonl and .parquet files that holds the text.")
+    tokenizer: Text = Field(
+        default="bytes", description="bytes, a local directory that save_pretrained wrote, or a name on the Hub."
+    )
+    sequence_length: Annotated[int, Field(ge=2)] = Field(default=256, description="Tokens in a packed sequence.")
+    shuffle: bool = Field(
+        default=True, description="Shuffle the sequences of each epoch, by the seed and the epoch's number."
+    )
+    shuffle_window: Count = Field(
+        default=1024,
+        description="Samples of a streamed dataset that are shuffled among each other; others are as a whole.",
+    )
+    separate_documents: bool = Field(
+        default=False,
+        description="Positions begin anew with each document of a packed sequence, and none attends to another. Needs a model that "
+        "takes position_ids.",
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63), Allowed("null, or an integer >= 0 and < 2**63")] | None = Field(
+        default=None, description="Seed of the order of the data; null: that of the run."
+    )
