@@ -92,10 +92,12 @@ class Evaluator:
     ) -> EvaluationResult | None:
         run = self._run
         check_dataset(dataset, name="eval_dataset")
-        feed = run.feeds.evaluation(dataset)
+        feed = run.trained.feeds.evaluation(dataset)
         collector = None
         if outputs:
-            never = getattr(getattr(run.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
+            never = getattr(
+                getattr(run.trained.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"]
+            )
             collector = Collector(run.mesh, [*never, *ignored], run.given.preprocess_logits_for_metrics)
 
         def go_on(done: int, total: int) -> bool:
@@ -103,7 +105,7 @@ class Evaluator:
             run.call("on_prediction_step", done, total)
             return not stop()
 
-        return run.stepper.evaluate(feed, go_on, collector)
+        return run.trained.stepper.evaluate(feed, go_on, collector)
 
     def _metrics(self, result: EvaluationResult, prefix: str) -> Values:
         """What `compute_metrics` makes of all samples; every rank computes it."""

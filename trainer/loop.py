@@ -102,8 +102,8 @@ class TrainingLoop:
             substep_end=lambda: run.call("on_substep_end", number), before_update=lambda: run.before_update(number)
         )
         feed = replace(self._feed, passed_over=run.passed_over)
-        with self._profile.step(number), self._memory.recorded(number, run.require_engine().ledger):
-            result = run.stepper.train_step(feed, run.step, factor, events, Votes.of(self._request.signal))
+        with self._profile.step(number), self._memory.recorded(number, run.trained.require_engine().ledger):
+            result = run.trained.stepper.train_step(feed, run.step, factor, events, Votes.of(self._request.signal))
         run.step = number
         self._note_stop(result.votes.number)
         run.call("on_optimizer_step", number)
@@ -221,14 +221,14 @@ class TrainingLoop:
     def _save(self, *, wait: bool) -> None:
         run = self._run
         if self._checkpoints.latest != run.step:
-            self._checkpoints.save(self._state(), run.model, run.processing_class, wait=wait)
+            self._checkpoints.save(self._state(), run.trained.model, run.processing_class, wait=wait)
             run.call("on_save", run.step)
         if wait:
             self._checkpoints.finish()
 
     def _state(self) -> TrainerState:
         run = self._run
-        engine = run.require_engine()
+        engine = run.trained.require_engine()
         scaler = engine.updater.scaler
         samples = run.plan.samples_of(run.step + run.passed_over).start
         stream = run.data.train.state(samples) if isinstance(run.data.train, StreamedDataset) else {}

@@ -3,65 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.trainer_utils import PredictionOutput
 
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import PhaseError, StorageError
+from zeromesh.errors import PhaseError
 from zeromesh.mesh.axes import AXES
 from zeromesh.mesh.groups import Mesh
-from zeromesh.mesh.launch import setting
 from zeromesh.mesh.monitor import NAME as RANKS
 from zeromesh.mesh.monitor import StateMonitor
-from zeromesh.mesh.select import choose_transport
-from zeromesh.offload import Tiers, available_bytes, peak_bytes, reuse_freed_memory, settle_heap
-from zeromesh.offload.heap import TUNABLES
+from zeromesh.offload import peak_bytes, reuse_freed_memory
 from zeromesh.tensor.products import take_product_buffers
 from zeromesh.trainer import setup
-from zeromesh.trainer.attributes import KeptAttributes
 from zeromesh.trainer.best import Best, goal_of, value_of
 from zeromesh.trainer.checkpoints import FOLDER, RunCheckpoints
 from zeromesh.trainer.collate import MapDataset
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.console import RunConsole, human_bytes, human_count, make_console
 from zeromesh.trainer.directory import RunDirectory
-from zeromesh.trainer.dress import dress_model
 from zeromesh.trainer.evaluation import Evaluator, Values
 from zeromesh.trainer.events import Events
 from zeromesh.trainer.exhausted import explained
-from zeromesh.trainer.feeds import Feeds, Given
+from zeromesh.trainer.feeds import Given
 from zeromesh.trainer.figures import StepFigures
-from zeromesh.trainer.flops import ModelFlops
-from zeromesh.trainer.hf.generate import check_arguments, generate
 from zeromesh.trainer.hf.hub import pin_sources
-from zeromesh.trainer.hf.losses import make_loss
-from zeromesh.trainer.hf.save import save_model
 from zeromesh.trainer.loop import TrainingLoop
-from zeromesh.trainer.memory import kept_input_bytes, require_memory
 from zeromesh.trainer.profiling import Profile
 from zeromesh.trainer.report import FitReport, Progress
 from zeromesh.trainer.run_state import RunState
 from zeromesh.trainer.schedules import STEADY
 from zeromesh.trainer.signals import leave, stop_requests
 from zeromesh.trainer.state import settings_of
-from zeromesh.trainer.step import Stepper
 from zeromesh.trainer.stragglers import RankFigures
 from zeromesh.trainer.streamed import StreamedDataset
-from zeromesh.trainer.takes import Takes
 from zeromesh.trainer.tracking import Tracking
-from zeromesh.trainer.watched_source import WatchedSource
+from zeromesh.trainer.trained import TrainedModel
 from zeromesh.trainer.wishes import Wishes
-from zeromesh.zero.build import open_tiers
-from zeromesh.zero.deferred import BuiltModel
-from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.options import ZeroOptions
-from zeromesh.zero.randomness import seed_forward
 
 
 class Run:
@@ -88,71 +69,23 @@ class Run:
         self.tracker: Mapping[str, str] = {}
         """What the checkpoint that the run goes on from knows of its trackers."""
         self.report: FitReport | None = None
-        self.gradients_ready = False
         self._broken = ""
-        self._generations = 0
         events.require_same_number(mesh)
         setup.set_determinism(config.run.deterministic)
         self.config, self.plan = config, setup.batch_plan(config, mesh)
         options = setup.engine_options(config, self.plan.accumulation)
-        self._tell(config.notes)
+        self.tell(*config.notes)
         self._say_what_comes(options.precision.table(config.optimizer.name))
         self.console.status("reading the data")
         self.data = setup.prepare_data(config, given.train_dataset, given.eval_dataset, given.processing_class)
-        self._tell(self.data.notes)
+        self.tell(*self.data.notes)
         self.config, self.plan = setup.over_data(config, self.plan, self.data.train)
         self.evaluator = Evaluator(self)
         self.console.status("building the model")
-        built = setup.prepare_model(given.model, config, self.data.tokenizer)
-        self.model = built.model
-        options = setup.exempted(options, config, self.model)
-        self._kept = KeptAttributes(self.model)
-        tiers = open_tiers(mesh, options)
-        try:
-            engine = self._build(built, options, tiers)
-        except BaseException:
-            tiers.close()
-            self._kept.put_back()
-            raise
-        self.engine: ZeroEngine | None = engine
-        if mesh.device.type == "cpu":
-            settle_heap(setting(TUNABLES) or "")
-        pipeline = self.divided.pipeline
-        self.stepper = Stepper(self.model, self.loss, mesh, options.precision.compute, engine, pipeline)
-        self.console.note(self._size(engine))
+        self.trained = TrainedModel(self, options)
         compute, samples = options.precision.compute, config.batch.global_size
-        self.figures = StepFigures(self._flops, mesh, compute, samples, engine.ledger)
-        self._tell([note for note in [engine.updater.place.note(), *self.figures.notes] if note])
-
-    def _build(self, built: BuiltModel, options: ZeroOptions, tiers: Tiers) -> ZeroEngine:
-        """Look at the model and the data, leave on this rank its part of the model, and give that its values."""
-        config, mesh, given, model = self.config, self.mesh, self.given, self.model
-        setup.require_layout_fits(model, mesh)
-        setup.place_buffers(built, mesh, config.run.seed)
-        # Of the whole model, so that all ranks take the same batches, count alike and refuse alike.
-        self.takes = Takes.of(model, users_loss=given.compute_loss is not None)
-        self._flops = ModelFlops.of(model)
-        self.console.status("trying the loss on a small copy")
-        smoothing, divided = config.run.label_smoothing, mesh.tensor.size > 1
-        self.loss = make_loss(
-            model, mode=config.model.loss, compute_loss=given.compute_loss, divided=divided, smoothing=smoothing
-        )
-        self.divided = setup.divide_model(model, config, mesh)
-        dressed = dress_model(model, config.model, options, tiers)
-        self._tell([*self.divided.notes, *dressed.notes])
-        self.feeds = Feeds(config, given, self.data, self.takes, self.loss, self.plan)
-        about_model = [*built.notes, *setup.notes_on_modules(model)]
-        self._tell([*about_model, *self.loss.notes, *self.feeds.check()])
-        transport = choose_transport(options.transport, mesh.shard, mesh.device)
-        length = config.data.sequence_length if self.data.loaded is not None else 0
-        inputs = kept_input_bytes(model, dressed.away, config.batch.micro_size, length, options.precision.compute)
-        cuts = self.divided.cuts
-        self._tell(require_memory(model, options, mesh, transport=transport, inputs=inputs, cuts=cuts))
-        mesh.meet("start of the run")
-        source = WatchedSource(built, self.console, mesh)
-        engine = ZeroEngine.build(model, mesh, options, source, tiers, cuts)
-        source.close()
-        return engine
+        self.figures = StepFigures(self.trained.flops, mesh, compute, samples, self.trained.require_engine().ledger)
+        self.tell(*self.figures.notes)
 
     @property
     def finished(self) -> bool:
@@ -197,15 +130,10 @@ class Run:
         self.console.note(f"batch: {self.plan.equation()}")
         self.console.note(precision)
 
-    def _tell(self, notes: Sequence[str]) -> None:
-        for note in notes:
+    def tell(self, *notes: str | None) -> None:
+        """Tell a person whatever there is to tell."""
+        for note in filter(None, notes):
             self.console.note(note)
-
-    def _size(self, engine: ZeroEngine) -> str:
-        here = " on this rank" if self.divided.pipeline is not None else ""
-        units = f"{len(engine.units)} unit{'s' if len(engine.units) > 1 else ''}{here}"
-        sums = f", gradients summed over {engine.reduction_name}" if self.mesh.shard.size > 1 else ""
-        return f"{type(self.model).__name__}: {human_count(engine.state.numel)} parameters in {units}{sums}"
 
     # Training
 
@@ -218,16 +146,16 @@ class Run:
         if self.report is not None:
             self.console.note(f"already finished at step {self.step}; a new Trainer trains this model further")
             return self.report
-        feed = self.feeds.train()
+        feed = self.trained.feeds.train()
         if feed is None:
             raise setup.no_training_data()
-        setup.require_trained_parameters(self.model)
+        setup.require_trained_parameters(self.trained.model)
         with self.guarded(), directory.locked(), stop_requests(self.console.note) as request:
             checkpoints = RunCheckpoints(
                 self.config.checkpoint,
                 directory.path,
                 self.mesh,
-                self.require_engine(),
+                self.trained.require_engine(),
                 self.console.note,
                 goal=self.goal,
                 keep_best=int(self.config.run.load_best),
@@ -313,15 +241,15 @@ class Run:
             f"done: {report.final_step} steps, loss {report.final_loss:.4f}, "
             f"{human_count(report.tokens_per_second)} tokens/s, peak memory {human_bytes(report.peak_memory_bytes)} a rank"
         )
-        self._tell(self.progress.notes())
-        self._make_whole()
+        self.tell(*self.progress.notes())
+        self.trained.make_whole()
         self.report = report
         return report
 
     @property
     def settings(self) -> dict[str, Any]:
         """What another process that goes on with this run must have the same."""
-        model, data = setup.description_of(self.model), self.data.description(shuffle=self.config.data.shuffle)
+        model, data = setup.description_of(self.trained.model), self.data.description(shuffle=self.config.data.shuffle)
         return settings_of(self.config, model=model, data=data)
 
     @property
@@ -330,19 +258,10 @@ class Run:
         given = self.given.processing_class
         return given if given is not None else self.data.processing_class
 
-    def require_engine(self) -> ZeroEngine:
-        """The engine. Raises `PhaseError` once the model is whole."""
-        if self.engine is None:
-            raise PhaseError("the model is whole again, and no longer trained")
-        return self.engine
-
     def before_update(self, number: int) -> None:
         """Between the last backward of a step and its update."""
-        self.gradients_ready = True
-        try:
+        with self.trained.gradients_to_read():
             self.call("on_pre_optimizer_step", number)
-        finally:
-            self.gradients_ready = False
 
     def rank_figures(self) -> RankFigures:
         """What ranks tell one another now and then."""
@@ -381,10 +300,10 @@ class Run:
             yield
         except BaseException as error:
             where = Path(self.config.run.output_dir).expanduser() / self.config.run.name
-            told = explained(error, self.engine, self.mesh, where, self.step)
+            told = explained(error, self.trained.engine, self.mesh, where, self.step)
             self.mesh.fail(told)
             alone = self.mesh.world_size == 1
-            if not alone or (self.engine is not None and not self.engine.abandon_pass()):
+            if not alone or (self.trained.engine is not None and not self.trained.engine.abandon_pass()):
                 self._broken = f"{type(told).__name__}: {told}".removesuffix(": ")
             if told is error:
                 raise
@@ -419,87 +338,6 @@ class Run:
         self.call("on_predict", output.metrics or {})
         return output
 
-    def generate(self, arguments: Mapping[str, Any], seed: int | None) -> Any:
-        """See `Trainer.generate`."""
-        mesh, divided = self.mesh, self.engine is not None
-        staged = divided and mesh.pipeline.size > 1
-        shared = staged or (divided and mesh.tensor.size > 1)
-        check_arguments(self.model, arguments, staged=staged, shared=shared)
-        self._generations += 1
-        sow: Callable[[], object] = partial(
-            seed_forward, self.config.run.seed, self.step, self._generations, "generate"
-        )
-        if seed is not None:
-            sow = partial(torch.manual_seed, seed)
-        with self.guarded():
-            return generate(self.model, mesh, arguments, seed=sow, engine=self.engine, pipeline=self.divided.pipeline)
-
-    def state_dict(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Trainer.state_dict`."""
-        if self.engine is None:
-            return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
-        return self.engine.state.parameters()
-
-    def save(self, path: Path) -> None:
-        """See `Trainer.save`."""
-        with self.guarded():
-            state = self.engine.state if self.engine is not None else None
-            failure = save_model(self.model, state, path, self.mesh, processing_class=self.processing_class)
-        if failure:
-            raise StorageError(failure)
-
-    def gradient(self, name: str) -> Tensor | None:
-        """See `Trainer.gradient`."""
-        if self.engine is None or not self.gradients_ready:
-            raise PhaseError("gradients are there between backward and update: read them in on_pre_optimizer_step")
-        gradient = self.engine.state.gradient(name)
-        return None if gradient is None else gradient.mul_(self.stepper.gradient_factor)
-
-    def gathered(self, names: list[str]) -> AbstractContextManager[None]:
-        """See `Trainer.gathered`."""
-        if self.engine is None:
-            return nullcontext()
-        needed, free = self.engine.state.nbytes_of(names), self._least_available()
-        if free is not None and needed > free:
-            raise StorageError(
-                f"parameters {', '.join(names[:4])} need {human_bytes(needed)} on every rank, and a rank has "
-                f"{human_bytes(free)} free"
-            )
-        return self.engine.gathered(names)
-
-    def _least_available(self) -> int | None:
-        """Free bytes of the rank that has least, when all ranks of a host take as much as it does; None: not known."""
-        if self.mesh.device.type == "cuda":
-            mine = torch.cuda.mem_get_info(self.mesh.device)[0]
-        else:
-            mine = available_bytes() // max(1, self.mesh.environment.local_world_size)
-        return -int(self.mesh.world.max_(torch.tensor([-mine]), "free memory")[0]) or None
-
-    def _make_whole(self) -> None:
-        """End the engine and leave the model whole, if every rank has memory for it; else it stays partitioned."""
-        engine = self.engine
-        if engine is None:
-            return
-        if engine.options.offload.parameters.leaves(self.mesh.device):
-            self.console.note("parameters rest on another tier, and the model stays partitioned; use save()")
-            return
-        master = engine.options.precision.master
-        state = engine.state
-        nbytes = state.numel * master.itemsize
-        free = self._least_available()
-        if free is not None and 2 * nbytes > free:
-            self.console.note("the model does not fit in one rank's memory and stays partitioned; use save()")
-            return
-        state.make_whole(self.divided.restore)
-        engine.close()
-        self.engine = None
-        self._kept.put_back()
-        self.stepper = Stepper(self.model, self.loss, self.mesh, master, None)
-
     def close(self) -> None:
         """See `Trainer.close`."""
-        self._kept.put_back()
-        if self.engine is not None:
-            self.engine.close()
-            self.engine = None
-        self.divided.close()
+        self.trained.close()

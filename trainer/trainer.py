@@ -180,7 +180,7 @@ class Trainer(TransformersNames):
         Raises:
             StorageError: when it cannot be written.
         """
-        self._prepare().save(Path(path).expanduser())
+        self._prepare().trained.save(Path(path).expanduser())
 
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, seed: int | None = None, **arguments: Any
@@ -205,7 +205,9 @@ class Trainer(TransformersNames):
             DataError: for prompts padded on the right, and where ranks of one group give other prompts.
         """
         given = {"input_ids": input_ids, "attention_mask": attention_mask, **arguments}
-        return self._prepare().generate({name: value for name, value in given.items() if value is not None}, seed)
+        return self._prepare().trained.generate(
+            {name: value for name, value in given.items() if value is not None}, seed
+        )
 
     def state_dict(self) -> Iterator[tuple[str, Tensor]]:
         """`(name, tensor)` of whole parameters, one bucket in memory at a time; all ranks iterate over it to its end.
@@ -213,7 +215,7 @@ class Trainer(TransformersNames):
         Values are master weights. A tensor may change with the next step: copy it to keep it. `dict(trainer.state_dict())`
         holds the whole model on every rank.
         """
-        return self._prepare().state_dict()
+        return self._prepare().trained.state_dict()
 
     def gathered(self, names: Iterable[str]) -> AbstractContextManager[None]:
         """Inside the block the named parameters are whole on every rank, in the compute dtype, to be read; all ranks enter it.
@@ -221,7 +223,7 @@ class Trainer(TransformersNames):
         Raises:
             StorageError: when they would not fit in memory.
         """
-        return self._prepare().gathered(list(names))
+        return self._prepare().trained.gathered(list(names))
 
     def gradient(self, name: str) -> Tensor | None:
         """The whole gradient of a parameter; None for a frozen one. All ranks call it, in `on_pre_optimizer_step`.
@@ -231,12 +233,12 @@ class Trainer(TransformersNames):
         Raises:
             PhaseError: at other times, and when it was used up inside backward (`optimizer.in_backward`).
         """
-        return self._prepare().gradient(name)
+        return self._prepare().trained.gradient(name)
 
     @property
     def model(self) -> nn.Module:
         """The model. During `fit` its parameters are partitioned; under no_grad its forward works on all ranks."""
-        return self._prepare().model
+        return self._prepare().trained.model
 
     @property
     def mesh(self) -> Mesh:
@@ -296,7 +298,7 @@ class Trainer(TransformersNames):
     @property
     def engine(self) -> ZeroEngine | None:
         """The engine, while the model is partitioned."""
-        return self._prepare().engine
+        return self._prepare().trained.engine
 
     def close(self) -> None:
         """Leave the process groups and give shared memory back. The trainer is over."""

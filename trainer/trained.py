@@ -1,0 +1,210 @@
+"""The model of a run: looked at, divided and partitioned before the first step, whole again after the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zeromesh.errors import PhaseError, StorageError
+from zeromesh.mesh.launch import setting
+from zeromesh.mesh.select import choose_transport
+from zeromesh.offload import Tiers, available_bytes, settle_heap
+from zeromesh.offload.heap import TUNABLES
+from zeromesh.trainer import setup
+from zeromesh.trainer.attributes import KeptAttributes
+from zeromesh.trainer.console import human_bytes, human_count
+from zeromesh.trainer.dress import dress_model
+from zeromesh.trainer.feeds import Feeds
+from zeromesh.trainer.flops import ModelFlops
+from zeromesh.trainer.hf.generate import check_arguments, generate
+from zeromesh.trainer.hf.losses import make_loss
+from zeromesh.trainer.hf.save import save_model
+from zeromesh.trainer.memory import kept_input_bytes, require_memory
+from zeromesh.trainer.step import Stepper
+from zeromesh.trainer.takes import Takes
+from zeromesh.trainer.watched_source import WatchedSource
+from zeromesh.zero.build import open_tiers
+from zeromesh.zero.deferred import BuiltModel
+from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.options import ZeroOptions
+from zeromesh.zero.randomness import seed_forward
+
+if TYPE_CHECKING:
+    from zeromesh.trainer.run import Run
+
+
+class TrainedModel:
+    """Of one run; this rank's part of it. `engine` is None once the model is whole.
+
+    Raises:
+        ConfigError, DataError, LayoutError, StorageError: at construction, before anything large is allocated, for a model that
+            cannot be built, divided or trained so, for data that it cannot be trained on, and for too little memory.
+    """
+
+    def __init__(self, run: Run, options: ZeroOptions) -> None:
+        self._run = run
+        built = setup.prepare_model(run.given.model, run.config, run.data.tokenizer)
+        self.model = built.model
+        options = setup.exempted(options, run.config, self.model)
+        self._kept = KeptAttributes(self.model)
+        self._gradients_ready = False
+        self._generations = 0
+        tiers = open_tiers(run.mesh, options)
+        try:
+            engine = self._build(built, options, tiers)
+        except BaseException:
+            tiers.close()
+            self._kept.put_back()
+            raise
+        self.engine: ZeroEngine | None = engine
+        if run.mesh.device.type == "cpu":
+            settle_heap(setting(TUNABLES) or "")
+        self.stepper = Stepper(
+            self.model, self.loss, run.mesh, options.precision.compute, engine, self.divided.pipeline
+        )
+        run.tell(self._size(engine), engine.updater.place.note())
+
+    def _build(self, built: BuiltModel, options: ZeroOptions, tiers: Tiers) -> ZeroEngine:
+        """Look at the model and the data, leave on this rank its part of the model, and give that its values."""
+        run, model = self._run, self.model
+        config, mesh, given = run.config, run.mesh, run.given
+        setup.require_layout_fits(model, mesh)
+        setup.place_buffers(built, mesh, config.run.seed)
+        # Of the whole model, so that all ranks take the same batches, count alike and refuse alike.
+        takes = Takes.of(model, users_loss=given.compute_loss is not None)
+        self.flops = ModelFlops.of(model)
+        run.console.status("trying the loss on a small copy")
+        self.loss = make_loss(
+            model,
+            mode=config.model.loss,
+            compute_loss=given.compute_loss,
+            divided=mesh.tensor.size > 1,
+            smoothing=config.run.label_smoothing,
+        )
+        self.divided = setup.divide_model(model, config, mesh)
+        dressed = dress_model(model, config.model, options, tiers)
+        run.tell(*self.divided.notes, *dressed.notes)
+        self.feeds = Feeds(config, given, run.data, takes, self.loss, run.plan)
+        run.tell(*built.notes, *setup.notes_on_modules(model), *self.loss.notes, *self.feeds.check())
+        transport = choose_transport(options.transport, mesh.shard, mesh.device)
+        length = config.data.sequence_length if run.data.loaded is not None else 0
+        inputs = kept_input_bytes(model, dressed.away, config.batch.micro_size, length, options.precision.compute)
+        cuts = self.divided.cuts
+        run.tell(*require_memory(model, options, mesh, transport=transport, inputs=inputs, cuts=cuts))
+        mesh.meet("start of the run")
+        source = WatchedSource(built, run.console, mesh)
+        engine = ZeroEngine.build(model, mesh, options, source, tiers, cuts)
+        source.close()
+        return engine
+
+    def _size(self, engine: ZeroEngine) -> str:
+        here = " on this rank" if self.divided.pipeline is not None else ""
+        units = f"{len(engine.units)} unit{'s' if len(engine.units) > 1 else ''}{here}"
+        sums = f", gradients summed over {engine.reduction_name}" if self._run.mesh.shard.size > 1 else ""
+        return f"{type(self.model).__name__}: {human_count(engine.state.numel)} parameters in {units}{sums}"
+
+    def require_engine(self) -> ZeroEngine:
+        """The engine. Raises `PhaseError` once the model is whole."""
+        if self.engine is None:
+            raise PhaseError("the model is whole again, and no longer trained")
+        return self.engine
+
+    def generate(self, arguments: Mapping[str, Any], seed: int | None) -> Any:
+        """See `Trainer.generate`."""
+        run, mesh, divided = self._run, self._run.mesh, self.engine is not None
+        staged = divided and mesh.pipeline.size > 1
+        shared = staged or (divided and mesh.tensor.size > 1)
+        check_arguments(self.model, arguments, staged=staged, shared=shared)
+        self._generations += 1
+        sow: Callable[[], object] = partial(seed_forward, run.config.run.seed, run.step, self._generations, "generate")
+        if seed is not None:
+            sow = partial(torch.manual_seed, seed)
+        with run.guarded():
+            return generate(self.model, mesh, arguments, seed=sow, engine=self.engine, pipeline=self.divided.pipeline)
+
+    def state_dict(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Trainer.state_dict`."""
+        if self.engine is None:
+            return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+        return self.engine.state.parameters()
+
+    def save(self, path: Path) -> None:
+        """See `Trainer.save`."""
+        run = self._run
+        with run.guarded():
+            state = self.engine.state if self.engine is not None else None
+            failure = save_model(self.model, state, path, run.mesh, processing_class=run.processing_class)
+        if failure:
+            raise StorageError(failure)
+
+    @contextmanager
+    def gradients_to_read(self) -> Iterator[None]:
+        """Inside the block, between the last backward of a step and its update, `gradient` answers."""
+        self._gradients_ready = True
+        try:
+            yield
+        finally:
+            self._gradients_ready = False
+
+    def gradient(self, name: str) -> Tensor | None:
+        """See `Trainer.gradient`."""
+        if self.engine is None or not self._gradients_ready:
+            raise PhaseError("gradients are there between backward and update: read them in on_pre_optimizer_step")
+        gradient = self.engine.state.gradient(name)
+        return None if gradient is None else gradient.mul_(self.stepper.gradient_factor)
+
+    def gathered(self, names: list[str]) -> AbstractContextManager[None]:
+        """See `Trainer.gathered`."""
+        if self.engine is None:
+            return nullcontext()
+        needed, free = self.engine.state.nbytes_of(names), self._least_available()
+        if free is not None and needed > free:
+            raise StorageError(
+                f"parameters {', '.join(names[:4])} need {human_bytes(needed)} on every rank, and a rank has "
+                f"{human_bytes(free)} free"
+            )
+        return self.engine.gathered(names)
+
+    def _least_available(self) -> int | None:
+        """Free bytes of the rank that has least, when all ranks of a host take as much as it does; None: not known."""
+        mesh = self._run.mesh
+        if mesh.device.type == "cuda":
+            mine = torch.cuda.mem_get_info(mesh.device)[0]
+        else:
+            mine = available_bytes() // max(1, mesh.environment.local_world_size)
+        return -int(mesh.world.max_(torch.tensor([-mine]), "free memory")[0]) or None
+
+    def make_whole(self) -> None:
+        """End the engine and leave the model whole, if every rank has memory for it; else it stays partitioned."""
+        engine, run = self.engine, self._run
+        if engine is None:
+            return
+        if engine.options.offload.parameters.leaves(run.mesh.device):
+            run.tell("parameters rest on another tier, and the model stays partitioned; use save()")
+            return
+        master = engine.options.precision.master
+        state = engine.state
+        nbytes = state.numel * master.itemsize
+        free = self._least_available()
+        if free is not None and 2 * nbytes > free:
+            run.tell("the model does not fit in one rank's memory and stays partitioned; use save()")
+            return
+        state.make_whole(self.divided.restore)
+        engine.close()
+        self.engine = None
+        self._kept.put_back()
+        self.stepper = Stepper(self.model, self.loss, run.mesh, master, None)
+
+    def close(self) -> None:
+        """See `Trainer.close`."""
+        self._kept.put_back()
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+        self.divided.close()
