@@ -88,7 +88,7 @@ class Events:
         """What checkpoints keep of callbacks, by their class; of two of one class, the first."""
         found: dict[str, Any] = {}
         for callback in self._callbacks:
-            state = callback.state()
+            state = callback.state_dict()
             if state:
                 found.setdefault(type(callback).__name__, state)
         return found
@@ -98,4 +98,4 @@ class Events:
         for callback in self._callbacks:
             state = states.get(type(callback).__name__)
             if state:
-                callback.restore(state)
+                callback.load_state_dict(state)

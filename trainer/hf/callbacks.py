@@ -115,14 +115,14 @@ class TransformersCallbacks(Callback):
 
     # What is kept in checkpoints
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {"log_history": copy.deepcopy(self._state.log_history)}
         for callback in self._callbacks:
             if isinstance(callback, ExportableState):
                 found.setdefault(type(callback).__name__, callback.state())
         return found
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._state.log_history = [dict(line) for line in state.get("log_history", ())]
         for number, callback in enumerate(self._callbacks):
             kept = state.get(type(callback).__name__)
