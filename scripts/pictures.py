@@ -193,7 +193,7 @@ def checkpoint() -> str:
         if part > 0.1:
             drawing.text(at + part * width / 2, 119, name, "middle mono")
         at += part * width
-    drawing.text(left + width, 156, "whole tensors, whoever wrote them", "small soft end")
+    drawing.text(12, 137, "whole tensors", "small soft")
     drawing.text(12, 262, "all or nothing", "bold")
     words = ("step-100.tmp", "write, sync", "manifest.json", "rename: step-100")
     for index, each in enumerate(words):

@@ -7,6 +7,7 @@ from top to bottom in a folder of its own, with the files that it names.
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import shutil
@@ -337,6 +338,22 @@ def test_every_page_is_in_the_site() -> None:
     patterns = entries(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
     pages = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
     assert [page for page in pages if not any(fnmatchcase(page, pattern) for pattern in patterns)] == []
+
+
+@pytest.mark.full
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings_handlers.python")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    variables = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=variables, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        loaded = re.findall(
+            r'<(?:script|img|iframe)[^>]* src="([^"]+)|<link[^>]* href="([^"]+)', page.read_text(encoding="utf-8")
+        )
+        assert not [each for pair in loaded for each in pair if each.startswith(("http:", "https:", "//"))], page
 
 
 def test_the_table_of_stages_is_the_same_everywhere() -> None:
