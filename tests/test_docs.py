@@ -101,7 +101,9 @@ PRINTED: dict[str, Callable[[list[str]], None]] = {
     "text.py": _within(0, 6),
     "saving.py": lambda said: int(said[-1]),
     "sampling.py": lambda said: _is("torch.float32")([said[-1].split()[1]]),
-    "watching.py": lambda said: _is("4")([str(sum(bool(re.match(r"step \d: ", line)) for line in said))]),
+    "watching.py": lambda said: _is("4")(
+        [str(len(re.findall(r"^step \d: (?:\||loss)", "\n".join(said), re.MULTILINE)))]
+    ),
 }
 
 
@@ -124,6 +126,15 @@ def check_values(script: Script, values: list[dict[str, Any]]) -> None:
 # Going through a page
 
 
+def write_files(page: str, folder: Path) -> None:
+    """The files of a page, and README's `train.py`, which stands for a reader's own program."""
+    for script in [*scripts_of("README.md"), *scripts_of(page)]:
+        (folder / script.name).write_text(script.code, encoding="utf-8")
+    for block in blocks_of(page):
+        if block.name and block.language != "python":
+            (folder / block.name).write_text(block.text, encoding="utf-8")
+
+
 class Page:
     """A page in its folder. `run` is the directory of a small run, which stands for those that the page looks at."""
 
@@ -137,12 +148,7 @@ class Page:
         self._reader = Reader(folder)
         for name in ("configs", "scripts"):
             (folder / name).symlink_to(ROOT / name)
-        for block in blocks_of(page):
-            if block.name and block.language != "python":
-                (folder / block.name).write_text(block.text, encoding="utf-8")
-        for script in self._scripts.values():
-            if script.name:
-                (folder / script.name).write_text(script.code, encoding="utf-8")
+        write_files(page, folder)
 
     def go_through(self) -> None:
         """Try every block, in order."""
@@ -233,13 +239,15 @@ class Page:
         steps = sorted(self._run.glob("checkpoints/step-*"))
         places = {"STEP_DIR": str(steps[-1]), "OTHER": str(steps[0]), "OUT": "out", "CONFIG": "configs/quickstart.yaml"}
         found = [places.get(word, word) for word in words[1:]]
-        assert not [word for word in found if PLACEHOLDER.fullmatch(word)], f"{found}: what stands for these?"
         if "--nproc" in found and words[1] == "train":
             at = found.index("--nproc")
             del found[at : at + 2]
         if words[1] == "launch":
-            secret = [at for at, word in enumerate(found) if word == "--env" and "=" not in found[at + 1]]
-            return [*(f"{word}=x" if at - 1 in secret else word for at, word in enumerate(found)), "--dry-run"]
+            found = [
+                f"{word}=x" if before == "--env" else word for before, word in zip(["", *found], found, strict=False)
+            ]
+            found.append("--dry-run")
+        assert not [word for word in found if PLACEHOLDER.fullmatch(word)], f"{found}: what stands for these?"
         return found
 
     def _commanded(self, words: list[str]) -> dict[str, Any]:
@@ -303,9 +311,7 @@ def test_every_block_has_a_rule(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_in_the_text_are_understood(page: str, tmp_path: Path) -> None:
     reader = Reader(tmp_path)
-    for block in [*blocks_of("README.md"), *blocks_of(page)]:
-        if block.name:
-            (tmp_path / block.name).write_text(block.text, encoding="utf-8")
+    write_files(page, tmp_path)
     for line, text in spans(page):
         try:
             reader.mention(text)
