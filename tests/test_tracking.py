@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import wandb_log
-import yaml
 from tracking_cases import ENVIRONMENT, IN_ARGUMENTS, IN_CONFIG
 from workers import PoolOptions, Workers
 
@@ -32,7 +29,6 @@ from zeromesh.trainer.tracking import Tracking
 from zeromesh.trainer.wandb_files import last_row
 
 CASE = "tracking_cases:tracked"
-DOCS = Path(__file__).resolve().parent.parent / "docs"
 FIGURES = {
     *("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens"),
     *("perf/tokens_per_second", "perf/step_seconds", "perf/mfu", "memory/peak_bytes"),
@@ -314,17 +310,6 @@ def test_a_folder_of_the_same_name_is_no_package(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "aim").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert [problem for problem in kinds.tracker_problems(["aim"]) if "pip install aim" in problem]
-
-
-@pytest.mark.parametrize("page", ["tracking.md", "profiling.md"])
-def test_configurations_of_the_documentation_are_valid(page: str) -> None:
-    blocks = re.findall(r"```yaml\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        values = yaml.safe_load(block)
-        if page == "tracking.md" and find_spec("tensorboard") is None:
-            values["tracking"]["backends"].remove("tensorboard")
-        load_config(values)
 
 
 # The thread
