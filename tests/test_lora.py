@@ -12,7 +12,7 @@ import torch
 import transformers as tf
 from lora_cases import TARGETS, adapted
 from torch import nn
-from trainer_cases import LLAMA, llama
+from trainer_cases import LLAMA, llama, sentences
 from workers import Workers
 
 from zeromesh.errors import ConfigError
@@ -20,6 +20,7 @@ from zeromesh.trainer.config_file import load_config
 from zeromesh.trainer.hf.adapters import adapter_names, is_adapted, pretrained_of
 from zeromesh.trainer.hf.build import build_model
 from zeromesh.trainer.hf.lora import add_lora
+from zeromesh.trainer.hf.loss_check import InFloat64
 from zeromesh.trainer.hf.losses import LabelLoss, make_loss
 from zeromesh.trainer.sections.model import LoraSection
 from zeromesh.zero.deferred import BuiltModel, take_given
@@ -49,6 +50,31 @@ def test_what_is_saved_is_the_adapter_as_it_was_trained(workers: Workers, tmp_pa
         assert not [tensor for tensor in found[f"{name} tensors"] if "lora_" not in tensor]
         assert found[f"{name} difference"] <= 1e-9
         assert found[f"{name} change"] > 1e-3
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
+    "head": ({"target_modules": ["q_proj", "lm_head"]}, False),
+    "magnitudes": ({"target_modules": ["q_proj", "lm_head"], "use_dora": True}, False),
+    "whole modules": ({"modules_to_save": ["lm_head", "norm"]}, False),
+    "whole tied embedding": ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
+    "embedding": ({"target_modules": ["q_proj", "embed_tokens"]}, False),
+    "tied embedding": ({"target_modules": ["q_proj", "embed_tokens"]}, True),
+    "tokens": ({"trainable_token_indices": [1, 2]}, False),
+    "tokens of a tied head": ({"trainable_token_indices": [1, 2]}, True),
+    "biases": ({"bias": "lora_only"}, False),
+    "rank-stabilised": ({"use_rslora": True, "rank_pattern": {"q_proj": 2}}, False),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_kinds_of_adapters_train_as_in_one_process_and_load_in_peft(
+    workers: Workers, tmp_path: Path, name: str
+) -> None:
+    changes, tied = VARIANTS[name]
+    found = workers.run(2, "lora_cases:variant", folder=str(tmp_path), tied=tied, changes=changes)[0]
+    assert all(value <= 1e-9 for value in found["training"].values()), found
+    assert found["difference"] <= 1e-9, found
+    assert found["change"] > 1e-3
 
 
 def test_adapters_that_were_added_to_a_model(workers: Workers, tmp_path: Path) -> None:
@@ -158,6 +184,34 @@ def test_the_model_inside_says_what_the_loss_is() -> None:
     assert loss.chunked
     assert not is_adapted(llama())
     assert pretrained_of(nn.Linear(1, 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "tied", "chunked"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, False, False),
+        ({"target_modules": ["lm_head"], "use_dora": True}, False, False),
+        ({"modules_to_save": ["lm_head"]}, False, True),
+        ({"trainable_token_indices": [1, 2]}, True, False),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, True, True),
+    ],
+    ids=["head", "head with magnitudes", "whole head", "tokens of a tied head", "embedding under a tied head"],
+)
+def test_the_loss_is_that_of_the_adapted_head(changes: dict[str, Any], tied: bool, chunked: bool) -> None:
+    """A trial of the model's class knows nothing of what PEFT has made of its head."""
+    model = adapted(tied=tied, **changes).double()
+    batch = {name: value[None] for name, value in sentences()[1].items()}
+    loss = make_loss(model)
+    assert isinstance(loss, LabelLoss)
+    assert loss.chunked == chunked, loss.notes
+    with InFloat64():
+        own = model(**batch).loss
+        found = loss(model, batch, seed=1.0 / loss.count(batch)) / loss.count(batch)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        wanted = torch.autograd.grad(own, trained, allow_unused=True)
+        gradients = torch.autograd.grad(found, trained, allow_unused=True)
+    torch.testing.assert_close(found, own, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradients, wanted, rtol=1e-9, atol=1e-12)
 
 
 def test_what_cannot_have_adapters_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
