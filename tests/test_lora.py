@@ -220,6 +220,11 @@ def test_what_cannot_have_adapters_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         add_lora(built(), section, "causal_lm", 0)
     with pytest.raises(ConfigError, match="adapters are for models of transformers, and this is a Linear"):
         add_lora(take_given(nn.Linear(2, 2), 0), section, "base", 0)
+    twice = llama()
+    twice.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    for model in (adapted(), twice):
+        with pytest.raises(ConfigError, match=r"model\.lora: the model has adapters already; leave this out"):
+            add_lora(take_given(model, 0), LoraSection(rank=2), "causal_lm", 0)
     prompts = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(ConfigError, match="adapters that learn prompts make targets of their own"):
         make_loss(prompts)

@@ -78,7 +78,6 @@ class TrackedRun:
     directory: Path
     step: int
     config: Mapping[str, Any]
-    device: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,6 +25,8 @@ from zeromesh.trainer.hf.safetensors_files import INDEX, SINGLE
 from zeromesh.zero.access import StateAccess
 from zeromesh.zero.holdings import saved_buffers
 
+_OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+"""Files that `from_pretrained` would load on top of a model that was saved where an adapter had been."""
 _SYNCED_BYTES = 256 << 20
 """Written at once, and brought to the disk before more is: no wait for the disk is longer than that takes."""
 
@@ -150,7 +152,7 @@ class _Writer:
     def _move(self) -> None:
         _move(self._directory, self._path)
         names = {layout.path for layout in self._layouts} | ({INDEX} if len(self._layouts) > 1 else set())
-        for stale in (SINGLE, INDEX, *(file.name for file in self._path.glob("model-*-of-*.safetensors"))):
+        for stale in (SINGLE, INDEX, *_OF_ADAPTERS, *(file.name for file in self._path.glob("model-*-of-*.safetensors"))):
             if stale not in names:
                 (self._path / stale).unlink(missing_ok=True)
 
