@@ -39,7 +39,9 @@ def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> 
     peft = _peft()
     base: Any = built.model
     if is_adapted(base):
-        raise ConfigError("the model has adapters already; leave this out, or give the model without them", where="model.lora")
+        raise ConfigError(
+            "the model has adapters already; leave this out, or give the model without them", where="model.lora"
+        )
     if not is_pretrained_model(base):
         raise ConfigError(
             f"adapters are for models of transformers, and this is a {type(base).__name__}", where="model.lora"

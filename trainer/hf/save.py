@@ -152,7 +152,8 @@ class _Writer:
     def _move(self) -> None:
         _move(self._directory, self._path)
         names = {layout.path for layout in self._layouts} | ({INDEX} if len(self._layouts) > 1 else set())
-        for stale in (SINGLE, INDEX, *_OF_ADAPTERS, *(file.name for file in self._path.glob("model-*-of-*.safetensors"))):
+        numbered = [file.name for file in self._path.glob("model-*-of-*.safetensors")]
+        for stale in (SINGLE, INDEX, *numbered, *_OF_ADAPTERS):
             if stale not in names:
                 (self._path / stale).unlink(missing_ok=True)
 
