@@ -24,6 +24,7 @@ from zeromesh.trainer.hf.adapters import adapter_names, is_adapted, wraps_anothe
 from zeromesh.trainer.hf.safetensors_files import INDEX, SINGLE
 from zeromesh.zero.access import StateAccess
 from zeromesh.zero.holdings import saved_buffers
+from zeromesh.zero.sources import canonical_names
 
 _OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 """Files that `from_pretrained` would load on top of a model that was saved where an adapter had been."""
@@ -177,6 +178,7 @@ def save_adapter(
             _begin(path)
             # What adapters train of embeddings is among their own tensors; PEFT would look at the Hub for what else may be.
             own = {"save_embedding_layers": False} if wraps_another(model) else {}
+            held |= {name: held[first] for name, first in canonical_names(model).items() if first in held}  # ties
             model.save_pretrained(_beside(path), state_dict=held, **own)
             _save_part(processing_class, _beside(path))
             _move(_beside(path), path)
