@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "WANDB_API_KEY": "planted0wandb0api0key0000000000000000000",
     "HF_TOKEN": "planted-hf-token-in-the-environment",
     "BILLING_SERVICE_PASSWORD": "planted-password-in-the-environment",
+    "PGPASSWORD": "planted-password-of-a-database",
 }
 IN_CONFIG = "hf_plantedTokenInTheConfiguration00"
 IN_ARGUMENTS = "planted-token-in-the-arguments"
@@ -151,9 +152,22 @@ def tracked(
 def planted(mesh: Mesh, *, folder: str, backends: list[str]) -> dict[str, Any]:
     """As `tracked`, with secrets in the environment, the arguments and the configuration."""
     sections = {
-        "tracking": {"backends": backends, "tags": ["small", IN_CONFIG]},
-        "model": {"config": {"model_type": "llama", "hub_token": "planted-value-of-a-secret-key"}},
-        "data": {"train": "https://someone:planted-password-of-an-address@example.org/text"},
+        "tracking": {
+            "backends": backends,
+            "tags": ["small", IN_CONFIG, "https://example.org/x?token=planted-in-a-query", ENVIRONMENT["PGPASSWORD"]],
+            "name": f"with {ENVIRONMENT['BILLING_SERVICE_PASSWORD']}",
+        },
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "hub_token": "planted-value-of-a-secret-key",
+                "store": {"credentials": {"user": "planted-user", "keys": ["planted-key-in-a-list"]}},
+            }
+        },
+        "data": {
+            "train": "https://someone:planted-password/of@an-address@example.org/text",
+            "eval": "redis://:planted@host",
+        },
     }
     arguments = [*sys.argv, f"--token={IN_ARGUMENTS}", f"--key={ENVIRONMENT['HF_TOKEN']}"]
     with patch.dict(os.environ, ENVIRONMENT), patch.object(sys, "argv", arguments):

@@ -88,7 +88,11 @@ class Events:
         """What checkpoints keep of callbacks, by their class; of two of one class, the first."""
         found: dict[str, Any] = {}
         for callback in self._callbacks:
-            state = callback.state_dict()
+            try:
+                state = callback.state_dict()
+            except Exception as error:
+                error.add_note(f"raised by callback {type(callback).__name__}.state_dict")
+                raise
             if state:
                 found.setdefault(type(callback).__name__, state)
         return found
