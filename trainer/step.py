@@ -48,6 +48,8 @@ class Feed:
     causal: bool
     fields: frozenset[str] | None = None
     """Fields of a batch that the model takes; others are left out. None: all are kept."""
+    kept: frozenset[str] | None = None
+    """Fields of a sample that the data collator sees; None: all."""
     passed_over: int = 0
     """Steps whose data was left out, because a callback ended an epoch early."""
 
@@ -63,6 +65,7 @@ class Feed:
                 self.order,
                 microbatch,
                 collate=self.collate,
+                kept=self.kept,
                 vocab_size=self.vocab_size,
                 causal=self.causal,
             )

@@ -21,7 +21,7 @@ from zeromesh.trainer.attributes import KeptAttributes
 from zeromesh.trainer.console import human_bytes, human_count
 from zeromesh.trainer.dress import dress_model
 from zeromesh.trainer.feeds import Feeds
-from zeromesh.trainer.flops import ModelFlops
+from zeromesh.trainer.flops import ModelFlops, parameters_of
 from zeromesh.trainer.hf.generate import check_arguments, generate
 from zeromesh.trainer.hf.losses import make_loss
 from zeromesh.trainer.hf.save import save_model
@@ -52,6 +52,7 @@ class TrainedModel:
         built = setup.prepare_model(run.given.model, run.config, run.data.tokenizer)
         self.model = built.model
         options = setup.exempted(options, run.config, self.model)
+        self.optimizer = options.optimizer
         self._kept = KeptAttributes(self.model)
         self._gradients_ready = False
         self._generations = 0
@@ -78,7 +79,7 @@ class TrainedModel:
         setup.place_buffers(built, mesh, config.run.seed)
         # Of the whole model, so that all ranks take the same batches, count alike and refuse alike.
         takes = Takes.of(model, users_loss=given.compute_loss is not None)
-        self.flops = ModelFlops.of(model)
+        self.flops, self.parameters = ModelFlops.of(model), parameters_of(model)
         run.console.status("trying the loss on a small copy")
         self.loss = make_loss(
             model,
