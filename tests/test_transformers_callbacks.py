@@ -96,6 +96,7 @@ CALLBACKS: dict[str, tuple[list[list[Any]], dict[str, Any], list[float]]] = {
     "EvaluateEarly": ([["EvaluateEarly"]], {**OFF, "logging_steps": 3, "max_steps": 3}, []),
     "SaveWhen": ([["SaveWhen", [1, 3]]], {**OFF, "logging_steps": 4, "max_steps": 4}, []),
     "SaveWhen beside the run's own": ([["SaveWhen", [1]]], {**STEPS, "eval_strategy": "no", "max_steps": 4}, []),
+    "KeepEvaluated": ([["KeepEvaluated"]], {**STEPS, "save_strategy": "no"}, []),
     "CutEpochs": ([["CutEpochs"]], {**OFF, "logging_steps": 2, "num_train_epochs": 3, "save_strategy": "epoch"}, []),
     "WriteTable": ([["WriteTable"]], RUNS["epochs"], []),
     "WatchRates": ([["WatchRates"]], {**RUNS["steps"], **OFF}, []),

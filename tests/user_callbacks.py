@@ -109,9 +109,22 @@ class SaveWhen(Seeing):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        model = tf.AutoModelForCausalLM.from_pretrained(folder)
-        norm = math.sqrt(sum(float(each.detach().double().square().sum()) for each in model.parameters()))
-        self.seen.append([state.global_step, Path(get_last_checkpoint(args.output_dir) or "").name, norm])
+        self.seen.append([state.global_step, Path(get_last_checkpoint(args.output_dir) or "").name, norm_of(folder)])
+
+
+class KeepEvaluated(Seeing):
+    """Saves the model after each evaluation by the model's own method, and loads it again."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        folder = Path(args.output_dir) / f"evaluated-{state.global_step}"
+        model.save_pretrained(folder)
+        self.seen.append([state.global_step, norm_of(folder)])
+
+
+def norm_of(folder: Path) -> float:
+    """Of all parameters of a saved language model."""
+    model = tf.AutoModelForCausalLM.from_pretrained(folder)
+    return math.sqrt(sum(float(each.detach().double().square().sum()) for each in model.parameters()))
 
 
 class CutEpochs(Seeing):

@@ -64,6 +64,8 @@ class TrainedModel:
             self._kept.put_back()
             raise
         self.engine: ZeroEngine | None = engine
+        if options.stage == 3 or run.mesh.tensor.size * run.mesh.pipeline.size > 1:
+            self._save_whole()
         if run.mesh.device.type == "cpu":
             settle_heap(setting(TUNABLES) or "")
         self.stepper = Stepper(
@@ -143,6 +145,20 @@ class TrainedModel:
             failure = save_model(self.model, state, path, run.mesh, processing_class=run.processing_class)
         if failure:
             raise StorageError(failure)
+
+    def _save_whole(self) -> None:
+        """Have the own `save_pretrained` of the model, which callbacks call, write all of it as `save` does, and not what this rank
+        has of it; until it is whole again."""
+        own = getattr(self.model, "save_pretrained", None)
+        if own is None:
+            return
+
+        def save_pretrained(save_directory: Any, *arguments: Any, state_dict: Any = None, **named: Any) -> Any:
+            if state_dict is not None:
+                return own(save_directory, *arguments, state_dict=state_dict, **named)
+            return self.save(Path(save_directory).expanduser())
+
+        vars(self.model)["save_pretrained"] = save_pretrained
 
     @contextmanager
     def gradients_to_read(self) -> Iterator[None]:
