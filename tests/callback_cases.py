@@ -32,6 +32,11 @@ def made(name: str, *values: Any) -> Any:
     return kind(*(tuple(value) if isinstance(value, list) else value for value in values))
 
 
+def whole(count: int) -> list[dict[str, torch.Tensor]]:
+    """Sentences that are all target: of these the mean of batches, which transformers takes for a loss, is that of all targets."""
+    return [{**sample, "labels": sample["input_ids"]} for sample in sentences(count, seed=4)]
+
+
 def model() -> Any:
     torch.manual_seed(1)
     return llama()
@@ -58,7 +63,7 @@ def run(
         model=model(),
         args=arguments,
         train_dataset=sentences(samples),
-        eval_dataset=sentences(7, seed=4),
+        eval_dataset=whole(7),
         compute_metrics=(lambda prediction: {"score": next(given)}) if scores else None,
         callbacks=list(callbacks),
     )
@@ -82,7 +87,7 @@ def both(
             trainer = run(kind, Path(folder) / name, fields, chosen, scores)
             if after:
                 trainer.evaluate()
-                trainer.predict(sentences(5))
+                trainer.predict(whole(5))
                 trainer.save_state()
         if kind is Trainer:
             trainer.close()
@@ -134,7 +139,7 @@ def tensorboard(mesh: Mesh, folder: str) -> dict[str, Any]:
         found[name] = {
             tag: [[event.step, event.value] for event in events.Scalars(tag)]
             for tag in events.Tags()["scalars"]
-            if not tag.endswith(("_runtime", "_per_second"))
+            if not tag.endswith(("runtime", "per_second"))
         }
         found[f"{name} texts"] = sorted(events.Tags()["tensors"])
     return found
@@ -165,6 +170,7 @@ def wandb_offline(mesh: Mesh, folder: str) -> dict[str, Any]:
             {key: value for key, value in timeless(row).items() if not key.startswith("_") and value is not None}
             for row in rows(path)
         ]
-        kept = config(path)
-        found[f"{name} config"] = [kept["model/num_parameters"], kept["max_steps"], kept["model_type"]]
+        found[f"{name} config"] = {
+            key: value for key, value in config(path).items() if key in ("max_steps", "model_type")
+        }
     return found

@@ -21,7 +21,7 @@ SCRIPTS = Path(__file__).resolve().parent.parent / "scripts/examples"
 COMMON = {
     "num_train_epochs": 2, "learning_rate": 2e-3, "weight_decay": 0.01, "warmup_steps": 0.2, "adam_epsilon": 1e-4, "seed": 7,
     "train_sampling_strategy": "sequential", "logging_steps": 1, "eval_strategy": "epoch", "save_strategy": "epoch",
-    "per_device_eval_batch_size": 16, "disable_tqdm": True, "report_to": "none", "cache_dir": "cache",
+    "per_device_eval_batch_size": 16, "report_to": "none", "cache_dir": "cache",
 }  # fmt: skip
 CSV, JSON = (
     {f"{split}_file": f"{split}.{kind}" for split in ("train", "validation", "test")} for kind in ("csv", "json")
@@ -37,8 +37,8 @@ RUNS: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
         4,
         DO[:2],
     ),
-    "classification": ("run_classification.py", {"model_name_or_path": "bert", **CSV, "metric_for_best_model": "accuracy"}, 8, DO),
-    "ner": ("run_ner.py", {"model_name_or_path": "bert", **JSON}, 8, DO),
+    "classification": ("run_classification.py", {"model_name_or_path": "bert", "learning_rate": 1e-2, **CSV, "metric_for_best_model": "accuracy"}, 8, DO),
+    "ner": ("run_ner.py", {"model_name_or_path": "bert", "learning_rate": 2e-2, **JSON}, 8, DO),
 }  # fmt: skip
 """Each: the script, its arguments, samples of a rank in a microbatch on one rank, and what it is to do."""
 
@@ -124,8 +124,8 @@ def test_only_the_import_is_changed(
     words = arguments(name, ranks, output)
     said = pools[ranks].run(f"{CASES}:run", script=RUNS[name][0], folder=str(folder), words=words)
     assert "***** eval metrics *****" in said[0]
-    # One batch of all is what transformers' mean of an evaluation is exact for.
-    compare(folder / output, theirs[name])
+    # Smaller microbatches are padded less.
+    compare(folder / output, theirs[name], but=("total_flos",) if ranks > 1 and name != "clm" else ())
 
 
 @pytest.mark.full
@@ -144,7 +144,7 @@ def test_under_torchrun(folder: Path, theirs: dict[str, Path], name: str, device
         command, capture_output=True, text=True, env=environment, cwd=folder, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    compare(folder / output, theirs[name])
+    compare(folder / output, theirs[name], but=("total_flos",))
     # Begun again, it goes on from its last checkpoint, by transformers' name for it.
     newest = max((folder / output).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     again = [*words, f"--resume_from_checkpoint={newest}", "--num_train_epochs=3"]

@@ -58,7 +58,7 @@ class Recorder(Seeing):
 
 def timeless(values: dict[str, Any]) -> dict[str, Any]:
     """The same, with nothing in place of what another run would measure."""
-    return {name: None if name.endswith(("_runtime", "_per_second")) else value for name, value in values.items()}
+    return {name: None if name.endswith(("runtime", "per_second")) else value for name, value in values.items()}
 
 
 def _event(name: str) -> Any:
@@ -190,7 +190,7 @@ class TryOut(Seeing):
         with torch.no_grad():
             losses = [float(model(**batch).loss) for batch in eval_dataloader]
         sizes = [len(batch["input_ids"]) for batch in train_dataloader]
-        self.seen.append([state.global_step, losses, sizes, len(eval_dataloader.dataset), eval_dataloader.batch_size])
+        self.seen.append([state.global_step, losses, sizes, len(eval_dataloader.dataset)])
 
 
 class CountTime(Seeing):

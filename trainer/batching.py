@@ -145,6 +145,10 @@ class BatchPlan:
         """Microbatches that every rank runs in a step."""
         return math.ceil(self.global_size / (self.micro_size * self.data_ranks))
 
+    def rounds_of(self, step: int) -> int:
+        """Microbatches of step `step` (from 0) in which some rank has samples that count."""
+        return math.ceil(len(self.samples_of(step)) / (self.micro_size * self.data_ranks))
+
     @property
     def blocks(self) -> int:
         """Microbatches of weight 1 in a step, over all ranks."""

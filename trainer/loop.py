@@ -111,7 +111,7 @@ class TrainingLoop:
         feed = replace(self._feed, passed_over=run.passed_over)
         with self._profile.step(number), self._memory.recorded(number, run.trained.require_engine().ledger):
             result = run.trained.stepper.train_step(feed, run.step, factor, events, Votes.of(self._request.signal))
-        run.step = number
+        run.step, run.reached = number, position + 1
         self._note_stop(result.votes.number)
         run.call("on_optimizer_step", number)
         self._seconds += result.seconds
@@ -201,8 +201,8 @@ class TrainingLoop:
     def _begin_epoch(self, *, resumed: bool = False) -> None:
         run = self._run
         position = run.step + run.passed_over
-        run.events.wishes = run.fresh_wishes()
         if not self._over and (resumed or position == 0 or run.plan.ends_epoch(position - 1)):
+            run.events.wishes = run.fresh_wishes()
             run.call("on_epoch_begin", math.floor(run.plan.epoch_after(position)))
 
     def _end_epoch(self, position: int) -> None:

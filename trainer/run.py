@@ -61,6 +61,8 @@ class Run:
         self.step = 0
         self.passed_over = 0
         """Steps whose data was left out, because a callback ended an epoch early."""
+        self.reached = 0
+        """The number of steps, made or passed over, up to the last one that was made."""
         self.best = Best()
         self.latest_metric = float("nan")
         """Of the latest evaluation, what `run.metric` names."""
@@ -118,8 +120,8 @@ class Run:
 
     @property
     def epoch(self) -> float:
-        """How many times the training data was passed over."""
-        return self.plan.epoch_after(self.step + self.passed_over)
+        """How many times the training data was passed over, as far as it was trained on."""
+        return self.plan.epoch_after(self.reached)
 
     @property
     def total_flos(self) -> float:
@@ -235,6 +237,7 @@ class Run:
         if state is None:
             return None
         self.step, self.passed_over, self.tracker = state.step, state.passed_over, state.tracker
+        self.reached = state.step + state.passed_over
         self.best = Best.from_json(state.best, "the checkpoint")
         self.events.restore(state.callbacks)
         self.history.restore(state.log_history, "the checkpoint")

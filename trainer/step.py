@@ -57,6 +57,10 @@ class Feed:
         """The microbatches of a rank in step `step` (from 0)."""
         return self.plan.microbatches(step + self.passed_over, data_rank)
 
+    def rounds(self, step: int) -> int:
+        """Of these, those in which some rank has samples that count."""
+        return self.plan.rounds_of(step + self.passed_over)
+
     def fetch(self, microbatch: Microbatch) -> dict[str, Any]:
         """The checked batch of a microbatch, on CPU."""
         with data_randomness(self.order.seed, microbatch.first_sample):
@@ -127,7 +131,7 @@ class StepEvents:
     """Who wants to know what happens inside a step."""
 
     substep_end: Callable[[], None] = lambda: None
-    """After each microbatch but the last one."""
+    """After each microbatch but the last one that counts."""
     before_update: Callable[[], None] = lambda: None
     """Between the last backward and the update."""
 
@@ -171,7 +175,7 @@ class Stepper:
         engine = self._require_engine()
         began = time.perf_counter()
         self._mesh.clock.begin(engine.tiers.seconds_waited)
-        microbatches = feed.microbatches(step, self._mesh.data_index)
+        microbatches, rounds = feed.microbatches(step, self._mesh.data_index), feed.rounds(step)
         with self._mesh.clock.span(Span.DATA):
             batches = [feed.fetch(microbatch) for microbatch in microbatches]
         self._require_same(batches)
@@ -187,7 +191,7 @@ class Stepper:
         ):
             if each.weight and self._speaks:
                 sums[:3] += torch.tensor([float(loss) * part, targets, _tokens(batch)], dtype=torch.float64)
-            if number < len(batches):
+            if number < rounds:
                 events.substep_end()
         loss_finite = math.isfinite(sums[0])
         self._mesh.world.sum_(sums, "sum of the loss")

@@ -141,13 +141,14 @@ def main():
             max_length=max_seq_length,
             truncation=True,
         )
-        result["label"] = [label if is_regression else label_to_id[str(label)] for label in examples["label"]]
+        result["labels"] = [label if is_regression else label_to_id[str(label)] for label in examples["label"]]
         return result
 
     with training_args.main_process_first(desc="tokens of the texts"):
         records = records.map(
             preprocess_function,
             batched=True,
+            remove_columns=["label"],
             num_proc=data_args.preprocessing_num_workers,
             load_from_cache_file=not data_args.overwrite_cache,
             desc="Tokenizing",
@@ -202,7 +203,7 @@ def main():
 
     if training_args.do_predict:
         # What is to be predicted may have no labels.
-        predictions = trainer.predict(predict_dataset.remove_columns("label"), metric_key_prefix="predict").predictions
+        predictions = trainer.predict(predict_dataset.remove_columns("labels"), metric_key_prefix="predict").predictions
         predictions = np.squeeze(predictions) if is_regression else np.argmax(predictions, axis=1)
         if trainer.is_world_process_zero():
             with open(os.path.join(training_args.output_dir, "predict_results.txt"), "w", encoding="utf-8") as writer:

@@ -82,6 +82,7 @@ class TransformersCallbacks(Callback):
     def on_train_begin(self, trainer: Trainer) -> None:
         # What epochs are in steps is known by now.
         self._arguments = trainer.training_arguments or arguments_of(trainer.run_config)
+        self._train = trainer.get_train_dataloader()
         self._call(trainer, "on_train_begin")
 
     def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
@@ -121,7 +122,7 @@ class TransformersCallbacks(Callback):
         self._call(trainer, "on_save")
 
     def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
-        self._call(trainer, "on_epoch_end", follow=False)  # Of an epoch that is ended early, the part that was made.
+        self._call(trainer, "on_epoch_end")
 
     def on_train_end(self, trainer: Trainer) -> None:
         self._call(trainer, "on_train_end")
