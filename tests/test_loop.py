@@ -61,7 +61,8 @@ def test_metrics_are_exact_over_uneven_data(
         assert found["names"] == sorted(
             [
                 "eval_loss",
-                *(f"eval_{part}_{name}" for part in "ab" for name in ("loss", "targets", "accuracy", "order")),
+                *(f"eval_{part}_{name}" for part in "ab" for name in ("loss", "accuracy", "order")),
+                "epoch",
             ]
         )
         assert found["test"] == ["test_accuracy", "test_loss", "test_order", "test_runtime", "test_samples_per_second"]

@@ -102,7 +102,7 @@ class Trainer(TransformersNames):
         )
         self.training_arguments = next((each for each in (args, config) if isinstance(each, TrainingArguments)), None)
         self.events = Events(self, callbacks or ())
-        self._given = Given(
+        self.given = Given(
             model=model if model is not None else model_init,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -112,9 +112,11 @@ class Trainer(TransformersNames):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             lr_scheduler=lr_scheduler,
             processing_class=processing_class,
+            of_transformers=self.training_arguments is not None,
         )
         self._mesh: Mesh | None = None
         self._run: Run | None = None
+        self.events.call("on_init_end")
 
     # What a person calls
 
@@ -148,8 +150,8 @@ class Trainer(TransformersNames):
         ignore_keys: Sequence[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Values:
-        """Values of an evaluation: `eval_loss`, the mean over `eval_targets`, what `compute_metrics` makes of the samples, and how
-        long it took; all ranks call it.
+        """Values of an evaluation: `eval_loss`, the mean over all targets, what `compute_metrics` makes of the samples, how long it
+        took, and the `epoch`; all ranks call it.
 
         Args:
             eval_dataset: another one than the trainer's, or several by name, whose values are then called `eval_NAME_loss`.
@@ -280,11 +282,9 @@ class Trainer(TransformersNames):
         return self._prepare().processing_class
 
     @property
-    def microbatches_per_epoch(self) -> int:
-        """Of one rank; 0 without training data."""
-        plan = self._prepare().plan
-        samples = plan.epoch_size or 0
-        return -(-samples // (plan.micro_size * plan.data_ranks))
+    def run(self) -> Run:
+        """The objects of the run, which are made when they are first needed; all ranks ask for them."""
+        return self._prepare()
 
     def note(self, text: str) -> None:
         """Tell a person; rank 0 does."""
@@ -326,7 +326,7 @@ class Trainer(TransformersNames):
         if self._run is None:
             mesh = self._connect()
             with self._beginning(mesh), said_once(mesh.rank):
-                self._run = Run(self.config, mesh, self._given, self.events)
+                self._run = Run(self.config, mesh, self.given, self.events)
         self._run.require_sound()
         return self._run
 
