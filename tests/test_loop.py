@@ -151,9 +151,9 @@ def test_a_callback_that_raises_is_named(workers: Workers, tmp_path: Path, their
 def test_a_callback_that_cannot_say_what_to_keep_is_named() -> None:
     class Careless(Callback):
         def __init__(self) -> None:
-            self.state = "a name that is taken"  # type: ignore[assignment, method-assign]
+            self.state_dict = "a name that is taken"  # type: ignore[assignment, method-assign]
 
     events = Events(None, [Careless()])  # type: ignore[arg-type]
     with pytest.raises(TypeError) as caught:
         events.states()
-    assert caught.value.__notes__ == ["raised by callback Careless.state"]
+    assert caught.value.__notes__ == ["raised by callback Careless.state_dict"]
