@@ -370,6 +370,11 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
         assert not [each for pair in loaded for each in pair if each.startswith(("http:", "https:", "//"))], page
 
 
+def test_every_configuration_is_on_its_page() -> None:
+    named = [Path(path).name for _, path, _ in links("docs/howto/configurations.md") if "/configs/" in path]
+    assert sorted(named) == sorted(path.name for path in (ROOT / "configs").iterdir())
+
+
 def test_the_table_of_stages_is_the_same_everywhere() -> None:
     tables = [
         re.findall(
