@@ -29,6 +29,7 @@ from workers import Workers
 from zeromesh.checkpoint import manifest
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.hostfile import read_hosts
+from zeromesh.trainer.callbacks import Callback
 from zeromesh.trainer.config_file import load_config
 from zeromesh.trainer.launch_cli import check_mesh
 
@@ -373,6 +374,11 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
 def test_every_configuration_is_on_its_page() -> None:
     named = [Path(path).name for _, path, _ in links("docs/howto/configurations.md") if "/configs/" in path]
     assert sorted(named) == sorted(path.name for path in (ROOT / "configs").iterdir())
+
+
+def test_every_method_of_callbacks_is_in_the_guide() -> None:
+    named = re.findall(r"`(on_\w+)\(", (ROOT / "docs/guide.md").read_text(encoding="utf-8"))
+    assert sorted(set(named)) == sorted(name for name in vars(Callback) if name.startswith("on_"))
 
 
 def test_the_table_of_stages_is_the_same_everywhere() -> None:
