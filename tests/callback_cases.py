@@ -48,7 +48,7 @@ def run(
     fields: Mapping[str, Any],
     callbacks: Sequence[Any],
     scores: Sequence[float] = (),
-    samples: int = 22,
+    resume: str | None = None,
 ) -> Any:
     """A run of a few steps in the order of the data, its own evaluation and prediction after it; the trainer."""
     arguments = tf.TrainingArguments(
@@ -62,12 +62,12 @@ def run(
     trainer = trainer_class(
         model=model(),
         args=arguments,
-        train_dataset=sentences(samples),
+        train_dataset=sentences(22),
         eval_dataset=whole(7),
         compute_metrics=(lambda prediction: {"score": next(given)}) if scores else None,
         callbacks=list(callbacks),
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume and str(folder / "run" / resume))
     return trainer
 
 
@@ -95,12 +95,31 @@ def both(
     return found
 
 
-def recorded(mesh: Mesh, folder: str, fields: Mapping[str, Any]) -> list[Any]:
-    """What the recorder sees under zeromesh's Trainer on all ranks."""
-    recorder = Recorder()
+def recorded(mesh: Mesh, folder: str, fields: Mapping[str, Any], callbacks: Sequence[Sequence[Any]]) -> list[Any]:
+    """What callbacks see, the recorder last, under zeromesh's Trainer on all ranks."""
+    chosen = [*(made(*each) for each in callbacks), Recorder()]
     with quiet():
-        run(Trainer, Path(folder), fields, [recorder]).close()
-    return recorder.seen
+        run(Trainer, Path(folder), fields, chosen).close()
+    return [each.seen for each in chosen]
+
+
+def resumed(mesh: Mesh, folder: str, fields: Mapping[str, Any], scores: Sequence[float]) -> dict[str, list[Any]]:
+    """What the recorder sees of a run of six steps that goes on after its second, by transformers' name of the checkpoint."""
+    found = {}
+    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+        root, recorder = Path(folder) / name, Recorder()
+        with quiet():
+            first = run(kind, root, {**fields, "max_steps": 2}, [made("EarlyStoppingCallback", 2)], scores)
+            if kind is Trainer:
+                first.close()
+            stopping = made("EarlyStoppingCallback", 2)
+            second = run(
+                kind, root, {**fields, "max_steps": 6}, [recorder, stopping], scores[2:], resume="checkpoint-2"
+            )
+        found[name] = [recorder.seen[1:]]  # The first is the end of the construction.
+        if kind is Trainer:
+            second.close()
+    return found
 
 
 @contextlib.contextmanager

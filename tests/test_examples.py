@@ -37,7 +37,12 @@ RUNS: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
         4,
         DO[:2],
     ),
-    "classification": ("run_classification.py", {"model_name_or_path": "bert", "learning_rate": 1e-2, **CSV, "metric_for_best_model": "accuracy"}, 8, DO),
+    "classification": (
+        "run_classification.py",
+        {"model_name_or_path": "bert", "learning_rate": 1e-2, **CSV, "metric_for_best_model": "accuracy"},
+        8,
+        DO,
+    ),
     "ner": ("run_ner.py", {"model_name_or_path": "bert", "learning_rate": 2e-2, **JSON}, 8, DO),
 }  # fmt: skip
 """Each: the script, its arguments, samples of a rank in a microbatch on one rank, and what it is to do."""

@@ -26,7 +26,7 @@ def test_epochs_are_those_of_a_plain_loop(workers: Workers, tmp_path: Path, size
     substeps = found["events"].count("substep")
     assert substeps == -(-8 // (2 * size)) - 1
     assert [each for each in found["events"] if each != "substep"] == [
-        "epoch 0 at 0", f"evaluated {per_epoch}", f"saved {per_epoch}", f"end 0 after {per_epoch}",
+        "epoch 0 at 0", f"end 0 after {per_epoch}", f"evaluated {per_epoch}", f"saved {per_epoch}",
         "epoch 1 at 1", f"end 1 after {2 * per_epoch}", f"evaluated {2 * per_epoch}", f"saved {2 * per_epoch}",
     ]  # fmt: skip
     assert found["steps"] == [2 * per_epoch, 2 * per_epoch, 2.0, 2.0]
@@ -65,7 +65,8 @@ def test_metrics_are_exact_over_uneven_data(
                 "epoch",
             ]
         )
-        assert found["test"] == ["test_accuracy", "test_loss", "test_order", "test_runtime", "test_samples_per_second"]
+        speed = ["test_runtime", "test_samples_per_second", "test_steps_per_second"]
+        assert found["test"] == ["test_accuracy", "test_loss", "test_order", *speed]
 
 
 @pytest.mark.parametrize("alone", [False, True])

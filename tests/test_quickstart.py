@@ -64,6 +64,10 @@ def test_every_configuration_of_the_repository_trains(
         short["model__source"] = short["data__tokenizer"] = request.getfixturevalue("pretrained")
     if asked.run.epochs is not None:
         short["run__epochs"] = "null"
+    if asked.run.load_best:
+        short["run__eval_every"] = short["checkpoint__every_steps"] = 1
+    if asked.schedule.warmup_steps > 3 and "warmup_steps" in asked.schedule.model_fields_set:
+        short["schedule__warmup_steps"] = 1
     words = ["train", str(path), *shortened(here, **short)]
     found = workers.run(size, "input_cases:command", words=words)
     assert [each["code"] for each in found] == [0] * size, found
@@ -79,6 +83,9 @@ def check_run(folder: Path, path: Path, said: str) -> None:
     assert (resolved.model.config is None) == (asked.model.source is not None)
     assert resolved.model.lora == asked.model.lora
     assert resolved.run.max_steps == 3
+    assert [name for name in asked.tracking.backends if not any((folder / name).iterdir())] == []
+    if asked.run.load_best:
+        assert len([line for line in said.splitlines() if "evaluation loss" in line]) == 3
     losses = [record["loss"] for record in read_metrics(folder / "metrics.jsonl")]
     assert len(losses) == 3
     assert losses[-1] < losses[0]

@@ -53,8 +53,9 @@ def steps_of(rows: list[dict[str, Any]], name: str) -> list[int]:
 def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 7 steps on two ranks, tracked by wandb and a tracker of the user's own."""
     folder = tmp_path_factory.mktemp("tracked")
-    found = workers.run(2, CASE, folder=str(folder), steps=7, backends=["wandb", "noted"])
+    found = workers.run(2, CASE, timeout=120, folder=str(folder), steps=7, backends=["wandb", "noted"], looks=True)
     assert "WARNING" not in found[0]["said"], found[0]["said"]
+    assert found[0]["lag"] < 6  # a second, where the machine has time
     assert [each["threads"] for each in found] == [1, 1]
     return folder / "run"
 
@@ -178,6 +179,21 @@ def test_steps_that_are_computed_again_are_not_sent_again(workers: Workers, tmp_
     lines = [json.loads(line) for line in (tmp_path / "run" / "noted" / "zeromesh.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 13))
     assert [line["step"] for line in lines if "eval/loss" in line] == [3, 6, 9, 12]
+
+
+def test_an_evaluation_that_is_computed_again_is_not_sent_again(workers: Workers, tmp_path: Path) -> None:
+    """Whatever the last row was that an earlier process has sent: here that of an evaluation."""
+    arguments = {"folder": str(tmp_path), "backends": ["wandb", "noted"], "timeout": 120}
+    workers.run(1, CASE, steps=6, **arguments)
+    run = tmp_path / "run"
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    assert "resumed from step 5" in workers.run(1, CASE, steps=9, **arguments)[0]["said"]
+    rows = [row for path in wandb_log.files(run) for row in wandb_log.rows(path)]
+    noted = [json.loads(line) for line in (run / "noted" / "zeromesh.jsonl").read_text().splitlines()]
+    assert (
+        steps_of(rows, "train/loss") == [line["step"] for line in noted if "train/loss" in line] == list(range(1, 10))
+    )
+    assert steps_of(rows, "eval/loss") == [line["step"] for line in noted if "eval/loss" in line] == [3, 6, 9]
 
 
 def test_training_goes_on_when_the_service_of_wandb_is_killed(workers: Workers, tmp_path: Path) -> None:

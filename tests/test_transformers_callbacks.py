@@ -68,18 +68,26 @@ def test_every_event_sees_the_same(workers: Workers, tmp_path: Path, name: str) 
 def test_every_event_sees_the_same_on_two_ranks(workers: Workers, tmp_path: Path) -> None:
     """Of the same global batch: all but how many batches a rank has, and whether it is the first."""
     fields = {**RUNS["steps"], "gradient_accumulation_steps": 1}
-    theirs = workers.run(
-        1, f"{CASES}:both", folder=str(tmp_path / "one"), fields={**fields, "per_device_train_batch_size": 4}
-    )[0]["theirs"][-1]
-    seen = workers.run(2, f"{CASES}:recorded", folder=str(tmp_path / "two"), fields=fields)
-    for rank, mine in enumerate(seen):
-        for each in (*mine, *(theirs if rank == 0 else ())):
-            if rank:
-                assert each["first"] == [False, False]
-            each.update(first=None, batches=None, every=each["every"][:3])
-        mine = [each for each in mine if each["event"] != "on_prediction_step"]
-        others = [each for each in theirs if each["event"] != "on_prediction_step"]
-        same_events({"ours": [mine], "theirs": [others]})
+    callbacks = [["KeepEvaluated"], ["SaveWhen", []], ["TryOut"]]
+    whole = {**fields, "per_device_train_batch_size": 4}
+    theirs = workers.run(1, f"{CASES}:both", folder=str(tmp_path / "one"), fields=whole, callbacks=callbacks)[0][
+        "theirs"
+    ]
+    seen = workers.run(2, f"{CASES}:recorded", folder=str(tmp_path / "two"), fields=fields, callbacks=callbacks)
+    assert seen[0][:2] == seen[1][:2]
+    like(seen[0][:2], theirs[:2])
+    batches = [[len(losses) for _, losses, *_ in each[2]] for each in seen]
+    assert batches[0] == batches[1] == [1, 1]
+    assert [each["first"] for each in seen[1][-1]] == [[False, False]] * len(seen[1][-1])
+    for mine in seen:
+        pair = {"ours": shared(mine[-1]), "theirs": shared(theirs[-1])}
+        same_events({name: [each] for name, each in pair.items()})
+
+
+def shared(seen: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What does not depend on the number of ranks."""
+    own = {"first": None, "batches": None}
+    return [{**each, **own, "every": each["every"][:3]} for each in seen if each["event"] != "on_prediction_step"]
 
 
 SCORES = [0.3, 0.6, 0.5, 0.6, 0.4, 0.2, 0.1, 0.0, 0.0]
@@ -119,6 +127,19 @@ def test_a_callback_sees_and_does_the_same(workers: Workers, tmp_path: Path, nam
     assert found["theirs"][0] is None or found["theirs"][0]
     like(found["ours"][:-1], found["theirs"][:-1])
     same_events(found)
+
+
+def test_a_run_that_goes_on_sees_the_same(workers: Workers, tmp_path: Path) -> None:
+    """With what was logged, which was best, and what callbacks had kept before: one bad evaluation more ends the run."""
+    fields = {**EARLY, "lr_scheduler_type": "constant", "save_total_limit": None}
+    fields["restore_callback_states_from_checkpoint"] = True  # Which zeromesh always does.
+    found = workers.run(1, f"{CASES}:resumed", folder=str(tmp_path), fields=fields, scores=[0.6, 0.5, 0.4, 0.3])[0]
+    for which in found.values():
+        assert [each["event"] for each in which[0][:2]] == ["on_train_begin", "on_epoch_begin"]
+        for each in which[0][:2]:
+            each["flags"] = None  # transformers brings back those that stood when the checkpoint was written.
+    same_events(found)
+    assert [each["state"][0] for each in found["ours"][0] if each["event"] == "on_step_end"] == [3]
 
 
 @pytest.mark.parametrize("name", ["PrinterCallback", "ProgressCallback"])

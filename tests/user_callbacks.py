@@ -46,7 +46,7 @@ class Recorder(Seeing):
                 "batches": [self.length(kwargs[f"{kind}_dataloader"]) for kind in ("train", "eval")],
                 "model": type(kwargs["model"]).__name__,
                 "processing": type(kwargs["processing_class"]).__name__,
-                "history": [len(history), timeless(history[-1]) if history else {}],
+                "history": [len(history), dict(sorted(timeless(history[-1]).items())) if history else {}],
                 **{name: timeless(kwargs[name]) for name in ("logs", "metrics") if name in kwargs},
             }
         )

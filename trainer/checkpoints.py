@@ -58,7 +58,7 @@ class RunCheckpoints:
         """Made when it is first needed, where only callbacks ask for checkpoints."""
         if mesh.rank == 0 or (self._saver is not None and self._saver.sharing.leads):
             self.store.clean()
-        self._linked = linked and mesh.rank == 0
+        self._linked = linked
         self._metrics: dict[int, float] = {}
         self._failures = 0
         self.latest: int | None = None
@@ -115,9 +115,13 @@ class RunCheckpoints:
             )
 
     def _link(self) -> None:
-        problem = renew_links(self.store) if self._linked else ""
+        """Give checkpoints transformers' names, on all ranks before any goes on."""
+        if not self._linked:
+            return
+        problem = renew_links(self.store) if self._mesh.rank == 0 else ""
         if problem:
             self._note(f"WARNING: checkpoints have no transformers' names (checkpoint-STEP): {problem}")
+        self._mesh.world.barrier("names of checkpoints")
 
     def _load(self, loader: Loader, path: Path, settings: Mapping[str, Any], *, strict: bool) -> TrainerState:
         step = self.store.step_of(path)

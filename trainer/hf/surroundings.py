@@ -23,7 +23,10 @@ from zeromesh.trainer.streamed import StreamedDataset
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batches:
-    """Stands for a data loader: the batches of one rank in a pass over a dataset, each a microbatch, on the rank's device."""
+    """Stands for a data loader: the batches of one rank in a pass over a dataset, each a microbatch, on the rank's device.
+
+    All ranks have as many, so that all can run the model on each: one that is out of samples gets some again, as with accelerate.
+    """
 
     feed: Feed
     rank: int
@@ -49,11 +52,11 @@ class Batches:
         return self.feed.plan.rounds_per_epoch
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        plan = self.feed.plan
         for step in self._steps():
-            for microbatch in self.feed.plan.microbatches(step, self.rank):
-                if microbatch.weight:
-                    batch = self.feed.fetch(microbatch)
-                    yield {name: self._moved(value) for name, value in batch.items()}
+            for microbatch in plan.microbatches(step, self.rank)[: plan.rounds_of(step)]:
+                batch = self.feed.fetch(microbatch)
+                yield {name: self._moved(value) for name, value in batch.items()}
 
     def _steps(self) -> Iterable[int]:
         plan = self.feed.plan
