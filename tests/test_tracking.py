@@ -253,6 +253,7 @@ def test_no_secret_is_in_any_file_of_a_run(workers: Workers, tmp_path: Path, bac
     names = {path.name for path in paths}
     assert {"metrics.jsonl", "config.resolved.yaml", "tracking.json", "trainer_state.json"} <= names
     assert backends == ["tensorboard"] or any(name.endswith(".wandb") for name in names)
+    assert "output.log" not in names  # what is printed
     for path in paths:
         content = path.read_bytes()
         assert [secret for secret in secrets if secret.encode() in content] == [], path
