@@ -75,7 +75,7 @@ def test_files_may_have_several_dtypes(workers: Workers, tmp_path: Path, first: 
 @pytest.mark.parametrize("stored", ["model.embed_tokens.weight", "lm_head.weight"])
 def test_a_tied_parameter_is_read_under_either_name(workers: Workers, tmp_path: Path, stored: str) -> None:
     folder = tmp_path / "model"
-    model = write(folder, "gemma", torch.bfloat16, num_hidden_layers=5)
+    model = write(folder, "gemma", torch.bfloat16, num_hidden_layers=6)
     rename(folder, {"model.embed_tokens.weight": stored})
     found = read(workers, folder, "gemma", "bfloat16")
     assert found["state"] == as_read(model, torch.float32)

@@ -197,3 +197,28 @@ def planted(mesh: Mesh, *, folder: str, backends: list[str]) -> dict[str, Any]:
     arguments = [*sys.argv, f"--token={IN_ARGUMENTS}", f"--key={ENVIRONMENT['HF_TOKEN']}"]
     with patch.dict(os.environ, ENVIRONMENT), patch.object(sys, "argv", arguments):
         return tracked(mesh, folder=folder, steps=6, backends=backends, sections=sections)
+
+
+class Leaks(Callback):
+    """Raises an error whose words hold secrets, after a step, on the last rank."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self._error = error
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        if trainer.mesh.rank == trainer.mesh.world_size - 1:
+            raise self._error(f"no entry with {ENVIRONMENT['HF_TOKEN']} to https://me:planted@host/?token=planted")
+
+
+def leaking(mesh: Mesh, *, folder: str, memory: bool) -> str:
+    """A run that ends with such an error; what this rank says."""
+    config = configured(folder, 5, {"tracking": {"backends": ["noted"]}})
+    callback = Leaks(MemoryError if memory else RuntimeError)
+    with (
+        patch.dict(os.environ, ENVIRONMENT),
+        patch.dict("accelerate.tracking.LOGGER_TYPE_TO_CLASS"),
+    ):
+        register_tracker_class(Noted)
+        with Trainer(llama(), config, sentences(), callbacks=[callback]) as trainer:
+            trainer.fit()
+    return "nothing"

@@ -11,8 +11,10 @@ import torch
 
 from zeromesh.errors import StorageError, ZeromeshError
 from zeromesh.mesh.groups import Mesh
+from zeromesh.mesh.launch import secret_values
 from zeromesh.offload import Tier, available_bytes, peak_bytes, resident_bytes
 from zeromesh.trainer.console import human_bytes
+from zeromesh.trainer.redaction import Redaction
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.phase import Phase
 
@@ -46,7 +48,8 @@ def explained(error: BaseException, engine: ZeroEngine | None, mesh: Mesh, direc
         text += f"; it holds {', '.join(f'{human_bytes(nbytes)} {what}' for what, nbytes in purposes[:3])}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"error": what, "step": step, **found}, indent=1), encoding="utf-8")
+        error_text = Redaction(secret_values()).text(what)
+        path.write_text(json.dumps({"error": error_text, "step": step, **found}, indent=1), encoding="utf-8")
     except OSError as why:
         return StorageError(f"{text}. What holds the rest could not be written to {path}: {why.strerror}; {_CURES}")
     return StorageError(f"{text}. {path} says what holds the rest; {_CURES}")

@@ -15,6 +15,7 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import PhaseError
 from zeromesh.mesh.axes import AXES
 from zeromesh.mesh.groups import Mesh
+from zeromesh.mesh.launch import secret_values
 from zeromesh.mesh.monitor import NAME as RANKS
 from zeromesh.mesh.monitor import StateMonitor
 from zeromesh.offload import peak_bytes, reuse_freed_memory
@@ -35,6 +36,7 @@ from zeromesh.trainer.hf.hub import pin_sources
 from zeromesh.trainer.history import History
 from zeromesh.trainer.loop import TrainingLoop
 from zeromesh.trainer.profiling import Profile
+from zeromesh.trainer.redaction import Redaction
 from zeromesh.trainer.report import FitReport, Progress
 from zeromesh.trainer.run_state import RunState
 from zeromesh.trainer.schedules import STEADY
@@ -338,7 +340,8 @@ class Run:
         if self.mesh.rank or self.mesh.watch is None:
             yield
             return
-        with StateMonitor(self.mesh.watch, self.mesh.world.ranks, directory.path / RANKS):
+        clean = Redaction(secret_values()).text
+        with StateMonitor(self.mesh.watch, self.mesh.world.ranks, directory.path / RANKS, clean=clean):
             yield
 
     # When something goes wrong

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,14 +22,23 @@ class StateMonitor:
         {"time": 1790000000.0, "ranks": [{"rank": 0, "pid": 17, "step": 12, "doing": "in forward of unit layers.3",
                                           "seconds_without_progress": 0.1, "failure": ""}, ...]}
 
-    What it cannot write it does not write: nothing depends on it.
+    `failure` is what `clean` leaves of the error. What it cannot write it does not write: nothing depends on it.
     """
 
-    def __init__(self, watch: Watch, ranks: Sequence[int], path: Path, *, period: float = 1.0) -> None:
+    def __init__(
+        self,
+        watch: Watch,
+        ranks: Sequence[int],
+        path: Path,
+        *,
+        period: float = 1.0,
+        clean: Callable[[str], str] = str,
+    ) -> None:
         self._watch = watch
         self._ranks = tuple(ranks)
         self._path = path
         self._period = period
+        self._clean = clean
         self._progress = dict.fromkeys(self._ranks, (-1, time.monotonic()))
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zeromesh-monitor", daemon=True)
@@ -61,7 +70,7 @@ class StateMonitor:
                     "step": state.step,
                     "doing": state.doing,
                     "seconds_without_progress": round(now - since, 1),
-                    "failure": state.failure,
+                    "failure": self._clean(state.failure),
                 }
             )
         return found
