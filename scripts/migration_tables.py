@@ -94,7 +94,7 @@ Every key is mapped to one of [zeromesh's](configuration.md), or has no effect h
 does not exist is an error that names the nearest one. The run prints what became of each. `zeromesh config` prints it above the
 configuration that results:
 
-```json
+```json title="ds.json"
 {{
   "train_batch_size": 32,
   "train_micro_batch_size_per_gpu": 4,
@@ -114,7 +114,7 @@ configuration that results:
 }}
 ```
 
-```text
+```console
 $ zeromesh config ds.json --nproc 2
 # DeepSpeed: train_batch_size: 32 -> batch.global_size: 32
 # DeepSpeed: train_micro_batch_size_per_gpu: 4 -> batch.micro_size: 4, batch.global_size: 32

@@ -74,9 +74,10 @@ def differences(
     pair: tuple[Any, Any],
     data: Sequence[Any],
     mean: Mean = lambda loss, count: loss,
+    after: Callable[[Trainer], object] = lambda trainer: None,
     **sections: Mapping[str, Any],
 ) -> dict[str, float]:
-    """How far the trainer's run of one of two equal models is from the plain one of the other."""
+    """How far the trainer's run of one of two equal models is from the plain one of the other. `after` is called at its end."""
     mine, reference = pair
     sizes = {"batch": {"global_size": 10, "micro_size": 2}, "run": {"name": name, "max_steps": STEPS}}
     config = settings(folder, **{**sizes, **sections})
@@ -85,6 +86,7 @@ def differences(
         watch, held = Watch(plain), data[:7]
         with Trainer(mine, config, data, held, callbacks=[watch]) as trainer:
             report = trainer.fit()
+            after(trainer)
         with torch.no_grad():
             wanted = float(mean(reference.eval()(**stacked(held, range(len(held)))).loss, len(held)))
     return {

@@ -21,14 +21,14 @@ from zeromesh.mesh.groups import Mesh
 TARGETS = ["q_proj", "down_proj"]
 
 
-def adapted(**changes: Any) -> Any:
+def adapted(*, tied: bool = False, **changes: Any) -> Any:
     """A tiny Llama with adapters that already do something."""
-    model = seeded(llama)
+    model = seeded(lambda: llama(tie_word_embeddings=tied))
     config = peft.LoraConfig(task_type="CAUSAL_LM", **{"r": 3, "lora_alpha": 5, "target_modules": TARGETS, **changes})
     torch.manual_seed(12)
     made = peft.get_peft_model(model, config)
     for name, parameter in made.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "lora_embedding_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     return made
 
@@ -36,6 +36,29 @@ def adapted(**changes: Any) -> Any:
 def as_plain(mesh: Mesh, folder: str, stage: int) -> dict[str, float]:
     """Training a model with adapters against a plain loop over the same."""
     return differences(folder, "lora", (adapted(), adapted()), sentences(), zero={"stage": stage})
+
+
+def variant(mesh: Mesh, folder: str, tied: bool, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """One of PEFT's kinds of adapters at stage 3: against a plain loop, and what plain PEFT makes of what is saved."""
+    root, mine = Path(folder), adapted(tied=tied, **changes)
+    found: dict[str, Any] = {
+        "training": differences(
+            folder,
+            "variant",
+            (mine, adapted(tied=tied, **changes)),
+            sentences(),
+            after=lambda trainer: trainer.save(root / "adapter"),
+            zero={"stage": 3, "gathered_budget": 0},
+        )
+    }
+    ids, base = sentences()[1]["input_ids"][None], seeded(lambda: llama(tie_word_embeddings=tied)).double().eval()
+    with torch.no_grad():
+        before, wanted = base(input_ids=ids).logits.clone(), mine.double().eval()(input_ids=ids).logits
+        loaded = peft.PeftModel.from_pretrained(base, root / "adapter").double().eval()
+        found["difference"] = _apart(loaded(input_ids=ids).logits, wanted)
+    found["change"] = _apart(before, wanted)
+    found["tensors"] = sorted(load_file(root / "adapter/adapter_model.safetensors"))
+    return found
 
 
 class Look(Callback):

@@ -224,6 +224,9 @@ def test_harmless_anchors_work_and_share_nothing(tmp_path: Path) -> None:
         "tracking: {token: sk-hush}",
         "run: {hf_token: sk-hush}",
         "run: {password: [sk-hush]}",
+        "model: {source: 'https://me:sk-hush@host/model'}",
+        "data: {train: 'https://host/text?token=sk-hush'}",
+        "zero: {stage: 'Bearer sk-hush'}",
     ],
 )
 def test_secrets_are_never_shown(tmp_path: Path, secret: str) -> None:

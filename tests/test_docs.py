@@ -1,60 +1,461 @@
-"""Code blocks of the documentation do what the text says."""
+"""Every code block of README and docs/ does what its page says: programs run, configurations load, commands are understood.
+
+A block's language is its rule. `text` alone is not tried: what is printed, and pictures made of letters. A page is gone through
+from top to bottom in a folder of its own, with the files that it names.
+"""
 
 from __future__ import annotations
 
+import ast
+import json
+import os
 import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from doc_blocks import PAGES, ROOT, Block, Script, anchors, blocks_of, links, scripts_of, spans
+from doc_commands import PLACEHOLDER, Command, CommandError, Reader, commands
 from workers import Workers
 
-from zeromesh.mesh.axes import MeshShape
+from zeromesh.checkpoint import manifest
+from zeromesh.errors import ConfigError, LayoutError
+from zeromesh.mesh.hostfile import read_hosts
 from zeromesh.trainer.config_file import load_config
+from zeromesh.trainer.launch_cli import check_mesh
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-
-
-def blocks(page: str) -> dict[str, str]:
-    """The code of a page, by the file name in its first line."""
-    text = (DOCS / page).read_text(encoding="utf-8")
-    found = re.findall(r"```(?:python|yaml)\n# ([\w.]+)(.*?)```", text, re.DOTALL)
-    return dict(found)
-
-
-def test_a_mesh_of_eight_ranks_is_what_its_file_says(tmp_path: Path) -> None:
-    path = tmp_path / "mesh.yaml"
-    path.write_text("#" + blocks("parallel.md")["mesh.yaml"], encoding="utf-8")
-    config = load_config(path)
-    parallel = config.parallel
-    shape = MeshShape.resolve(8, tensor=parallel.tensor, pipeline=parallel.pipeline, shard=parallel.shard)
-    assert (shape.pipeline, shape.shard, shape.tensor) == (2, 2, 2)
+LANGUAGES = {"python", "yaml", "json", "sh", "console", "text"}
+WITH_BLOCKS = [page for page in PAGES if blocks_of(page)]
+TRAINED = {"docs/howto/finetune.md"}
+"""Pages whose `zeromesh train` is carried out: configurations of their own, small enough as they stand."""
+UNDER_TORCHRUN = {"order.py": "two"}
+"""Programs that make process groups themselves, and their argument."""
+ASKED = {
+    "mesh.py": [
+        *("same", "[after, first]", "numbers", "list(parity.ranks)", "mine_alone", "table"),
+        *("[each.unique().tolist() for each in (whole, largest, product)]", "[list(rows.shape), list(share.shape)]"),
+    ]
+}
+"""What a program is asked at its end."""
 
 
-@pytest.mark.parametrize("name", ["digits.py", "adapters.py"])
-def test_a_script_about_models(workers: Workers, tmp_path: Path, name: str) -> None:
-    found = blocks("models.md")
-    for file, text in found.items():
-        (tmp_path / file).write_text(f"#{text}", encoding="utf-8")
-    said = workers.run(1, "doc_cases:printed", code=f"#{found[name]}", folder=str(tmp_path))[0].splitlines()[-1]
-    assert said == "True" if name == "adapters.py" else 0.5 < float(said) < 3
+# What a program prints, by the name of its file
 
 
-def test_configurations_about_models_are_valid(tmp_path: Path) -> None:
-    for name, text in blocks("models.md").items():
-        if name.endswith(".yaml"):
-            (tmp_path / name).write_text(f"#{text}", encoding="utf-8")
-            load_config(tmp_path / name)
+def _losses(said: list[str], count: int) -> None:
+    losses = [float(each) for each in re.findall(r"\d+\.\d+", said[-1])]
+    assert len(losses) == count
 
 
-def test_schedules_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile("#" + blocks("parallel.md")["schedules.py"], "schedules.py", "exec"), {})
-    said = capsys.readouterr().out
-    assert re.search(r"^1f1b: 20% of the time ranks stand still$", said, re.MULTILINE)
-    assert re.search(r"^zero_bubble: \d+% of the time ranks stand still$", said, re.MULTILINE)
+def _as_in_readme(said: list[str]) -> None:
+    """Losses of a program that README prints: those of another machine, in bfloat16."""
+    (shown,) = (block.text for block in blocks_of("README.md") if block.text.startswith("("))
+    found, expected = (ast.literal_eval(each.strip()) for each in (said[-1], shown))
+    assert found == pytest.approx(expected, rel=1e-2)
 
 
-def test_an_engine_over_a_divided_model(workers: Workers) -> None:
-    said = workers.run(2, "doc_cases:printed", code="#" + blocks("parallel.md")["divided.py"])
+def _finetuned(said: list[str]) -> None:
+    text = "\n".join(said)
+    assert "TrainingArguments: learning_rate: 0.001 -> optimizer.lr: 0.001" in text
+    assert "TrainingArguments: dataloader_num_workers: no effect:" in text
+    assert "batch: global 8 = micro 4 x accumulation 2 x data-parallel 1" in text
+    _losses(said, 10)
+
+
+def _within(low: float, high: float) -> Callable[[list[str]], None]:
+    def check(said: list[str]) -> None:
+        assert low < float(said[-1]) < high
+
+    return check
+
+
+def _is(text: str) -> Callable[[list[str]], None]:
+    def check(said: list[str]) -> None:
+        assert said[-1] == text
+
+    return check
+
+
+def _schedules(said: list[str]) -> None:
+    assert "1f1b: 20% of the time ranks stand still" in said
+    assert [line for line in said if re.fullmatch(r"zero_bubble: \d+% of the time ranks stand still", line)]
+
+
+def _divided(said: list[str]) -> None:
     rows = [line.split() for line in said]
     assert [row[0] for row in rows] == ["0", "1"]
     assert rows[0][1:] == rows[1][1:]
+
+
+PRINTED: dict[str, Callable[[list[str]], None]] = {
+    "train.py": _as_in_readme,
+    "regression.py": _is("True"),
+    "finetune.py": _finetuned,
+    "resume.py": _is("2 6"),
+    "use.py": lambda said: _is("torch.float32")([said[-1].split()[1]]),
+    "digits.py": _within(0.5, 3),
+    "adapters.py": _is("True"),
+    "schedules.py": _schedules,
+    "divided.py": _divided,
+    "regressor.py": _within(0, 1),
+    "text.py": _within(0, 6),
+    "saving.py": lambda said: int(said[-1]),
+    "sampling.py": lambda said: _is("torch.float32")([said[-1].split()[1]]),
+    "watching.py": lambda said: _is("4")(
+        [str(len(re.findall(r"^step \d: (?:\||loss)", "\n".join(said), re.MULTILINE)))]
+    ),
+}
+
+
+def check_values(script: Script, values: list[dict[str, Any]]) -> None:
+    if script.name != "mesh.py":
+        return
+    for rank, each in enumerate(values):
+        same, after, numbers, parity, alone, table, tensors, shapes = (each[name] for name in ASKED["mesh.py"])
+        assert same
+        assert after == [rank + 2 if rank < 2 else None, (rank + 2) % 4]
+        assert numbers == [[rank // 2 * 2], [rank // 2 * 2 + 1]]
+        assert parity == [rank % 2 + 2, rank % 2]
+        part = "encoder" if rank < 2 else "decoder"
+        assert alone == [f"{part}.weight", f"{part}.bias"]
+        assert {"axis", "world", "tensor"} <= {line.split()[0] for line in table.splitlines()}
+        assert tensors == [[3.0], [2.0], [8.0]]
+        assert shapes == [[4, 8], [2, 3 if rank % 2 == 0 else 5]]
+
+
+# Going through a page
+
+
+def write_files(page: str, folder: Path) -> None:
+    """The files of a page, and README's `train.py`, which stands for a reader's own program."""
+    for script in [*scripts_of("README.md"), *scripts_of(page)]:
+        (folder / script.name).write_text(script.code, encoding="utf-8")
+    for block in blocks_of(page):
+        if block.name and block.language != "python":
+            (folder / block.name).write_text(block.text, encoding="utf-8")
+
+
+class Page:
+    """A page in its folder. `run` is the directory of a small run, which stands for those that the page looks at."""
+
+    def __init__(self, page: str, folder: Path, workers: Workers, run: Path, size: int = 0) -> None:
+        self.name = page
+        self.folder = folder
+        self._workers = workers
+        self._run = run
+        self._size = size
+        self._scripts = {min(script.lines): script for script in scripts_of(page)}
+        self._reader = Reader(folder)
+        for name in ("configs", "scripts"):
+            (folder / name).symlink_to(ROOT / name)
+        write_files(page, folder)
+
+    def go_through(self) -> None:
+        """Try every block, in order."""
+        for block in blocks_of(self.name):
+            try:
+                getattr(self, f"_{block.language}")(block)
+            except Exception as error:
+                raise AssertionError(f"{block.where}: {type(error).__name__}: {error}") from error
+
+    def _python(self, block: Block) -> None:
+        script = self._scripts.get(block.line)
+        if script is None or script.name in UNDER_TORCHRUN:
+            return
+        sizes = script.ranks if script.ranks > 1 or not self._size else self._size
+        found = self._workers.run(
+            sizes,
+            "doc_cases:printed",
+            code=script.code,
+            folder=str(self.folder),
+            name=script.name,
+            asked=ASKED.get(script.name),
+        )
+        if sizes == script.ranks:
+            said = [line for each in found for line in each["said"].splitlines()]
+            PRINTED.get(script.name, lambda said: None)(said)
+            check_values(script, [each["values"] for each in found])
+
+    def _yaml(self, block: Block) -> None:
+        values = yaml.safe_load(block.text)
+        backends = values.get("tracking", {}).get("backends", [])
+        if "tensorboard" in backends and find_spec("tensorboard") is None:
+            backends.remove("tensorboard")
+        config = load_config(block.name if block.name and not backends else values)
+        if block.ranks > 1:
+            check_mesh(config, block.ranks)
+
+    def _json(self, block: Block) -> None:
+        values = json.loads(block.text)
+        if values.get("format") == manifest.FORMAT:
+            written = json.loads(next(self._run.glob("checkpoints/*/manifest.json")).read_text(encoding="utf-8"))
+            assert set(values) == set(written)
+        else:
+            load_config(block.name or values, ranks=2)
+
+    def _sh(self, block: Block) -> None:
+        for command in commands(block.text):
+            if command.code == 0:
+                self._provide(command)
+                self._reader.read(command.words)
+            words = self._filled(command.words)
+            if words is not None:
+                code = self._commanded(words)["code"]
+                allowed = {0, 1} if words[:2] == ["checkpoint", "diff"] or words[0] == "status" else {command.code}
+                assert code in allowed, f"{' '.join(words)}: exit code {code}"
+
+    def _console(self, block: Block) -> None:
+        said: list[str] = []
+        for line in block.text.splitlines():
+            if line.startswith("$ "):
+                (command,) = commands(line.removeprefix("$ "))
+                self._reader.read(command.words)
+                said = self._commanded(list(command.words[1:]))["out"].splitlines()
+            elif line == "...":
+                said = []
+            else:
+                assert said.pop(0) == line
+
+    def _text(self, block: Block) -> None:
+        wrong = re.search(
+            r"^(\$ |zeromesh \w+ |python |torchrun |make |import |from \w+ import )", block.text, re.MULTILINE
+        )
+        assert not wrong, f"{wrong[0] if wrong else ''!r}: this is a program or a command, and has a language"
+        if block.name:
+            assert read_hosts(block.text, where=block.name)
+
+    def _provide(self, command: Command) -> None:
+        """Runs that the page looks at are there."""
+        for word in command.words:
+            if re.fullmatch(r"runs/[\w-]+", word) and not (self.folder / word).exists():
+                shutil.copytree(self._run, self.folder / word)
+
+    def _filled(self, words: tuple[str, ...]) -> list[str] | None:
+        """What is run of a command of zeromesh, with something for its placeholders; None: nothing."""
+        if words[0] != "zeromesh" or words[1] == "doctor" or words[1:3] == ("checkpoint", "merge"):
+            return None
+        if words[1] == "train" and self.name not in TRAINED:
+            return None
+        steps = sorted(self._run.glob("checkpoints/step-*"))
+        places = {"STEP_DIR": str(steps[-1]), "OTHER": str(steps[0]), "OUT": "out", "CONFIG": "configs/quickstart.yaml"}
+        found = [places.get(word, word) for word in words[1:]]
+        if "--nproc" in found and words[1] == "train":
+            at = found.index("--nproc")
+            del found[at : at + 2]
+        if words[1] == "launch":
+            found = [
+                f"{word}=x" if before == "--env" else word for before, word in zip(["", *found], found, strict=False)
+            ]
+            found.append("--dry-run")
+        assert not [word for word in found if PLACEHOLDER.fullmatch(word)], f"{found}: what stands for these?"
+        return found
+
+    def _commanded(self, words: list[str]) -> dict[str, Any]:
+        found: dict[str, Any] = self._workers.run(1, "doc_cases:commanded", words=words, folder=str(self.folder))[0]
+        assert "Traceback" not in found["err"], found["err"]
+        return found
+
+
+@pytest.fixture(scope="module")
+def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with two checkpoints."""
+    folder = tmp_path_factory.mktemp("a run")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200, encoding="utf-8")
+    changes = ["data.train=text.txt", "data.sequence_length=16", "run.max_steps=4", "checkpoint.every_steps=2"]
+    small = ["model.config.hidden_size=32", "model.config.num_hidden_layers=1", "batch.micro_size=4"]
+    words = ["train", str(ROOT / "configs/quickstart.yaml"), *changes, *small]
+    (found,) = workers.run(1, "doc_cases:commanded", words=words, folder=str(folder))
+    assert found["code"] == 0, found
+    return folder / "runs/quickstart"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", WITH_BLOCKS)
+def test_a_page_does_what_it_says(page: str, folder: Path, workers: Workers, run: Path) -> None:
+    Page(page, folder, workers, run).go_through()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", [page for page in WITH_BLOCKS if scripts_of(page)])
+def test_its_programs_run_on_two_ranks(page: str, folder: Path, workers: Workers, run: Path) -> None:
+    Page(page, folder, workers, run, size=2).go_through()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", UNDER_TORCHRUN)
+def test_a_program_that_makes_process_groups(name: str, tmp_path: Path) -> None:
+    (found,) = (script for page in PAGES for script in scripts_of(page) if script.name == name)
+    (tmp_path / name).write_text(found.code, encoding="utf-8")
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", name, UNDER_TORCHRUN[name]]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
+
+
+# What stands in the text
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_has_a_rule(page: str) -> None:
+    wrong = [block.where for block in blocks_of(page) if block.language not in LANGUAGES]
+    assert not wrong, f"{wrong}: give the block a language of {', '.join(sorted(LANGUAGES))}"
+    unnamed = [script.page for script in scripts_of(page) if not script.name]
+    assert not unnamed, "a Python block without a file's name goes on where another ends, and there is none"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_in_the_text_are_understood(page: str, tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    write_files(page, tmp_path)
+    for line, text in spans(page):
+        try:
+            reader.mention(text)
+        except Exception as error:
+            raise AssertionError(f"{page}:{line}: `{text}`: {error}") from error
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    folder = (ROOT / page).parent
+    for line, path, anchor in links(page):
+        target = (folder / path).resolve() if path else ROOT / page
+        assert target.is_file(), f"{page}:{line}: there is no {path}"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target.relative_to(ROOT).as_posix()), f"{page}:{line}: {path} has no #{anchor}"
+
+
+def test_pictures_are_current() -> None:
+    pictures = runpy.run_path(str(ROOT / "scripts/pictures.py"))
+    for name, draw in pictures["PICTURES"].items():
+        assert (pictures["FOLDER"] / name).read_text(encoding="utf-8") == draw(), "run: python scripts/pictures.py"
+
+
+def test_every_page_is_in_the_site() -> None:
+    def entries(nav: Any) -> list[str]:
+        if isinstance(nav, str):
+            return [nav]
+        return [entry for each in (nav.values() if isinstance(nav, dict) else nav) for entry in entries(each)]
+
+    patterns = entries(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    pages = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
+    assert [page for page in pages if not any(fnmatchcase(page, pattern) for pattern in patterns)] == []
+
+
+@pytest.mark.full
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings_handlers.python")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    variables = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=variables, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        loaded = re.findall(
+            r'<(?:script|img|iframe)[^>]* src="([^"]+)|<link[^>]* href="([^"]+)', page.read_text(encoding="utf-8")
+        )
+        assert not [each for pair in loaded for each in pair if each.startswith(("http:", "https:", "//"))], page
+
+
+def test_the_table_of_stages_is_the_same_everywhere() -> None:
+    tables = [
+        re.findall(
+            r"^\| (?:stage|[0-3]) .*sum, host.*|^\| [0-3] \| .*W.*|^\| 0 \| 2 .*",
+            (ROOT / page).read_text(),
+            re.MULTILINE,
+        )
+        for page in ("README.md", "docs/concepts/stages.md")
+    ]
+    assert tables[0] == tables[1]
+    assert len(tables[0]) == 5
+
+
+# The collector itself
+
+SAMPLE = """\
+Text.
+
+  ```yaml title="a.yaml"
+  run: {max_steps: 1}
+  ```
+
+````text
+```sh
+inside of another
+```
+````
+
+```
+nothing
+```
+
+```python
+# two.py: torchrun --nproc-per-node 2 two.py
+pass
+```
+"""
+
+
+def test_blocks_are_found_wherever_they_stand() -> None:
+    first, second, third, fourth = blocks_of("sample.md", SAMPLE)
+    assert (first.language, first.name, first.text, first.line) == ("yaml", "a.yaml", "run: {max_steps: 1}\n", 4)
+    assert second.text == "```sh\ninside of another\n```\n"
+    assert (third.language, third.text) == ("", "nothing\n")
+    assert (fourth.name, fourth.ranks) == ("two.py", 2)
+    with pytest.raises(AssertionError, match="does not end"):
+        blocks_of("sample.md", "```sh\nmake\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "zeromesh train configs/quickstart.yaml --nprocs 2",
+        "zeromesh train configs/gone.yaml",
+        "zeromesh train configs/quickstart.yaml zero.stage=5",
+        "zeromesh train configs/quickstart.yaml --nproc 3 parallel.tensor=2",
+        "zeromesh checkpoint verfy runs/quickstart",
+        "make trian",
+        "make setup PYTON=python3",
+        "python scripts/gone.py",
+        "python scripts/bench_offload.py --no-such-option",
+        "torchrun --nproc 2 -m zeromesh train configs/gone.yaml",
+        "srun --nodes 2 zeromesh train configs/gone.yaml",
+        "sbatch scripts/gone.sbatch configs/quickstart.yaml",
+        "kubectl apply -f scripts/gone.yaml",
+        "pytest tests/test_gone.py",
+        "pytest tests/test_docs.py -k nosuchtest" + "whatever",
+        "pip install 'zeromesh[no_such_extra]'",
+        "unknown program",
+    ],
+)
+def test_a_command_that_is_wrong_is_found(line: str, tmp_path: Path) -> None:
+    (command,) = commands(line)
+    with pytest.raises((CommandError, ConfigError, LayoutError)):
+        Reader(tmp_path).read(command.words)
+
+
+def test_commands_of_a_line() -> None:
+    found = list(
+        commands(
+            "mkdir -p a && zeromesh completion zsh > a/_z  # for zsh\nA=1 zeromesh \\\n  config x.yaml  # exit code 2\n"
+        )
+    )
+    assert [command.words for command in found] == [
+        ("mkdir", "-p", "a"),
+        ("zeromesh", "completion", "zsh"),
+        ("A=1", "zeromesh", "config", "x.yaml"),
+    ]
+    assert [command.code for command in found] == [0, 0, 2]

@@ -272,7 +272,10 @@ def test_pickles_and_absent_directories_are_refused_with_the_cure(tmp_path: Path
         ConfigError, match="is not a directory on this machine, and cannot be the name of a model on the Hub"
     ):
         load(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"no config\.json"):
+    with pytest.raises(ConfigError, match=r"no config\.json; give a directory"):
+        load(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"no config\.json; it holds an adapter alone: give the model"):
         load(tmp_path)
 
 

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from workers import Workers
 
+from zeromesh import Callback
+from zeromesh.trainer.events import Events
+
 CASES = "loop_cases"
 
 
@@ -144,3 +147,14 @@ def test_a_callback_that_raises_is_named(workers: Workers, tmp_path: Path, their
     name = "Other" if theirs else "Ours"
     assert said[1] == ["ValueError", "no more", f"raised by callback {name}.on_step_end"]
     assert "no more" in said[0][1]
+
+
+def test_a_callback_that_cannot_say_what_to_keep_is_named() -> None:
+    class Careless(Callback):
+        def __init__(self) -> None:
+            self.state_dict = "a name that is taken"  # type: ignore[assignment, method-assign]
+
+    events = Events(None, [Careless()])  # type: ignore[arg-type]
+    with pytest.raises(TypeError) as caught:
+        events.states()
+    assert caught.value.__notes__ == ["raised by callback Careless.state_dict"]

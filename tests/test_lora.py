@@ -12,7 +12,7 @@ import torch
 import transformers as tf
 from lora_cases import TARGETS, adapted
 from torch import nn
-from trainer_cases import LLAMA, llama
+from trainer_cases import LLAMA, llama, sentences
 from workers import Workers
 
 from zeromesh.errors import ConfigError
@@ -20,6 +20,7 @@ from zeromesh.trainer.config_file import load_config
 from zeromesh.trainer.hf.adapters import adapter_names, is_adapted, pretrained_of
 from zeromesh.trainer.hf.build import build_model
 from zeromesh.trainer.hf.lora import add_lora
+from zeromesh.trainer.hf.loss_check import InFloat64
 from zeromesh.trainer.hf.losses import LabelLoss, make_loss
 from zeromesh.trainer.sections.model import LoraSection
 from zeromesh.zero.deferred import BuiltModel, take_given
@@ -49,6 +50,31 @@ def test_what_is_saved_is_the_adapter_as_it_was_trained(workers: Workers, tmp_pa
         assert not [tensor for tensor in found[f"{name} tensors"] if "lora_" not in tensor]
         assert found[f"{name} difference"] <= 1e-9
         assert found[f"{name} change"] > 1e-3
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
+    "head": ({"target_modules": ["q_proj", "lm_head"]}, False),
+    "magnitudes": ({"target_modules": ["q_proj", "lm_head"], "use_dora": True}, False),
+    "whole modules": ({"modules_to_save": ["lm_head", "norm"]}, False),
+    "whole tied embedding": ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
+    "embedding": ({"target_modules": ["q_proj", "embed_tokens"]}, False),
+    "tied embedding": ({"target_modules": ["q_proj", "embed_tokens"]}, True),
+    "tokens": ({"trainable_token_indices": [1, 2]}, False),
+    "tokens of a tied head": ({"trainable_token_indices": [1, 2]}, True),
+    "biases": ({"bias": "lora_only"}, False),
+    "rank-stabilised": ({"use_rslora": True, "rank_pattern": {"q_proj": 2}}, False),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_kinds_of_adapters_train_as_in_one_process_and_load_in_peft(
+    workers: Workers, tmp_path: Path, name: str
+) -> None:
+    changes, tied = VARIANTS[name]
+    found = workers.run(2, "lora_cases:variant", folder=str(tmp_path), tied=tied, changes=changes)[0]
+    assert all(value <= 1e-9 for value in found["training"].values()), found
+    assert found["difference"] <= 1e-9, found
+    assert found["change"] > 1e-3
 
 
 def test_adapters_that_were_added_to_a_model(workers: Workers, tmp_path: Path) -> None:
@@ -160,12 +186,45 @@ def test_the_model_inside_says_what_the_loss_is() -> None:
     assert pretrained_of(nn.Linear(1, 1)) is None
 
 
+@pytest.mark.parametrize(
+    ("changes", "tied", "chunked"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, False, False),
+        ({"target_modules": ["lm_head"], "use_dora": True}, False, False),
+        ({"modules_to_save": ["lm_head"]}, False, True),
+        ({"trainable_token_indices": [1, 2]}, True, False),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, True, True),
+    ],
+    ids=["head", "head with magnitudes", "whole head", "tokens of a tied head", "embedding under a tied head"],
+)
+def test_the_loss_is_that_of_the_adapted_head(changes: dict[str, Any], tied: bool, chunked: bool) -> None:
+    """A trial of the model's class knows nothing of what PEFT has made of its head."""
+    model = adapted(tied=tied, **changes).double()
+    batch = {name: value[None] for name, value in sentences()[1].items()}
+    loss = make_loss(model)
+    assert isinstance(loss, LabelLoss)
+    assert loss.chunked == chunked, loss.notes
+    with InFloat64():
+        own = model(**batch).loss
+        found = loss(model, batch, seed=1.0 / loss.count(batch)) / loss.count(batch)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        wanted = torch.autograd.grad(own, trained, allow_unused=True)
+        gradients = torch.autograd.grad(found, trained, allow_unused=True)
+    torch.testing.assert_close(found, own, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradients, wanted, rtol=1e-9, atol=1e-12)
+
+
 def test_what_cannot_have_adapters_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     section = LoraSection(targets=("no_such_layer",))
     with pytest.raises(ConfigError, match=r"model\.lora: no adapters can be added: .*no_such_layer"):
         add_lora(built(), section, "causal_lm", 0)
     with pytest.raises(ConfigError, match="adapters are for models of transformers, and this is a Linear"):
         add_lora(take_given(nn.Linear(2, 2), 0), section, "base", 0)
+    twice = llama()
+    twice.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    for model in (adapted(), twice):
+        with pytest.raises(ConfigError, match=r"model\.lora: the model has adapters already; leave this out"):
+            add_lora(take_given(model, 0), LoraSection(rank=2), "causal_lm", 0)
     prompts = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(ConfigError, match="adapters that learn prompts make targets of their own"):
         make_loss(prompts)

@@ -100,6 +100,45 @@ def test_which_models_the_chunked_head_stands_for(name: str) -> None:
     assert any("auxiliary" in note for note in loss.notes) == (name == "mixtral-auxiliary")
 
 
+class CappedHead(nn.Linear):
+    """A user's own."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return 5.0 * torch.tanh(super().forward(hidden) / 5.0)
+
+
+def capped(model: Any) -> None:
+    head = CappedHead(32, 90, bias=False, dtype=torch.float64)
+    head.weight = model.lm_head.weight
+    model.lm_head = head
+
+
+def hooked(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda head, inputs, logits: 2.0 * logits)
+
+
+def replaced(model: Any) -> None:
+    model.lm_head.forward = lambda hidden: nn.functional.linear(hidden, 2.0 * model.lm_head.weight)
+
+
+@pytest.mark.parametrize("change", [capped, hooked, replaced])
+def test_a_head_that_is_not_its_class_own_keeps_its_loss(change: Callable[[Any], None]) -> None:
+    """The trial is of the class; a model whose head was changed since then has another loss."""
+    model, batch = model_of("llama"), batch_of()
+    before = float(model(**batch).loss.detach())
+    change(model)
+    loss = make_loss(model)
+    assert isinstance(loss, LabelLoss)
+    assert loss.causal
+    assert not loss.chunked
+    assert "the model's own, with all logits in memory, because" in loss.notes[0]
+    with InFloat64():
+        own = float(model(**batch).loss.detach())
+        found = float(loss(model, batch, seed=1.0).detach()) / loss.count(batch)
+    assert found == pytest.approx(own, rel=1e-12)
+    assert own != pytest.approx(before, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "chunk", [pytest.param(1, marks=pytest.mark.full), 4, pytest.param(1000, marks=pytest.mark.full), None]
 )

@@ -47,8 +47,10 @@ def test_a_directory_that_is_there_keeps_what_is_not_the_models(workers: Workers
     out.mkdir()
     (tmp_path / "file").write_text("a file")
     (out / "notes.txt").write_text("mine")
-    for stale in ("model.safetensors.index.json", "model-00001-of-00002.safetensors", "model.safetensors"):
-        (out / stale).write_text("old")
+    stale = ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "model.safetensors"]
+    stale += ["adapter_config.json", "adapter_model.safetensors"]  # transformers would load an adapter on top
+    for name in stale:
+        (out / name).write_text("old")
     (tmp_path / "text.txt").write_text("one two three four five six seven " * 40)
     found = workers.run(2, "trainer_cases:resaved", folder=str(tmp_path), tokenizer=tokenizer_in(tmp_path / "words"))
     assert (out / "notes.txt").read_text() == "mine"

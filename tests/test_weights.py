@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from trainer_cases import digest
-from weight_cases import rename, write
+from weight_cases import narrow, rename, write
 from workers import Workers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def read(
-    workers: Workers, folder: Path, name: str, compute: str = "float32", master: str = "float32"
-) -> dict[str, object]:
-    """What two ranks have made of a directory."""
-    found = workers.run(2, "weight_cases:loaded", folder=str(folder), name=name, compute=compute, master=master)
-    assert found[0]["state"] == found[1]["state"]
+    workers: Workers,
+    folder: Path,
+    name: str,
+    compute: str = "float32",
+    master: str = "float32",
+    ranks: int = 2,
+    **model: Any,
+) -> dict[str, Any]:
+    """What ranks have made of a directory, at stage 3."""
+    cases = {"folder": str(folder), "name": name, "compute": compute, "master": master, **model}
+    found = workers.run(ranks, "weight_cases:loaded", **cases)
+    assert len({each["state"] for each in found}) == 1
     return dict(found[0])
 
 
@@ -51,6 +60,41 @@ def test_names_of_older_versions_are_understood(workers: Workers, tmp_path: Path
     assert read(workers, folder, "bert")["state"] == as_read(model, torch.float32)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_files_may_have_several_dtypes(workers: Workers, tmp_path: Path, first: int) -> None:
+    folder = tmp_path / "model"
+    model = write(folder, "llama", torch.float32)
+    narrow(folder, range(first, 100, 2))
+    names = sorted(name for name, _ in model.named_parameters())
+    for name, parameter in model.named_parameters():
+        if names.index(name) % 2 == first:
+            parameter.data = parameter.data.bfloat16().float()
+    assert read(workers, folder, "llama")["state"] == as_read(model, torch.float32)
+
+
+@pytest.mark.parametrize("stored", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_tied_parameter_is_read_under_either_name(workers: Workers, tmp_path: Path, stored: str) -> None:
+    folder = tmp_path / "model"
+    model = write(folder, "gemma", torch.bfloat16, num_hidden_layers=5)
+    rename(folder, {"model.embed_tokens.weight": stored})
+    found = read(workers, folder, "gemma", "bfloat16")
+    assert found["state"] == as_read(model, torch.float32)
+    assert "lm_head.weight" not in found["parts"]
+
+
+def test_a_new_head_on_an_encoder_is_the_same_on_any_number_of_ranks(workers: Workers, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    encoder = ARCHITECTURES["bert"].build().bert
+    encoder.save_pretrained(folder, max_shard_size="40KB")
+    model = {"head": "sequence_classification", "config": {"num_labels": 5}}
+    found = [read(workers, folder, "bert", ranks=ranks, **model)["parts"] for ranks in (1, 2)]
+    assert found[0] == found[1]
+    wanted = {f"bert.{name}": parameter.detach() for name, parameter in encoder.named_parameters()}
+    new = {"bert.pooler.dense.weight", "bert.pooler.dense.bias", "classifier.weight", "classifier.bias"}
+    assert found[1].keys() == wanted.keys() | new
+    assert all(found[1][name] == digest({name: value}) for name, value in wanted.items())
+
+
 @pytest.mark.parametrize("name", ["mixtral", "llama"])
 def test_no_rank_ever_has_the_whole_model(workers: Workers, tmp_path: Path, name: str) -> None:
     """What reading holds beyond the shards that it fills is less than two units, of which there are several."""
@@ -58,5 +102,4 @@ def test_no_rank_ever_has_the_whole_model(workers: Workers, tmp_path: Path, name
     found = read(workers, tmp_path / "model", name)
     assert found["state"] == as_read(model, torch.float32)
     units = found["units"]
-    assert isinstance(units, list)
     assert found["transient"] <= 2 * max(units) < sum(units) / 2

@@ -18,6 +18,7 @@ import torch
 from accelerate.tracking import GeneralTracker, register_tracker_class
 from checkpoint_cases import Slow, configured
 from trainer_cases import llama, sentences
+from wandb_log import files, rows
 
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.groups import Mesh
@@ -26,6 +27,7 @@ ENVIRONMENT = {
     "WANDB_API_KEY": "planted0wandb0api0key0000000000000000000",
     "HF_TOKEN": "planted-hf-token-in-the-environment",
     "BILLING_SERVICE_PASSWORD": "planted-password-in-the-environment",
+    "PGPASSWORD": "planted-password-of-a-database",
 }
 IN_CONFIG = "hf_plantedTokenInTheConfiguration00"
 IN_ARGUMENTS = "planted-token-in-the-arguments"
@@ -83,6 +85,26 @@ class KillsTheService(Callback):
             time.sleep(0.05)
 
 
+class Lag(Callback):
+    """How long it takes until the row of a step is on the disk, once there are some."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self.seconds = 0.0
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        if trainer.mesh.rank == 0 and step in (3, 4):
+            self.seconds = self._until(step)
+
+    def _until(self, step: int) -> float:
+        began = time.monotonic()
+        while time.monotonic() < began + 60:
+            if any(row["train/global_step"] >= step for path in files(self._run) for row in rows(path)):
+                break
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+
 class Breaks(Callback):
     """Raises after a step."""
 
@@ -117,12 +139,15 @@ def tracked(
     kills: int = 0,
     stops: bool = False,
     breaks: int = 0,
+    looks: bool = False,
 ) -> dict[str, Any]:
     """Train up to `steps`, with an evaluation after every third one. After step `kills` wandb's process is killed (or `stops`)."""
     killer = KillsTheService(kills, signal.SIGSTOP if stops else signal.SIGKILL)
     watching: list[Callback] = [Slow(Path(marker), rest)] if marker else []
     watching += [killer] if kills else []
     watching += [Breaks(breaks)] if breaks else []
+    lag = Lag(Path(folder) / "run")
+    watching += [lag] if looks else []
     config = configured(
         folder,
         steps,
@@ -144,6 +169,7 @@ def tracked(
         "said": said.getvalue(),
         "killed": len(killer.killed),
         "left": len(services()),
+        "lag": lag.seconds,
         "threads": torch.get_num_threads(),
     }
 
@@ -151,9 +177,22 @@ def tracked(
 def planted(mesh: Mesh, *, folder: str, backends: list[str]) -> dict[str, Any]:
     """As `tracked`, with secrets in the environment, the arguments and the configuration."""
     sections = {
-        "tracking": {"backends": backends, "tags": ["small", IN_CONFIG]},
-        "model": {"config": {"model_type": "llama", "hub_token": "planted-value-of-a-secret-key"}},
-        "data": {"train": "https://someone:planted-password-of-an-address@example.org/text"},
+        "tracking": {
+            "backends": backends,
+            "tags": ["small", IN_CONFIG, "https://example.org/x?token=planted-in-a-query", ENVIRONMENT["PGPASSWORD"]],
+            "name": f"with {ENVIRONMENT['BILLING_SERVICE_PASSWORD']}",
+        },
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "hub_token": "planted-value-of-a-secret-key",
+                "store": {"credentials": {"user": "planted-user", "keys": ["planted-key-in-a-list"]}},
+            }
+        },
+        "data": {
+            "train": "https://someone:planted-password/of@an-address@example.org/text",
+            "eval": "redis://:planted@host",
+        },
     }
     arguments = [*sys.argv, f"--token={IN_ARGUMENTS}", f"--key={ENVIRONMENT['HF_TOKEN']}"]
     with patch.dict(os.environ, ENVIRONMENT), patch.object(sys, "argv", arguments):

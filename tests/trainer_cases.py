@@ -509,7 +509,7 @@ def saved(mesh: Mesh, folder: str, kind: str, compute: str, largest: int) -> dic
         def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
             if step == 2:
                 trainer.save(root / "during")
-                self.state = digest({name: tensor.clone() for name, tensor in trainer.state_dict()})
+                self.seen = digest({name: tensor.clone() for name, tensor in trainer.state_dict()})
 
     save, model = Save(), seeded(build)
     if compute == "bfloat16":
@@ -534,7 +534,7 @@ def saved(mesh: Mesh, folder: str, kind: str, compute: str, largest: int) -> dic
             found[f"{name} dtype"] = str(loaded.dtype)
     found["class"] = type(tf.AutoModel.from_pretrained(root / "after")).__name__
     found["config"] = json.loads((root / "after/config.json").read_text())
-    sources = {"during": save.state, "after": digest(_clones(model))}
+    sources = {"during": save.seen, "after": digest(_clones(model))}
     for name, state in sources.items():
         config = settings(folder, model={"source": str(root / name)}, precision=precision)
         with Trainer(None, config, data) as trainer:

@@ -67,12 +67,21 @@ def rename(folder: Path, changes: dict[str, str | None]) -> None:
     index.write_text(json.dumps({**content, "weight_map": renamed(content["weight_map"])}))
 
 
-def loaded(mesh: Mesh, folder: str, name: str, compute: str, master: str) -> dict[str, Any]:
-    """The state of a run that starts from `folder`, and what its building took."""
+def narrow(folder: Path, places: range) -> None:
+    """Have some tensors of a directory in bfloat16, by their places in the order of names."""
+    names = sorted(name for path in folder.glob("*.safetensors") for name in load_file(path))
+    chosen = {names[place] for place in places if place < len(names)}
+    for path in folder.glob("*.safetensors"):
+        tensors = {name: value.bfloat16() if name in chosen else value for name, value in load_file(path).items()}
+        save_file(tensors, path, {"format": "pt"})
+
+
+def loaded(mesh: Mesh, folder: str, name: str, compute: str, master: str, **model: Any) -> dict[str, Any]:
+    """The state of a run that starts from `folder`, and what its building took. `model` is on top of that section."""
     subject = ARCHITECTURES[name]
     config = settings(
         f"{folder}-run",
-        model={"source": folder, "head": subject.head},
+        model={"source": folder, "head": subject.head, **model},
         precision={"compute": compute, "master": master, "reduce": master},
         zero={"stage": 3, "gathered_budget": 0},
     )
@@ -96,4 +105,10 @@ def loaded(mesh: Mesh, folder: str, name: str, compute: str, master: str) -> dic
         state = {name: tensor.clone() for name, tensor in trainer.state_dict()}
         units = [sum(bucket.layout.padded for bucket in unit.buckets) for unit in engine.units] if engine else []
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in state.values()})
-    return {"state": digest(state), "transient": transient, "units": units, "dtypes": dtypes}
+    return {
+        "state": digest(state),
+        "parts": {name: digest({name: tensor}) for name, tensor in state.items()},
+        "transient": transient,
+        "units": units,
+        "dtypes": dtypes,
+    }

@@ -62,9 +62,9 @@ class Callback:
     def on_train_end(self, trainer: Trainer) -> None:
         """After the last step, while parameters are still partitioned."""
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the callback, in types of JSON; given back to `restore` by a run that goes on."""
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the callback, in types of JSON; `load_state_dict` is given it back when a run goes on."""
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` gave."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` gave."""

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from zeromesh.errors import ConfigError
+from zeromesh.mesh.launch import secret_values
 from zeromesh.trainer import config_rules
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_sources import ConfigSource, read_source, with_translation
@@ -20,6 +21,7 @@ from zeromesh.trainer.config_words import (
     suggestion,
 )
 from zeromesh.trainer.config_yaml import parse_yaml
+from zeromesh.trainer.redaction import Redaction
 from zeromesh.trainer.sections.model import DEFAULT_MODEL
 from zeromesh.trainer.trackers import tracker_problems
 
@@ -55,8 +57,7 @@ def load_config(
         samples: of the training data, where its length is known.
 
     Raises:
-        ConfigError: with every problem at once, each with its dotted path, the value, what is allowed and
-        the nearest name.
+        ConfigError: with every problem at once, each with its dotted path, the value, what is allowed and the nearest name.
     """
     found = read_source(source, arguments)
     own = found.data
@@ -67,7 +68,8 @@ def load_config(
     config, wrong = _validate(data, unused)
     problems += [_with_origin(problem, origins) for problem in wrong]
     if config is None or problems:
-        raise ConfigError(problems, where=found.where)
+        clean = Redaction(secret_values()).text
+        raise ConfigError([clean(problem) for problem in problems], where=found.where)
     return config.with_notes((*found.notes, *translation.notes))
 
 

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_types import Allowed
-from zeromesh.trainer.redaction import REDACTED
+from zeromesh.trainer.redaction import REDACTED, Redaction
 
 _SECRET = re.compile(r"key|token|secret|passw", re.IGNORECASE)
 _SECRET_NUMBER = re.compile(
@@ -150,7 +150,7 @@ def shown(path: str, value: object) -> str:
         return f"a list of {len(value)} items"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = repr(list(value)) if isinstance(value, tuple) else repr(value)
+    text = Redaction().text(repr(list(value)) if isinstance(value, tuple) else repr(value))
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 

@@ -103,7 +103,11 @@ class Events:
         """What checkpoints keep of callbacks, by their class; of two of one class, the first."""
         found: dict[str, Any] = {}
         for callback in self._callbacks:
-            state = callback.state()
+            try:
+                state = callback.state_dict()
+            except Exception as error:
+                error.add_note(f"raised by callback {type(callback).__name__}.state_dict")
+                raise
             if state:
                 found.setdefault(type(callback).__name__, state)
         return found
@@ -113,4 +117,4 @@ class Events:
         for callback in self._callbacks:
             state = states.get(type(callback).__name__)
             if state:
-                callback.restore(state)
+                callback.load_state_dict(state)

@@ -78,7 +78,6 @@ class TrackedRun:
     directory: Path
     step: int
     config: Mapping[str, Any]
-    device: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +122,7 @@ class Tracker(ABC):
         """Hand over what is left, and end."""
         self.tracker.finish()
 
-    def give_up(self, error: Exception) -> None:  # noqa: B027 - most have nothing left to do
+    def give_up(self, error: BaseException) -> None:  # noqa: B027 - most have nothing left to do
         """A call has raised `error`, and none will follow."""
 
     def abandon(self) -> None:  # noqa: B027 - most hold nothing up
@@ -188,7 +187,7 @@ class WandbTracker(Tracker):
         where = {GLOBAL_STEP: row.step, **({_EVALUATED: row.step} if row.evaluation else {})}
         self.tracker.log({**where, **row.values}, step=first, commit=True)
 
-    def give_up(self, error: Exception) -> None:
+    def give_up(self, error: BaseException) -> None:
         if not any(_children("wandb-core")):
             import wandb
 
@@ -249,9 +248,10 @@ class OtherTracker(Tracker):
     def _read(self) -> Sent:
         try:
             ident, step, evaluated = json.loads(self._file.read_bytes())
-        except (OSError, ValueError):
+            sent = Sent(step=int(step), evaluated=bool(evaluated))
+        except (OSError, ValueError, TypeError, RecursionError):
             return Sent()
-        return Sent(step=int(step), evaluated=bool(evaluated)) if ident == self.run.ident else Sent()
+        return sent if ident == self.run.ident else Sent()
 
     def _write(self, sent: Sent) -> None:
         passing = self._file.with_suffix(".tmp")

@@ -1,7 +1,7 @@
-"""`Tracking`: figures of a run to trackers, from rank 0, by a thread of its own.
+"""`Tracking`: figures of a run to trackers, from rank 0, by a thread for each of them.
 
-    training thread    log, log, evaluated, log ...   puts rows into a queue, and never waits
-    tracking thread    start, then row by row         to each tracker; one that fails is left out from then on
+    training thread    log, log, evaluated, log ...   puts rows into queues, and never waits
+    tracking threads   start, then row by row         a tracker that fails, or does not answer, is left out: the others go on
 
 A run that goes on keeps its id, and a tracker gets no row twice: rows that an earlier process has sent are not sent again, though
 this one computes their steps anew. `tracking.json` in the run's directory has the id, and so has each checkpoint.
@@ -9,13 +9,10 @@ this one computes their steps anew. `tracking.json` in the run's directory has t
 
 from __future__ import annotations
 
-import contextlib
 import json
-import queue
+import re
 import secrets
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +25,7 @@ from zeromesh.mesh.launch import kept_environment, secret_values
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.metrics import StepMetrics
 from zeromesh.trainer.redaction import Redaction
+from zeromesh.trainer.sender import HAS_ALL, Sender, said_by
 from zeromesh.trainer.trackers import Row, TrackedRun, Tracker, make_tracker
 
 NAME = "tracking.json"
@@ -36,6 +34,7 @@ _FINISH_SECONDS = 30.0
 _ERROR_SECONDS = 5.0
 """After an error, of which the other ranks are told only then."""
 _ABANDON_SECONDS = 2.0
+_IDENT = re.compile(r"[A-Za-z0-9]{1,64}")
 _NAMES = {
     "loss": "train/loss",
     "lr": "train/learning_rate",
@@ -66,14 +65,9 @@ class Tracking:
         """`note` tells a person; it is called from the training thread alone. `leave` is called when all trackers have ended."""
         self.ident = ident
         """What trackers know the run by; empty where there are none."""
-        self._trackers = list(trackers)
         self._note = note
-        self._redaction = redaction or Redaction()
         self._leave = leave
-        self._rows: queue.Queue[Row | None] = queue.Queue(capacity)
-        self._said: deque[str] = deque()
-        self._lost = 0
-        self._thread = threading.Thread(target=self._work, name="tracking", daemon=True) if self._trackers else None
+        self._senders = [Sender(each, redaction or Redaction(), capacity) for each in trackers]
 
     @classmethod
     def open(
@@ -108,7 +102,7 @@ class Tracking:
         try:
             leave = _join_accelerate(mesh.device)
         except Exception as error:  # noqa: BLE001 - a library's own, which must not end a run
-            note(f"WARNING: there is no tracking: {type(error).__name__}: {error}. Training goes on; {_HAS_ALL}")
+            note(f"WARNING: there is no tracking: {said_by(error, redaction)}. Training goes on; {HAS_ALL}")
             return cls(ident=ident)
         trackers = [make_tracker(name, run) for name in dict.fromkeys(section.backends)]
         return cls(trackers, note, ident=ident, redaction=redaction, leave=leave)
@@ -117,30 +111,25 @@ class Tracking:
         """What a checkpoint of run `run` keeps, so that its trackers know it again."""
         return {"id": self.ident, "run": run} if self.ident else {}
 
-    # In the training thread
-
     def log(self, metrics: StepMetrics) -> None:
         """Send a step's figures."""
-        if self._thread is not None:
+        if self._senders:
             self._put(Row(step=metrics.step, values=dict(_named(metrics.record()))))
 
-    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the figures of an evaluation after `step`."""
-        if self._thread is not None:
-            named = {f"eval/{name.removeprefix('eval_')}": value for name, value in values.items()}
+    def evaluated(self, step: int, values: Mapping[str, Any]) -> None:
+        """Send the figures of an evaluation after `step`; what is no number among them is left out."""
+        if self._senders:
+            named = {f"eval/{name.removeprefix('eval_')}": value for name, value in values.items() if _is_number(value)}
             self._put(Row(step=step, values=named, evaluation=True))
 
     def _put(self, row: Row) -> None:
-        if self._trackers:
-            try:
-                self._rows.put_nowait(row)
-            except queue.Full:
-                self._lost += 1
+        for sender in self._senders:
+            sender.put(row)
         self._tell()
 
     def __enter__(self) -> Self:
-        if self._thread is not None:
-            self._thread.start()
+        for sender in self._senders:
+            sender.start()
         return self
 
     def __exit__(
@@ -150,80 +139,51 @@ class Tracking:
 
     def finish(self, seconds: float) -> None:
         """Send what is left, waiting for that so many seconds at most. Nothing is sent afterwards."""
-        thread, self._thread = self._thread, None
-        if thread is None:
+        if not self._senders:
             return
         end = time.monotonic() + seconds
-        try:
-            self._rows.put(None, timeout=seconds)
-        except queue.Full:
-            self._lost += self._rows.qsize()
-        thread.join(max(0.0, end - time.monotonic()))
-        if thread.is_alive():
-            names = ", ".join(tracker.name for tracker in self._trackers)
-            self._said.append(f"WARNING: tracking by {names} did not end within {seconds:g} seconds; {_HAS_ALL}")
-            self._abandon(thread)
+        for sender in self._senders:
+            sender.close()
+        late = [sender for sender in self._senders if not sender.ended(end)]
+        if late:
+            names = ", ".join(sender.name for sender in late)
+            self._tell()
+            self._note(f"WARNING: tracking by {names} did not end within {seconds:g} seconds; {HAS_ALL}")
+            _abandon(late)
         else:
             self._leave()
-        if self._lost:
-            self._said.append(f"WARNING: trackers were too slow for {self._lost} rows, which they miss; {_HAS_ALL}")
         self._tell()
-
-    def _abandon(self, thread: threading.Thread) -> None:
-        """Let go of trackers that do not answer. What they say then is not news."""
-        for tracker in list(self._trackers):
-            with contextlib.suppress(Exception):
-                tracker.abandon()
-        news = list(self._said)
-        thread.join(_ABANDON_SECONDS)
-        self._said = deque(news)
+        self._senders = []
 
     def _tell(self) -> None:
-        while self._said:
-            self._note(self._said.popleft())
-
-    # In the tracking thread
-
-    def _work(self) -> None:
-        for tracker in list(self._trackers):
-            self._try(tracker, "did not begin", tracker.start)
-        last = 0
-        while (row := self._rows.get()) is not None:
-            for tracker in list(self._trackers):
-                if not tracker.sent.covers(row):
-                    self._try(tracker, f"ended after step {last}", lambda to=tracker, sent=row: to.log(sent))  # type: ignore[misc]
-            last = row.step
-        for tracker in list(self._trackers):
-            self._try(tracker, "did not end well", tracker.finish)
-
-    def _try(self, tracker: Tracker, what: str, call: Callable[[], None]) -> None:
-        """Whatever a tracker's library raises, training goes on without it."""
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - other people's code, which must not end a run
-            line = self._redaction.text((str(error).strip().splitlines() or [""])[0]).rstrip(". ")
-            reason = f"{type(error).__name__}: {line}".removesuffix(": ")
-            self._trackers.remove(tracker)
-            self._said.append(f"WARNING: tracking by {tracker.name} {what}: {reason}. Training goes on; {_HAS_ALL}")
-            with contextlib.suppress(Exception):
-                tracker.give_up(error)
+        for sender in self._senders:
+            for line in sender.news():
+                self._note(line)
 
 
-_HAS_ALL = "metrics.jsonl has every step"
+def _abandon(late: Sequence[Sender]) -> None:
+    """Let go of trackers that do not answer."""
+    for sender in late:
+        sender.abandon()
+    end = time.monotonic() + _ABANDON_SECONDS
+    for sender in late:
+        sender.ended(end)
 
 
-def _ident(path: Path, run: str, step: int, known: Mapping[str, str], note: Callable[[str], None]) -> str:
+def _ident(path: Path, run: str, step: int, known: Mapping[str, Any], note: Callable[[str], None]) -> str:
     """The run's id: that of its directory, else that of its checkpoint, where it goes on; else a new one. It is kept in `path`."""
     found = ""
     if step:
         try:
-            found = str(json.loads(path.read_bytes())["id"])
-        except (OSError, ValueError, KeyError, TypeError):
+            found = json.loads(path.read_bytes())["id"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             found = known.get("id", "") if known.get("run") == run else ""
-    if not (found.isalnum() and found.isascii()):
+    if not (isinstance(found, str) and _IDENT.fullmatch(found)):
         found = secrets.token_hex(4)
+    passing = path.with_suffix(".tmp")
     try:
-        path.write_text(json.dumps({"id": found, "run": run}), encoding="utf-8")
+        passing.write_text(json.dumps({"id": found, "run": run}), encoding="utf-8")
+        passing.replace(path)
     except OSError as error:
         note(f"WARNING: {path} cannot be written ({error.strerror}); trackers know the run as {found}")
     return found
@@ -253,7 +213,7 @@ def _named(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             continue
         if isinstance(value, Mapping):
             yield from _under(_NAMES.get(field, field), value)
-        elif isinstance(value, int | float):
+        elif _is_number(value):
             yield _NAMES.get(field, f"train/{field}"), value
 
 
@@ -262,5 +222,9 @@ def _under(path: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         name = f"{path}/{key.replace(' ', '-')}"
         if isinstance(value, Mapping):
             yield from _under(name, value)
-        elif isinstance(value, int | float):
+        elif _is_number(value):
             yield name, value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)

@@ -54,9 +54,9 @@ class Trainer(TransformersNames):
             the defaults. `docs/configuration.md` lists all keys, and `zeromesh config FILE` prints those of a file.
             transformers' `TrainingArguments` and DeepSpeed configurations are taken too (`docs/from-hf-trainer.md`,
             `docs/from-deepspeed.md`); notes at the start say what became of each setting.
-        train_dataset, eval_dataset: map-style datasets of mappings of arguments of the model, such as `input_ids` and
-            `labels`; None: text that `config.data` names. Fields that the model does not take are left out. Several
-            evaluation sets are given as a mapping, by name.
+        train_dataset: mappings of arguments of the model, such as `input_ids` and `labels`, by index or as a stream; None: text
+            that `config.data` names. Fields that the model does not take are left out.
+        eval_dataset: the same by index; several are given as a mapping, by name.
         data_collator: a list of samples to a batch, a mapping of tensors; None pads them with `processing_class` if that is
             given, else stacks them.
         compute_loss: `(model, batch) -> (sum, count)`, for a model whose own loss is not known or not wanted.
@@ -67,8 +67,8 @@ class Trainer(TransformersNames):
         processing_class: a tokenizer, used for `config.data` and saved with the model.
         lr_scheduler: makes a scheduler of `torch.optim.lr_scheduler` of an optimizer, such as `lambda o: StepLR(o, 30)`; it stands
             in for `config.schedule`.
-        model_init, compute_loss_func: transformers' names of a callable `model`, and of a loss `(outputs, labels,
-            num_items_in_batch) -> mean`.
+        model_init: transformers' name of a callable `model`.
+        compute_loss_func: transformers' name of a loss `(outputs, labels, num_items_in_batch) -> mean`.
         args: `TrainingArguments`, by the name that transformers has for them; `config` then changes single keys on top of them.
 
     Raises:

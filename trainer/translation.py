@@ -6,17 +6,15 @@ pages docs/from-hf-trainer.md and docs/from-deepspeed.md are made of the same ro
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
 from zeromesh.trainer.config_words import shown
-from zeromesh.trainer.redaction import REDACTED
+from zeromesh.trainer.redaction import REDACTED, is_secret
 
 AUTO = "auto"
-_SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
 
 
 class Fate(StrEnum):
@@ -249,4 +247,4 @@ _NOTHING = _Nothing()
 
 
 def _shown(name: str, value: Any) -> str:
-    return REDACTED if isinstance(value, str) and _SECRET.search(name) else shown("", value)
+    return REDACTED if is_secret(name, value) else shown("", value)

@@ -73,3 +73,13 @@ def test_a_model_in_stages_trains_as_one_process(
     record_property("row", json.dumps({"model": model, "column": axes}))
     found = laboratory.train(size, problem, layout, **sizes)
     record_property("difference", check_equal(found, laboratory.reference(problem), problem))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_shares_of_a_single_sample(laboratory: Laboratory, schedule: str) -> None:
+    """GPT-2 gives what comes out of its blocks the shape of what went in; a share of one sample is half a sample."""
+    chunks = 2 if schedule == "interleaved" else 1
+    problem = Problem(model="gpt2-deep", clip=0.3, samples=4, steps=3, wide=True)
+    layout = Layout(stage=2, accumulation=4, schedule=schedule, chunks=chunks, sequence=True)
+    found = laboratory.train(4, problem, layout, pipeline=2, tensor=2)
+    check_equal(found, laboratory.reference(problem), problem)

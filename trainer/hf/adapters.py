@@ -33,6 +33,14 @@ def pretrained_of(model: nn.Module) -> Any | None:
     return inside if is_pretrained_model(inside) else None
 
 
+def output_layer(model: Any) -> Any:
+    """The output embedding of a Hugging Face model; where PEFT trains a copy of it (`modules_to_save`), that copy."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    copies = getattr(head, "modules_to_save", None)
+    active: list[str] = list(getattr(head, "active_adapters", ()))
+    return copies[active[0]] if isinstance(copies, nn.ModuleDict) and len(active) == 1 and active[0] in copies else head
+
+
 def learns_prompts(model: Any) -> bool:
     """Whether an adapter of `model` puts tokens before its inputs, or keys and values before theirs."""
     return any(getattr(settings, "is_prompt_learning", False) for settings in model.peft_config.values())

@@ -160,10 +160,10 @@ def _from_fields(settings: dict[str, Any], vocab_size: int | None, end_of_text: 
 
 def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_code: bool) -> Any:
     if not (directory / "config.json").is_file():
-        raise ConfigError(
-            f"{directory} has no config.json; give a directory that save_pretrained of a transformers model wrote",
-            where="model.source",
-        )
+        cure = "give a directory that save_pretrained of a transformers model wrote"
+        if (directory / "adapter_config.json").is_file():
+            cure = "it holds an adapter alone: give the model that this belongs to, or pass a PeftModel to Trainer"
+        raise ConfigError(f"{directory} has no config.json; {cure}", where="model.source")
     try:
         stored = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
     except _CONFIG_ERRORS as error:

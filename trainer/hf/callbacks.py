@@ -129,7 +129,7 @@ class TransformersCallbacks(Callback):
 
     # What is kept in checkpoints
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return self._exported()
 
     def _exported(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class TransformersCallbacks(Callback):
                 found.setdefault(type(callback).__name__, callback.state())
         return found
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for number, callback in enumerate(self._callbacks):
             kept = state.get(type(callback).__name__)
             if kept is not None and isinstance(callback, ExportableState):

@@ -20,6 +20,7 @@ from torch import nn
 from zeromesh.errors import PhaseError
 from zeromesh.tensor.cross_entropy import chunk_for, chunked_cross_entropy
 from zeromesh.tensor.layers import VocabParallelHead
+from zeromesh.trainer.hf.adapters import output_layer
 
 Route = Literal["loss_function", "logits"]
 """How the loss leaves the model: through its replaced `loss_function`, or as the logits of a call without labels."""
@@ -41,7 +42,7 @@ class ChunkedHead:
     Before and after a run the model is as it was: it can be copied, pickled and given to others.
 
     Args:
-        model: a Hugging Face model whose `get_output_embeddings()` is an `nn.Linear`.
+        model: a Hugging Face model whose `output_layer` is an `nn.Linear`.
         route: see `Route`.
         chunk_tokens: tokens whose logits exist at once; None: what needs the least memory.
         strict: insist that the very tensor that the head returned arrives at the end. For trying out a model: it shows
@@ -58,7 +59,7 @@ class ChunkedHead:
     @property
     def _head(self) -> nn.Linear | VocabParallelHead:
         """The present one: a divided model has its own again after training."""
-        head: nn.Linear | VocabParallelHead = self._model.get_output_embeddings()
+        head: nn.Linear | VocabParallelHead = output_layer(self._model)
         return head
 
     def run(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeromesh.errors import ConfigError
+from zeromesh.trainer.hf.adapters import is_adapted
 from zeromesh.trainer.hf.heads import Head
 from zeromesh.trainer.sections.model import LoraSection
 from zeromesh.zero.deferred import BuiltModel
@@ -33,10 +34,14 @@ def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> 
     """`built` with adapters, which alone are trained, and the head of a classifier. Values of adapters depend on `seed` alone.
 
     Raises:
-        ConfigError: without PEFT, for a model that is none of transformers, and for targets that it does not have.
+        ConfigError: without PEFT, for a model that is none of transformers or has adapters, and for targets that it does not have.
     """
     peft = _peft()
     base: Any = built.model
+    if is_adapted(base):
+        raise ConfigError(
+            "the model has adapters already; leave this out, or give the model without them", where="model.lora"
+        )
     if not is_pretrained_model(base):
         raise ConfigError(
             f"adapters are for models of transformers, and this is a {type(base).__name__}", where="model.lora"

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from zeromesh.errors import PhaseError
 from zeromesh.trainer.collate import count_targets
+from zeromesh.trainer.hf.adapters import output_layer
 from zeromesh.trainer.hf.chunked_head import ChunkedHead, Route
 from zeromesh.trainer.hf.local_head import loss_of_halves
 from zeromesh.zero.initial import INITIALISER_ERRORS, seeded_cpu
@@ -97,6 +98,9 @@ def examine(model: Any, *, divided: bool = False) -> Verdict:
         return Verdict(causal=None, reason="its loss is a mean over neither labels nor shifted labels")
     if auxiliary:
         auxiliary = not _is_mean_over(small, causal)
+    unlike = _unlike_its_class(model)
+    if unlike:
+        return Verdict(causal=causal, reason=unlike, auxiliary=auxiliary)
     reasons = []
     routes: tuple[Route, ...] = ("loss_function", "logits")
     for route in routes:
@@ -111,6 +115,16 @@ def examine(model: Any, *, divided: bool = False) -> Verdict:
         reasons.append(problem)
     # Of the last trials that of the loss function says why.
     return Verdict(causal=causal, reason=reasons[2] if divided else reasons[0], auxiliary=auxiliary)
+
+
+def _unlike_its_class(model: Any) -> str:
+    """Why logits of `model` may be others than those of a copy of its class; empty where they are not."""
+    head = output_layer(model)
+    if type(head) is not nn.Linear:
+        return f"its head is a {type(head).__module__}.{type(head).__name__}, and no nn.Linear"
+    if "forward" in vars(model) or "forward" in vars(head):
+        return "forward of the model or of its head was replaced"
+    return "its head has hooks" if head._forward_hooks or head._forward_pre_hooks else ""
 
 
 def check_chunked_head(small: Any, route: Route, *, causal: bool) -> str | None:

@@ -24,7 +24,10 @@ from zeromesh.trainer.hf.adapters import adapter_names, is_adapted, wraps_anothe
 from zeromesh.trainer.hf.safetensors_files import INDEX, SINGLE
 from zeromesh.zero.access import StateAccess
 from zeromesh.zero.holdings import saved_buffers
+from zeromesh.zero.sources import canonical_names
 
+_OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+"""Files that `from_pretrained` would load on top of a model that was saved where an adapter had been."""
 _SYNCED_BYTES = 256 << 20
 """Written at once, and brought to the disk before more is: no wait for the disk is longer than that takes."""
 
@@ -150,7 +153,8 @@ class _Writer:
     def _move(self) -> None:
         _move(self._directory, self._path)
         names = {layout.path for layout in self._layouts} | ({INDEX} if len(self._layouts) > 1 else set())
-        for stale in (SINGLE, INDEX, *(file.name for file in self._path.glob("model-*-of-*.safetensors"))):
+        numbered = [file.name for file in self._path.glob("model-*-of-*.safetensors")]
+        for stale in (SINGLE, INDEX, *numbered, *_OF_ADAPTERS):
             if stale not in names:
                 (self._path / stale).unlink(missing_ok=True)
 
@@ -174,6 +178,7 @@ def save_adapter(
             _begin(path)
             # What adapters train of embeddings is among their own tensors; PEFT would look at the Hub for what else may be.
             own = {"save_embedding_layers": False} if wraps_another(model) else {}
+            held |= {name: held[first] for name, first in canonical_names(model).items() if first in held}  # ties
             model.save_pretrained(_beside(path), state_dict=held, **own)
             _save_part(processing_class, _beside(path))
             _move(_beside(path), path)

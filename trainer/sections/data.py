@@ -48,6 +48,6 @@ class DataSection(Section):
         description="Leave out what the model does not take before a data_collator sees a sample, as transformers does; false: "
         "after it.",
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63), Allowed("null, or an integer >= 0 and < 2**63")] | None = Field(
+    seed: Annotated[int, Field(ge=0, lt=2**63), Allowed("an integer >= 0 and < 2**63")] | None = Field(
         default=None, description="Seed of the order of the data; null: that of the run."
     )

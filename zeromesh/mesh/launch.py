@@ -29,7 +29,10 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 _LAUNCHER = "ZEROMESH_LAUNCHER_PID"
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
-_SECRET = re.compile(r"(?:^|_)(?:\w*KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:$|_)", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(?:KEYS?|TOKENS?|SECRETS?|PASS(?:WORDS?|WD|PHRASE)|CREDENTIALS?)(?:$|_)|_(?:PASS|PWD|PAT|DSN)$|^(?:PASS|PAT)$",
+    re.IGNORECASE,
+)
 _LEAST_SECRET = 8
 """Characters."""
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -139,7 +142,8 @@ def kept_environment() -> Iterator[None]:
 def secret_values(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Values of the variables whose names say that they are secrets, such as `HF_TOKEN`; short ones are none."""
     environ = os.environ if environ is None else environ
-    return tuple(value for name, value in environ.items() if _SECRET.search(name) and len(value) >= _LEAST_SECRET)
+    found = (value.strip() for name, value in environ.items() if _SECRET.search(name))
+    return tuple(value for value in found if len(value) >= _LEAST_SECRET)
 
 
 def export(variables: Mapping[str, str]) -> None:
