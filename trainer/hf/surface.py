@@ -170,8 +170,10 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def collator_of(given: Collate | None, processing_class: Any, *, datasets: bool) -> Collate | None:
-    """What makes a batch of samples: as transformers does, samples of given datasets are padded by a tokenizer if there is one."""
-    if given is None and datasets and isinstance(processing_class, PreTrainedTokenizerBase):
+    """What makes a batch of samples: as transformers does, samples of given datasets are padded by a tokenizer if there is one that
+    can."""
+    pads = isinstance(processing_class, PreTrainedTokenizerBase) and "pad_token" in processing_class.special_tokens_map
+    if given is None and datasets and pads:
         return cast("Collate", DataCollatorWithPadding(processing_class))
     return given
 
