@@ -134,27 +134,34 @@ def test_only_the_import_is_changed(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("device", [[], ["--use_cpu"]])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("name", "device"), [*((name, []) for name in RUNS), ("ner", ["--use_cpu"])])
 def test_under_torchrun(folder: Path, theirs: dict[str, Path], name: str, device: list[str]) -> None:
     """As a user starts it: processes of its own, and with --use_cpu a process group that transformers has made before."""
     if device and torch.cuda.is_available():
         pytest.skip("CUDA devices are used where there are some")
     output = f"{name}-torchrun{''.join(device)}"
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     words = [*arguments(name, 2, output), *device]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, *launcher, str(SCRIPTS / RUNS[name][0]), *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=folder, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    launch(folder, RUNS[name][0], words)
     compare(folder / output, theirs[name], but=("total_flos",))
     # Begun again, it goes on from its last checkpoint, by transformers' name for it.
     newest = max((folder / output).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    again = [*words, f"--resume_from_checkpoint={newest}", "--num_train_epochs=3"]
+    launch(folder, RUNS[name][0], [*words, f"--resume_from_checkpoint={newest}", "--num_train_epochs=3"])
+    state = json.loads((folder / output / "trainer_state.json").read_text())
+    assert state["global_step"] == 9
+    assert [line["step"] for line in state["log_history"] if "loss" in line] == list(range(1, 10))
+
+
+def launch(folder: Path, script: str, words: list[str]) -> None:
+    """Run a script on two ranks of its own."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [*command[:5], *again], capture_output=True, text=True, env=environment, cwd=folder, timeout=300, check=False
+        [*launcher, str(SCRIPTS / script), *words],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=folder,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads((folder / output / "trainer_state.json").read_text())["global_step"] == 9
