@@ -38,10 +38,19 @@ def shortened(here: Path, **more: Any) -> list[str]:
 
 RANKS = {"tensor.yaml": (2, 4), "pipeline.yaml": (2, 4), "hybrid.yaml": (2, 4), "tensor-pipeline-data.yaml": (4, 8)}
 """Ranks for configurations that cannot do with one: those of each run of the tests, and those of the whole matrix."""
+OFTEN = {
+    "quickstart.yaml",
+    "finetune.yaml",
+    "lora.yaml",
+    "offload.yaml",
+    "tensor.yaml",
+    "pipeline.yaml",
+    "deepspeed.json",
+}
 TRIED = [
-    pytest.param(name, size, marks=marks)
+    pytest.param(name, size, marks=() if name in OFTEN and not number else pytest.mark.full)
     for name in CONFIGS
-    for size, marks in zip(RANKS.get(name, (2, 1)), ((), pytest.mark.full), strict=True)
+    for number, size in enumerate(RANKS.get(name, (2, 1)))
 ]
 
 

@@ -47,6 +47,7 @@ from zeromesh.trainer.streamed import StreamedDataset
 from zeromesh.trainer.tracking import Tracking
 from zeromesh.trainer.trained import TrainedModel
 from zeromesh.trainer.wishes import Wishes
+from zeromesh.zero.options import ZeroOptions
 
 
 class Run:
@@ -93,9 +94,11 @@ class Run:
         self.evaluator = Evaluator(self)
         self.console.status("building the model")
         self.trained = TrainedModel(self, options)
-        compute, samples = options.precision.compute, config.batch.global_size
-        self.figures = StepFigures(self.trained.flops, mesh, compute, samples, self.trained.require_engine().ledger)
-        self.tell(*self.figures.notes)
+        try:
+            self.figures = self._make_figures(options)
+        except BaseException:
+            self.trained.close()
+            raise
 
     @property
     def finished(self) -> bool:
@@ -143,6 +146,12 @@ class Run:
         self.events.agree(self.mesh)
 
     # Before training
+
+    def _make_figures(self, options: ZeroOptions) -> StepFigures:
+        ledger, samples = self.trained.require_engine().ledger, self.config.batch.global_size
+        figures = StepFigures(self.trained.flops, self.mesh, options.precision.compute, samples, ledger)
+        self.tell(*figures.notes)
+        return figures
 
     def _say_what_comes(self, precision: str) -> None:
         """What is known before anything is read."""

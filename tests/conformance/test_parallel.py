@@ -40,7 +40,7 @@ def whole_product(short: int, *choices: Iterable[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("axes", "regions", "model", "stage", "accumulation"),
-    whole_product(31, LAYERS, ("whole sequences", "shared sequences"), MODELS, STAGES, ACCUMULATIONS),
+    whole_product(43, LAYERS, ("whole sequences", "shared sequences"), MODELS, STAGES, ACCUMULATIONS),
 )
 def test_a_divided_model_trains_as_one_process(
     laboratory: Laboratory, axes: str, regions: str, model: str, stage: int, accumulation: int, record_property: Record
@@ -55,7 +55,7 @@ def test_a_divided_model_trains_as_one_process(
 
 @pytest.mark.parametrize(
     ("axes", "schedule", "model", "stage", "accumulation"),
-    whole_product(97, PIPELINES, SCHEDULES, MODELS, STAGES, ACCUMULATIONS),
+    whole_product(127, PIPELINES, SCHEDULES, MODELS, STAGES, ACCUMULATIONS),
 )
 def test_a_model_in_stages_trains_as_one_process(
     laboratory: Laboratory, axes: str, schedule: str, model: str, stage: int, accumulation: int, record_property: Record
@@ -75,7 +75,7 @@ def test_a_model_in_stages_trains_as_one_process(
     record_property("difference", check_equal(found, laboratory.reference(problem), problem))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.full)])
 def test_shares_of_a_single_sample(laboratory: Laboratory, schedule: str) -> None:
     """GPT-2 gives what comes out of its blocks the shape of what went in; a share of one sample is half a sample."""
     chunks = 2 if schedule == "interleaved" else 1
