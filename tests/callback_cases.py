@@ -20,6 +20,7 @@ from transformers.integrations import TensorBoardCallback, WandbCallback
 from user_callbacks import Recorder, timeless
 
 from zeromesh import Trainer
+from zeromesh.errors import ConfigError
 from zeromesh.mesh.groups import Mesh
 
 _THEIRS = (tf.DefaultFlowCallback, tf.ProgressCallback, tf.PrinterCallback, tf.EarlyStoppingCallback)
@@ -119,6 +120,38 @@ def resumed(mesh: Mesh, folder: str, fields: Mapping[str, Any], scores: Sequence
         found[name] = [recorder.seen[1:]]  # The first is the end of the construction.
         if kind is Trainer:
             second.close()
+    return found
+
+
+def linked(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """Names of checkpoints in a run's directory, where old ones are removed, and what a run says that is to begin at another."""
+    fields = {"eval_strategy": "no", "save_steps": 1, "save_total_limit": 2, "lr_scheduler_type": "constant"}
+    root = Path(folder) / "run"
+    if mesh.rank == 0:
+        (root / "checkpoint-1").mkdir(parents=True)  # Somebody's own.
+        (root / "checkpoint-2").symlink_to("nowhere")
+    mesh.world.barrier("directories that are there before")
+    found: dict[str, Any] = {"names": []}
+    for steps, resume in ((4, None), (6, "checkpoint-3")):
+        with quiet() as out:
+            trainer = run(Trainer, Path(folder), {**fields, "max_steps": steps}, [], resume=resume)
+            found["step"] = trainer.state.step
+            trainer.close()
+        links = [path for path in root.glob("checkpoint-*") if path.is_symlink()]
+        found["names"].append(sorted(path.name for path in links))
+        found["loads"] = [type(tf.AutoModelForCausalLM.from_pretrained(path)).__name__ for path in links]
+        found["said"] = [line for line in out.getvalue().splitlines() if "goes on from step" in line]
+    found["own"] = (root / "checkpoint-1").is_dir() and not (root / "checkpoint-1").is_symlink()
+    data, config = [{"input": torch.ones(2)}], {"run": {"output_dir": folder}}
+
+    def loss(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        return model(batch["input"]).sum(), 1
+
+    with quiet(), Trainer(torch.nn.Linear(2, 1), config, data, compute_loss=loss) as plain:
+        try:
+            plain.create_model_card()
+        except ConfigError as error:
+            found["card"] = str(error)
     return found
 
 

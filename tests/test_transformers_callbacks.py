@@ -142,6 +142,19 @@ def test_a_run_that_goes_on_sees_the_same(workers: Workers, tmp_path: Path) -> N
     assert [each["state"][0] for each in found["ours"][0] if each["event"] == "on_step_end"] == [3]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_checkpoints_have_the_names_of_transformers(workers: Workers, tmp_path: Path, ranks: int) -> None:
+    said = workers.run(ranks, f"{CASES}:linked", folder=str(tmp_path))
+    named = "checkpoint.resume names step-00000003, and this run has gone on since: it goes on from step 4."
+    assert [line.startswith(named) for line in said[0]["said"]] == [True]
+    for found in said:
+        assert found["names"] == [["checkpoint-3", "checkpoint-4"], ["checkpoint-5", "checkpoint-6"]]
+        assert found["loads"] == ["LlamaForCausalLM"] * 2
+        assert found["own"]
+        assert found["step"] == 6
+        assert found["card"].startswith("create_model_card describes models of transformers")
+
+
 @pytest.mark.parametrize("name", ["PrinterCallback", "ProgressCallback"])
 def test_what_is_printed(workers: Workers, tmp_path: Path, name: str) -> None:
     found = workers.run(1, f"{CASES}:shown", folder=str(tmp_path), name=name)[0]
