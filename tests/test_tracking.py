@@ -167,7 +167,8 @@ def test_the_id_comes_from_the_checkpoint_where_its_file_is_gone(workers: Worker
 
 
 def test_steps_that_are_computed_again_are_not_sent_again(workers: Workers, tmp_path: Path) -> None:
-    arguments = {"folder": str(tmp_path), "backends": ["noted"], "steps": 12}
+    sections = {"checkpoint": {"asynchronous": False}}
+    arguments = {"folder": str(tmp_path), "backends": ["noted"], "steps": 12, "sections": sections}
     with workers.fresh(PoolOptions(size=1)) as pool:
         (outcome,) = pool.outcomes(CASE, breaks=9, **arguments)
     assert outcome.error == "KeyError"
