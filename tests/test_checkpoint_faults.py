@@ -245,7 +245,8 @@ def test_a_second_run_in_one_directory_is_refused(workers: Workers, fresh: Any, 
     assert "belongs to a run that is going on (pid 1 on elsewhere)" in outcomes[0].message
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kills", [30])
 def test_kills_at_random_instants(workers: Workers, tmp_path: Path, kills: int) -> None:
     """Half of them inside saving. Each time the run starts again, with a checkpoint after every second step."""
     chosen = random.Random(kills)

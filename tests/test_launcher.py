@@ -77,6 +77,7 @@ raise DataError("data.train: no text in it")
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.full
 def test_an_error_of_all_ranks_is_said_once(tmp_path: Path) -> None:
     body = "time.sleep(max(0, float(open(folder + '/at').read()) - time.time())); raise DataError('no text')"
     (tmp_path / "at").write_text(str(time.time() + 4.0))

@@ -104,6 +104,7 @@ def check_run(folder: Path, path: Path, said: str) -> None:
     assert not [line for line in lines if "Warning" in line or "[transformers]" in line]
 
 
+@pytest.mark.full
 def test_a_command_with_two_processes(here: Path) -> None:
     words = [sys.executable, "-m", "zeromesh", "train", str(ROOT / "configs/quickstart.yaml"), "--nproc", "2"]
     small = {"model__config__hidden_size": 64, "model__config__num_hidden_layers": 1, "run__name": "two"}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from itertools import product
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from .checks import Laboratory, check_equal
+from .checks import Laboratory, check_equal, whole_product
 from .recipe import Layout, Problem
 
 Record = Callable[[str, object], None]
@@ -27,15 +25,6 @@ PIPELINES = {
     "data 2 x tensor 2 x pipeline 2": (8, {"pipeline": 2, "tensor": 2}),
 }
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-
-
-def whole_product(short: int, *choices: Iterable[Any]) -> list[Any]:
-    """Every combination; one of `short` of them is in the short run, a diagonal of the product."""
-    marks: dict[bool, Any] = {True: (), False: (pytest.mark.full,)}
-    return [
-        pytest.param(*values, marks=marks[number % short == 0], id=", ".join(map(str, values)))
-        for number, values in enumerate(product(*choices))
-    ]
 
 
 @pytest.mark.parametrize(
