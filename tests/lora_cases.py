@@ -21,9 +21,9 @@ from zeromesh.mesh.groups import Mesh
 TARGETS = ["q_proj", "down_proj"]
 
 
-def adapted(*, tied: bool = False, **changes: Any) -> Any:
+def adapted(base: Mapping[str, Any] | None = None, **changes: Any) -> Any:
     """A tiny Llama with adapters that already do something."""
-    model = seeded(lambda: llama(tie_word_embeddings=tied))
+    model = seeded(lambda: llama(**(base or {})))
     config = peft.LoraConfig(task_type="CAUSAL_LM", **{"r": 3, "lora_alpha": 5, "target_modules": TARGETS, **changes})
     torch.manual_seed(12)
     made = peft.get_peft_model(model, config)
@@ -38,23 +38,23 @@ def as_plain(mesh: Mesh, folder: str, stage: int) -> dict[str, float]:
     return differences(folder, "lora", (adapted(), adapted()), sentences(), zero={"stage": stage})
 
 
-def variant(mesh: Mesh, folder: str, tied: bool, changes: Mapping[str, Any]) -> dict[str, Any]:
+def variant(mesh: Mesh, folder: str, base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """One of PEFT's kinds of adapters at stage 3: against a plain loop, and what plain PEFT makes of what is saved."""
-    root, mine = Path(folder), adapted(tied=tied, **changes)
+    root, mine = Path(folder), adapted(base, **changes)
     found: dict[str, Any] = {
         "training": differences(
             folder,
             "variant",
-            (mine, adapted(tied=tied, **changes)),
+            (mine, adapted(base, **changes)),
             sentences(),
             after=lambda trainer: trainer.save(root / "adapter"),
             zero={"stage": 3, "gathered_budget": 0},
         )
     }
-    ids, base = sentences()[1]["input_ids"][None], seeded(lambda: llama(tie_word_embeddings=tied)).double().eval()
+    ids, plain = sentences()[1]["input_ids"][None], seeded(lambda: llama(**base)).double().eval()
     with torch.no_grad():
-        before, wanted = base(input_ids=ids).logits.clone(), mine.double().eval()(input_ids=ids).logits
-        loaded = peft.PeftModel.from_pretrained(base, root / "adapter").double().eval()
+        before, wanted = plain(input_ids=ids).logits.clone(), mine.double().eval()(input_ids=ids).logits
+        loaded = peft.PeftModel.from_pretrained(plain, root / "adapter").double().eval()
         found["difference"] = _apart(loaded(input_ids=ids).logits, wanted)
     found["change"] = _apart(before, wanted)
     found["tensors"] = sorted(load_file(root / "adapter/adapter_model.safetensors"))
