@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup train test test-all lint bench clean
+.PHONY: help setup train test test-all lint docs bench clean
 
 help:
 	@echo 'make setup     install zeromesh and its tools into $(VENV)'
@@ -14,6 +14,7 @@ help:
 	@echo 'make test      lint, and the tests of a few minutes'
 	@echo 'make test-all  lint, and the whole matrix, whose table goes to docs/conformance.md'
 	@echo 'make lint      ruff and mypy'
+	@echo 'make docs      the documentation as a site that opens without a network: site/index.html'
 	@echo 'make bench     step time and memory beside FSDP2, DDP and, where it can be built, DeepSpeed'
 	@echo 'make clean     remove $(VENV) and what tools have cached'
 
@@ -43,6 +44,11 @@ test-all: lint
 	$(BIN)/python -m pytest --junitxml=.pytest_cache/all.xml
 	$(BIN)/python scripts/matrix_table.py .pytest_cache/all.xml docs/conformance.md
 
+# The notice that mkdocs-material prints about its end of life in 2027 is no warning about these pages.
+docs: setup
+	$(PIP) --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 # DeepSpeed's own build wants torch to be there, and fails on some machines: then the comparison goes on without it.
 bench: setup
 	$(PIP) matplotlib
@@ -50,4 +56,4 @@ bench: setup
 	$(BIN)/python scripts/bench_step.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

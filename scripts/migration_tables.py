@@ -68,6 +68,19 @@ checkpoints kept. These are different:
 - Parameters, gradients and optimizer state are sharded (ZeRO stage 3) unless `fsdp`, `deepspeed` or a key says otherwise. What is
   computed does not depend on it.
 - Steps with gradients that are not finite are skipped by all ranks, and said.
+- The last step is logged whatever `logging_steps` is. A run that a callback stops ends after the step, evaluated and saved as at
+  its end, unless `eval_strategy` or `save_strategy` is `no`.
+
+`scripts/examples` has three programs in the form of transformers' own (`run_clm.py`, `run_classification.py`, `run_ner.py`). Their
+import of `Trainer` is all that tells them from programs for transformers, and tests run them both ways. Values in
+`all_results.json` and `trainer_state.json` have transformers' names. Checkpoints are in `checkpoints`, and
+`checkpoint-STEP` are links to them, for whatever looks there.
+
+Callbacks of transformers get the events, in the order, with the state, flags, logs and metrics that they get there
+(`pytest tests/test_transformers_callbacks.py` compares them), with these differences: `optimizer`, `lr_scheduler` and data loaders
+are stand-ins that can be read (rates, groups, lengths, batches); gradients are not in `.grad`, but are what
+`trainer.gradient(name)` gives; several evaluation sets are one `on_log` and one `on_evaluate`, with the values of all; and what a
+callback does with the model, all ranks do.
 """
 
 _DEEPSPEED = f"""\
@@ -81,7 +94,7 @@ Every key is mapped to one of [zeromesh's](configuration.md), or has no effect h
 does not exist is an error that names the nearest one. The run prints what became of each. `zeromesh config` prints it above the
 configuration that results:
 
-```json
+```json title="ds.json"
 {{
   "train_batch_size": 32,
   "train_micro_batch_size_per_gpu": 4,
@@ -101,7 +114,7 @@ configuration that results:
 }}
 ```
 
-```text
+```console
 $ zeromesh config ds.json --nproc 2
 # DeepSpeed: train_batch_size: 32 -> batch.global_size: 32
 # DeepSpeed: train_micro_batch_size_per_gpu: 4 -> batch.micro_size: 4, batch.global_size: 32

@@ -74,8 +74,9 @@ class LostDisk(Callback):
         self._folder = folder
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        self._folder.rmdir()
-        self._folder.write_text("a file where the directory should be")
+        if trainer.state.is_world_process_zero:
+            self._folder.rmdir()
+            self._folder.write_text("a file where the directory should be")
 
 
 def noised(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -124,7 +125,7 @@ def trained(
     torch.manual_seed(7)
     watching = [*callbacks, *([Mirror(Path(mirror))] if mirror else [])]
     watching += [Slow(Path(marker), rest)] if marker else []
-    watching += [LostDisk(Path(folder) / "run" / "checkpoints")] if lost_disk and mesh.rank == 0 else []
+    watching += [LostDisk(Path(folder) / "run" / "checkpoints")] if lost_disk else []
     with Trainer(
         MODELS[kind](),
         configured(folder, steps, sections),

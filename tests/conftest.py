@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from workers import Workers
 
+pytest.register_assert_rewrite("doc_pages")
 # A machine that does other things as well makes any example slow.
 settings.register_profile("zeromesh", deadline=None)
 settings.load_profile("zeromesh")

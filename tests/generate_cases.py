@@ -28,9 +28,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def prompts(rows: int, seed: int = 3) -> dict[str, torch.Tensor]:
+def prompts(rows: int, seed: int = 3, length: int = 5) -> dict[str, torch.Tensor]:
     """Padded on the left."""
-    ids = torch.randint(1, VOCABULARY, (rows, 5), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(1, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
     return {"input_ids": ids, "attention_mask": mask}
@@ -52,7 +52,8 @@ class Asker(Callback):
         self.reference.load_state_dict(dict(trainer.state_dict()), strict=False)
         self.reference.tie_weights()
         data = 0 if self.alone else trainer.mesh.data_index
-        inputs = prompts(3 - data, seed=3 + data)
+        # Of an even length too, that tensor ranks can share out.
+        inputs = prompts(3 - data, seed=3 + data, length=6 if when == "during" else 5)
         for way in self.ways if when == "during" else self.ways[:1]:
             arguments = {**WAYS[way], "pad_token_id": 0}
             arguments["max_new_tokens"] += 4 * data

@@ -41,7 +41,7 @@ def prepare(mesh: Mesh, folder: str) -> None:
 
 def command(mesh: Mesh, words: list[str]) -> dict[str, Any]:
     """What `zeromesh WORDS` would print, and its exit code."""
-    out, err = io.StringIO(), io.StringIO()
+    out, err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code: Any = main(words)
@@ -50,7 +50,7 @@ def command(mesh: Mesh, words: list[str]) -> dict[str, Any]:
         except BaseException:  # noqa: BLE001 - a traceback is what the test looks for
             traceback.print_exc()
             code = -1
-    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+    return {"code": code, "out": out.buffer.getvalue().decode(), "err": err.getvalue()}
 
 
 class NoLoss(nn.Module):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 from typing import Any
 
 import torch
@@ -13,20 +10,6 @@ from trainer_cases import gpt2, sentences
 
 from zeromesh import Trainer
 from zeromesh.mesh.groups import Mesh
-
-
-def finetuned(mesh: Mesh, code: str, folder: str) -> str:
-    """Run the text of a program in a folder; returns what it prints."""
-    out = io.StringIO()
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        with contextlib.redirect_stdout(out):
-            exec(compile(code, "<documentation>", "exec"), {"__name__": "__main__"})
-    finally:
-        os.chdir(before)
-    mesh.world.barrier("the end of a program")
-    return out.getvalue()
 
 
 def _model() -> Any:

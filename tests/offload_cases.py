@@ -52,8 +52,7 @@ class Vandal(Callback):
 
 def vandalised(mesh: Mesh, *, how: str, step: int, rank: int, **arguments: Any) -> dict[str, Any]:
     """As `trained`, while something happens to a rank's swap file."""
-    callbacks: list[Callback] = [Vandal(how, step)] if mesh.rank == rank else []
-    return trained(mesh, callbacks=callbacks, **arguments)
+    return trained(mesh, callbacks=[Vandal(how, step) if mesh.rank == rank else Callback()], **arguments)
 
 
 def full_disk(mesh: Mesh, *, room: int, **arguments: Any) -> dict[str, Any]:

@@ -150,7 +150,6 @@ def fit(
         "tokens": report.tokens,
         "skipped": report.skipped_steps,
         "evaluations": [report.eval_loss, before["eval_loss"], after["eval_loss"]],
-        "targets": [before["eval_targets"], after["eval_targets"]],
         "logits": float((logits - theirs).abs().max()),
         "whole": distance(whole, state),
         "gathered": getattr(seen, "gathered", 0.0),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -126,25 +124,3 @@ def told(mesh: Mesh, kind: Any) -> dict[str, Any]:
     mesh.world.barrier("all have looked")
     transport.close()
     return {"taken": found, "rest": rest, "length": buffer_length}
-
-
-def page_of_the_documentation(mesh: Mesh, page: str) -> dict[str, Any]:
-    """Run the code of a page, from top to bottom."""
-    text = Path(page).read_text(encoding="utf-8")
-    there: dict[str, Any] = {}
-    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(compile(code, page, "exec"), there)
-    for name in list(there["mesh"].process_sets):
-        there["mesh"].process_sets.remove(name)
-    there["mesh"].world.barrier("the end")
-    there["mesh"].close()
-    return {
-        "same": there["same"],
-        "after": [there["after"], there["first"]],
-        "numbers": there["numbers"],
-        "parity": list(there["parity"].ranks),
-        "values": [there[name].unique().tolist() for name in ("whole", "largest", "product")],
-        "shapes": [list(there[name].shape) for name in ("rows", "share")],
-        "table": there["table"],
-        "mine_alone": there["mine_alone"],
-    }

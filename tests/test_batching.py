@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 
 import pytest
@@ -188,6 +189,22 @@ def test_every_epoch_has_its_own_samples_once(plan: BatchPlan, epochs: int) -> N
     assert [plan.next_epoch(step) for step in (0, ends[0] + 1)] == [0, ends[0] + 1]
     if ends[0] > 0:
         assert plan.next_epoch(1) == ends[0] + 1
+
+
+@given(micro=st.integers(1, 5), rounds=st.integers(1, 5), length=st.integers(1, 120), ranks=st.integers(1, 4))
+def test_parts_of_an_epoch_are_those_of_transformers(micro: int, rounds: int, length: int, ranks: int) -> None:
+    """Which counts the batches of a rank, and takes so many at a time for a step."""
+    size = micro * rounds * ranks
+    plan = BatchPlan(global_size=size, micro_size=micro, data_ranks=ranks, epoch_size=length, last="partial")
+    loader = math.ceil(math.ceil(length / micro) / ranks)
+    assert plan.rounds_per_epoch == loader
+    done, step = 0, 0
+    for epoch in range(2):
+        while done < loader * (epoch + 1):
+            done += plan.rounds_of(step)
+            step += 1
+            assert plan.epoch_after(step) == pytest.approx(done / loader, rel=1e-12)
+    assert step == 2 * (plan.steps_per_epoch or 0)
 
 
 @given(size=st.integers(1, 20), length=st.integers(1, 90), epochs=st.floats(0.1, 4))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 import transformers as tf
 from checkpoint_runs import Trained, contents, flip, rewritten, same, trained_runs, weights, write_manifest
+from doc_blocks import script
 from trainer_cases import LLAMA
 
 from zeromesh.checkpoint.manifest import FileRecord
@@ -266,14 +266,8 @@ def test_parts_that_are_no_checkpoint_are_refused(
 # The page
 
 
-def readers_code() -> str:
-    page = (ROOT / "docs/checkpoint-format.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    return str(code)
-
-
 def test_the_reader_of_the_page_reads_everything(trained: Trained, copied: Callable[[str], Path]) -> None:
-    code, there = readers_code(), {}
+    code, there = script("docs/checkpoint-format.md", "reader.py").code, {}
     assert len(code.splitlines()) <= 30
     exec(code, there)
     for name in trained.models:

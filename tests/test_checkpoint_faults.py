@@ -245,13 +245,16 @@ def test_a_second_run_in_one_directory_is_refused(workers: Workers, fresh: Any, 
     assert "belongs to a run that is going on (pid 1 on elsewhere)" in outcomes[0].message
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.full)])
-def test_kills_at_random_instants(workers: Workers, tmp_path: Path, kills: int) -> None:
+KILLS = 30
+
+
+@pytest.mark.full
+def test_kills_at_random_instants(workers: Workers, tmp_path: Path) -> None:
     """Half of them inside saving. Each time the run starts again, with a checkpoint after every second step."""
-    chosen = random.Random(kills)
-    run = {"steps": 8 * kills, "sections": {"checkpoint": {"every_steps": 2}}}
+    chosen = random.Random(KILLS)
+    run = {"steps": 8 * KILLS, "sections": {"checkpoint": {"every_steps": 2}}}
     straight = workers.run(2, "checkpoint_cases:trained", folder=f"{tmp_path}/a", **run)[0]
-    for number in range(kills):
+    for number in range(KILLS):
         marker = tmp_path / f"started-{number}"
         arguments = {**run, "folder": f"{tmp_path}/b", "marker": str(marker)}
         with workers.fresh(PoolOptions(size=2, timeout_seconds=3.0)) as pool:
@@ -268,7 +271,7 @@ def test_kills_at_random_instants(workers: Workers, tmp_path: Path, kills: int) 
         assert sorted(outcome.error for outcome in outcomes) == ["CollectiveError", "died"], outcomes
     found = workers.run(2, "checkpoint_cases:trained", folder=f"{tmp_path}/b", **run)[0]
     assert found["all"] == straight["all"]
-    assert unequal(step(tmp_path / "a", 8 * kills), step(tmp_path / "b", 8 * kills)) == []
+    assert unequal(step(tmp_path / "a", 8 * KILLS), step(tmp_path / "b", 8 * KILLS)) == []
 
 
 def kill_later(marker: Path, pid: int, seconds: float, *signals: signal.Signals) -> None:

@@ -11,7 +11,7 @@ import torch
 from transformers import BatchEncoding, DataCollatorForLanguageModeling, default_data_collator
 
 from zeromesh.errors import DataError
-from zeromesh.trainer.batching import BatchPlan, SampleOrder
+from zeromesh.trainer.batching import BatchPlan, Microbatch, SampleOrder
 from zeromesh.trainer.collate import (
     check_batch,
     check_dataset,
@@ -134,6 +134,25 @@ def test_a_microbatch_is_fetched_by_global_sample_index() -> None:
     assert fetch_microbatch(dataset, ORDER, microbatch)["input_ids"].tolist() == [[2, 2], [3, 3]]
     with pytest.raises(DataError, match=r"sample 3: input_ids\[0\] is 3"):
         fetch_microbatch(dataset, ORDER, microbatch, vocab_size=3)
+
+
+def test_a_collator_sees_the_fields_that_are_kept() -> None:
+    rows = [{"x": index, "text": "a"} for index in range(4)]
+    microbatch = Microbatch(first_sample=1, samples=(1, 3), weight=1)
+    order = SampleOrder(length=4, seed=0, shuffle=False)
+    seen: list[Any] = []
+
+    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        seen.extend(samples)
+        return {"x": torch.tensor([sample["x"] for sample in samples])}
+
+    batch = fetch_microbatch(rows, order, microbatch, collate=collate, kept=frozenset({"x", "labels"}))
+    assert seen == [{"x": 1}, {"x": 3}]
+    assert batch["x"].tolist() == [1, 3]
+    with pytest.raises(
+        DataError, match=r"sample 1 has no field that the model's forward takes \(labels\): 'x' \(int\), 'text'"
+    ):
+        fetch_microbatch(rows, order, microbatch, collate=collate, kept=frozenset({"labels"}))
 
 
 def test_a_collator_must_give_a_mapping() -> None:

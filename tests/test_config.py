@@ -364,7 +364,7 @@ def configurations(draw: st.DrawFn) -> TrainerConfig:
     )
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(configurations())
 def test_a_round_trip_through_files_changes_nothing(config: TrainerConfig) -> None:
     assert TrainerConfig.model_validate(parse_yaml(config.to_yaml(), where="yaml")) == config

@@ -77,6 +77,7 @@ raise DataError("data.train: no text in it")
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.full
 def test_an_error_of_all_ranks_is_said_once(tmp_path: Path) -> None:
     body = "time.sleep(max(0, float(open(folder + '/at').read()) - time.time())); raise DataError('no text')"
     (tmp_path / "at").write_text(str(time.time() + 4.0))
@@ -98,7 +99,7 @@ def test_a_foreign_error_keeps_its_traceback(tmp_path: Path) -> None:
     ("death", "message", "code"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL; the kernel kills like this", 137),
-        ("os._exit(7)", "ended with exit code 7 and no Python error", 7),
+        pytest.param("os._exit(7)", "ended with exit code 7 and no Python error", 7, marks=pytest.mark.full),
     ],
 )
 def test_a_rank_that_dies_without_a_word(tmp_path: Path, death: str, message: str, code: int) -> None:

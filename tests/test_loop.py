@@ -26,7 +26,7 @@ def test_epochs_are_those_of_a_plain_loop(workers: Workers, tmp_path: Path, size
     substeps = found["events"].count("substep")
     assert substeps == -(-8 // (2 * size)) - 1
     assert [each for each in found["events"] if each != "substep"] == [
-        "epoch 0 at 0", f"evaluated {per_epoch}", f"saved {per_epoch}", f"end 0 after {per_epoch}",
+        "epoch 0 at 0", f"end 0 after {per_epoch}", f"evaluated {per_epoch}", f"saved {per_epoch}",
         "epoch 1 at 1", f"end 1 after {2 * per_epoch}", f"evaluated {2 * per_epoch}", f"saved {2 * per_epoch}",
     ]  # fmt: skip
     assert found["steps"] == [2 * per_epoch, 2 * per_epoch, 2.0, 2.0]
@@ -61,10 +61,12 @@ def test_metrics_are_exact_over_uneven_data(
         assert found["names"] == sorted(
             [
                 "eval_loss",
-                *(f"eval_{part}_{name}" for part in "ab" for name in ("loss", "targets", "accuracy", "order")),
+                *(f"eval_{part}_{name}" for part in "ab" for name in ("loss", "accuracy", "order")),
+                "epoch",
             ]
         )
-        assert found["test"] == ["test_accuracy", "test_loss", "test_order", "test_runtime", "test_samples_per_second"]
+        speed = ["test_runtime", "test_samples_per_second", "test_steps_per_second"]
+        assert found["test"] == ["test_accuracy", "test_loss", "test_order", *speed]
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -150,9 +152,9 @@ def test_a_callback_that_raises_is_named(workers: Workers, tmp_path: Path, their
 def test_a_callback_that_cannot_say_what_to_keep_is_named() -> None:
     class Careless(Callback):
         def __init__(self) -> None:
-            self.state = "a name that is taken"  # type: ignore[assignment, method-assign]
+            self.state_dict = "a name that is taken"  # type: ignore[assignment, method-assign]
 
     events = Events(None, [Careless()])  # type: ignore[arg-type]
     with pytest.raises(TypeError) as caught:
         events.states()
-    assert caught.value.__notes__ == ["raised by callback Careless.state"]
+    assert caught.value.__notes__ == ["raised by callback Careless.state_dict"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from workers import PoolOptions, Workers
 
@@ -111,18 +109,3 @@ def test_a_table_says_what_a_step_tells() -> None:
         "shard   all-gather    1.0  0.10   1.00",
     ]
     assert traffic_table({}) == "no communication"
-
-
-def test_the_code_of_the_documentation_runs(workers: Workers) -> None:
-    page = str(Path(__file__).resolve().parent.parent / "docs" / "mesh.md")
-    found = workers.run(4, "process_mesh_cases:page_of_the_documentation", pipeline=2, tensor=2, page=page)
-    for rank, each in enumerate(found):
-        assert each["same"]
-        assert each["after"] == [rank + 2 if rank < 2 else None, (rank + 2) % 4]
-        assert each["numbers"] == [[rank // 2 * 2], [rank // 2 * 2 + 1]]
-        assert each["parity"] == [rank % 2 + 2, rank % 2]
-        assert each["values"] == [[3.0], [2.0], [8.0]]
-        assert each["shapes"] == [[4, 8], [2, 3 if rank % 2 == 0 else 5]]
-        part = "encoder" if rank < 2 else "decoder"
-        assert each["mine_alone"] == [f"{part}.weight", f"{part}.bias"]
-        assert {"axis", "world", "tensor"} <= {line.split()[0] for line in each["table"].splitlines()}

@@ -36,11 +36,48 @@ def shortened(here: Path, **more: Any) -> list[str]:
     return [f"{key.replace('__', '.')}={value}" for key, value in {**short, **more}.items()]
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_configuration_of_the_repository_trains(workers: Workers, here: Path, name: str, size: int) -> None:
+RANKS = {"tensor.yaml": (2, 4), "pipeline.yaml": (2, 4), "hybrid.yaml": (2, 4), "tensor-pipeline-data.yaml": (4, 8)}
+"""Ranks for configurations that cannot do with one: those of each run of the tests, and those of the whole matrix."""
+OFTEN = {
+    "quickstart.yaml",
+    "finetune.yaml",
+    "lora.yaml",
+    "offload.yaml",
+    "tensor.yaml",
+    "pipeline.yaml",
+    "deepspeed.json",
+}
+TRIED = [
+    pytest.param(name, size, marks=() if name in OFTEN and not number else pytest.mark.full)
+    for name in CONFIGS
+    for number, size in enumerate(RANKS.get(name, (2, 1)))
+]
+
+
+@pytest.fixture(scope="module")
+def pretrained(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tiny Llama and its tokenizer."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    workers.run(1, "example_cases:prepare", folder=str(folder))
+    return folder / "llama"
+
+
+@pytest.mark.parametrize(("name", "size"), TRIED)
+def test_every_configuration_of_the_repository_trains(
+    workers: Workers, here: Path, request: pytest.FixtureRequest, name: str, size: int
+) -> None:
     path = ROOT / "configs" / name
-    words = ["train", str(path), *shortened(here, run__name=f"{path.stem}-{size}")]
+    short: dict[str, Any] = {"run__name": f"{path.stem}-{size}"}
+    asked = load_config(path)
+    if asked.model.source is not None:
+        short["model__source"] = short["data__tokenizer"] = request.getfixturevalue("pretrained")
+    if asked.run.epochs is not None:
+        short["run__epochs"] = "null"
+    if asked.run.load_best:
+        short["run__eval_every"] = short["checkpoint__every_steps"] = 1
+    if asked.schedule.warmup_steps > 3 and "warmup_steps" in asked.schedule.model_fields_set:
+        short["schedule__warmup_steps"] = 1
+    words = ["train", str(path), *shortened(here, **short)]
     found = workers.run(size, "input_cases:command", words=words)
     assert [each["code"] for each in found] == [0] * size, found
     assert [each["err"] for each in found] == [""] * size
@@ -50,9 +87,14 @@ def test_every_configuration_of_the_repository_trains(workers: Workers, here: Pa
 
 def check_run(folder: Path, path: Path, said: str) -> None:
     asked, resolved = load_config(path), load_config(folder / "config.resolved.yaml")
-    assert resolved.zero == asked.zero
-    assert resolved.model.config is not None
+    same = ("zero", "parallel", "precision", "offload", "optimizer", "batch", "tracking")
+    assert {name: getattr(resolved, name) for name in same} == {name: getattr(asked, name) for name in same}
+    assert (resolved.model.config is None) == (asked.model.source is not None)
+    assert resolved.model.lora == asked.model.lora
     assert resolved.run.max_steps == 3
+    assert [name for name in asked.tracking.backends if not any((folder / name).iterdir())] == []
+    if asked.run.load_best:
+        assert len([line for line in said.splitlines() if "evaluation loss" in line]) == 3
     losses = [record["loss"] for record in read_metrics(folder / "metrics.jsonl")]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
@@ -62,6 +104,7 @@ def check_run(folder: Path, path: Path, said: str) -> None:
     assert not [line for line in lines if "Warning" in line or "[transformers]" in line]
 
 
+@pytest.mark.full
 def test_a_command_with_two_processes(here: Path) -> None:
     words = [sys.executable, "-m", "zeromesh", "train", str(ROOT / "configs/quickstart.yaml"), "--nproc", "2"]
     small = {"model__config__hidden_size": 64, "model__config__num_hidden_layers": 1, "run__name": "two"}

@@ -75,7 +75,8 @@ def test_hybrid_sharding_resumes_bit_by_bit(workers: Workers, tmp_path: Path) ->
 LAYOUTS = ((4, 3), (2, 1), (3, 2), (1, 3), (5, 3), (4, 0), (2, 2), (3, 1))
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-9), pytest.param("float32", 1e-5, marks=FULL)])
+@FULL
+@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-9), ("float32", 1e-5)])
 def test_any_sequence_of_sizes_and_stages(workers: Workers, tmp_path: Path, dtype: str, bound: float) -> None:
     sections: dict[str, Any] = {"precision": {"compute": dtype, "master": dtype, "reduce": dtype}}
     total = 5 * len(LAYOUTS)

@@ -1,10 +1,9 @@
-"""Slurm, Kubernetes and MPI: the files in `scripts/` and the commands of the documentation, with the variables that those set."""
+"""Slurm, Kubernetes and MPI: the files in `scripts/`, with the variables that those set."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from zeromesh.mesh.hostfile import read_hosts
 from zeromesh.trainer.cli import _parse
 from zeromesh.trainer.metrics import read_metrics
 
@@ -140,23 +138,3 @@ def test_the_pods_of_the_manifest_meet(tmp_path: Path) -> None:
     assert spec["completionMode"] == "Indexed"
     mounted = {each["name"] for each in container["volumeMounts"]}
     assert mounted == {each["name"] for each in spec["template"]["spec"]["volumes"]}
-
-
-def blocks(language: str) -> list[str]:
-    text = (ROOT / "docs/launching.md").read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
-def test_the_commands_of_the_documentation_are_understood() -> None:
-    lines = "".join(blocks("sh")).replace("\\\n", " ").splitlines()
-    found = [shlex.split(line, comments=True) for line in lines if not line.startswith("#") and line.strip()]
-    commands = [words[words.index("zeromesh") + 1 :] for words in found if "zeromesh" in words]
-    assert {words[0] for words in commands} == {"train", "launch"}
-    assert len(commands) >= 8
-    for words in commands:
-        _parse(words)
-
-
-def test_the_hostfile_of_the_documentation_is_read() -> None:
-    (text,) = blocks("text")
-    assert [host.slots for host in read_hosts(text, where="docs")] == [8, 8, 4]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -580,9 +579,3 @@ def test_a_tensor_beside_is_taken_as_it_is(tiers: Tiers) -> None:
     assert torch.equal(beside, numbers.model)
     assert pool_of(found).all_come_back()
     assert numbers.right()
-
-
-def test_the_example_of_the_documentation_runs() -> None:
-    page = Path(__file__).resolve().parent.parent / "docs" / "offload.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    exec(compile(code, str(page), "exec"), {})

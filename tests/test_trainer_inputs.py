@@ -37,7 +37,10 @@ COMMANDS: dict[str, tuple[str, list[str]]] = {
     "in backward": ("optimizer.in_backward=true", ["run.clip_norm: 1.0 does not go with optimizer.in_backward"]),
     "transport": ("parallel.transport=nccl", ["parallel.transport is nccl, but no CUDA device is here; use auto"]),
     "missing data": ("data.train=/nowhere.txt", ["data.train: '/nowhere.txt' does not exist; give stdlib, or files"]),
-    "missing tokenizer": ("data.tokenizer=/nowhere", ["data.tokenizer: '/nowhere' does not exist; give bytes, or"]),
+    "missing tokenizer": (
+        "data.tokenizer=/nowhere",
+        ["data.tokenizer: '/nowhere' does not exist; give bytes, a local directory"],
+    ),
     "not a tokenizer": ("data.tokenizer={here}", ["holds neither tokenizer.json nor", "save_pretrained wrote"]),
     "no text": ("data.train={here}/empty.txt", ["holds 0 tokens", "give more text, or lower data.sequence_length"]),
     "not text": ("data.train={here}/binary.txt", ["binary.txt' is not text (its start holds NUL bytes)"]),

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-# Compiled or checkpointed blocks, Hugging Face's switch for checkpointing, training mode.
-_CHANGED = ("forward", "training", "gradient_checkpointing", "_gradient_checkpointing_func")
+# Compiled or checkpointed blocks, Hugging Face's switch for checkpointing, training mode, its way to save.
+_CHANGED = ("forward", "training", "gradient_checkpointing", "_gradient_checkpointing_func", "save_pretrained")
 _ABSENT = object()
 
 

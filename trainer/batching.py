@@ -99,11 +99,28 @@ class BatchPlan:
         return max(1, math.ceil(epochs * per_epoch))
 
     def epoch_after(self, step: int) -> float:
-        """How many times the data has been passed over after `step` steps; 0 where no length is known."""
+        """How many times the data has been passed over after `step` steps; 0 where no length is known.
+
+        A smaller step at the end of an epoch is that much less of it, in rounds of microbatches, as transformers counts them.
+        """
         if self.epoch_size is None:
             return 0.0
         per_epoch = self.steps_per_epoch
-        return step * self.global_size / self.epoch_size if per_epoch is None else step / per_epoch
+        if per_epoch is None:
+            return step * self.global_size / self.epoch_size
+        if self.last == "drop":
+            return step / per_epoch
+        epochs, rest = divmod(step, per_epoch)
+        return epochs + rest * self.global_size / (self.rounds_per_epoch * self.micro_size * self.data_ranks)
+
+    @property
+    def rounds_per_epoch(self) -> int:
+        """Microbatches of an epoch that the rank with the most of them runs; of a stream, those of a step."""
+        if self.epoch_size is None:
+            return self.accumulation
+        if self.last == "drop":
+            return (self.steps_per_epoch or 0) * self.accumulation
+        return math.ceil(self.epoch_size / (self.micro_size * self.data_ranks))
 
     def ends_epoch(self, step: int) -> bool:
         """Whether an epoch ends in step `step` (from 0)."""
@@ -127,6 +144,10 @@ class BatchPlan:
     def accumulation(self) -> int:
         """Microbatches that every rank runs in a step."""
         return math.ceil(self.global_size / (self.micro_size * self.data_ranks))
+
+    def rounds_of(self, step: int) -> int:
+        """Microbatches of step `step` (from 0) in which some rank has samples that count."""
+        return math.ceil(len(self.samples_of(step)) / (self.micro_size * self.data_ranks))
 
     @property
     def blocks(self) -> int:

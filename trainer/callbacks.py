@@ -17,6 +17,9 @@ class Callback:
     evaluate, save, log or stop after the present step; what any rank asks for, all do. Callbacks of transformers are taken too.
     """
 
+    def on_init_end(self, trainer: Trainer) -> None:
+        """At the end of the trainer's construction: there is no model yet but the one that was given."""
+
     def on_train_begin(self, trainer: Trainer) -> None:
         """Before the first step."""
 
@@ -39,10 +42,10 @@ class Callback:
         """After step `step`; `metrics` is the line that is logged where `run.log_every` says so."""
 
     def on_log(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-        """When the line of a step, or the values of an evaluation, are logged."""
+        """When the line of a step is logged, the values of an evaluation or, before `on_train_end`, those of the whole run."""
 
     def on_evaluate(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
-        """After an evaluation; `metrics` has `eval_loss`, and what `compute_metrics` made."""
+        """After an evaluation, and its `on_log`; `metrics` has `eval_loss`, and what `compute_metrics` made."""
 
     def on_predict(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """After a prediction."""
@@ -54,14 +57,14 @@ class Callback:
         """After a checkpoint was begun, which may still be written while training goes on."""
 
     def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
-        """After the last step of epoch `epoch`, counted from 0."""
+        """After the last step of epoch `epoch`, counted from 0, or of the run."""
 
     def on_train_end(self, trainer: Trainer) -> None:
         """After the last step, while parameters are still partitioned."""
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the callback, in types of JSON; given back to `restore` by a run that goes on."""
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the callback, in types of JSON; `load_state_dict` is given it back when a run goes on."""
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` gave."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` gave."""

@@ -17,6 +17,7 @@ from zeromesh.errors import CheckpointError, ConfigError, StorageError, Zeromesh
 from zeromesh.mesh.groups import Mesh
 from zeromesh.trainer.best import Goal
 from zeromesh.trainer.console import human_bytes
+from zeromesh.trainer.hf.checkpoint_links import renew_links
 from zeromesh.trainer.hf.save import save_configuration
 from zeromesh.trainer.sections.checkpoint import CheckpointSection
 from zeromesh.trainer.state import NAME, TrainerState, differences
@@ -42,8 +43,10 @@ class RunCheckpoints:
         *,
         goal: Goal = "lowest",
         keep_best: int = 0,
+        linked: bool = False,
     ) -> None:
-        """`goal`: which metric is best; `keep_best`: checkpoints that are kept for that at least, beside those of the section."""
+        """`goal`: which metric is best; `keep_best`: checkpoints that are kept for that at least, beside those of the section;
+        `linked`: they have transformers' names too."""
         self.store = CheckpointStore(directory / FOLDER)
         self._section = section
         self._mesh = mesh
@@ -52,8 +55,10 @@ class RunCheckpoints:
         self._sign = 1.0 if goal == "lowest" else -1.0
         self._keep_best = max(keep_best, section.keep_best)
         self._saver = Saver(self.store, mesh) if section.every_steps else None
+        """Made when it is first needed, where only callbacks ask for checkpoints."""
         if mesh.rank == 0 or (self._saver is not None and self._saver.sharing.leads):
             self.store.clean()
+        self._linked = linked
         self._metrics: dict[int, float] = {}
         self._failures = 0
         self.latest: int | None = None
@@ -86,6 +91,8 @@ class RunCheckpoints:
                 self._note(f"checkpoint of step {step} skipped: {error}")
                 continue
             self.latest = step
+            self._link()
+            self._say_which(step)
             return state
         if reasons:
             raise CheckpointError(
@@ -95,6 +102,26 @@ class RunCheckpoints:
         if self._section.resume not in ("auto", "never"):
             return self._load(loader, _directory_of(self._section.resume), settings, strict=False)
         return None
+
+    def _say_which(self, step: int) -> None:
+        """A run goes on from its newest checkpoint, also where an older one of its own is named."""
+        if self._section.resume in ("auto", "never"):
+            return
+        named = _directory_of(self._section.resume).resolve()
+        if named.parent == self.store.root.resolve() and named != self.store.path(step).resolve():
+            self._note(
+                f"checkpoint.resume names {named.name}, and this run has gone on since: it goes on from step {step}. To go back, "
+                "give it another run.name"
+            )
+
+    def _link(self) -> None:
+        """Give checkpoints transformers' names, on all ranks before any goes on."""
+        if not self._linked:
+            return
+        problem = renew_links(self.store) if self._mesh.rank == 0 else ""
+        if problem:
+            self._note(f"WARNING: checkpoints have no transformers' names (checkpoint-STEP): {problem}")
+        self._mesh.world.barrier("names of checkpoints")
 
     def _load(self, loader: Loader, path: Path, settings: Mapping[str, Any], *, strict: bool) -> TrainerState:
         step = self.store.step_of(path)
@@ -143,18 +170,18 @@ class RunCheckpoints:
         if self._saver is not None:
             self._saver.require_room(self._engine.holdings.tensors())
 
-    def save(self, state: TrainerState, model: nn.Module, processing_class: Any, *, wait: bool) -> None:
-        """Begin to save the state after a step; `wait` for it, or else go on and let `poll` end it.
+    @property
+    def in_flight(self) -> int | None:
+        """The step whose checkpoint is being written."""
+        return self._saver.in_flight if self._saver is not None else None
+
+    def save(self, state: TrainerState, model: nn.Module, processing_class: Any, *, wait: bool) -> bool:
+        """Begin to save the state after a step; `wait` for it, or else go on and let `poll` end it. Whether it was begun.
 
         Raises:
             StorageError: after `checkpoint.max_failures` saves in a row that failed, and where the last one has to succeed.
         """
-        saver = self._saver
-        if saver is None:
-            return
-        self._ended(saver.finish())
-        if self.latest == state.step:
-            return
+        self.finish()
         if state.metric is not None:
             self._metrics[state.step] = state.metric
         holdings = self._engine.holdings
@@ -173,12 +200,15 @@ class RunCheckpoints:
             keep=self._kept,
         )
         try:
-            saver.begin(state.step, content)
+            if self._saver is None:
+                self._saver = Saver(self.store, self._mesh)
+            self._saver.begin(state.step, content)
         except (CheckpointError, StorageError) as error:
             self._failed(str(error))
-            return
+            return False
         if wait or not self._section.asynchronous:
-            self._ended(saver.finish())
+            self.finish()
+        return True
 
     def poll(self) -> None:
         """Between two steps: end the save in flight if it can end. Raises as `save` does."""
@@ -203,6 +233,7 @@ class RunCheckpoints:
             return
         self._failures = 0
         self.latest = saved.step
+        self._link()
         if saved.warning:
             self._note(f"WARNING: old checkpoints were not removed: {saved.warning}")
         self._note(f"step {saved.step}: checkpoint of {human_bytes(saved.nbytes)} in {self.store.path(saved.step)}")

@@ -181,16 +181,17 @@ def fetch_microbatch(
     microbatch: Microbatch,
     *,
     collate: Collate | None = None,
+    kept: frozenset[str] | None = None,
     vocab_size: int | None = None,
     causal: bool = False,
 ) -> dict[str, Any]:
-    """Read, collate and check the samples of one microbatch.
+    """Read, collate and check the samples of one microbatch. `kept`: fields that `collate` sees; None: all.
 
     Raises `DataError` where `collate` (`default_collate` if None) gives no mapping, and as `check_batch`
     does.
     """
     indices = list(order.dataset_indices(microbatch))
-    samples = [dataset[index] for index in indices]
+    samples = [_of_fields(dataset[index], kept, index) for index in indices]
     if collate is None:
         batch: Any = default_collate(samples, indices=indices)
     else:
@@ -204,12 +205,26 @@ def fetch_microbatch(
     return dict(batch)
 
 
+def _of_fields(sample: Any, kept: frozenset[str] | None, index: int) -> Any:
+    """A sample with those of its fields alone. Raises `DataError` where it has none of them."""
+    if kept is None or not isinstance(sample, Mapping):
+        return sample
+    found = {name: value for name, value in sample.items() if name in kept}
+    if not found:
+        raise DataError(
+            f"sample {index} has no field that the model's forward takes ({', '.join(sorted(kept))}): {_field_list(sample)}. Name "
+            "its fields after them, or, if the data_collator makes them, set data.remove_unused: false (remove_unused_columns)"
+        )
+    return found
+
+
 def check_first_batch(
     dataset: Indexed,
     order: SampleOrder,
     plan: BatchPlan,
     *,
     collate: Collate | None = None,
+    kept: frozenset[str] | None = None,
     vocab_size: int | None = None,
     causal: bool = False,
     step: int = 0,
@@ -223,7 +238,9 @@ def check_first_batch(
     whole = replace(plan, data_ranks=1)
     with torch.random.fork_rng(devices=[]):  # a collator that masks at random should not notice
         for microbatch in whole.microbatches(step, 0):
-            batch = fetch_microbatch(dataset, order, microbatch, collate=collate, vocab_size=vocab_size, causal=causal)
+            batch = fetch_microbatch(
+                dataset, order, microbatch, collate=collate, kept=kept, vocab_size=vocab_size, causal=causal
+            )
             labels = batch.get("labels")
             if not isinstance(labels, Tensor) or count_targets(labels, causal=causal):
                 return batch

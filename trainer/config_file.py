@@ -57,8 +57,7 @@ def load_config(
         samples: of the training data, where its length is known.
 
     Raises:
-        ConfigError: with every problem at once, each with its dotted path, the value, what is allowed and
-        the nearest name.
+        ConfigError: with every problem at once, each with its dotted path, the value, what is allowed and the nearest name.
     """
     found = read_source(source, arguments)
     own = found.data

@@ -17,7 +17,7 @@ from zeromesh.trainer.predictions import Collector
 
 if TYPE_CHECKING:
     from zeromesh.trainer.run import Run
-    from zeromesh.trainer.step import EvaluationResult
+    from zeromesh.trainer.step import EvaluationResult, Feed
 
 Values = dict[str, float]
 """Such as `eval_loss`; names begin with a prefix."""
@@ -28,6 +28,10 @@ class Evaluator:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._targets: int | None = None
+        """Of the latest evaluation; None where it was of several sets."""
+        self.feed: Feed | None = None
+        """Of the latest evaluation or prediction."""
 
     def evaluate(
         self,
@@ -56,6 +60,8 @@ class Evaluator:
             if found is None:
                 return None
             values |= found
+        if isinstance(chosen, Mapping):
+            self._targets = None
         losses = [value for name, value in values.items() if name.endswith("_loss")]
         return {f"{prefix}_loss": sum(losses) / len(losses), **values}
 
@@ -63,12 +69,13 @@ class Evaluator:
         self, dataset: MapDataset, prefix: str, ignored: Sequence[str], stop: Callable[[], bool]
     ) -> Values | None:
         given, began = self._run.given, time.perf_counter()
-        result = self._run_through(dataset, ignored, stop, outputs=given.compute_metrics is not None)
+        feed = self._feed(dataset)
+        result = self._run_through(feed, ignored, stop, outputs=given.compute_metrics is not None)
         if result is None:
             return None
-        values = {f"{prefix}_loss": result.loss, f"{prefix}_targets": float(result.targets)}
-        values |= self._metrics(result, prefix)
-        return values | self._speed(prefix, len(dataset), time.perf_counter() - began)
+        self._targets = result.targets
+        values = {f"{prefix}_loss": result.loss} | self._metrics(result, prefix)
+        return values | self._speed(prefix, feed, time.perf_counter() - began)
 
     def predict(self, dataset: MapDataset, prefix: str, ignored: Sequence[str]) -> PredictionOutput:
         """What the model returns for a dataset, as transformers has it; `metrics` has a loss where there are labels.
@@ -76,24 +83,26 @@ class Evaluator:
         Raises:
             DataError: when it cannot be used.
         """
-        began = time.perf_counter()
-        result = self._run_through(dataset, ignored, lambda: False, outputs=True)
+        began, feed = time.perf_counter(), self._feed(dataset)
+        result = self._run_through(feed, ignored, lambda: False, outputs=True)
         if result is None or result.prediction is None:
             raise PhaseError("a prediction has ended early that nothing was to end")
         values = {f"{prefix}_loss": result.loss} if result.targets else {}
         labels = result.prediction.label_ids
         if labels is not None:
             values |= self._metrics(result, prefix)
-        values |= self._speed(prefix, len(dataset), time.perf_counter() - began)
+        values |= self._speed(prefix, feed, time.perf_counter() - began)
         return PredictionOutput(predictions=result.prediction.predictions, label_ids=labels, metrics=values)
 
-    def _run_through(
-        self, dataset: MapDataset, ignored: Sequence[str], stop: Callable[[], bool], *, outputs: bool
-    ) -> EvaluationResult | None:
-        run = self._run
+    def _feed(self, dataset: MapDataset) -> Feed:
         check_dataset(dataset, name="eval_dataset")
-        feed = run.trained.feeds.evaluation(dataset)
-        collector = None
+        self.feed = self._run.trained.feeds.evaluation(dataset)
+        return self.feed
+
+    def _run_through(
+        self, feed: Feed, ignored: Sequence[str], stop: Callable[[], bool], *, outputs: bool
+    ) -> EvaluationResult | None:
+        run, collector = self._run, None
         if outputs:
             never = getattr(
                 getattr(run.trained.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"]
@@ -123,17 +132,22 @@ class Evaluator:
         }
 
     @staticmethod
-    def _speed(prefix: str, samples: int, seconds: float) -> Values:
-        return {f"{prefix}_runtime": round(seconds, 4), f"{prefix}_samples_per_second": round(samples / seconds, 3)}
+    def _speed(prefix: str, feed: Feed, seconds: float) -> Values:
+        """How long it took, in samples and in rounds of microbatches."""
+        return {
+            f"{prefix}_runtime": round(seconds, 4),
+            f"{prefix}_samples_per_second": round(feed.plan.global_size / seconds, 3),
+            f"{prefix}_steps_per_second": round(feed.plan.accumulation / seconds, 3),
+        }
 
     def note(self, values: Mapping[str, float]) -> str:
         """A line about an evaluation."""
         run = self._run
-        loss, targets = values["eval_loss"], values.get("eval_targets")
+        loss = values["eval_loss"]
         text = f"step {run.step}: evaluation loss {loss:.4f}"
-        if targets is not None:
-            text += f" over {human_count(int(targets))} targets"
-        measured = ("_loss", "_targets", "_runtime", "_samples_per_second")
+        if self._targets is not None:
+            text += f" over {human_count(self._targets)} targets"
+        measured = ("_loss", "_runtime", "_per_second")
         others = [
             f"{name} {value:.4g}" for name, value in values.items() if not name.endswith(measured) and _is_number(value)
         ]

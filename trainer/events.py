@@ -35,7 +35,7 @@ class Events:
         if isinstance(callback, Callback):
             self._callbacks.append(callback)
             return
-        adapted = next((each for each in self._callbacks if isinstance(each, TransformersCallbacks)), None)
+        adapted = self._theirs
         if not TransformersCallbacks.takes(callback):
             given = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
             raise ConfigError(
@@ -46,6 +46,21 @@ class Events:
             adapted = TransformersCallbacks()
             self._callbacks.append(adapted)
         adapted.add(callback)
+
+    @property
+    def _theirs(self) -> TransformersCallbacks | None:
+        return next((each for each in self._callbacks if isinstance(each, TransformersCallbacks)), None)
+
+    @property
+    def has_theirs(self) -> bool:
+        """Whether there are callbacks of transformers."""
+        return self._theirs is not None
+
+    @property
+    def read_checkpoints(self) -> bool:
+        """Whether some of them may look for a checkpoint when they are told of it, so that it has to be whole by then."""
+        theirs = self._theirs
+        return theirs is not None and theirs.read_checkpoints
 
     def take_out(self, callback: Any) -> Any:
         """Remove a callback, given itself or its class; returns it, or None where there is none."""
@@ -89,9 +104,9 @@ class Events:
         found: dict[str, Any] = {}
         for callback in self._callbacks:
             try:
-                state = callback.state()
+                state = callback.state_dict()
             except Exception as error:
-                error.add_note(f"raised by callback {type(callback).__name__}.state")
+                error.add_note(f"raised by callback {type(callback).__name__}.state_dict")
                 raise
             if state:
                 found.setdefault(type(callback).__name__, state)
@@ -102,4 +117,4 @@ class Events:
         for callback in self._callbacks:
             state = states.get(type(callback).__name__)
             if state:
-                callback.restore(state)
+                callback.load_state_dict(state)

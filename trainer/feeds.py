@@ -36,6 +36,8 @@ class Given:
     preprocess_logits_for_metrics: PreprocessLogits | None = None
     lr_scheduler: MakeScheduler | None = None
     processing_class: Any = None
+    of_transformers: bool = False
+    """Whether transformers' `TrainingArguments` are among it."""
 
 
 class Feeds:
@@ -86,6 +88,7 @@ class Feeds:
                 feed.order,
                 feed.plan,
                 collate=feed.collate,
+                kept=feed.kept,
                 vocab_size=feed.vocab_size,
                 causal=feed.causal,
             )
@@ -138,6 +141,7 @@ class Feeds:
             vocab_size=self._takes.vocab_size,
             causal=self._loss.causal,
             fields=self._takes.fields,
+            kept=self._takes.named if self._config.data.remove_unused else None,
         )
 
 

@@ -74,6 +74,12 @@ class ModelFlops:
         return tokens * (self.dense + self.attention * seen)
 
 
+def parameters_of(model: nn.Module) -> int:
+    """Of a Hugging Face model, without embeddings: by these transformers estimates operations. 0 for others, as there."""
+    count = getattr(model, "num_parameters", None)
+    return int(count(exclude_embeddings=True)) if callable(count) else 0
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """Operations a second that this rank could do at most, and where that is known from.
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zeromesh.trainer import setup
 from zeromesh.trainer.checkpoints import RunCheckpoints
 from zeromesh.trainer.directory import EVALUATIONS
 from zeromesh.trainer.metrics import MetricsWriter, StepMetrics
@@ -48,7 +47,6 @@ class TrainingLoop:
         self._profile = profile
         self._checkpoints = checkpoints
         self._request = request
-        self._schedule = setup.learning_rate_schedule(run.config, run.given.lr_scheduler)
         self._last = run.config.run.max_steps
         self._stragglers = Stragglers()
         self._memory = StepMemory(writer.path.with_name(STEP_MEMORY) if writer is not None else None, run.step + 1)
@@ -58,6 +56,10 @@ class TrainingLoop:
         """Why the run ends before its last step, as if that were it."""
         self._seconds = 0.0
         """Of steps since ranks were last looked at."""
+        self._written = 0
+        """The latest step whose line is in the files."""
+        self._metrics: StepMetrics | None = None
+        """Of the present step, until it is logged."""
         self._evaluated: tuple[int, float] | None = None
         """The latest evaluation: after which step, and its loss."""
 
@@ -74,6 +76,7 @@ class TrainingLoop:
     def go(self) -> int:
         """Train; returns 0 after the last step, or the number of the signal that some rank was stopped by."""
         run = self._run
+        run.begin_summary()
         run.call("on_train_begin")
         run.console.start(total_steps=self._last, first_step=run.step)
         if run.config.run.eval_at_start and run.step == 0 and run.data.eval is not None:
@@ -81,12 +84,16 @@ class TrainingLoop:
         self._begin_epoch(resumed=run.step > 0)
         while not self._over:
             self._train_one()
-        if run.data.eval is not None and not self._stopped and self.eval_loss is None:
+        wanted = run.config.run.eval_at_end and self.eval_loss is None
+        if wanted and run.data.eval is not None and not self._stopped:
             self._evaluate()
         if self._ended:
             run.console.note(f"ended after step {run.step}: {self._ended}")
-        self._save(wait=True)
+        self._checkpoints.finish()
+        if run.config.checkpoint.every_steps:
+            self._save(wait=True)
         if not self._stopped:
+            run.summarize()
             run.call("on_train_end")
         return self._stopped
 
@@ -94,9 +101,9 @@ class TrainingLoop:
         run = self._run
         number = run.step + 1
         position = run.step + run.passed_over
-        run.events.wishes = self._due(number, position)
+        run.events.wishes = run.fresh_wishes()
         run.call("on_step_begin", number)
-        factor = self._schedule.factor(run.step)
+        factor = run.schedule.factor(run.step)
         run.learning_rate = run.config.optimizer.lr * factor
         events = StepEvents(
             substep_end=lambda: run.call("on_substep_end", number), before_update=lambda: run.before_update(number)
@@ -104,49 +111,57 @@ class TrainingLoop:
         feed = replace(self._feed, passed_over=run.passed_over)
         with self._profile.step(number), self._memory.recorded(number, run.trained.require_engine().ledger):
             result = run.trained.stepper.train_step(feed, run.step, factor, events, Votes.of(self._request.signal))
-        run.step = number
+        run.step, run.reached = number, position + 1
         self._note_stop(result.votes.number)
         run.call("on_optimizer_step", number)
         self._seconds += result.seconds
-        figures = run.rank_figures() if run.events.wishes.log else None
+        due = self._due_after_step(position)
+        figures = run.rank_figures() if due.log else None
         peak = figures.peak_bytes if figures else 0
         metrics = run.progress.add(result, number, run.learning_rate, peak, run.figures.of(result))
+        run.history.count(metrics.loss)
         if result.skipped and result.loss_scale == 1.0:
             run.console.note(f"step {number}: no update on any rank: {result.cause}")
-        written = run.events.wishes.log
-        if written:
+        self._metrics = metrics
+        if due.log:
             self._write(metrics)
+        run.events.wishes |= due
         run.call("on_step_end", number, metrics.record())
         run.agree()
-        if run.events.wishes.log:
-            if not written:
-                self._write(metrics)
-            run.call("on_log", number, metrics.record())
-            slow = self._stragglers.look(number, self._seconds, figures.waited) if figures else ""
-            self._seconds = 0.0
-            if slow:
-                run.console.note(slow)
-        else:
+        if not self._log():
             run.console.advance(number)
+        if figures is not None:
+            run.tell(self._stragglers.look(number, self._seconds, figures.waited))
+            self._seconds = 0.0
         run.progress.check(number)
         self._fulfil()
-        if run.plan.ends_epoch(position) or run.events.wishes.stop_epoch:
+        if run.plan.ends_epoch(position) or run.events.wishes.stop_epoch or (self._over and not self._stopped):
             self._end_epoch(position)
 
-    def _due(self, number: int, position: int) -> Wishes:
-        """What the configuration wants after step `number`, whose data is that of step `position`."""
-        config, last = self._run.config, position + 1 == self._last
-        ends = self._run.plan.ends_epoch(position)
+    def _due_after_step(self, position: int) -> Wishes:
+        """What the configuration wants after the step that has just been made, whose data was that of step `position`."""
+        number, config = self._run.step, self._run.config
+        every, last = config.run, position + 1 == self._last
 
-        def due(every: int | str) -> bool:
-            return ends if isinstance(every, str) else bool(every) and number % every == 0
+        def due(steps: int | str) -> bool:
+            return not isinstance(steps, str) and bool(steps) and (last or number % steps == 0)
 
-        every = config.run.log_every
-        wishes = self._run.fresh_wishes()
-        wishes.log = due(every) or (bool(every) and last)
-        wishes.evaluate = due(config.run.eval_every) and not last
-        wishes.save = due(config.checkpoint.every_steps) and not last
-        return wishes
+        judged = every.eval_every != "epoch"  # Else the last checkpoint waits for the evaluation.
+        return Wishes(
+            log=due(every.log_every),
+            evaluate=due(every.eval_every) or (last and judged and every.eval_at_end),
+            save=due(config.checkpoint.every_steps) and (judged or not last),
+            stop=last,
+        )
+
+    def _due_after_epoch(self) -> Wishes:
+        """What it wants at the end of an epoch."""
+        config = self._run.config
+        return Wishes(
+            log=config.run.log_every == "epoch",
+            evaluate=config.run.eval_every == "epoch",
+            save=config.checkpoint.every_steps == "epoch",
+        )
 
     def _write(self, metrics: StepMetrics) -> None:
         """Before callbacks see the step's end, so that a line is there whatever they do."""
@@ -155,37 +170,53 @@ class TrainingLoop:
             self._writer.write(metrics)
         self._tracking.log(metrics)
         run.console.step(metrics)
-        run.log_history.append(metrics.record())
+        self._written = metrics.step
+
+    def _log(self) -> bool:
+        """Log the present step, if that is wished for and not done yet; whether it was."""
+        run, metrics = self._run, self._metrics
+        if not run.events.wishes.log or metrics is None:
+            return False
+        if self._written != metrics.step:
+            metrics = replace(metrics, peak_memory_bytes=run.rank_figures().peak_bytes)
+            self._write(metrics)
+        self._metrics = None
+        run.events.wishes.log = False
+        run.history.step(metrics, run.epoch)
+        run.call("on_log", metrics.step, metrics.record())
+        return True
 
     def _fulfil(self) -> None:
         """Evaluate, save and stop as is wished for now."""
         run = self._run
-        wishes = run.events.wishes
-        if wishes.evaluate and run.data.eval is not None and not self._stopped:
-            wishes.evaluate = False
+        if run.events.wishes.evaluate and run.data.eval is not None and not self._stopped:
             self._evaluate()
             run.agree()
         self._checkpoints.poll()
-        if run.events.wishes.save and not self._over:
+        if run.events.wishes.save and not self._stopped:
             self._save(wait=False)
-        if run.events.wishes.stop and not self._ended:
+        if run.events.wishes.stop and not self._over:
             self._ended = "a callback asked to stop"
 
     def _begin_epoch(self, *, resumed: bool = False) -> None:
         run = self._run
         position = run.step + run.passed_over
         if not self._over and (resumed or position == 0 or run.plan.ends_epoch(position - 1)):
+            run.events.wishes = run.fresh_wishes()
             run.call("on_epoch_begin", math.floor(run.plan.epoch_after(position)))
 
     def _end_epoch(self, position: int) -> None:
-        """After the last step of an epoch, at the data of step `position`; the rest of one that was ended early is passed over."""
+        """After the last step of an epoch, or of the run, at the data of step `position`; what is left of an epoch that was ended
+        early is passed over."""
         run = self._run
         epoch = math.floor(run.plan.epoch_after(position))
-        if not run.plan.ends_epoch(position):
+        if not run.plan.ends_epoch(position) and not self._over:
             run.passed_over += run.plan.next_epoch(position + 1) - position - 1
-        run.events.wishes = run.fresh_wishes()
+        ended = replace(run.fresh_wishes(), stop_epoch=run.events.wishes.stop_epoch)
+        run.events.wishes = ended | self._due_after_epoch()
         run.call("on_epoch_end", epoch)
         run.agree()
+        self._log()
         self._fulfil()
         self._begin_epoch()
 
@@ -209,8 +240,7 @@ class TrainingLoop:
             with MetricsWriter(self._writer.path.with_name(EVALUATIONS)) as evaluations:
                 evaluations.write({"step": run.step, **values})
         # As transformers: a callback compares with what was best before.
-        run.call("on_evaluate", run.step, values)
-        run.call("on_log", run.step, values)
+        run.log_evaluation(values)
         self._tracking.evaluated(run.step, values)
         run.best = run.best.after(run.latest_metric, run.step, run.goal, section.min_improvement)
         if section.load_best and run.best.step == run.step:
@@ -219,12 +249,14 @@ class TrainingLoop:
             self._ended = f"{run.best.waited} evaluations without a better {section.metric} (run.patience)"
 
     def _save(self, *, wait: bool) -> None:
-        run = self._run
-        if self._checkpoints.latest != run.step:
-            self._checkpoints.save(self._state(), run.trained.model, run.processing_class, wait=wait)
-            run.call("on_save", run.step)
+        run, checkpoints = self._run, self._checkpoints
+        run.events.wishes.save = False
+        if run.step not in (checkpoints.latest, checkpoints.in_flight):
+            whole = wait or run.events.read_checkpoints
+            if checkpoints.save(self._state(), run.trained.model, run.processing_class, wait=whole):
+                run.call("on_save", run.step)
         if wait:
-            self._checkpoints.finish()
+            checkpoints.finish()
 
     def _state(self) -> TrainerState:
         run = self._run
@@ -250,7 +282,8 @@ class TrainingLoop:
             good_steps=scaler.good_steps,
             seed=run.config.run.seed,
             max_steps=self._last,
-            learning_rate=run.config.optimizer.lr * self._schedule.factor(max(0, run.step - 1)),
+            learning_rate=run.rate_of(max(0, run.step - 1)),
             tracker=self._tracking.identity(run.config.run.name),
+            log_history=run.history.to_json(),
             settings=run.settings,
         )

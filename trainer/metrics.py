@@ -73,7 +73,7 @@ class MetricsWriter:
         After a line that could not be written whole the file is closed: the next one would continue it.
         """
         values = record.record() if isinstance(record, StepMetrics) else record
-        line = json.dumps(_strict(values), allow_nan=False).encode("ascii") + b"\n"
+        line = json.dumps(strict(values), allow_nan=False).encode("ascii") + b"\n"
         try:
             written = self._file.write(line)
             if written != len(line):
@@ -156,18 +156,18 @@ def _parse(line: bytes, number: int, path: Path) -> dict[str, Any]:
     return record
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
     """`value` in types of strict JSON: NumPy's and PyTorch's numbers as numbers, non-finite ones as text."""
     if isinstance(value, bool | int | str | None):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {str(name): _strict(item) for name, item in value.items()}
+        return {str(name): strict(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
+        return [strict(item) for item in value]
     if callable(getattr(value, "tolist", None)):  # a tensor or an array of any shape
-        return _strict(value.tolist())
+        return strict(value.tolist())
     return str(value)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from zeromesh.errors import NonFiniteError
@@ -29,8 +29,8 @@ class FitReport:
     """The largest of any rank."""
     skipped_steps: int
     """Steps without an update, because their gradients were not finite."""
-    seconds: float = 0.0
-    """Of all steps of this process."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The run in a few numbers, by transformers' names: `train_loss`, `train_runtime` in seconds, `total_flos`, `epoch`, ..."""
 
     @property
     def global_step(self) -> int:
@@ -40,17 +40,12 @@ class FitReport:
     @property
     def training_loss(self) -> float:
         """The mean loss of this process's steps, as transformers has it."""
-        return sum(self.losses) / len(self.losses) if self.losses else self.final_loss
+        return mean_of(self.losses) if self.losses else self.final_loss
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Values as transformers names them."""
-        return {
-            "train_loss": self.training_loss,
-            "train_runtime": round(self.seconds, 4),
-            "train_steps_per_second": round(len(self.losses) / self.seconds, 3) if self.seconds else 0.0,
-            "train_tokens_per_second": round(self.tokens_per_second, 3),
-        }
+
+def mean_of(losses: Sequence[float]) -> float:
+    """The mean; 0 of none."""
+    return sum(losses) / max(1, len(losses))
 
 
 class Progress:
@@ -150,7 +145,19 @@ class Progress:
                 "precision.compute: bfloat16"
             )
 
-    def report(self, final_step: int, eval_loss: float | None, peak: int) -> FitReport:
+    def summary(self, *, seconds: float, samples: int, flops: float, epoch: float) -> dict[str, float]:
+        """Values of the run as transformers names them: of this process's `seconds` and `samples`, and of all its operations."""
+        seconds = max(seconds, 1e-9)
+        return {
+            "train_runtime": round(seconds, 4),
+            "train_samples_per_second": round(samples / seconds, 3),
+            "train_steps_per_second": round(len(self._losses) / seconds, 3),
+            "total_flos": flops,
+            "train_loss": mean_of(self._losses),
+            "epoch": epoch,
+        }
+
+    def report(self, final_step: int, eval_loss: float | None, peak: int, metrics: Mapping[str, float]) -> FitReport:
         """The run's report."""
         steady = self._seconds[1:] or self._seconds
         per_step = (self._tokens - self._earlier) / max(1, len(self._seconds))
@@ -163,5 +170,5 @@ class Progress:
             tokens_per_second=per_step * len(steady) / sum(steady) if steady else 0.0,
             peak_memory_bytes=peak,
             skipped_steps=self._skipped,
-            seconds=sum(self._seconds),
+            metrics=dict(metrics),
         )

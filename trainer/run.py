@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ from zeromesh.trainer.exhausted import explained
 from zeromesh.trainer.feeds import Given
 from zeromesh.trainer.figures import StepFigures
 from zeromesh.trainer.hf.hub import pin_sources
+from zeromesh.trainer.history import History
 from zeromesh.trainer.loop import TrainingLoop
 from zeromesh.trainer.profiling import Profile
 from zeromesh.trainer.redaction import Redaction
@@ -45,6 +47,7 @@ from zeromesh.trainer.streamed import StreamedDataset
 from zeromesh.trainer.tracking import Tracking
 from zeromesh.trainer.trained import TrainedModel
 from zeromesh.trainer.wishes import Wishes
+from zeromesh.zero.options import ZeroOptions
 
 
 class Run:
@@ -61,12 +64,17 @@ class Run:
         self.step = 0
         self.passed_over = 0
         """Steps whose data was left out, because a callback ended an epoch early."""
+        self.reached = 0
+        """The number of steps, made or passed over, up to the last one that was made."""
         self.best = Best()
         self.latest_metric = float("nan")
         """Of the latest evaluation, what `run.metric` names."""
         self.goal = goal_of(config.run.metric, config.run.metric_goal)
         self.learning_rate = 0.0
-        self.log_history: list[Mapping[str, Any]] = []
+        self.history = History(kept=given.of_transformers or events.has_theirs)
+        self._summary: dict[str, float] = {}
+        self._began = (time.perf_counter(), 0)
+        """When this process began to train, and after how many samples."""
         self.progress = Progress(config.run.max_nonfinite)
         self.tracker: Mapping[str, str] = {}
         """What the checkpoint that the run goes on from knows of its trackers."""
@@ -82,12 +90,15 @@ class Run:
         self.data = setup.prepare_data(config, given.train_dataset, given.eval_dataset, given.processing_class)
         self.tell(*self.data.notes)
         self.config, self.plan = setup.over_data(config, self.plan, self.data.train)
+        self.schedule = setup.learning_rate_schedule(self.config, given.lr_scheduler)
         self.evaluator = Evaluator(self)
         self.console.status("building the model")
         self.trained = TrainedModel(self, options)
-        compute, samples = options.precision.compute, config.batch.global_size
-        self.figures = StepFigures(self.trained.flops, mesh, compute, samples, self.trained.require_engine().ledger)
-        self.tell(*self.figures.notes)
+        try:
+            self.figures = self._make_figures(options)
+        except BaseException:
+            self.trained.close()
+            raise
 
     @property
     def finished(self) -> bool:
@@ -96,20 +107,35 @@ class Run:
 
     def state(self, directory: Path) -> RunState:
         """See `Trainer.state`."""
-        position, run, best = self.step + self.passed_over, self.config.run, self.best
+        run, best = self.config.run, self.best
         checkpoint = CheckpointStore(directory / FOLDER).path(best.step) if best.value is not None else None
         return RunState(
             step=self.step,
             max_steps=run.max_steps,
-            epoch=self.plan.epoch_after(position),
+            epoch=self.epoch,
             epochs=self.plan.epoch_after(run.max_steps) if run.epochs is None else run.epochs,
             tokens=self.progress.tokens,
             best_metric=best.value,
             best_step=best.step,
             best_checkpoint=str(checkpoint) if checkpoint is not None and checkpoint.exists() else None,
             is_world_process_zero=self.mesh.rank == 0,
-            log_history=tuple(self.log_history),
+            total_flos=self.total_flos,
+            log_history=self.history.lines,
         )
+
+    @property
+    def epoch(self) -> float:
+        """How many times the training data was passed over, as far as it was trained on."""
+        return self.plan.epoch_after(self.reached)
+
+    @property
+    def total_flos(self) -> float:
+        """See `RunState.total_flos`."""
+        return 6.0 * self.progress.tokens * self.trained.parameters
+
+    def rate_of(self, step: int) -> float:
+        """The learning rate of step `step`, counted from 0."""
+        return self.config.optimizer.lr * self.schedule.factor(step)
 
     def fresh_wishes(self) -> Wishes:
         """What is wished for when nothing is, but that a run which is to stop still is."""
@@ -120,6 +146,12 @@ class Run:
         self.events.agree(self.mesh)
 
     # Before training
+
+    def _make_figures(self, options: ZeroOptions) -> StepFigures:
+        ledger, samples = self.trained.require_engine().ledger, self.config.batch.global_size
+        figures = StepFigures(self.trained.flops, self.mesh, options.precision.compute, samples, ledger)
+        self.tell(*figures.notes)
+        return figures
 
     def _say_what_comes(self, precision: str) -> None:
         """What is known before anything is read."""
@@ -161,6 +193,7 @@ class Run:
                 self.console.note,
                 goal=self.goal,
                 keep_best=int(self.config.run.load_best),
+                linked=self.history.kept,
             )
             eval_loss = self._resume(checkpoints) if self.step == 0 else None
             stopped = 0
@@ -215,8 +248,10 @@ class Run:
         if state is None:
             return None
         self.step, self.passed_over, self.tracker = state.step, state.passed_over, state.tracker
+        self.reached = state.step + state.passed_over
         self.best = Best.from_json(state.best, "the checkpoint")
         self.events.restore(state.callbacks)
+        self.history.restore(state.log_history, "the checkpoint")
         if isinstance(self.data.train, StreamedDataset):
             self.data.train.restore(state.stream, "the checkpoint")
         self.progress.resume(tokens=state.tokens, skipped=state.skipped, loss=state.loss)
@@ -238,7 +273,8 @@ class Run:
         )
 
     def _end(self, eval_loss: float | None) -> FitReport:
-        report = self.progress.report(self.step, eval_loss, self.rank_figures().peak_bytes)
+        metrics = self._summary or self._values_of_the_run()
+        report = self.progress.report(self.step, eval_loss, self.rank_figures().peak_bytes, metrics)
         self.console.note(
             f"done: {report.final_step} steps, loss {report.final_loss:.4f}, "
             f"{human_count(report.tokens_per_second)} tokens/s, peak memory {human_bytes(report.peak_memory_bytes)} a rank"
@@ -247,6 +283,40 @@ class Run:
         self.trained.make_whole()
         self.report = report
         return report
+
+    def begin_summary(self) -> None:
+        """This process begins to train now."""
+        self._began = (time.perf_counter(), self._samples)
+
+    def summarize(self) -> None:
+        """Log values of the whole run, which has been trained."""
+        self._summary = self._values_of_the_run()
+        self.log_values(self._summary)
+
+    def _values_of_the_run(self) -> dict[str, float]:
+        at, samples = self._began
+        return self.progress.summary(
+            seconds=time.perf_counter() - at,
+            samples=self._samples - samples,
+            flops=self.total_flos,
+            epoch=self.epoch,
+        )
+
+    @property
+    def _samples(self) -> int:
+        """Since the start of training."""
+        return self.plan.samples_of(self.step + self.passed_over).start
+
+    def log_values(self, values: Mapping[str, Any]) -> None:
+        """Note values beside those of steps, and tell callbacks of them."""
+        self.history.values(values, self.step, self.epoch)
+        self.call("on_log", self.step, values)
+
+    def log_evaluation(self, values: Values) -> None:
+        """The same of an evaluation, whose callbacks come after."""
+        self.log_values(values)
+        self.events.wishes.evaluate = False
+        self.call("on_evaluate", self.step, values)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -320,7 +390,6 @@ class Run:
         if values is not None:
             self.console.note(self.evaluator.note(values))
             self.latest_metric = value_of(self.config.run.metric, values)
-            self.log_history.append({**values, "step": self.step})
         return values
 
     def evaluate(
@@ -331,8 +400,8 @@ class Run:
             values = self.evaluator.evaluate(dataset, prefix, ignored)
         if values is None:
             raise PhaseError("an evaluation has ended early that nothing was to end")
-        self.call("on_evaluate", self.step, values)
-        return values
+        self.log_evaluation(values)
+        return {**values, "epoch": self.epoch}
 
     def predict(self, dataset: MapDataset, prefix: str, ignored: Sequence[str]) -> PredictionOutput:
         """See `Trainer.predict`."""

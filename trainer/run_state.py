@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,10 @@ class RunState:
     best_step: int
     best_checkpoint: str | None
     is_world_process_zero: bool
-    log_history: tuple[Mapping[str, Any], ...] = ()
-    """What this process has logged: lines of metrics and values of evaluations."""
+    total_flos: float = 0.0
+    """Floating-point operations so far by transformers' estimate: 6 for each token and each parameter that is no embedding."""
+    log_history: Sequence[dict[str, Any]] = ()
+    """What the run has logged, now and later: losses, values of evaluations, and in the end those of the whole run."""
 
     @property
     def global_step(self) -> int:

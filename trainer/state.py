@@ -7,7 +7,7 @@ is no generator whose state would have to be kept.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -48,12 +48,14 @@ class TrainerState:
     stream: Mapping[str, Any] = field(default_factory=dict)
     """Where a training stream was, as `StreamedDataset` has it; empty for a dataset with a length."""
     tracker: Mapping[str, str] = field(default_factory=dict)
+    log_history: Sequence[Mapping[str, Any]] = ()
+    """What was logged, as transformers has it; empty where nothing of transformers is in the run."""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
         """Strict JSON; a loss that is not finite is null."""
         mappings = {name: dict(getattr(self, name)) for name in _MAPPINGS}
-        values = {**asdict(self), **mappings}
+        values = {**asdict(self), **mappings, "log_history": [dict(line) for line in self.log_history]}
         for name in ("loss", "eval_loss", "metric"):
             value = values[name]
             values[name] = value if value is not None and value - value == 0 else None
@@ -78,6 +80,7 @@ class TrainerState:
             not all(type(count) is int and count >= 0 for count in (*steps, *counters))
             or not all(isinstance(number, int | float) for number in numbers)
             or not all(isinstance(getattr(state, name), dict) for name in _MAPPINGS)
+            or not isinstance(state.log_history, list | tuple)
         ):
             raise CheckpointError(f"{where}: {NAME} has fields of other types than this version writes")
         return state

@@ -48,12 +48,18 @@ class Feed:
     causal: bool
     fields: frozenset[str] | None = None
     """Fields of a batch that the model takes; others are left out. None: all are kept."""
+    kept: frozenset[str] | None = None
+    """Fields of a sample that the data collator sees; None: all."""
     passed_over: int = 0
     """Steps whose data was left out, because a callback ended an epoch early."""
 
     def microbatches(self, step: int, data_rank: int) -> tuple[Microbatch, ...]:
         """The microbatches of a rank in step `step` (from 0)."""
         return self.plan.microbatches(step + self.passed_over, data_rank)
+
+    def rounds(self, step: int) -> int:
+        """Of these, those in which some rank has samples that count."""
+        return self.plan.rounds_of(step + self.passed_over)
 
     def fetch(self, microbatch: Microbatch) -> dict[str, Any]:
         """The checked batch of a microbatch, on CPU."""
@@ -63,6 +69,7 @@ class Feed:
                 self.order,
                 microbatch,
                 collate=self.collate,
+                kept=self.kept,
                 vocab_size=self.vocab_size,
                 causal=self.causal,
             )
@@ -124,7 +131,7 @@ class StepEvents:
     """Who wants to know what happens inside a step."""
 
     substep_end: Callable[[], None] = lambda: None
-    """After each microbatch but the last one."""
+    """After each microbatch but the last one that counts."""
     before_update: Callable[[], None] = lambda: None
     """Between the last backward and the update."""
 
@@ -168,7 +175,7 @@ class Stepper:
         engine = self._require_engine()
         began = time.perf_counter()
         self._mesh.clock.begin(engine.tiers.seconds_waited)
-        microbatches = feed.microbatches(step, self._mesh.data_index)
+        microbatches, rounds = feed.microbatches(step, self._mesh.data_index), feed.rounds(step)
         with self._mesh.clock.span(Span.DATA):
             batches = [feed.fetch(microbatch) for microbatch in microbatches]
         self._require_same(batches)
@@ -184,7 +191,7 @@ class Stepper:
         ):
             if each.weight and self._speaks:
                 sums[:3] += torch.tensor([float(loss) * part, targets, _tokens(batch)], dtype=torch.float64)
-            if number < len(batches):
+            if number < rounds:
                 events.substep_end()
         loss_finite = math.isfinite(sums[0])
         self._mesh.world.sum_(sums, "sum of the loss")

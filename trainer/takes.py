@@ -15,6 +15,8 @@ from zeromesh.trainer.hf.adapters import pretrained_of
 from zeromesh.trainer.hf.values import integer, text_part
 from zeromesh.zero.initial import is_pretrained_model
 
+_LABELS = frozenset({"labels", "label", "label_ids"})
+"""What labels are called in samples: collators make `labels` of them."""
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -22,12 +24,14 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 class Takes:
     """What a batch has to be like for a model's forward.
 
-    `fields`: those that forward takes; None where any may go. `required`: those that it cannot do without.
+    `fields`: those that forward takes; None where any may go. `named`: those that it names, and labels by any of their names.
+    `required`: those that it cannot do without.
     `vocab_size`: rows of the input embedding, which token ids stay below; `positions`: the longest sequence. None: not known.
     """
 
     model: str
     fields: frozenset[str] | None
+    named: frozenset[str]
     required: tuple[str, ...]
     vocab_size: int | None
     positions: int | None
@@ -39,7 +43,8 @@ class Takes:
         # Adapters hand on what the model inside takes.
         model = model if pretrained is None else pretrained
         parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
-        fields: frozenset[str] | None = frozenset(each.name for each in parameters if each.kind in _NAMED)
+        named = frozenset(each.name for each in parameters if each.kind in _NAMED)
+        fields: frozenset[str] | None = named
         anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
         # A Hugging Face forward hands unknown keywords on to where they may or may not matter; its own Trainer drops them.
         if users_loss or (anything and not (pretrained is not None and fields)):
@@ -51,6 +56,7 @@ class Takes:
         return cls(
             model=type(model).__name__,
             fields=fields,
+            named=named | _LABELS,
             required=() if users_loss else tuple(required),
             vocab_size=_vocabulary_of(model),
             positions=_positions_of(model),

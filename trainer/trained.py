@@ -21,7 +21,7 @@ from zeromesh.trainer.attributes import KeptAttributes
 from zeromesh.trainer.console import human_bytes, human_count
 from zeromesh.trainer.dress import dress_model
 from zeromesh.trainer.feeds import Feeds
-from zeromesh.trainer.flops import ModelFlops
+from zeromesh.trainer.flops import ModelFlops, parameters_of
 from zeromesh.trainer.hf.generate import check_arguments, generate
 from zeromesh.trainer.hf.losses import make_loss
 from zeromesh.trainer.hf.save import save_model
@@ -52,6 +52,7 @@ class TrainedModel:
         built = setup.prepare_model(run.given.model, run.config, run.data.tokenizer)
         self.model = built.model
         options = setup.exempted(options, run.config, self.model)
+        self.optimizer = options.optimizer
         self._kept = KeptAttributes(self.model)
         self._gradients_ready = False
         self._generations = 0
@@ -63,6 +64,8 @@ class TrainedModel:
             self._kept.put_back()
             raise
         self.engine: ZeroEngine | None = engine
+        if options.stage == 3 or run.mesh.tensor.size * run.mesh.pipeline.size > 1:
+            self._save_whole()
         if run.mesh.device.type == "cpu":
             settle_heap(setting(TUNABLES) or "")
         self.stepper = Stepper(
@@ -78,7 +81,7 @@ class TrainedModel:
         setup.place_buffers(built, mesh, config.run.seed)
         # Of the whole model, so that all ranks take the same batches, count alike and refuse alike.
         takes = Takes.of(model, users_loss=given.compute_loss is not None)
-        self.flops = ModelFlops.of(model)
+        self.flops, self.parameters = ModelFlops.of(model), parameters_of(model)
         run.console.status("trying the loss on a small copy")
         self.loss = make_loss(
             model,
@@ -142,6 +145,20 @@ class TrainedModel:
             failure = save_model(self.model, state, path, run.mesh, processing_class=run.processing_class)
         if failure:
             raise StorageError(failure)
+
+    def _save_whole(self) -> None:
+        """Have the own `save_pretrained` of the model, which callbacks call, write all of it as `save` does, and not what this rank
+        has of it; until it is whole again."""
+        own = getattr(self.model, "save_pretrained", None)
+        if own is None:
+            return
+
+        def save_pretrained(save_directory: Any, *arguments: Any, state_dict: Any = None, **named: Any) -> Any:
+            if state_dict is not None:
+                return own(save_directory, *arguments, state_dict=state_dict, **named)
+            return self.save(Path(save_directory).expanduser())
+
+        vars(self.model)["save_pretrained"] = save_pretrained
 
     @contextmanager
     def gradients_to_read(self) -> Iterator[None]:

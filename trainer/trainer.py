@@ -54,9 +54,9 @@ class Trainer(TransformersNames):
             the defaults. `docs/configuration.md` lists all keys, and `zeromesh config FILE` prints those of a file.
             transformers' `TrainingArguments` and DeepSpeed configurations are taken too (`docs/from-hf-trainer.md`,
             `docs/from-deepspeed.md`); notes at the start say what became of each setting.
-        train_dataset, eval_dataset: map-style datasets of mappings of arguments of the model, such as `input_ids` and
-            `labels`; None: text that `config.data` names. Fields that the model does not take are left out. Several
-            evaluation sets are given as a mapping, by name.
+        train_dataset: mappings of arguments of the model, such as `input_ids` and `labels`, by index or as a stream; None: text
+            that `config.data` names. Fields that the model does not take are left out.
+        eval_dataset: the same by index; several are given as a mapping, by name.
         data_collator: a list of samples to a batch, a mapping of tensors; None pads them with `processing_class` if that is
             given, else stacks them.
         compute_loss: `(model, batch) -> (sum, count)`, for a model whose own loss is not known or not wanted.
@@ -67,8 +67,8 @@ class Trainer(TransformersNames):
         processing_class: a tokenizer, used for `config.data` and saved with the model.
         lr_scheduler: makes a scheduler of `torch.optim.lr_scheduler` of an optimizer, such as `lambda o: StepLR(o, 30)`; it stands
             in for `config.schedule`.
-        model_init, compute_loss_func: transformers' names of a callable `model`, and of a loss `(outputs, labels,
-            num_items_in_batch) -> mean`.
+        model_init: transformers' name of a callable `model`.
+        compute_loss_func: transformers' name of a loss `(outputs, labels, num_items_in_batch) -> mean`.
         args: `TrainingArguments`, by the name that transformers has for them; `config` then changes single keys on top of them.
 
     Raises:
@@ -102,7 +102,7 @@ class Trainer(TransformersNames):
         )
         self.training_arguments = next((each for each in (args, config) if isinstance(each, TrainingArguments)), None)
         self.events = Events(self, callbacks or ())
-        self._given = Given(
+        self.given = Given(
             model=model if model is not None else model_init,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -112,9 +112,11 @@ class Trainer(TransformersNames):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             lr_scheduler=lr_scheduler,
             processing_class=processing_class,
+            of_transformers=self.training_arguments is not None,
         )
         self._mesh: Mesh | None = None
         self._run: Run | None = None
+        self.events.call("on_init_end")
 
     # What a person calls
 
@@ -148,8 +150,8 @@ class Trainer(TransformersNames):
         ignore_keys: Sequence[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Values:
-        """Values of an evaluation: `eval_loss`, the mean over `eval_targets`, what `compute_metrics` makes of the samples, and how
-        long it took; all ranks call it.
+        """Values of an evaluation: `eval_loss`, the mean over all targets, what `compute_metrics` makes of the samples, how long it
+        took, and the `epoch`; all ranks call it.
 
         Args:
             eval_dataset: another one than the trainer's, or several by name, whose values are then called `eval_NAME_loss`.
@@ -280,11 +282,9 @@ class Trainer(TransformersNames):
         return self._prepare().processing_class
 
     @property
-    def microbatches_per_epoch(self) -> int:
-        """Of one rank; 0 without training data."""
-        plan = self._prepare().plan
-        samples = plan.epoch_size or 0
-        return -(-samples // (plan.micro_size * plan.data_ranks))
+    def run(self) -> Run:
+        """The objects of the run, which are made when they are first needed; all ranks ask for them."""
+        return self._prepare()
 
     def note(self, text: str) -> None:
         """Tell a person; rank 0 does."""
@@ -326,7 +326,7 @@ class Trainer(TransformersNames):
         if self._run is None:
             mesh = self._connect()
             with self._beginning(mesh), said_once(mesh.rank):
-                self._run = Run(self.config, mesh, self._given, self.events)
+                self._run = Run(self.config, mesh, self.given, self.events)
         self._run.require_sound()
         return self._run
 

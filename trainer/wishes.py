@@ -22,6 +22,10 @@ class Wishes:
     stop_epoch: bool = False
     """Leave the rest of the epoch's data out."""
 
+    def __or__(self, other: Wishes) -> Wishes:
+        """What either wishes."""
+        return Wishes(*(mine or theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
     def agreed(self, mesh: Mesh) -> Wishes:
         """What any rank wishes; all ranks call this together."""
         mine = torch.tensor([int(each) for each in astuple(self)], dtype=torch.int64)

@@ -85,7 +85,7 @@ def divide(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Divided:
         return Divided(cuts=ModelCuts(parts=parts), tensor=tensor, notes=notes)
     ranks = mesh.pipeline.size
     own = [chunk * ranks + mesh.pipeline.index for chunk in range(options.chunks)]
-    stages = Stages(model, anatomy, cut, own, outside)
+    stages = Stages(model, anatomy, cut, own, outside, tensor.shares if tensor is not None else None)
     blocks = [model.get_submodule(f"{anatomy.blocks}.{index}") for stage in own for index in cut.ranges()[stage]]
     cuts = ModelCuts(
         parts=parts,

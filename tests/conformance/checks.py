@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from workers import Workers
@@ -131,3 +133,12 @@ def check_same_bits(found: Result, wanted: Result, *keys: str) -> None:
     for key in keys:
         ours, theirs = ([rank[key] for rank in result.ranks] for result in (found, wanted))
         assert ours == theirs, f"{key} differ in bits"
+
+
+def whole_product(short: int, *choices: Iterable[Any]) -> list[Any]:
+    """Every combination; one of `short` of them is in the short run, a diagonal of the product."""
+    marks: dict[bool, Any] = {True: (), False: (pytest.mark.full,)}
+    return [
+        pytest.param(*values, marks=marks[number % short == 0], id=", ".join(map(str, values)))
+        for number, values in enumerate(product(*choices))
+    ]

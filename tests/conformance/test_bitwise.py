@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from .checks import Laboratory, Result, check_ranks_agree, check_same_bits
+from .checks import Laboratory, Result, check_ranks_agree, check_same_bits, whole_product
 from .recipe import Extra, Layout, Problem
 
 QUIET = Extra(gradient_step=-1)
@@ -49,8 +49,7 @@ def run_once(laboratory: Laboratory, kept: dict[object, Result], size: int, prob
     return kept[key]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize(("variant", "subject"), whole_product(2, VARIANTS, SUBJECTS))
 def test_what_only_moves_memory_changes_no_bit(
     laboratory: Laboratory, kept: dict[object, Result], subject: str, variant: str
 ) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from itertools import product
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from .checks import Laboratory, check_equal
+from .checks import Laboratory, check_equal, whole_product
 from .recipe import Layout, Problem
 
 Record = Callable[[str, object], None]
@@ -29,18 +27,9 @@ PIPELINES = {
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
-def whole_product(short: int, *choices: Iterable[Any]) -> list[Any]:
-    """Every combination; one of `short` of them is in the short run, a diagonal of the product."""
-    marks: dict[bool, Any] = {True: (), False: (pytest.mark.full,)}
-    return [
-        pytest.param(*values, marks=marks[number % short == 0], id=", ".join(map(str, values)))
-        for number, values in enumerate(product(*choices))
-    ]
-
-
 @pytest.mark.parametrize(
     ("axes", "regions", "model", "stage", "accumulation"),
-    whole_product(31, LAYERS, ("whole sequences", "shared sequences"), MODELS, STAGES, ACCUMULATIONS),
+    whole_product(43, LAYERS, ("whole sequences", "shared sequences"), MODELS, STAGES, ACCUMULATIONS),
 )
 def test_a_divided_model_trains_as_one_process(
     laboratory: Laboratory, axes: str, regions: str, model: str, stage: int, accumulation: int, record_property: Record
@@ -55,7 +44,7 @@ def test_a_divided_model_trains_as_one_process(
 
 @pytest.mark.parametrize(
     ("axes", "schedule", "model", "stage", "accumulation"),
-    whole_product(97, PIPELINES, SCHEDULES, MODELS, STAGES, ACCUMULATIONS),
+    whole_product(127, PIPELINES, SCHEDULES, MODELS, STAGES, ACCUMULATIONS),
 )
 def test_a_model_in_stages_trains_as_one_process(
     laboratory: Laboratory, axes: str, schedule: str, model: str, stage: int, accumulation: int, record_property: Record
@@ -73,3 +62,13 @@ def test_a_model_in_stages_trains_as_one_process(
     record_property("row", json.dumps({"model": model, "column": axes}))
     found = laboratory.train(size, problem, layout, **sizes)
     record_property("difference", check_equal(found, laboratory.reference(problem), problem))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.full)])
+def test_shares_of_a_single_sample(laboratory: Laboratory, schedule: str) -> None:
+    """GPT-2 gives what comes out of its blocks the shape of what went in; a share of one sample is half a sample."""
+    chunks = 2 if schedule == "interleaved" else 1
+    problem = Problem(model="gpt2-deep", clip=0.3, samples=4, steps=3, wide=True)
+    layout = Layout(stage=2, accumulation=4, schedule=schedule, chunks=chunks, sequence=True)
+    found = laboratory.train(4, problem, layout, pipeline=2, tensor=2)
+    check_equal(found, laboratory.reference(problem), problem)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .checks import Laboratory, check_equal, check_same_bits
+from .checks import Laboratory, check_equal, check_same_bits, whole_product
 from .recipe import Extra, Layout, Problem
 
 QUIET = Extra(gradient_step=-1)
@@ -42,9 +42,10 @@ def test_recomputation_draws_the_same_dropout(laboratory: Laboratory, size: int,
         assert result["plain"] == result["recomputed"]
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("model", ["llama", "gpt2", "bert", "moe", "lora"])
+@pytest.mark.parametrize(
+    ("model", "stage", "transport"),
+    whole_product(5, ["llama", "gpt2", "bert", "moe", "lora"], [1, 2, 3], ["shared", "gloo"]),
+)
 def test_checkpointing_of_a_library_changes_no_bit(
     laboratory: Laboratory, model: str, stage: int, transport: str
 ) -> None:

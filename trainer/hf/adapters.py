@@ -37,7 +37,7 @@ def output_layer(model: Any) -> Any:
     """The output embedding of a Hugging Face model; where PEFT trains a copy of it (`modules_to_save`), that copy."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     copies = getattr(head, "modules_to_save", None)
-    active = getattr(head, "active_adapters", ())
+    active: list[str] = list(getattr(head, "active_adapters", ()))
     return copies[active[0]] if isinstance(copies, nn.ModuleDict) and len(active) == 1 and active[0] in copies else head
 
 

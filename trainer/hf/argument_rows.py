@@ -126,7 +126,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         joined(
             "logging_strategy",
             "run.log_every",
-            "steps; no: 0; epoch: the steps of an epoch where the training data has a length, else every step",
+            "steps; no: 0; epoch",
         ),
         joined(
             "logging_steps",
@@ -150,7 +150,11 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         refused("trackio_static_space_id", _TRACKIO),
     ),
     "Evaluation": (
-        joined("eval_strategy", "run.eval_every", "no: 0, which still evaluates once at the end; steps; epoch"),
+        joined(
+            "eval_strategy",
+            "run.eval_every run.eval_at_end",
+            "steps; epoch; no: 0, and not after the last step either",
+        ),
         joined(
             "eval_steps",
             "run.eval_every",
@@ -232,7 +236,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             "dataloader_multiprocessing_context dataloader_in_order",
             "samples are read and collated in the training process",
         ),
-        *idle("remove_unused_columns", "fields that the model does not take are left out of batches"),
+        copied("remove_unused_columns", "data.remove_unused"),
         joined("train_sampling_strategy", "data.shuffle", "random: true; sequential: false; others are refused"),
         *idle("length_column_name", "samples are not grouped by length"),
     ),

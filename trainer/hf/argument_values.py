@@ -243,10 +243,11 @@ def _every(of: Reading, kind: str, strategy: str) -> int | str | None:
 def _intervals(of: Reading) -> Pairs:
     log = _every(of, "logging", of("logging_strategy"))
     if log is not None:
-        yield "run.log_every", (_steps_per_epoch(of) or 1) if log == "epoch" else log
+        yield "run.log_every", log
     evaluate = _every(of, "eval", of("eval_strategy"))
     if evaluate is not None:
         yield "run.eval_every", evaluate
+    yield "run.eval_at_end", of("eval_strategy") != "no"
     if of("save_strategy") == "best":
         if evaluate:
             yield "checkpoint.every_steps", evaluate

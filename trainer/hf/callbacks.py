@@ -2,25 +2,24 @@
 
 They get their own kinds of objects: `TrainingArguments` that say what the configuration says, a `TrainerState` that follows the
 run, a `TrainerControl` whose flags are what the run is about to do, and which they may change. Nothing else that they change
-changes anything in the run.
+changes anything in the run. Events come in the order of transformers' Trainer, and see what they see there.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import transformers
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from zeromesh.trainer.best import goal_of
+from zeromesh.mesh.launch import read_environment
 from zeromesh.trainer.callbacks import Callback
+from zeromesh.trainer.hf.shown_arguments import arguments_of
+from zeromesh.trainer.hf.shown_state import bring_up_to_date
+from zeromesh.trainer.hf.surroundings import Batches, OptimizerView, SchedulerView
 
 if TYPE_CHECKING:
-    from zeromesh.trainer.config import TrainerConfig
     from zeromesh.trainer.trainer import Trainer
 
 _FLAGS = {
@@ -40,8 +39,10 @@ class TransformersCallbacks(Callback):
         self._control = TrainerControl()
         self._state = TrainerState()
         self._arguments: TrainingArguments | None = None
-        self._loss, self._steps = 0.0, 0
-        """Sum of the losses since the last line that was logged, and of how many steps."""
+        self._optimizer: OptimizerView | None = None
+        self._train: Batches | None = None
+        self._evaluation: Batches | None = None
+        """Of the latest evaluation or prediction."""
 
     @staticmethod
     def takes(callback: Any) -> bool:
@@ -49,6 +50,11 @@ class TransformersCallbacks(Callback):
         return isinstance(callback, TrainerCallback) or (
             isinstance(callback, type) and issubclass(callback, TrainerCallback)
         )
+
+    @property
+    def read_checkpoints(self) -> bool:
+        """Whether some callback does something when a checkpoint was saved."""
+        return any(type(each).on_save is not TrainerCallback.on_save for each in self._callbacks)
 
     def add(self, callback: Any) -> None:
         """One more; a class is called without arguments."""
@@ -64,13 +70,23 @@ class TransformersCallbacks(Callback):
 
     # Events, in the order of a run
 
+    def on_init_end(self, trainer: Trainer) -> None:
+        self._arguments = trainer.training_arguments or arguments_of(trainer.config)
+        first = read_environment().rank == 0
+        self._state.is_world_process_zero = self._state.is_local_process_zero = first
+        given = dict.fromkeys(("optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"))
+        self._tell(
+            "on_init_end", {"model": trainer.given.model, "processing_class": trainer.given.processing_class, **given}
+        )
+
     def on_train_begin(self, trainer: Trainer) -> None:
-        self._follow(trainer)
-        self._control._new_training()
+        # What epochs are in steps is known by now.
+        self._arguments = trainer.training_arguments or arguments_of(trainer.run_config)
+        self._train = trainer.get_train_dataloader()
         self._call(trainer, "on_train_begin")
 
     def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
-        self._control._new_epoch()
+        self._train = trainer.get_train_dataloader()
         self._call(trainer, "on_epoch_begin")
 
     def on_step_begin(self, trainer: Trainer, step: int) -> None:
@@ -83,28 +99,26 @@ class TransformersCallbacks(Callback):
         self._call(trainer, "on_pre_optimizer_step")
 
     def on_optimizer_step(self, trainer: Trainer, step: int) -> None:
-        self._call(trainer, "on_optimizer_step")
+        self._call(trainer, "on_optimizer_step", follow=False)  # The step counts only when it has ended.
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-        self._loss += float(metrics["loss"])
-        self._steps += 1
         self._call(trainer, "on_step_end")
 
     def on_log(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-        logs = self._logs(metrics)
-        self._state.log_history.append({**logs, "step": step})
-        self._call(trainer, "on_log", logs=logs)
+        self._call(trainer, "on_log", logs=trainer.run.history.latest())
 
     def on_evaluate(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
-        self._call(trainer, "on_evaluate", metrics={**metrics, "epoch": trainer.state.epoch})
+        self._call(trainer, "on_evaluate", metrics=trainer.run.history.latest())
 
     def on_predict(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         self._call(trainer, "on_predict", metrics=dict(metrics))
 
     def on_prediction_step(self, trainer: Trainer, done: int, total: int) -> None:
-        self._call(trainer, "on_prediction_step", eval_dataloader=_Batches(total))
+        self._evaluation = trainer.batches_of(trainer.run.evaluator.feed)
+        self._call(trainer, "on_prediction_step")
 
     def on_save(self, trainer: Trainer, step: int) -> None:
+        self._state.stateful_callbacks = self._exported()
         self._call(trainer, "on_save")
 
     def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
@@ -115,15 +129,18 @@ class TransformersCallbacks(Callback):
 
     # What is kept in checkpoints
 
-    def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"log_history": copy.deepcopy(self._state.log_history)}
+    def state_dict(self) -> dict[str, Any]:
+        return self._exported()
+
+    def _exported(self) -> dict[str, Any]:
+        """What callbacks say of themselves, by their class; of two of one class, the first."""
+        found: dict[str, Any] = {}
         for callback in self._callbacks:
             if isinstance(callback, ExportableState):
                 found.setdefault(type(callback).__name__, callback.state())
         return found
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._state.log_history = [dict(line) for line in state.get("log_history", ())]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for number, callback in enumerate(self._callbacks):
             kept = state.get(type(callback).__name__)
             if kept is not None and isinstance(callback, ExportableState):
@@ -131,12 +148,18 @@ class TransformersCallbacks(Callback):
 
     # How they are called
 
-    def _call(self, trainer: Trainer, event: str, **more: Any) -> None:
-        self._follow(trainer)
+    def _call(self, trainer: Trainer, event: str, *, follow: bool = True, **more: Any) -> None:
+        """Run an event; `follow` the run first, or show the state as it was in the event before."""
+        if follow:
+            bring_up_to_date(self._state, trainer, self._arguments)
         wishes = trainer.wishes
         for flag, wish in _FLAGS.items():
             setattr(self._control, flag, getattr(wishes, wish))
-        given = {**self._surroundings(trainer), **more}
+        self._tell(event, {**self._surroundings(trainer), **more})
+        for flag, wish in _FLAGS.items():
+            setattr(wishes, wish, bool(getattr(self._control, flag)))
+
+    def _tell(self, event: str, given: Mapping[str, Any]) -> None:
         for callback in self._callbacks:
             try:
                 answer = getattr(callback, event)(self._arguments, self._state, self._control, **given)
@@ -145,119 +168,18 @@ class TransformersCallbacks(Callback):
                 raise
             if answer is not None:
                 self._control = answer
-        for flag, wish in _FLAGS.items():
-            setattr(wishes, wish, bool(getattr(self._control, flag)))
 
     def _surroundings(self, trainer: Trainer) -> dict[str, Any]:
-        rates = [trainer.learning_rate]
+        if self._optimizer is None:
+            self._optimizer = OptimizerView(trainer.run.trained.optimizer, trainer.model)
+        steps = self._state.global_step
+        rate = trainer.run.rate_of(steps)
+        optimizer = self._optimizer.at(rate)
         return {
             "model": trainer.model,
             "processing_class": trainer.processing_class,
-            "optimizer": _Optimizer([{"lr": rates[0], "weight_decay": trainer.config.optimizer.weight_decay}]),
-            "lr_scheduler": _Rates(rates),
-            "train_dataloader": _Batches(trainer.microbatches_per_epoch),
-            "eval_dataloader": None,
+            "optimizer": optimizer,
+            "lr_scheduler": SchedulerView([rate] * len(optimizer.param_groups), steps),
+            "train_dataloader": self._train,
+            "eval_dataloader": self._evaluation,
         }
-
-    def _follow(self, trainer: Trainer) -> None:
-        """Bring the state up to date."""
-        if self._arguments is None:
-            self._arguments = trainer.training_arguments or arguments_of(trainer.run_config)
-        now, state, run = trainer.state, self._state, trainer.run_config.run
-        state.global_step, state.max_steps, state.epoch = now.step, now.max_steps, now.epoch
-        state.num_train_epochs = max(1, round(now.epochs))
-        state.num_input_tokens_seen = now.tokens
-        state.best_metric, state.best_global_step = now.best_metric, now.best_step or None
-        state.best_model_checkpoint = now.best_checkpoint
-        state.is_world_process_zero = state.is_local_process_zero = now.is_world_process_zero
-        state.train_batch_size = trainer.run_config.batch.micro_size
-        every = {"logging_steps": run.log_every, "eval_steps": run.eval_every}
-        every["save_steps"] = trainer.run_config.checkpoint.every_steps
-        for name, value in every.items():
-            setattr(state, name, value if isinstance(value, int) and value else now.max_steps + 1)
-
-    def _logs(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """A line as transformers logs it: the mean loss since the last one, or the values of an evaluation."""
-        if "step_seconds" not in metrics:
-            return {**metrics, "epoch": self._state.epoch}
-        logs = {"loss": self._loss / max(1, self._steps), "learning_rate": metrics["lr"], "epoch": self._state.epoch}
-        if metrics.get("grad_norm") is not None:
-            logs["grad_norm"] = metrics["grad_norm"]
-        self._loss, self._steps = 0.0, 0
-        return logs
-
-
-@dataclass(frozen=True, slots=True)
-class _Batches:
-    """Stands for a data loader: how many batches a rank has."""
-
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-
-@dataclass(frozen=True, slots=True)
-class _Optimizer:
-    """Stands for the optimizer, whose state is partitioned: what there is to read."""
-
-    param_groups: Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Rates:
-    """Stands for the scheduler."""
-
-    rates: Sequence[float]
-
-    def get_last_lr(self) -> list[float]:
-        return list(self.rates)
-
-
-def arguments_of(config: TrainerConfig) -> TrainingArguments:
-    """Arguments that say what a configuration says, as far as they have words for it."""
-
-    def strategy(every: int | str) -> dict[str, Any]:
-        return (
-            {"strategy": "epoch"}
-            if isinstance(every, str)
-            else {"strategy": "steps" if every else "no", "steps": every or 1}
-        )
-
-    log, evaluate, save = map(strategy, (config.run.log_every, config.run.eval_every, config.checkpoint.every_steps))
-    schedule = (
-        "cosine" if config.schedule.name not in transformers.SchedulerType._value2member_map_ else config.schedule.name
-    )
-    arguments = TrainingArguments(
-        output_dir=f"{config.run.output_dir}/{config.run.name}",
-        run_name=config.run.name,
-        per_device_train_batch_size=config.batch.micro_size,
-        per_device_eval_batch_size=config.batch.eval_micro_size or config.batch.micro_size,
-        max_steps=config.run.max_steps,
-        num_train_epochs=config.run.epochs or 1,
-        learning_rate=config.optimizer.lr,
-        weight_decay=config.optimizer.weight_decay,
-        adam_beta1=config.optimizer.betas[0],
-        adam_beta2=config.optimizer.betas[1],
-        adam_epsilon=config.optimizer.eps,
-        max_grad_norm=config.run.clip_norm,
-        lr_scheduler_type=schedule,
-        warmup_steps=config.schedule.warmup_steps,
-        logging_strategy=log["strategy"],
-        logging_steps=log.get("steps", 1),
-        eval_strategy=evaluate["strategy"],
-        eval_steps=evaluate.get("steps", 1),
-        save_strategy=save["strategy"],
-        save_steps=save.get("steps", 1),
-        save_total_limit=config.checkpoint.keep_last,
-        metric_for_best_model=config.run.metric,
-        greater_is_better=goal_of(config.run.metric, config.run.metric_goal) == "highest",
-        seed=config.run.seed % 2**32,
-        label_smoothing_factor=config.run.label_smoothing,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=False,
-    )
-    # Not checked against the strategies: the run judges by every evaluation, and saves when one is best.
-    arguments.load_best_model_at_end = config.run.load_best
-    return arguments

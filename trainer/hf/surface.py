@@ -9,14 +9,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
-from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, TrainingArguments
+from transformers import (
+    DataCollatorWithPadding,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_pt_utils import metrics_format
 
-from zeromesh.trainer.collate import Collate
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.collate import Collate, MapDataset
 from zeromesh.trainer.hf.losses import ComputeLoss
+from zeromesh.trainer.hf.model_card import write_model_card
+from zeromesh.trainer.hf.shown_state import bring_up_to_date
+from zeromesh.trainer.hf.surroundings import Batches
+from zeromesh.trainer.metrics import strict
 from zeromesh.trainer.report import FitReport
 
 if TYPE_CHECKING:
     from zeromesh.trainer.config import TrainerConfig
+    from zeromesh.trainer.step import Feed
     from zeromesh.trainer.trainer import Trainer
 
 
@@ -30,6 +43,16 @@ class TransformersNames:
     def args(self) -> TrainingArguments | TrainerConfig:
         """The arguments or the configuration that the trainer was given."""
         return self.training_arguments or self._self.config
+
+    @property
+    def train_dataset(self) -> Any:
+        """As given."""
+        return self._self.given.train_dataset
+
+    @property
+    def eval_dataset(self) -> Any:
+        """As given."""
+        return self._self.given.eval_dataset
 
     @property
     def _self(self) -> Trainer:
@@ -51,13 +74,6 @@ class TransformersNames:
         """Take a callback out, given itself or its class."""
         self._self.events.take_out(callback)
 
-    def save_model(self, output_dir: str | PathLike[str] | None = None) -> None:
-        """`Trainer.save`, by default into the run's directory."""
-        self._self.save(output_dir if output_dir is not None else self._self.run_directory)
-
-    def save_state(self) -> None:
-        """Nothing is left to do: the state is in the run's checkpoints and in `metrics.jsonl`."""
-
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0."""
         return self._self.mesh.rank == 0
@@ -66,32 +82,98 @@ class TransformersNames:
         """Whether this is the first rank of its host."""
         return self._self.mesh.environment.local_rank == 0
 
+    # Data
+
+    def get_train_dataloader(self) -> Batches | None:
+        """This rank's batches of the present epoch; None without training data."""
+        run = self._self.run
+        position, per_epoch = run.step + run.passed_over, run.plan.steps_per_epoch or 1
+        return self.batches_of(run.trained.feeds.train(), position // per_epoch * per_epoch)
+
+    def get_eval_dataloader(self, eval_dataset: MapDataset | str | None = None) -> Batches | None:
+        """This rank's batches of an evaluation set, the trainer's own if None is given; of several, that of a name."""
+        own = self.eval_dataset
+        chosen = own if eval_dataset is None else own[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        return None if chosen is None else self.batches_of(self._self.run.trained.feeds.evaluation(chosen))
+
+    def get_test_dataloader(self, test_dataset: MapDataset) -> Batches | None:
+        """The same of any dataset."""
+        return self.get_eval_dataloader(test_dataset)
+
+    def batches_of(self, feed: Feed | None, first: int = 0) -> Batches | None:
+        """This rank's batches of a feed from step `first` on."""
+        mesh = self._self.mesh
+        return None if feed is None else Batches(feed=feed, rank=mesh.data_index, device=mesh.device, first=first)
+
+    # What is written
+
+    def save_model(self, output_dir: str | PathLike[str] | None = None) -> None:
+        """`Trainer.save`, by default into the run's directory."""
+        self._self.save(output_dir if output_dir is not None else self._self.run_directory)
+
+    def save_state(self) -> None:
+        """Write `trainer_state.json` into the run's directory, as transformers has it; rank 0 does. It is for people: a run that
+        goes on reads that of its checkpoints."""
+        if self.is_world_process_zero():
+            state = TrainerState()
+            bring_up_to_date(state, self._self, self.training_arguments)
+            state.save_to_json(str(self._directory() / "trainer_state.json"))
+
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Print values, one a line; rank 0 does."""
         if self.is_world_process_zero():
-            lines = "\n".join(f"  {name} = {value}" for name, value in sorted(metrics.items()))
-            self._self.note(f"{split} metrics\n{lines}")
+            shown = metrics_format(dict(metrics))
+            width = max(map(len, shown), default=0)
+            lines = "\n".join(f"  {name:{width}} = {shown[name]}" for name in sorted(shown))
+            self._self.note(f"***** {split} metrics *****\n{lines}")
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Write values to `SPLIT_results.json` in the run's directory, and to `all_results.json`; rank 0 does."""
         if not self.is_world_process_zero():
             return
-        directory = self._self.run_directory
-        directory.mkdir(parents=True, exist_ok=True)
+        directory = self._directory()
         _write(directory / f"{split}_results.json", metrics)
         if combined:
             path = directory / "all_results.json"
             earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
             _write(path, {**earlier, **metrics})
 
+    def create_model_card(self, **values: Any) -> None:
+        """Write `README.md` into the run's directory: a draft of a model card, as transformers makes it; rank 0 does.
+
+        Args:
+            values: what else is known, by transformers' names: `language`, `license`, `tags`, `model_name`, `finetuned_from`,
+                `tasks`, `dataset_tags`, `dataset`, `dataset_args`.
+
+        Raises:
+            ConfigError: for a model that is none of transformers'.
+        """
+        if not isinstance(getattr(self._self.model, "config", None), PreTrainedConfig):
+            raise ConfigError(
+                "create_model_card describes models of transformers, and this one has no configuration of theirs"
+            )
+        if self.is_world_process_zero():
+            write_model_card(self._self, self._directory(), values)
+
+    def log(self, logs: Mapping[str, Any], start_time: float | None = None) -> None:
+        """Note values of one's own in `state.log_history`, and tell callbacks of them; all ranks do."""
+        self._self.run.log_values(logs)
+
+    def _directory(self) -> Path:
+        directory = self._self.run_directory
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(dict(values), indent=4, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(strict(values), indent=4, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def collator_of(given: Collate | None, processing_class: Any, *, datasets: bool) -> Collate | None:
-    """What makes a batch of samples: as transformers does, samples of given datasets are padded by a tokenizer if there is one."""
-    if given is None and datasets and isinstance(processing_class, PreTrainedTokenizerBase):
+    """What makes a batch of samples: as transformers does, samples of given datasets are padded by a tokenizer if there is one that
+    can."""
+    pads = isinstance(processing_class, PreTrainedTokenizerBase) and "pad_token" in processing_class.special_tokens_map
+    if given is None and datasets and pads:
         return cast("Collate", DataCollatorWithPadding(processing_class))
     return given
 

@@ -15,7 +15,8 @@ class CheckpointSection(Section):
 
     every_steps: CountOrOff | Literal["epoch"] = Field(
         default=100,
-        description="Steps between checkpoints, or epoch: after each epoch; the last step has one too. 0 = no checkpoints.",
+        description="Steps between checkpoints, or epoch: after each epoch; the last step has one too. 0 = none, but those that "
+        "callbacks ask for.",
     )
     keep_last: CountOrOff = Field(default=3, description="Newest checkpoints that are kept. 0 = all.")
     keep_best: CountOrOff = Field(

@@ -43,6 +43,11 @@ class DataSection(Section):
         description="Positions begin anew with each document of a packed sequence, and none attends to another. Needs a model that "
         "takes position_ids.",
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63), Allowed("null, or an integer >= 0 and < 2**63")] | None = Field(
+    remove_unused: bool = Field(
+        default=False,
+        description="Leave out what the model does not take before a data_collator sees a sample, as transformers does; false: "
+        "after it.",
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63), Allowed("an integer >= 0 and < 2**63")] | None = Field(
         default=None, description="Seed of the order of the data; null: that of the run."
     )

@@ -23,7 +23,7 @@ class ParallelSection(Section):
         default=False,
         description="Between divided layers each tensor rank has a share of the sequence: less memory, the same result.",
     )
-    plan: Annotated[dict[str, Text], Allowed("null, or a mapping of patterns to styles")] | None = Field(
+    plan: Annotated[dict[str, Text], Allowed("a mapping of patterns to styles")] | None = Field(
         default=None,
         description='Styles of layers by pattern of their names, such as `{"*.q_proj": "colwise"}`, beside those that the '
         "model or zeromesh has.",
@@ -35,8 +35,7 @@ class ParallelSection(Section):
         default=1, description="Stages of each pipeline rank: more than one with the schedule `interleaved` alone."
     )
     stages: (
-        Annotated[tuple[Count, ...], BeforeValidator(tuple_from_list), Allowed("null, or a list of numbers of blocks")]
-        | None
+        Annotated[tuple[Count, ...], BeforeValidator(tuple_from_list), Allowed("a list of numbers of blocks")] | None
     ) = Field(
         default=None,
         description="Blocks of each stage, first to last; null: by `balance`.",

@@ -13,7 +13,7 @@ from zeromesh.trainer.sections.section import Section
 class ProfileSection(Section):
     """What is recorded of a few steps: traces of torch's profiler in the run's directory."""
 
-    steps: (
-        Annotated[tuple[Count, Count], BeforeValidator(tuple_from_list), Allowed("null, or a list of two steps")] | None
-    ) = Field(default=None, description="First and last step that are recorded on every rank; null: none.")
+    steps: Annotated[tuple[Count, Count], BeforeValidator(tuple_from_list), Allowed("a list of two steps")] | None = (
+        Field(default=None, description="First and last step that are recorded on every rank; null: none.")
+    )
     memory: bool = Field(default=False, description="Record allocations and shapes of operators too.")

@@ -30,11 +30,14 @@ class RunSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63), Allowed("an integer >= 0 and < 2**63")] = Field(
         default=0, description="Seed of initial weights, data order and dropout."
     )
-    log_every: CountOrOff = Field(default=1, description="Steps between lines of metrics.jsonl. 0 = off.")
+    log_every: CountOrOff | Literal["epoch"] = Field(
+        default=1, description="Steps between lines of metrics.jsonl, or epoch: after each epoch. 0 = off."
+    )
     eval_every: CountOrOff | Literal["epoch"] = Field(
-        default=0, description="Steps between evaluations, or epoch: after each epoch. 0 = off, but for one at the end."
+        default=0, description="Steps between evaluations, or epoch: after each epoch. 0 = off, but for `eval_at_end`."
     )
     eval_at_start: bool = Field(default=False, description="Evaluate before the first step too.")
+    eval_at_end: bool = Field(default=True, description="Evaluate after the last step, whatever `eval_every` is.")
     metric: Text = Field(
         default="loss",
         description="The value of an evaluation that says which is best: loss, or one of `compute_metrics`.",

@@ -19,7 +19,7 @@ from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.pipeline.balance import ExpertBalance
 from zeromesh.pipeline.cut import Cut, cut_by_cost, cut_by_hand
 from zeromesh.pipeline.probe import Anatomy, body_inputs, examine
-from zeromesh.pipeline.stubs import BlockStub, NanStub, Slot, meta_copy
+from zeromesh.pipeline.stubs import BlockStub, NanStub, Shares, Slot, meta_copy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,8 +140,10 @@ class Stages:
         cut: Cut,
         own: Sequence[int],
         outside: Mapping[str, nn.Module] | None = None,
+        shares: Shares | None = None,
     ) -> None:
-        """`outside` has what `copies_outside` made of a model whose layers have been divided since.
+        """`outside` has what `copies_outside` made of a model whose layers have been divided since; `shares`: of the sequence,
+        that blocks pass on.
 
         Raises LayoutError when the cut is not the model's, or a stage does not exist.
         """
@@ -154,7 +156,7 @@ class Stages:
         self.count = cut.stages
         self._anatomy = anatomy
         self._ranges = cut.ranges()
-        self._slot = Slot()
+        self._slot = Slot(anatomy.count - 1, shares)
         self._running = False
         self._balance = ExpertBalance.of(model) if cut.stages > 1 else None
         self._places = self._find_places(outside or copies_outside(model, anatomy))

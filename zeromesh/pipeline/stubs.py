@@ -7,12 +7,14 @@ For a stage with blocks 2 and 3 of six:
 
 Inject returns the hidden state that the stage received, capture keeps the one to send. What a NaN stub returns is used by nothing
 in a model that can be cut; in another the loss is NaN instead of silently wrong.
+
+Where tensor ranks pass on shares of the sequence, inject and capture have shares; the model gets a whole one from its last block.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,10 +24,24 @@ from zeromesh.errors import PhaseError
 from zeromesh.pipeline.probe import Form
 
 
+class Shares(Protocol):
+    """Of the sequence, that blocks pass on; see `zeromesh.tensor.shared_input.SequenceShares`."""
+
+    def enter(self, length: int) -> bool:
+        """Decide for a sequence of `length` that enters the blocks; whether it is to be shared out."""
+
+    def whole(self, length: int) -> int:
+        """The length of the sequence of which blocks pass on `length`."""
+
+
 class Slot:
     """What passes in and out of the stage that is running. Stubs of a model share one."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: int, shares: Shares | None) -> None:
+        self.last = last
+        """The last of all blocks."""
+        self.shares = shares
+        """None where blocks pass on the whole sequence."""
         self.inject_at = -1
         """The block that returns what was received; -1: none."""
         self.capture_at = -1
@@ -65,6 +81,12 @@ class BlockStub(Stub):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden: torch.Tensor = args[self._takes] if isinstance(self._takes, int) else kwargs[self._takes]
         slot = self._slot
+        length = hidden.shape[1]
+        if slot.shares is not None:
+            if self._index == 0:
+                slot.shares.enter(length)
+            elif self._index > slot.inject_at:
+                length = slot.shares.whole(length)
         if self._index == slot.inject_at:
             if slot.received is None:
                 raise PhaseError(f"block {self._index} was to hand on a hidden state, but none was received")
@@ -74,8 +96,10 @@ class BlockStub(Stub):
         cache = next((value for value in (*args, *kwargs.values()) if hasattr(value, "get_mask_sizes")), None)
         if cache is not None:
             # Models ask one layer for the length of all, and need not ask one that is here: this one has one too, of width 1.
-            nothing = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)
+            nothing = hidden.new_zeros(hidden.shape[0], 1, length, 1)
             cache.update(nothing, nothing, self._index)
+        if self._index == slot.last:
+            hidden = hidden.new_full((), float("nan")).expand(hidden.shape[0], length, *hidden.shape[2:])
         return self._form.around(hidden)
 
 

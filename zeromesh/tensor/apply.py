@@ -52,6 +52,8 @@ class Parallelized:
     head: VocabParallelHead | None
     """The output embedding, where it is divided."""
     randomness: ShardedRandomness
+    shares: SequenceShares | None
+    """Of the sequence, that blocks pass on; None where they pass on all of it."""
     notes: tuple[str, ...]
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
@@ -160,6 +162,7 @@ class _Application:
             parts=self.parts,
             head=head,
             randomness=self.randomness,
+            shares=self.shares,
             notes=self.plan.notes,
             _undo=self.undo,
         )

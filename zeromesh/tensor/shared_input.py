@@ -50,6 +50,10 @@ class SequenceShares:
             )
         return self._shared
 
+    def whole(self, length: int) -> int:
+        """The length of the sequence of which blocks pass on `length`."""
+        return length * self.exchange.size if self.active else length
+
 
 @dataclass(kw_only=True, slots=True)
 class _Reading:
