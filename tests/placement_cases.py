@@ -59,10 +59,11 @@ def _build(**options: Any) -> Towers:
 
 
 def _placed(mesh: Mesh, model: Towers) -> Placement:
-    sets = mesh.process_sets
-    if not sets:
-        last = mesh.world.size - 1
-        sets.declare({"a": [0], "b": [last], "both": [0, 1] if last else [0]})
+    sets, last = mesh.process_sets, mesh.world.size - 1
+    # What an earlier case has left: workers live on.
+    for name in list(sets):
+        sets.remove(name)
+    sets.declare({"a": [0], "b": [last], "both": [0, 1] if last else [0]})
     return place(
         model,
         {"left": sets["b"], "r*t": sets["a"], "middle": sets["both"], "embedding": sets["b"], "frozen": sets["a"]},

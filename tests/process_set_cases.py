@@ -25,6 +25,12 @@ def said(call: Callable[[], Any]) -> str:
     return ""
 
 
+def cleared(mesh: Mesh) -> None:
+    """Remove what other cases have left in these workers."""
+    for name in list(mesh.process_sets):
+        mesh.process_sets.remove(name)
+
+
 def life(mesh: Mesh) -> dict[str, Any]:
     """Sets declared, used, asked for by name, split by colour, and removed."""
     sets = mesh.process_sets

@@ -6,6 +6,12 @@ import pytest
 from workers import Workers
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_sets(workers: Workers) -> None:
+    """Workers live on from one file of tests to the next."""
+    workers.run(3, "process_set_cases:cleared")
+
+
 def test_sets_are_declared_split_and_removed(workers: Workers) -> None:
     for rank, found in enumerate(workers.run(3, "process_set_cases:life")):
         edge = rank != 1
