@@ -24,6 +24,9 @@ from zeromesh.trainer.hf.loss_check import InFloat64
 
 STEPS = 5
 SAMPLES = 17
+EPSILON = 1e-6
+"""Of AdamW. Some gradients are zero but for rounding (an answer's bias moves all scores of a softmax alike), and AdamW with
+its usual epsilon of 1e-8 makes of 1e-17, which is another on every machine, what can be seen."""
 
 
 Mean = Callable[[torch.Tensor, int], torch.Tensor]
@@ -38,7 +41,7 @@ def plainly_trained(
     for parameter in model.parameters():
         parameter.data = parameter.data.double()
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.1)
     schedule = tf.get_scheduler("linear", optimizer, 1, run["max_steps"])
     order = SampleOrder(length=len(data), seed=run["seed"])
     for step in range(run["max_steps"]):
@@ -79,7 +82,11 @@ def differences(
 ) -> dict[str, float]:
     """How far the trainer's run of one of two equal models is from the plain one of the other. `after` is called at its end."""
     mine, reference = pair
-    sizes = {"batch": {"global_size": 10, "micro_size": 2}, "run": {"name": name, "max_steps": STEPS}}
+    sizes = {
+        "batch": {"global_size": 10, "micro_size": 2},
+        "run": {"name": name, "max_steps": STEPS},
+        "optimizer": {"eps": EPSILON},
+    }
     config = settings(folder, **{**sizes, **sections})
     with InFloat64():
         plain = plainly_trained(reference.train(), data, config, mean)

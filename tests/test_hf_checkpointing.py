@@ -19,6 +19,7 @@ def gpt2() -> Any:
     config = tf.GPT2Config(
         n_embd=32, n_layer=3, n_head=4, vocab_size=50, n_positions=32, bos_token_id=None, eos_token_id=None
     )
+    config.use_cache = False  # as in training; with one, the mask and so the sums of attention are made otherwise
     torch.manual_seed(0)
     return tf.GPT2LMHeadModel(config).double().train()  # dropout 0.1: recomputation has to draw the same numbers
 

@@ -46,8 +46,8 @@ def test_a_run_says_who_is_slow_and_where_everyone_is(
     after = json.loads((tmp_path / "run" / "ranks.json").read_text())["ranks"]
     assert [row["step"] for row in after] == [13] * 3
     assert main(["status", str(tmp_path / "run")]) == 0
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())  # lines are broken where the folder's name is long
     assert "step 13" in said
-    assert "seconds without progress" in " ".join(said.split())
+    assert "seconds without progress" in said
     assert main(["status", str(tmp_path / "nowhere")]) == 1
     assert "holds no run" in capsys.readouterr().err

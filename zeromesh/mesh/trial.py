@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import IO
 
 import torch
 
@@ -48,7 +50,8 @@ def try_exchange(timeout_seconds: float = 60.0) -> Trial:
     with socket.create_server((LOOPBACK, 0)) as server:
         port = server.getsockname()[1]
     workers = []
-    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
+    with ExitStack() as files:
+        said, *errors = [files.enter_context(tempfile.TemporaryFile()) for _ in range(1 + _RANKS)]
         for rank in range(_RANKS):
             place: dict[str, object] = {
                 "RANK": rank,
@@ -62,17 +65,22 @@ def try_exchange(timeout_seconds: float = 60.0) -> Trial:
             place |= {"MASTER_ADDR": LOOPBACK}
             with exported({**variables, **{name: str(value) for name, value in place.items()}}):
                 arguments = [sys.executable, *python_arguments("zeromesh.mesh.trial", ())]
-                workers.append(subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=said, stderr=errors))
+                workers.append(subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=said, stderr=errors[rank]))
         in_time = _end(workers, timeout_seconds)
-        said.seek(0)
-        errors.seek(0)
-        lines, complaints = said.read().decode(errors="replace"), errors.read().decode(errors="replace").strip()
+        lines, *complaints = map(_text, (said, *errors))
     if not in_time:
         return Trial(failure=f"the two were not done after {timeout_seconds:g} seconds")
     if any(worker.returncode for worker in workers):
-        return Trial(failure=(complaints.splitlines() or ["they ended without a word"])[-1])
+        last = [complaint.splitlines()[-1] for complaint in complaints if complaint]
+        return Trial(failure=last[0] if last else "they ended without a word")
     found = json.loads(lines)
     return Trial(seconds=found["seconds"], shares_memory=found["shares_memory"])
+
+
+def _text(file: IO[bytes]) -> str:
+    """What was written into a file."""
+    file.seek(0)
+    return file.read().decode(errors="replace").strip()
 
 
 def _end(workers: list[subprocess.Popen[bytes]], timeout_seconds: float) -> bool:
