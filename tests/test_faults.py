@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conformance.checks import whole_product
 from conformance.recipe import Layout
 from faults import Fault
 from workers import Outcome, Pool, PoolOptions, Workers
@@ -55,9 +56,9 @@ def check_named(outcome: Outcome, victim: int, *words: str) -> None:
     assert re.search(r"unit (blocks\.\d|root|head)", outcome.message), outcome.message
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2, 3])
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize(
+    ("transport", "stage", "where"), whole_product(5, ["shared", "gloo"], [0, 2, 3], ["forward", "backward"])
+)
 def test_a_killed_rank_is_named_at_once(scene: Scene, transport: str, stage: int, where: str) -> None:
     fault = Fault(kind="kill", where=where)
     (survivor, victim), happened = scene(fault, stage=stage, transport=transport)
@@ -88,8 +89,7 @@ def test_a_stopped_rank_is_named_at_the_timeout(scene: Scene, transport: str, st
     assert TIMEOUT - 0.1 < survivor.at - happened < TIMEOUT + SOON
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2, 3])
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize(("transport", "stage"), whole_product(5, ["shared", "gloo"], [0, 2, 3]))
 def test_a_rank_that_takes_another_branch_is_named_by_all(scene: Scene, transport: str, stage: int) -> None:
     """It runs the second and third block in the other order: their buckets are of one size, so sums would just be wrong."""
     outcomes, happened = scene(Fault(kind="swap"), stage=stage, transport=transport)
@@ -131,8 +131,9 @@ def test_a_pause_shorter_than_the_timeout_is_no_error(scene: Scene) -> None:
     assert [outcome.error for outcome in outcomes] == ["", ""], outcomes
 
 
-@pytest.mark.parametrize("kind", ["width", "layers", "frozen", "slots", "stage"])
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize(
+    ("transport", "kind"), whole_product(3, ["shared", "gloo"], ["width", "layers", "frozen", "slots", "stage"])
+)
 def test_ranks_that_build_different_things_say_so(workers: Workers, transport: str, kind: str) -> None:
     with workers.fresh(PoolOptions(size=2, timeout_seconds=TIMEOUT)) as pool:
         outcomes = pool.outcomes("faults:mismatch", timeout=30, kind=kind, transport=transport, stage=3)
@@ -151,8 +152,7 @@ class TestSeveralHosts:
         together, _ = scene(Fault(kind="none", step=-1), stage=stage, transport="gloo")
         assert [outcome.result for outcome in apart] == [outcome.result for outcome in together]
 
-    @pytest.mark.parametrize("rank", [0, 1])
-    @pytest.mark.parametrize("where", ["forward", "backward"])
+    @pytest.mark.parametrize(("where", "rank"), whole_product(3, ["forward", "backward"], [0, 1]))
     def test_a_killed_rank_is_named(self, scene: Scene, where: str, rank: int) -> None:
         """Rank 0 keeps the store."""
         outcomes, happened = scene(Fault(kind="kill", rank=rank, where=where), transport="gloo", hosts=1)

@@ -136,7 +136,10 @@ def check_same_bits(found: Result, wanted: Result, *keys: str) -> None:
 
 
 def whole_product(short: int, *choices: Iterable[Any]) -> list[Any]:
-    """Every combination; one of `short` of them is in the short run, a diagonal of the product."""
+    """Every combination; one of `short` of them is in the short run.
+
+    That is a diagonal where `short` shares no divisor with the number of the last choices.
+    """
     marks: dict[bool, Any] = {True: (), False: (pytest.mark.full,)}
     return [
         pytest.param(*values, marks=marks[number % short == 0], id=", ".join(map(str, values)))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from .checks import Laboratory, check_equal, check_same_bits
+from .checks import Laboratory, check_equal, check_same_bits, whole_product
 from .recipe import Extra, Layout, Problem
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "transport", "accumulation"), whole_product(3, [0, 1, 2, 3], ["shared", "gloo"], [1, 4])
+)
 def test_two_copies_of_two_shards(laboratory: Laboratory, stage: int, transport: str, accumulation: int) -> None:
     problem = Problem(model="odd", clip=0.3)
     layout = Layout(stage=stage, transport=transport, accumulation=accumulation)
@@ -18,8 +18,7 @@ def test_two_copies_of_two_shards(laboratory: Laboratory, stage: int, transport:
     check_equal(found, laboratory.reference(problem), problem)
 
 
-@pytest.mark.parametrize("model", ["llama", "routed", "frozen"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "model"), whole_product(2, [0, 2, 3], ["llama", "routed", "frozen"]))
 def test_copies_alone(laboratory: Laboratory, stage: int, model: str) -> None:
     """No shards: plain data parallelism. In `routed`, ranks use different experts, so gradients arrive in different orders."""
     problem = Problem(model=model, clip=0.3)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from workers import Workers
 
+from .checks import whole_product
+
 Entries = list[tuple[float, str]]
 
 
@@ -34,12 +36,13 @@ def test_without_overlap_reductions_wait_for_the_end_of_backward(workers: Worker
         assert all(not name.startswith("launch") for name in names[: names.index("flush")])
 
 
-@pytest.mark.parametrize(("transport", "stage"), [("shared", 2), ("gloo", 2), ("shared", 3), ("shared", 0)])
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_delayed_peer_does_not_block_backward(workers: Workers, transport: str, stage: int, slots: int) -> None:
+@pytest.mark.parametrize(
+    ("way", "slots"), whole_product(3, [("shared", 2), ("gloo", 2), ("shared", 3), ("shared", 0)], [1, 2])
+)
+def test_a_delayed_peer_does_not_block_backward(workers: Workers, way: tuple[str, int], slots: int) -> None:
     """While slots are taken, gradients stay where autograd put them; the wait comes when backward is over."""
     case = "conformance.timeline:delayed_peer"
-    arguments = {"transport": transport, "stage": stage, "slots": slots}
+    arguments = {"transport": way[0], "stage": way[1], "slots": slots}
     delayed = workers.run(2, case, **arguments, seconds=0.5)
     undelayed = workers.run(2, case, **arguments, seconds=0.0)
     assert [rank["digest"] for rank in delayed] == [rank["digest"] for rank in undelayed]

@@ -55,10 +55,12 @@ def test_checkpointing_of_a_library_changes_no_bit(
     check_same_bits(found, base, "losses", "norms", "digests", "parameters")
 
 
-@pytest.mark.parametrize("budget", [None, 0])
-@pytest.mark.parametrize(("model", "size"), [("stack", 2), ("reused", 2), ("odd", 3), ("stack", 1)])
-def test_checkpointed_calls_change_no_bit(laboratory: Laboratory, model: str, size: int, budget: int | None) -> None:
+@pytest.mark.parametrize(
+    ("subject", "budget"), whole_product(3, [("stack", 2), ("reused", 2), ("odd", 3), ("stack", 1)], [None, 0])
+)
+def test_checkpointed_calls_change_no_bit(laboratory: Laboratory, subject: tuple[str, int], budget: int | None) -> None:
     """Hooks run again when backward recomputes a call."""
+    model, size = subject
     problem = Problem(model=model, steps=3, samples=12)
     base = laboratory.train(size, problem, Layout(accumulation=2, budget=budget), QUIET)
     found = laboratory.train(size, problem, Layout(accumulation=2, budget=budget, checkpointing="call"), QUIET)
