@@ -11,7 +11,8 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from zeromesh.tensor import products
-from zeromesh.tensor.products import linear, product_dtype
+from zeromesh.tensor.products import linear
+from zeromesh.tensor.products import product_dtype as product_by_trial
 from zeromesh.trainer.hf import products as model_products
 from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
 from zeromesh.trainer.hf.products import use_fastest_products
@@ -20,8 +21,8 @@ WIDE = "wide_linear"
 
 
 @pytest.fixture(autouse=True)
-def no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU without matrix tiles; factors are cut into several blocks both ways."""
+def widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU that is faster in fp32; factors are cut into several blocks both ways."""
     narrow = (torch.bfloat16, torch.float16)
     for module in (products, model_products):
         monkeypatch.setattr(module, "product_dtype", lambda dtype, _device: torch.float32 if dtype in narrow else dtype)
@@ -87,12 +88,6 @@ def test_pytorch_knows_the_operator() -> None:
         torch.library.opcheck(products.wide_linear, (x, weight, bias if biased else None))
 
 
-def test_what_has_no_faster_dtype_keeps_its_own() -> None:
-    for dtype in (torch.float32, torch.float64):
-        assert product_dtype(dtype, "cpu") == dtype
-    assert product_dtype(torch.bfloat16, "cuda") == torch.bfloat16
-
-
 class Scaled(nn.Linear):
     """Computes otherwise than its base."""
 
@@ -122,8 +117,44 @@ def test_layers_of_a_model(mode: Any, compiled: bool) -> None:
         torch.testing.assert_close(found.grad, wanted.grad, rtol=0.1, atol=0.1)
 
 
-def test_a_cpu_with_tiles_keeps_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_that_is_fast_in_16_bits_keeps_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_products, "product_dtype", lambda dtype, _device: dtype)
     model = _layers()
     assert use_fastest_products(model, torch.bfloat16, "cpu") == 0
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [((3.0, 1.0), torch.float32), ((1.0, 0.9), torch.bfloat16), ((1.0, 2.0), torch.bfloat16)],
+)
+def test_a_trial_decides_once(
+    monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float], chosen: torch.dtype
+) -> None:
+    asked: list[torch.dtype] = []
+
+    def trial(dtype: torch.dtype) -> tuple[float, float]:
+        asked.append(dtype)
+        return seconds
+
+    monkeypatch.setattr(products, "_try_products", trial)
+    monkeypatch.setattr(products, "_fastest", {})
+    assert [product_by_trial(torch.bfloat16, "cpu") for _ in range(2)] == [chosen, chosen]
+    assert asked == [torch.bfloat16]
+    for dtype, device in ((torch.float32, "cpu"), (torch.float64, "cpu"), (torch.bfloat16, "cuda")):
+        assert product_by_trial(dtype, device) == dtype
+    assert asked == [torch.bfloat16]
+
+
+def test_the_trial_tells_a_slow_product_from_a_fast_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this CPU is: products of one dtype are made five times."""
+    real = torch.mm
+
+    def slow(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        for _ in range(4 if left.dtype == torch.bfloat16 else 0):
+            real(left.float(), right.float())
+        return real(left.float(), right.float()).to(left.dtype)
+
+    monkeypatch.setattr(torch, "mm", slow)
+    narrow, wide = products._try_products(torch.bfloat16)
+    assert narrow > 2 * wide > 0

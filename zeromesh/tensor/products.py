@@ -1,14 +1,15 @@
-"""16-bit matrix products on CPUs without matrix tiles (AMX): factors are widened to fp32 on the way, tile by tile.
+"""16-bit matrix products on CPUs that multiply faster in fp32: factors are widened on the way, tile by tile.
 
-Such a CPU multiplies 16-bit matrices at about half the speed of fp32 (70 against 130 GFLOP/s measured on one AVX-512 core that has
-bf16 instructions), so widening, which costs one pass over each factor, pays. Inputs, outputs and what is kept for backward stay
-in the 16-bit dtype; sums inside a product are fp32, as in the hardware's own 16-bit products. docs/decisions/0008 has the figures.
+Some CPUs multiply 16-bit matrices at half the speed of fp32, some at twice that speed, and their lists of instructions do not
+tell which: a trial does. Where widening pays, which costs one pass over each factor, inputs, outputs and what is kept for
+backward stay in the 16-bit dtype; sums inside a product are fp32, as in the hardware's own. docs/decisions/0014 has the figures.
 """
 
 from __future__ import annotations
 
 import threading
-from functools import cache
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,13 +20,49 @@ _TOKEN_TILE = 2**20  # larger, so that a weight is widened for enough tokens to 
 _LEAST_ROWS = 128
 
 
-@cache
+_TRIAL_SIZE = 512
+_TRIAL_ROUNDS = 5
+_WORTH = 0.8
+"""What a widened product takes at most, as a part of the other's time, to be taken: a tie is the same choice in every process."""
+
+_fastest: dict[torch.dtype, torch.dtype] = {}
+"""By 16-bit dtype, what a trial on this CPU has found."""
+
+
 def product_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
-    """The dtype in which matrices of `dtype` are multiplied fastest: fp32 for 16-bit ones where a CPU has no tiles for them."""
+    """The dtype in which matrices of `dtype` are multiplied fastest: on CPUs fp32 for 16-bit ones where that is faster.
+
+    The first call for a dtype tries it, for some tens of milliseconds.
+    """
     if device_type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return dtype
-    tiles = "_is_amx_tile_supported" if dtype is torch.bfloat16 else "_is_amx_fp16_supported"
-    return dtype if getattr(torch.cpu, tiles, lambda: False)() else torch.float32
+    if dtype not in _fastest:
+        narrow, wide = _try_products(dtype)
+        _fastest[dtype] = torch.float32 if wide <= _WORTH * narrow else dtype
+    return _fastest[dtype]
+
+
+def _try_products(dtype: torch.dtype) -> tuple[float, float]:
+    """The least processor time, in seconds, of a product of matrices of `dtype`, and of one that is made in fp32.
+
+    Processor time of this thread, since other processes may want the processor meanwhile.
+    """
+    left, right = (torch.ones(_TRIAL_SIZE, _TRIAL_SIZE, dtype=dtype) for _ in range(2))
+    rounds = [
+        (
+            _processor_seconds(lambda: torch.mm(left, right.t())),
+            _processor_seconds(lambda: torch.mm(left.float(), right.float().t()).to(dtype)),
+        )
+        for _ in range(_TRIAL_ROUNDS)
+    ]
+    narrow, wide = zip(*rounds, strict=True)
+    return min(narrow), min(wide)
+
+
+def _processor_seconds(call: Callable[[], object]) -> float:
+    began = time.thread_time()
+    call()
+    return time.thread_time() - began
 
 
 def row_blocks(rows: int, columns: int) -> list[slice]:
