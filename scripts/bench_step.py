@@ -95,7 +95,7 @@ def _workload(options: argparse.Namespace) -> Workload:
 
 
 def _rounds(systems: list[str], workload: Workload, rounds: int, failures: list[str]) -> dict[str, list[Run]]:
-    """Run every system once a round. One that fails is not run again."""
+    """Run every system once a round. One that fails is tried once more, since processes of others crash at their end at times."""
     found: dict[str, list[Run]] = {system: [] for system in systems}
     for number in range(rounds):
         turn = number % max(1, len(systems))
@@ -103,15 +103,21 @@ def _rounds(systems: list[str], workload: Workload, rounds: int, failures: list[
             if system not in found:
                 continue
             began = time.perf_counter()
-            try:
-                run = run_system(system, workload)
-            except RunError as error:
-                failures.append(str(error))
+            run = _run_or_fail(system, workload, failures) or _run_or_fail(system, workload, failures)
+            if run is None:
                 del found[system]
                 continue
             found[system].append(run)
             _tell(number, rounds, workload, run, time.perf_counter() - began)
     return found
+
+
+def _run_or_fail(system: str, workload: Workload, failures: list[str]) -> Run | None:
+    try:
+        return run_system(system, workload)
+    except RunError as error:
+        failures.append(str(error))
+        return None
 
 
 def _tell(number: int, rounds: int, workload: Workload, run: Run, seconds: float) -> None:
