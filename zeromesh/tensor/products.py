@@ -47,7 +47,7 @@ def _try_products(dtype: torch.dtype) -> tuple[float, float]:
 
     Processor time of this thread, since other processes may want the processor meanwhile.
     """
-    left, right = (torch.ones(_TRIAL_SIZE, _TRIAL_SIZE, dtype=dtype) for _ in range(2))
+    left, right = (torch.ones(_TRIAL_SIZE, _TRIAL_SIZE, dtype=dtype, device="cpu") for _ in range(2))
     rounds = [
         (
             _processor_seconds(lambda: torch.mm(left, right.t())),
