@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ from transformers.pytorch_utils import Conv1D
 from zeromesh.tensor import products
 from zeromesh.tensor.products import linear
 from zeromesh.tensor.products import product_dtype as product_by_trial
+from zeromesh.trainer.dress import dress_model
 from zeromesh.trainer.hf import products as model_products
 from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
 from zeromesh.trainer.hf.products import use_fastest_products
+from zeromesh.trainer.sections.model import ModelSection
+from zeromesh.zero.options import Precision, ZeroOptions
 
 WIDE = "wide_linear"
 
@@ -122,6 +126,15 @@ def test_a_cpu_that_is_fast_in_16_bits_keeps_its_products(monkeypatch: pytest.Mo
     model = _layers()
     assert use_fastest_products(model, torch.bfloat16, "cpu") == 0
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_run_says_so() -> None:
+    tiers: Any = SimpleNamespace(device=torch.device("cpu"))
+    narrow = ZeroOptions(precision=Precision(compute=torch.bfloat16))
+    assert dress_model(_layers(), ModelSection(), ZeroOptions(), tiers).notes == ()
+    assert dress_model(_layers(), ModelSection(), narrow, tiers).notes == (
+        "products: 2 linear layers multiply in float32, which a trial found faster here than bfloat16",
+    )
 
 
 @pytest.mark.parametrize(
