@@ -192,7 +192,11 @@ def test_names_and_interfaces(changes: dict[str, Any], found: dict[str, str]) ->
 
 
 def test_two_processes_that_cannot_meet_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "python_arguments", lambda module, words: ("-c", "import sys; sys.exit('not today')"))
+    monkeypatch.setattr(
+        trial,
+        "python_arguments",
+        lambda module, words: ("-c", "import sys; sys.stderr.write('not today'); sys.exit(1)"),
+    )
     assert try_exchange().failure == "not today"
     monkeypatch.setattr(trial, "python_arguments", lambda module, words: ("-c", "import time; time.sleep(60)"))
     assert try_exchange(0.5).failure == "the two were not done after 0.5 seconds"
