@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import wandb_log
 import yaml
 from workers import PoolOptions, Workers
@@ -236,6 +238,31 @@ def test_tensorboard_shows_every_step_once(workers: Workers, tmp_path: Path) -> 
     assert [event.value for event in scalars] == pytest.approx([losses[step] for step in range(1, 13)], rel=1e-6)
     assert [event.step for event in shown.Scalars("eval/loss")] == [3, 6, 9, 12]
     assert "config/text_summary" in shown.Tags()["tensors"]
+
+
+@pytest.mark.parametrize("ahead", [2, 3600])
+def test_files_of_tensorboard_are_in_the_order_in_which_they_began(tmp_path: Path, ahead: int) -> None:
+    """Also two of one second, of which the process with the lower number is the later; and where the clock was set back."""
+    pytest.importorskip("tensorboard")
+    folder = tmp_path / "tensorboard"
+    folder.mkdir()
+    (folder / "events.out.tfevents.word").touch()
+    earlier = folder / f"events.out.tfevents.{int(time.time()) + ahead}.{socket.gethostname()}.999999999.0"
+    earlier.touch()
+    run = TrackedRun(ident="x", name="x", project="x", tags=(), online=False, directory=tmp_path, step=0, config={})
+    leave = tracking_module._join_accelerate(torch.device("cpu"))
+    tracker = kinds.make_tracker("tensorboard", run)
+    try:
+        if ahead > 60:
+            with pytest.raises(RuntimeError, match=r"seconds ahead of this machine's clock.*move them away"):
+                tracker.start()
+        else:
+            tracker.start()
+            tracker.finish()
+            assert sorted(path.name for path in folder.glob("*.[0-9]*"))[0] == earlier.name
+            assert len(list(folder.iterdir())) == 3
+    finally:
+        leave()
 
 
 # Names of trackers

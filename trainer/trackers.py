@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import signal
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ _EVALUATED = "eval/global_step"
 """The same of evaluations alone, in wandb."""
 _FLUSH_SECONDS = 1.0
 _WAIT_SECONDS = 20.0
+_EVENTS = re.compile(r"events\.out\.tfevents\.(\d{10,12})\.")
 _PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
     "aim": (("aim",), "aim"),
     "clearml": (("clearml",), "clearml"),
@@ -216,12 +219,30 @@ class TensorBoardTracker(Tracker):
     """TensorBoard, which leaves out what an earlier process has written of steps that this one computes again."""
 
     def start(self) -> None:
-        self._make("", self.run.directory / "tensorboard", purge_step=self.run.step + 1, flush_secs=_FLUSH_SECONDS)
+        folder = self.run.directory / "tensorboard"
+        _pass_second(folder)
+        self._make("", folder, purge_step=self.run.step + 1, flush_secs=_FLUSH_SECONDS)
         text = yaml.safe_dump(dict(self.run.config), sort_keys=False)
         self.tracker.tracker.add_text("config", f"```yaml\n{text}```", global_step=self.run.step)
 
     def log(self, row: Row) -> None:
         self.tracker.log(row.values, step=row.step)
+
+
+def _pass_second(folder: Path) -> None:
+    """Wait until a new file of events is named by a later second than all that are there.
+
+    TensorBoard reads them in the order of their names, `events.out.tfevents.SECOND.HOST.PID...`: of two that began within one
+    second the later could come first, and the other would purge what it says.
+    """
+    started = [int(match[1]) for path in folder.glob("events.out.tfevents.*") if (match := _EVENTS.match(path.name))]
+    wait = max(started, default=0) + 1 - time.time()
+    if wait > _WAIT_SECONDS:
+        raise RuntimeError(
+            f"files in {folder} are {wait:.0f} seconds ahead of this machine's clock, and TensorBoard would read them last; "
+            f"set the clock, or move them away"
+        )
+    time.sleep(max(0.0, wait))
 
 
 class OtherTracker(Tracker):
