@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import StorageError
+from zeromesh.trainer import metrics as metrics_module
 from zeromesh.trainer.console import (
     Console,
     SilentConsole,
@@ -26,7 +27,7 @@ from zeromesh.trainer.console import (
     make_console,
     step_line,
 )
-from zeromesh.trainer.metrics import MetricsWriter, StepMetrics, read_metrics
+from zeromesh.trainer.metrics import MetricsWriter, StepMetrics, last_metrics, read_metrics
 
 
 def metrics(step: int = 1, **changes: Any) -> StepMetrics:
@@ -102,6 +103,26 @@ def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path: Path) -> None:
     with MetricsWriter(path) as writer:
         writer.write({"step": 2})
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1 << 18])
+@pytest.mark.parametrize("end", ["", '{"step": 9, "lo'])
+def test_the_last_lines_are_read_from_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, end: str
+) -> None:
+    monkeypatch.setattr(metrics_module, "_BLOCK", block)
+    path = tmp_path / "metrics.jsonl"
+    lines = [*({"step": step, "loss": 0.5} for step in range(1, 6)), {"of": "none"}, {"step": 6, "loss": "nan"}]
+    path.write_text("not JSON\n" + "".join(json.dumps(line) + "\n" for line in lines) + end)
+    assert [line["step"] for line in last_metrics(path, 3, 5)] == [3, 4, 5]
+    assert math.isnan(last_metrics(path, 6, 6)[0]["loss"])
+    assert last_metrics(path, 7, 9) == []
+    with pytest.raises(StorageError, match=r"metrics.jsonl' line 8 from its end is not JSON"):
+        last_metrics(path, 0, 9)
+    path.write_text(end)
+    assert last_metrics(path, 0, 9) == last_metrics(tmp_path / "nowhere", 0, 9) == []
+    with pytest.raises(StorageError, match="cannot be read"):
+        last_metrics(tmp_path, 0, 9)
 
 
 def test_resuming_removes_the_steps_that_come_again(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -24,9 +25,10 @@ from zeromesh.errors import ConfigError
 from zeromesh.trainer import trackers as kinds
 from zeromesh.trainer import tracking as tracking_module
 from zeromesh.trainer.config_file import load_config
-from zeromesh.trainer.metrics import StepMetrics, read_metrics
+from zeromesh.trainer.metrics import MetricsWriter, StepMetrics, read_metrics
 from zeromesh.trainer.redaction import REDACTED, Redaction
-from zeromesh.trainer.trackers import Row, Sent, TrackedRun, Tracker
+from zeromesh.trainer.tracked_rows import Row, Sent, missed_rows
+from zeromesh.trainer.trackers import TrackedRun, Tracker
 from zeromesh.trainer.tracking import Tracking
 from zeromesh.trainer.wandb_files import last_row
 
@@ -125,7 +127,7 @@ def test_after_a_kill_and_a_resume_every_step_is_there_once(workers: Workers, tm
     with workers.fresh(PoolOptions(size=2, timeout_seconds=3.0)) as pool:
 
         def kill() -> None:
-            while not lines.exists() or len(lines.read_bytes().splitlines()) < 44 or not wandb_log.files(lines.parent):
+            while not lines.exists() or len(lines.read_bytes().splitlines()) < 34 or not wandb_log.files(lines.parent):
                 time.sleep(0.02)
             for pid in pool.pids:
                 os.kill(pid, signal.SIGKILL)
@@ -197,6 +199,77 @@ def test_an_evaluation_that_is_computed_again_is_not_sent_again(workers: Workers
         steps_of(rows, "train/loss") == [line["step"] for line in noted if "train/loss" in line] == list(range(1, 10))
     )
     assert steps_of(rows, "eval/loss") == [line["step"] for line in noted if "eval/loss" in line] == [3, 6, 9]
+
+
+def cut(run: Path, step: int) -> None:
+    """Leave of trackers what a kill has left that met them just after `step`, far behind training."""
+    ident = json.loads((run / "tracking.json").read_text())["id"]
+    (path,) = wandb_log.files(run)
+    while max(steps_of(wandb_log.rows(path), "train/loss")) > step:
+        os.truncate(path, path.stat().st_size - 20)
+    for name in ("noted", "tensorboard"):
+        (run / f"tracking-{name}.json").write_text(json.dumps([ident, step, False]))
+    noted = run / "noted" / "zeromesh.jsonl"
+    lines = noted.read_text().splitlines(keepends=True)
+    noted.write_text("".join(line for line in lines if json.loads(line).get("step", 0) <= step))
+
+
+@pytest.mark.parametrize("left", [4, 0])
+def test_what_a_kill_has_kept_from_trackers_is_sent_when_the_run_goes_on(
+    workers: Workers, tmp_path: Path, left: int
+) -> None:
+    """Of steps that are not computed again, as their checkpoint is there; of all of them, where the first rows were met."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tmp_path / "run"
+    arguments = {"folder": str(tmp_path), "backends": ["wandb", "noted", "tensorboard"], "timeout": 120}
+    workers.run(1, CASE, steps=10, **arguments)
+    if left:
+        cut(run, left)
+    else:
+        (path,) = wandb_log.files(run)
+        os.truncate(path, 200)
+        shutil.rmtree(run / "noted")
+        for name in ("noted", "tensorboard"):
+            ident = json.loads((run / f"tracking-{name}.json").read_text())[0]
+            (run / f"tracking-{name}.json").write_text(json.dumps([ident, 0, False]))
+    said = workers.run(1, CASE, steps=14, **arguments)[0]["said"]
+    assert "resumed from step 10" in said
+    assert "WARNING" not in said
+    trained, evaluated = list(range(1, 15)), [3, 6, 9, 10, 12, 14]
+    rows = [row for path in wandb_log.files(run) for row in wandb_log.rows(path)]
+    noted = [json.loads(line) for line in (run / "noted" / "zeromesh.jsonl").read_text().splitlines()]
+    shown = EventAccumulator(str(run / "tensorboard")).Reload()
+    for name, steps in (("train/loss", trained), ("eval/loss", evaluated)):
+        assert steps_of(rows, name) == steps
+        assert [line["step"] for line in noted if name in line] == steps
+        assert [event.step for event in shown.Scalars(name)] == steps
+    assert [row["_step"] for row in rows] == list(range(len(rows)))
+    again, live = (
+        next(row for row in rows if row["train/global_step"] == step and "train/loss" in row) for step in (7, 13)
+    )
+    assert again.keys() == live.keys()
+    losses = {line["step"]: line["loss"] for line in read_metrics(run / "metrics.jsonl")}
+    assert all(row["train/loss"] == losses[row["train/global_step"]] for row in rows if "train/loss" in row)
+
+
+def test_what_is_missing_is_told_by_the_files_of_the_run(tmp_path: Path) -> None:
+    with (
+        MetricsWriter(tmp_path / "metrics.jsonl") as steps,
+        MetricsWriter(tmp_path / "evaluations.jsonl") as evaluations,
+    ):
+        for step in range(1, 7):
+            steps.write(metrics(step, phases={"data": math.inf if step == 4 else 0.5}))
+        for step in (0, 3, 5, 6):
+            evaluations.write({"step": step, "eval_loss": math.nan, "eval_words": "none"})
+    found = list(missed_rows(tmp_path, Sent(step=3), 5))
+    assert [(row.step, row.evaluation) for row in found] == [(3, True), (4, False), (5, False), (5, True)]
+    assert found[1].values["time/data"] == math.inf
+    assert math.isnan(found[0].values["eval/loss"])
+    assert found[0].values.keys() == {"eval/loss"}
+    assert [row.step for row in missed_rows(tmp_path, Sent(step=5, evaluated=True), 9)] == [6, 6]
+    assert not list(missed_rows(tmp_path, Sent(), 5))  # nobody knows how much that would be
+    assert not list(missed_rows(tmp_path / "nowhere", Sent(step=0), 5))
 
 
 def test_training_goes_on_when_the_service_of_wandb_is_killed(workers: Workers, tmp_path: Path) -> None:

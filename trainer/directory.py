@@ -13,13 +13,8 @@ from pathlib import Path
 from zeromesh.errors import StorageError
 from zeromesh.mesh.launch import secret_values
 from zeromesh.trainer.config import TrainerConfig
-from zeromesh.trainer.metrics import MetricsWriter
+from zeromesh.trainer.metrics import EVALUATIONS, METRICS, STARTS, MetricsWriter
 from zeromesh.trainer.redaction import Redaction
-
-EVALUATIONS = "evaluations.jsonl"
-"""A line for each evaluation: `step` after which, `eval_loss`, and what else it gave."""
-STARTS = "starts.jsonl"
-"""A line for each time that the run began or went on: `time` in seconds since 1970, `step` after which, and `host` of rank 0."""
 
 
 class RunDirectory:
@@ -85,5 +80,5 @@ class RunDirectory:
             starts.write({"time": time.time(), "step": step, "host": socket.gethostname()})
         if (self.path / EVALUATIONS).exists():
             MetricsWriter(self.path / EVALUATIONS, keep_through=step).close()
-        with MetricsWriter(self.path / "metrics.jsonl", keep_through=step) as writer:
+        with MetricsWriter(self.path / METRICS, keep_through=step) as writer:
             yield writer

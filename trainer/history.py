@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zeromesh.errors import CheckpointError
-from zeromesh.trainer.metrics import StepMetrics, strict
+from zeromesh.trainer.metrics import StepMetrics, strict, unstrict
 
 Line = dict[str, Any]
 
@@ -49,9 +49,4 @@ class History:
         """Take what `to_json` gave. Raises `CheckpointError` for what it has not made."""
         if not all(isinstance(line, dict) for line in lines):
             raise CheckpointError(f"{where}: log_history is not one that this version writes")
-        self.lines[:] = [{name: _number(value) for name, value in line.items()} for line in lines]
-
-
-def _number(value: Any) -> Any:
-    """What strict JSON has no number for, as a number again."""
-    return float(value) if value in ("nan", "inf", "-inf") else value
+        self.lines[:] = [{name: unstrict(value) for name, value in line.items()} for line in lines]

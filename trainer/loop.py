@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zeromesh.trainer.checkpoints import RunCheckpoints
-from zeromesh.trainer.directory import EVALUATIONS
-from zeromesh.trainer.metrics import MetricsWriter, StepMetrics
+from zeromesh.trainer.metrics import EVALUATIONS, MetricsWriter, StepMetrics
 from zeromesh.trainer.profiling import Profile
 from zeromesh.trainer.signals import StopRequest
 from zeromesh.trainer.state import TrainerState

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one line of strict JSON per logged step, on disk as soon as the step is over."""
+"""`metrics.jsonl` and its like: one line of strict JSON per logged step, on disk as soon as the step is over."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from zeromesh.errors import StorageError
+
+METRICS = "metrics.jsonl"
+"""A line for each logged step: a record of `StepMetrics`."""
+EVALUATIONS = "evaluations.jsonl"
+"""A line for each evaluation: `step` after which, `eval_loss`, and what else it gave."""
+STARTS = "starts.jsonl"
+"""A line for each time that the run began or went on: `time` in seconds since 1970, `step` after which, and `host` of rank 0."""
+_BLOCK = 1 << 18
+"""Bytes that are read at once from a file's end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,15 +117,54 @@ def read_metrics(path: str | os.PathLike[str], broken: list[str] | None = None) 
         content = Path(path).read_bytes()
     except OSError as error:
         raise StorageError(_reason("read", Path(path), error)) from error
-    found, whole = [], Path(path)
+    found = []
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
         try:
-            found.append(_parse(line, number, whole))
+            found.append(_parse(line, _line(path, number)))
         except StorageError as error:
             if broken is None:
                 raise
             broken.append(str(error))
     return found
+
+
+def last_metrics(path: Path, first: int, last: int) -> list[dict[str, Any]]:
+    """The lines of the steps from `first` to `last` of a file in the order of its steps, with numbers as they were before `strict`.
+
+    It is read from its end: what lies before step `first` costs nothing. None where there is no such file.
+
+    Raises:
+        StorageError: where it cannot be read, or holds a line that is no JSON object there.
+    """
+    found = []
+    try:
+        with path.open("rb") as file:
+            lines = _backwards(file)
+            next(lines)  # What a kill has cut short, or nothing.
+            for number, line in enumerate(lines, start=1):
+                record = _parse(line, f"{str(path)!r} line {number} from its end")
+                step = record.get("step")
+                if isinstance(step, int) and step < first:
+                    break
+                if isinstance(step, int) and step <= last:
+                    found.append({name: unstrict(value) for name, value in record.items()})
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(_reason("read", path, error)) from error
+    return found[::-1]
+
+
+def _backwards(file: BinaryIO) -> Iterator[bytes]:
+    """What lies between the ends of lines, the last one first; before it what follows the last end, which may be nothing."""
+    end, rest = file.seek(0, os.SEEK_END), b""
+    while end:
+        start = max(0, end - _BLOCK)
+        file.seek(start)
+        rest, *lines = (file.read(end - start) + rest).split(b"\n")
+        yield from reversed(lines)
+        end = start
+    yield rest
 
 
 def _repair(path: Path, keep_through: int | None) -> None:
@@ -130,7 +178,7 @@ def _repair(path: Path, keep_through: int | None) -> None:
     if keep_through is None:
         return
     lines = content[:whole].splitlines(keepends=True)
-    kept = [line for number, line in enumerate(lines, start=1) if _step(line, number, path) <= keep_through]
+    kept = [line for number, line in enumerate(lines, start=1) if _step(line, _line(path, number)) <= keep_through]
     if len(kept) < len(lines):
         replacement = path.with_name(path.name + ".tmp")
         with replacement.open("wb") as file:
@@ -140,19 +188,23 @@ def _repair(path: Path, keep_through: int | None) -> None:
         os.replace(replacement, path)
 
 
-def _step(line: bytes, number: int, path: Path) -> float:
+def _step(line: bytes, where: str) -> float:
     """The step that a line is about; one that names none is about all of them, and stays."""
-    step = _parse(line, number, path).get("step")
+    step = _parse(line, where).get("step")
     return step if isinstance(step, int) else -math.inf
 
 
-def _parse(line: bytes, number: int, path: Path) -> dict[str, Any]:
+def _line(path: str | os.PathLike[str], number: int) -> str:
+    return f"{os.fspath(path)!r} line {number}"
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise StorageError(f"{str(path)!r} line {number} is not JSON ({error}); move the file away") from error
+        raise StorageError(f"{where} is not JSON ({error}); move the file away") from error
     if not isinstance(record, dict):
-        raise StorageError(f"{str(path)!r} line {number} is not a JSON object; move the file away")
+        raise StorageError(f"{where} is not a JSON object; move the file away")
     return record
 
 
@@ -169,6 +221,13 @@ def strict(value: Any) -> Any:
     if callable(getattr(value, "tolist", None)):  # a tensor or an array of any shape
         return strict(value.tolist())
     return str(value)
+
+
+def unstrict(value: Any) -> Any:
+    """A value of a line, with the numbers back for which strict JSON has only text."""
+    if isinstance(value, Mapping):
+        return {name: unstrict(item) for name, item in value.items()}
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def _reason(verb: str, path: Path, error: Exception) -> str:

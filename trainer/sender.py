@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from zeromesh.trainer.redaction import Redaction
-from zeromesh.trainer.trackers import Row, Tracker
+from zeromesh.trainer.tracked_rows import Row, missed_rows
+from zeromesh.trainer.trackers import Tracker
 
 HAS_ALL = "metrics.jsonl has every step"
 
@@ -39,7 +40,7 @@ class Sender:
         with self._changed:
             if not self._thread.is_alive():
                 return
-            if len(self._rows) == self._capacity:
+            if len(self._rows) >= self._capacity:
                 self._lost += 1
                 return
             self._rows.append(row)
@@ -75,13 +76,21 @@ class Sender:
     def _work(self) -> None:
         """The life of the tracker."""
         tracker, last = self._tracker, 0
-        if not self._try("did not begin", tracker.start):
+        if not self._try("did not begin", self._begin):
             return
         while (row := self._next()) is not None:
             if not tracker.sent.covers(row) and not self._try(f"ended after step {last}", tracker.log, row):
                 return
             last = row.step
         self._try("did not end well", tracker.finish)
+
+    def _begin(self) -> None:
+        """Begin, with what an earlier process did not get as far as to send."""
+        self._tracker.start()
+        run = self._tracker.run
+        missed = list(missed_rows(run.directory, self._tracker.sent, run.step))
+        with self._changed:
+            self._rows.extendleft(reversed(missed))
 
     def _next(self) -> Row | None:
         """The next row, when there is one; None: no more will come."""

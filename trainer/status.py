@@ -11,7 +11,7 @@ from rich.table import Table
 
 from zeromesh.errors import StorageError
 from zeromesh.mesh.monitor import NAME
-from zeromesh.trainer.metrics import read_metrics
+from zeromesh.trainer.metrics import METRICS, read_metrics
 
 _STALE_SECONDS = 10.0
 
@@ -23,7 +23,7 @@ def show_status(run: Path) -> int:
         StorageError: where there is no run, or its files cannot be read.
     """
     console = Console()
-    metrics = run / "metrics.jsonl"
+    metrics = run / METRICS
     if not metrics.exists():
         raise StorageError(f"{str(run)!r} holds no run: there is no metrics.jsonl")
     lines = read_metrics(metrics)

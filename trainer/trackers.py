@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from zeromesh.trainer.tracked_rows import Row, Sent
 from zeromesh.trainer.wandb_files import last_row
 
 GLOBAL_STEP = "train/global_step"
@@ -83,27 +84,6 @@ class TrackedRun:
     config: Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """Figures of a step, or of an evaluation after it."""
-
-    step: int
-    values: Mapping[str, float]
-    evaluation: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sent:
-    """How far a tracker has got: the last step, and whether its evaluation too."""
-
-    step: int = -1
-    evaluated: bool = False
-
-    def covers(self, row: Row) -> bool:
-        """Whether the tracker has a row."""
-        return row.step < self.step or (row.step == self.step and (self.evaluated or not row.evaluation))
-
-
 @dataclass(slots=True)
 class Tracker(ABC):
     """One tracker of a run. Any call may raise anything that the tracker's own library does."""
@@ -147,7 +127,9 @@ class WandbTracker(Tracker):
         import wandb
 
         run = self.run
-        row = None if run.online else last_row(run.directory / "wandb", run.ident, GLOBAL_STEP)
+        folder = run.directory / "wandb"
+        row = None if run.online else last_row(folder, run.ident, GLOBAL_STEP)
+        begun = any(folder.glob(f"offline-run-*-{run.ident}*"))
         settings = wandb.Settings(
             silent=True,
             console="off",
@@ -181,8 +163,10 @@ class WandbTracker(Tracker):
         self._next = row.number + 1 if row else None
         if row is not None:
             self.sent = Sent(step=row.value, evaluated=_EVALUATED in row.names)
-        elif run.online and made.resumed:
-            self.sent = _of_summary(dict(made.summary))
+        elif run.online:
+            self.sent = _of_summary(dict(made.summary)) if made.resumed else Sent()
+        elif begun:
+            self.sent = Sent(step=0)
 
     def log(self, row: Row) -> None:
         # The number of the first row alone is given: after it wandb counts, beside what callbacks log.
@@ -215,18 +199,47 @@ def _of_summary(summary: Mapping[str, Any]) -> Sent:
     return Sent(step=step, evaluated=summary.get(_EVALUATED) == step) if isinstance(step, int) else Sent()
 
 
-class TensorBoardTracker(Tracker):
-    """TensorBoard, which leaves out what an earlier process has written of steps that this one computes again."""
+class NotedTracker(Tracker):
+    """One that cannot be asked how far it has got: a file of the run's directory says so."""
+
+    def _noted(self) -> Sent:
+        try:
+            ident, step, evaluated = json.loads(self._file.read_bytes())
+            sent = Sent(step=int(step), evaluated=bool(evaluated))
+        except (OSError, ValueError, TypeError, RecursionError):
+            sent = Sent()
+        else:
+            sent = sent if ident == self.run.ident else Sent()
+        if sent.step < 0 and self.run.step == 0:
+            sent = Sent(step=0)
+            self._note(sent)
+        return sent
+
+    def _note(self, sent: Sent) -> None:
+        passing = self._file.with_suffix(".tmp")
+        passing.write_text(json.dumps([self.run.ident, sent.step, sent.evaluated]), encoding="utf-8")
+        passing.replace(self._file)
+
+    @property
+    def _file(self) -> Path:
+        return self.run.directory / f"tracking-{self.name}.json"
+
+
+class TensorBoardTracker(NotedTracker):
+    """TensorBoard, which can be told to leave out what earlier processes have written from some step on; they are written anew."""
 
     def start(self) -> None:
-        folder = self.run.directory / "tensorboard"
+        run, folder, noted = self.run, self.run.directory / "tensorboard", self._noted()
+        first = run.step + 1 if noted.step < 0 else min(noted.step, run.step + 1)
+        self.sent = Sent(step=max(0, first - 1), evaluated=first > 0)
         _pass_second(folder)
-        self._make("", folder, purge_step=self.run.step + 1, flush_secs=_FLUSH_SECONDS)
-        text = yaml.safe_dump(dict(self.run.config), sort_keys=False)
-        self.tracker.tracker.add_text("config", f"```yaml\n{text}```", global_step=self.run.step)
+        self._make("", folder, purge_step=first, flush_secs=_FLUSH_SECONDS)
+        text = yaml.safe_dump(dict(run.config), sort_keys=False)
+        self.tracker.tracker.add_text("config", f"```yaml\n{text}```", global_step=run.step)
 
     def log(self, row: Row) -> None:
         self.tracker.log(row.values, step=row.step)
+        self._note(Sent(step=row.step, evaluated=row.evaluation))
 
 
 def _pass_second(folder: Path) -> None:
@@ -245,8 +258,8 @@ def _pass_second(folder: Path) -> None:
     time.sleep(max(0.0, wait))
 
 
-class OtherTracker(Tracker):
-    """Any other of accelerate's: told by arguments that all of them take. A file of the run's directory says how far it has got."""
+class OtherTracker(NotedTracker):
+    """Any other of accelerate's: told by arguments that all of them take."""
 
     def start(self) -> None:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -256,28 +269,11 @@ class OtherTracker(Tracker):
         named = {"run_name": run.name} if self.name == "mlflow" else {}
         self._make(run.project, *folder, **named)
         self.tracker.store_init_configuration(dict(_flat(run.config)))
-        self.sent = self._read()
+        self.sent = self._noted()
 
     def log(self, row: Row) -> None:
-        self._write(Sent(step=row.step, evaluated=row.evaluation))  # Rather lost in a kill just now than there twice.
+        self._note(Sent(step=row.step, evaluated=row.evaluation))  # Rather lost in a kill just now than there twice.
         self.tracker.log(dict(row.values), step=row.step)
-
-    @property
-    def _file(self) -> Path:
-        return self.run.directory / f"tracking-{self.name}.json"
-
-    def _read(self) -> Sent:
-        try:
-            ident, step, evaluated = json.loads(self._file.read_bytes())
-            sent = Sent(step=int(step), evaluated=bool(evaluated))
-        except (OSError, ValueError, TypeError, RecursionError):
-            return Sent()
-        return sent if ident == self.run.ident else Sent()
-
-    def _write(self, sent: Sent) -> None:
-        passing = self._file.with_suffix(".tmp")
-        passing.write_text(json.dumps([self.run.ident, sent.step, sent.evaluated]), encoding="utf-8")
-        passing.replace(self._file)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

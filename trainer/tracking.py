@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +26,8 @@ from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.metrics import StepMetrics
 from zeromesh.trainer.redaction import Redaction
 from zeromesh.trainer.sender import HAS_ALL, Sender, said_by
-from zeromesh.trainer.trackers import Row, TrackedRun, Tracker, make_tracker
+from zeromesh.trainer.tracked_rows import Row, evaluation_row, step_row
+from zeromesh.trainer.trackers import TrackedRun, Tracker, make_tracker
 
 NAME = "tracking.json"
 _CAPACITY = 10_000
@@ -35,18 +36,6 @@ _ERROR_SECONDS = 5.0
 """After an error, of which the other ranks are told only then."""
 _ABANDON_SECONDS = 2.0
 _IDENT = re.compile(r"[A-Za-z0-9]{1,64}")
-_NAMES = {
-    "loss": "train/loss",
-    "lr": "train/learning_rate",
-    "grad_norm": "train/grad_norm",
-    "tokens": "train/tokens",
-    "tokens_per_second": "perf/tokens_per_second",
-    "step_seconds": "perf/step_seconds",
-    "mfu": "perf/mfu",
-    "peak_memory_bytes": "memory/peak_bytes",
-    "phases": "time",
-}
-"""What fields of a step's line are called in trackers; others are `train/NAME`, and mappings `NAME/KEY`."""
 
 
 class Tracking:
@@ -114,13 +103,12 @@ class Tracking:
     def log(self, metrics: StepMetrics) -> None:
         """Send a step's figures."""
         if self._senders:
-            self._put(Row(step=metrics.step, values=dict(_named(metrics.record()))))
+            self._put(step_row(metrics.record()))
 
     def evaluated(self, step: int, values: Mapping[str, Any]) -> None:
         """Send the figures of an evaluation after `step`; what is no number among them is left out."""
         if self._senders:
-            named = {f"eval/{name.removeprefix('eval_')}": value for name, value in values.items() if _is_number(value)}
-            self._put(Row(step=step, values=named, evaluation=True))
+            self._put(evaluation_row(step, values))
 
     def _put(self, row: Row) -> None:
         for sender in self._senders:
@@ -204,27 +192,3 @@ def _join_accelerate(device: torch.device) -> Callable[[], None]:
     torch.set_num_threads(threads)
     leave: Callable[[], None] = PartialState._reset_state
     return leave
-
-
-def _named(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a step's line, by their names in trackers."""
-    for field, value in record.items():
-        if field == "step":
-            continue
-        if isinstance(value, Mapping):
-            yield from _under(_NAMES.get(field, field), value)
-        elif _is_number(value):
-            yield _NAMES.get(field, f"train/{field}"), value
-
-
-def _under(path: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for key, value in values.items():
-        name = f"{path}/{key.replace(' ', '-')}"
-        if isinstance(value, Mapping):
-            yield from _under(name, value)
-        elif _is_number(value):
-            yield name, value
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)

@@ -14,9 +14,8 @@ from zeromesh.mesh.axes import AXES, MeshShape
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_words import known_paths, shown
 from zeromesh.trainer.config_yaml import MAX_BYTES, parse_yaml, plain_scalar
-from zeromesh.trainer.metrics import read_metrics
+from zeromesh.trainer.metrics import EVALUATIONS, METRICS, STARTS, read_metrics
 
-METRICS, EVALUATIONS, STARTS = "metrics.jsonl", "evaluations.jsonl", "starts.jsonl"
 CONFIG, RANKS = "config.resolved.yaml", "ranks.json"
 CHECKPOINTS, STEP_MEMORY = "checkpoints", "step_memory.json"
 _BROKEN_SHOWN = 3
