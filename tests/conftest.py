@@ -19,6 +19,11 @@ settings.load_profile("zeromesh")
 _WORKERS = pytest.StashKey[Workers]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Of the conformance tests, which give most of their time to steps."""
+    parser.addoption("--steps", type=int, default=10, help="steps of conformance tests that do not say how many (10)")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that need no workers run first: meanwhile the process that workers are forked from imports what it needs."""
     items.sort(key=_uses_workers)

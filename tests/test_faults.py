@@ -82,7 +82,7 @@ def test_a_rank_that_just_ends_is_gone_too(scene: Scene) -> None:
     check_named(survivor, 1, "is gone (killed or exited)")
 
 
-@pytest.mark.parametrize(("transport", "stage"), [("shared", 2), ("shared", 3), ("gloo", 3)])
+@pytest.mark.parametrize(("transport", "stage"), whole_product(3, ["shared", "gloo"], [2, 3]))
 def test_a_stopped_rank_is_named_at_the_timeout(scene: Scene, transport: str, stage: int) -> None:
     (survivor,), happened = scene(Fault(kind="stop"), stage=stage, transport=transport)
     check_named(survivor, 1, "parallel.timeout_seconds", "in forward of unit blocks.1", "at step 2")
@@ -119,7 +119,7 @@ def test_a_rank_that_errs_is_named_with_its_message(scene: Scene, transport: str
     assert survivor.at - happened < SOON
 
 
-@pytest.mark.parametrize(("transport", "stage"), [("shared", 2), ("shared", 3), ("gloo", 3)])
+@pytest.mark.parametrize(("transport", "stage"), whole_product(3, ["shared", "gloo"], [2, 3]))
 def test_a_slow_rank_is_waited_for(scene: Scene, transport: str, stage: int) -> None:
     """Half a second in each of six places: longer than the timeout in sum, but its progress moves."""
     outcomes, _ = scene(Fault(kind="slow", seconds=0.5), stage=stage, transport=transport, timeout=2.0)

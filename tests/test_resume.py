@@ -48,7 +48,10 @@ def step(folder: Path, number: int) -> Path:
         pytest.param(2, 2, {"optimizer": {"name": "sgd", "momentum": 0.9, "lr": 0.1}}, "llama", marks=FULL),
         pytest.param(2, 3, {"optimizer": {"name": "adagrad"}}, "llama", marks=FULL),
         pytest.param(2, 3, {"checkpoint": {"asynchronous": False}}, "llama", marks=FULL),
-        (2, 3, {"optimizer": {"in_backward": True}, "run": {"clip_norm": 0.0, "on_nonfinite": "stop"}}, "llama"),
+        pytest.param(
+            *(2, 3, {"optimizer": {"in_backward": True}, "run": {"clip_norm": 0.0, "on_nonfinite": "stop"}}, "llama"),
+            marks=FULL,
+        ),
         pytest.param(2, 3, {"parallel": {"transport": "gloo"}}, "llama", marks=FULL),
     ],
 )

@@ -8,6 +8,12 @@ import pytest
 from workers import Pool, PoolOptions, Workers
 
 from .checks import Laboratory
+from .recipe import Problem
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before modules are read, which make problems."""
+    Problem.usual_steps = config.getoption("steps")
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -39,7 +39,9 @@ class Problem:
     clip: float = 0.0
     decay: bool = True
     """Weight decay 0.1 on all parameters, or 0.2 on those that the model's `no_decay` patterns leave."""
-    steps: int = 10
+    usual_steps: ClassVar[int] = 10
+    """Set by the option `--steps`."""
+    steps: int = field(default_factory=lambda: Problem.usual_steps)
     samples: int = 48
     """Of a global batch: a multiple of all numbers of ranks times microbatches."""
     precision: str = "float64"

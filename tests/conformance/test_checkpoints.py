@@ -70,7 +70,7 @@ def check_same(left: dict[tuple[str, str], torch.Tensor], right: dict[tuple[str,
     ("model", "stops", "precision"),
     [
         ("llama", SHORT, "bfloat16"),
-        ("gpt2", SHORT, "bfloat16"),
+        pytest.param("gpt2", SHORT, "bfloat16", marks=FULL),
         ("moe", (TENSOR, PIPELINE, DATA), "bfloat16"),
         ("llama-odd", (TENSOR, TENSOR_PIPELINE, TENSOR), "bfloat16"),
         *(

@@ -9,7 +9,7 @@ from .recipe import Extra, Layout, Problem
 
 
 @pytest.mark.parametrize(
-    ("stage", "transport", "accumulation"), whole_product(3, [0, 1, 2, 3], ["shared", "gloo"], [1, 4])
+    ("stage", "transport", "accumulation"), whole_product(5, [0, 1, 2, 3], ["shared", "gloo"], [1, 4])
 )
 def test_two_copies_of_two_shards(laboratory: Laboratory, stage: int, transport: str, accumulation: int) -> None:
     problem = Problem(model="odd", clip=0.3)
@@ -26,8 +26,7 @@ def test_copies_alone(laboratory: Laboratory, stage: int, model: str) -> None:
     check_equal(found, laboratory.reference(problem), problem)
 
 
-@pytest.mark.parametrize(("size", "accumulation"), [(2, 1), (2, 4), (4, 1)])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("stage", "size", "accumulation"), whole_product(3, [0, 3], [2, 4], [1, 4]))
 def test_the_optimizer_inside_backward(laboratory: Laboratory, stage: int, size: int, accumulation: int) -> None:
     problem = Problem(model="llama", steps=4)
     base = laboratory.train(size, problem, Layout(stage=stage, accumulation=accumulation), replicate=2)

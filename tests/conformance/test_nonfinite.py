@@ -8,14 +8,13 @@ from collections.abc import Callable
 import pytest
 from workers import Pool
 
-from .checks import Laboratory, check_ranks_agree, check_same_bits
+from .checks import Laboratory, check_ranks_agree, check_same_bits, whole_product
 from .recipe import Extra, Layout, Problem, as_arguments
 
 BAD = 2
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "transport"), whole_product(3, [0, 1, 2, 3], ["shared", "gloo"]))
 def test_one_rank_with_infinity_makes_all_skip(laboratory: Laboratory, stage: int, transport: str) -> None:
     """Parameters and moments keep their bits, and the next steps go on as if the bad one had not been."""
     problem = Problem(model="llama", clip=0.3, steps=5, samples=12)
@@ -53,8 +52,7 @@ def test_stop_raises_on_all_ranks(fresh_pool: Callable[..., Pool], in_backward: 
         assert outcome.result["unchanged"]
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "transport"), whole_product(5, [0, 2, 3], ["shared", "gloo"]))
 def test_a_microbatch_without_targets_adds_zeros(fresh_pool: Callable[..., Pool], stage: int, transport: str) -> None:
     """Its loss may be a constant, which has no backward; its peers' backward gathers parameters all the same."""
     pool = fresh_pool(2)

@@ -38,8 +38,8 @@ LAYOUTS = {
     "stage 0": (2, Layout(stage=0, transport="shared")),
 }
 PROBLEMS = {
-    "bf16": Problem(model="gpt2", clip=0.3, steps=10, samples=24, precision="bfloat16"),
-    "float32": Problem(model="llama", clip=0.3, steps=10, samples=24, precision="float32"),
+    "bf16": Problem(model="gpt2", clip=0.3, samples=24, precision="bfloat16"),
+    "float32": Problem(model="llama", clip=0.3, samples=24, precision="float32"),
 }
 
 
@@ -67,7 +67,7 @@ def cases() -> list[object]:
             if "parameters" in choice and LAYOUTS[layout][1].stage < 3:
                 continue
             for kind, problem in enumerate(PROBLEMS):
-                quick = (choice == ALL and kind == 0) or (place + number + kind) % 9 == 0
+                quick = (choice == ALL and kind == 0) or (place + number + kind) % 13 == 0
                 marks = () if quick else (pytest.mark.full,)
                 found.append(pytest.param(choice, layout, problem, marks=marks, id=f"{choice}, {layout}, {problem}"))
     return found

@@ -67,7 +67,9 @@ def test_checkpointed_calls_change_no_bit(laboratory: Laboratory, subject: tuple
     check_same_bits(found, base, "losses", "norms", "digests", "parameters")
 
 
-@pytest.mark.parametrize(("stage", "budget"), [(2, None), (3, None), (3, 0)])
+@pytest.mark.parametrize(
+    ("stage", "budget"), [(3, 0), *(pytest.param(stage, None, marks=pytest.mark.full) for stage in (2, 3))]
+)
 def test_compiled_blocks(laboratory: Laboratory, stage: int, budget: int | None) -> None:
     """`block.forward` is compiled and hooks stay outside of it."""
     problem = Problem(model="stack", clip=0.3, steps=3, samples=12)
