@@ -30,6 +30,7 @@ from zeromesh.trainer.config_rules import schedule_of
 from zeromesh.trainer.config_words import known_paths
 from zeromesh.trainer.hf.argument_rows import TABLE
 from zeromesh.trainer.hf.decay import biases_and_norms
+from zeromesh.trainer.hf.shown_arguments import arguments_of
 from zeromesh.trainer.hf.training_arguments import read_training_arguments
 from zeromesh.trainer.translation import Fate, Place, Row
 
@@ -491,6 +492,15 @@ def test_variables_of_wandb_count_as_in_transformers(
     monkeypatch.setenv(variable, value)
     tracking = load_config(arguments(report_to=["wandb"]), ranks=1).tracking
     assert (tracking.backends, tracking.mode, tracking.project) == expected
+
+
+def test_callbacks_are_shown_what_a_configuration_says() -> None:
+    """`args` of a run that was given a configuration, and no TrainingArguments."""
+    said = {"run": {"log_first_step": True, "log_every": 7, "epochs": 2.0}, "optimizer": {"lr": 0.5}}
+    shown = arguments_of(load_config(said))
+    assert (shown.logging_first_step, shown.logging_steps) == (True, 7)
+    assert (shown.num_train_epochs, shown.learning_rate) == (2.0, 0.5)
+    assert not arguments_of(TrainerConfig()).logging_first_step
 
 
 def test_no_secret_is_in_the_notes() -> None:

@@ -133,7 +133,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             "run.log_every",
             "steps, or below 1 a part of the run, whose length must be known then",
         ),
-        *idle("logging_first_step", "the step at which a line is written follows from logging_steps alone"),
+        copied("logging_first_step", "run.log_first_step"),
         *idle("log_on_each_node", "the first rank alone writes"),
         *idle("logging_nan_inf_filter", "a loss is never hidden; what is not finite is said, and the step is skipped"),
         *idle("include_num_input_tokens_seen", "tokens are always counted, and logged"),

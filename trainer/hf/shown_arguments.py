@@ -44,6 +44,7 @@ def arguments_of(config: TrainerConfig) -> TrainingArguments:
         warmup_steps=config.schedule.warmup_steps,
         logging_strategy=log["strategy"],
         logging_steps=log.get("steps", 1),
+        logging_first_step=config.run.log_first_step,
         eval_strategy=evaluate["strategy"],
         eval_steps=evaluate.get("steps", 1),
         save_strategy=save["strategy"],
