@@ -82,6 +82,21 @@ def test_the_first_step_is_logged(workers: Workers, tmp_path: Path, name: str) -
     assert [line["step"] for line in read_metrics(tmp_path / "ours" / "run" / METRICS)] == steps
 
 
+@pytest.mark.parametrize(
+    ("keys", "never", "gathered"),
+    [(["hidden_states"], [], 1), ([], ["hidden_states"], 2), (None, ["hidden_states"], 1)],
+)
+def test_outputs_that_evaluations_in_training_ignore(
+    workers: Workers, tmp_path: Path, keys: list[str] | None, never: list[str], gathered: int
+) -> None:
+    """They are named in place of those that the model's configuration names, and for `train` alone."""
+    found = workers.run(1, f"{CASES}:ignoring", folder=str(tmp_path), keys=keys, never=never)[0]
+    assert found["ours"] == found["theirs"]
+    logits, states = [7, 12, 64], [[7, 12, 32]] * 3
+    alone, both = logits, [logits, states]
+    assert found["ours"] == [alone if gathered == 1 else both] * 3 + [alone if never else both]
+
+
 def test_every_event_sees_the_same_on_two_ranks(workers: Workers, tmp_path: Path) -> None:
     """Of the same global batch: all but how many batches a rank has, and whether it is the first."""
     fields = {**RUNS["steps"], "gradient_accumulation_steps": 1}

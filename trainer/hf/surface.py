@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -58,9 +58,18 @@ class TransformersNames:
     def _self(self) -> Trainer:
         return cast("Trainer", self)
 
-    def train(self, resume_from_checkpoint: str | PathLike[str] | bool | None = None) -> FitReport:
-        """`Trainer.fit`."""
-        return self._self.fit(resume_from_checkpoint)
+    def train(
+        self,
+        resume_from_checkpoint: str | PathLike[str] | bool | None = None,
+        trial: None = None,
+        ignore_keys_for_eval: Sequence[str] | None = None,
+    ) -> FitReport:
+        """`Trainer.fit`. Raises `ConfigError` for a `trial`: there is no search for hyperparameters."""
+        if trial is not None:
+            raise ConfigError(
+                "train takes no trial, as there is no search here; make a Trainer for each, and leave it out"
+            )
+        return self._self.fit(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
 
     def add_callback(self, callback: Any) -> None:
         """One more callback, an object, or a class of transformers. Raises `ConfigError` for what is none."""
