@@ -145,9 +145,14 @@ class Trainer(TransformersNames):
         mesh = self._connect()
         with self._beginning(mesh):
             directory = RunDirectory(self.run_directory, mesh.rank)
+            if self.config.hub.push and self.hub_model_id is None:
+                self.init_hf_repo()
         run = self._prepare()
         run.evaluator.ignored_in_training = ignore_keys_for_eval
-        return run.fit(directory)
+        report = run.fit(directory)
+        if self.config.hub.push:
+            self.try_to_push("End of training")
+        return report
 
     def evaluate(
         self,
