@@ -96,6 +96,39 @@ def both(
     return found
 
 
+def ignoring(mesh: Mesh, folder: str, keys: Sequence[str] | None, never: Sequence[str]) -> dict[str, list[Any]]:
+    """Shapes of what `compute_metrics` is given before, during and after training, under transformers' Trainer and zeromesh's.
+
+    The model returns its hidden states too. `keys` are ignored in training; `never` is what its configuration says.
+    """
+    found: dict[str, list[Any]] = {}
+    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+        seen = found.setdefault(name, [])
+        arguments = tf.TrainingArguments(
+            output_dir=f"{folder}/{name}", max_steps=2, eval_strategy="steps", eval_steps=1, eval_on_start=True,
+            save_strategy="no", report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        trained = llama(output_hidden_states=True, keys_to_ignore_at_inference=list(never))
+        trainer: Any = kind(
+            model=trained,
+            args=arguments,
+            train_dataset=whole(4),
+            eval_dataset=whole(7),
+            compute_metrics=lambda prediction, seen=seen: seen.append(shapes(prediction.predictions)) or {},
+        )
+        with quiet():
+            trainer.train(ignore_keys_for_eval=keys)
+            trainer.evaluate()
+            if kind is Trainer:
+                trainer.close()
+    return found
+
+
+def shapes(tree: Any) -> Any:
+    """Of arrays in tuples."""
+    return [shapes(each) for each in tree] if isinstance(tree, tuple) else list(tree.shape)
+
+
 def recorded(mesh: Mesh, folder: str, fields: Mapping[str, Any], callbacks: Sequence[Sequence[Any]]) -> list[Any]:
     """What callbacks see, the recorder last, under zeromesh's Trainer on all ranks."""
     chosen = [*(made(*each) for each in callbacks), Recorder()]

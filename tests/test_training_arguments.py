@@ -30,6 +30,7 @@ from zeromesh.trainer.config_rules import schedule_of
 from zeromesh.trainer.config_words import known_paths
 from zeromesh.trainer.hf.argument_rows import TABLE
 from zeromesh.trainer.hf.decay import biases_and_norms
+from zeromesh.trainer.hf.shown_arguments import arguments_of
 from zeromesh.trainer.hf.training_arguments import read_training_arguments
 from zeromesh.trainer.translation import Fate, Place, Row
 
@@ -129,11 +130,11 @@ OTHER: dict[str, Any] = {
     "save_on_each_node": True,
     "save_total_limit": 2,
     "enable_jit_checkpoint": True,
-    "push_to_hub": True,
+    "push_to_hub": (True, {"hub_strategy": "end"}),
     "hub_token": "hf_of_nobody",
     "hub_private_repo": True,
     "hub_model_id": "me/model",
-    "hub_strategy": "end",
+    "hub_strategy": ("every_save", {"push_to_hub": True, "hub_strategy": "end"}),
     "hub_always_push": True,
     "hub_revision": "main",
     "load_best_model_at_end": (True, {"eval_strategy": "epoch", "save_strategy": "epoch"}),
@@ -181,9 +182,9 @@ OTHER: dict[str, Any] = {
     "generation_config": "model",
 }
 # Fields that are mapped where they can be, and refused as they are set above.
-REFUSED_SO = {"bf16_full_eval", "fp16_full_eval", "accelerator_config"}
+REFUSED_SO = {"bf16_full_eval", "fp16_full_eval", "accelerator_config", "hub_strategy"}
 # Fields whose values are read elsewhere.
-ELSEWHERE = {"deepspeed", "use_cpu"}
+ELSEWHERE = {"deepspeed", "use_cpu", "hub_token"}
 
 
 def test_every_field_of_the_installed_version_has_a_row() -> None:
@@ -416,6 +417,11 @@ def test_fields_of_many_values(fields: dict[str, Any], expected: dict[str, Any])
         ),
         ({"save_strategy": "best"}, ["save_strategy: best needs evaluations"]),
         (
+            {"push_to_hub": True},
+            ["hub_strategy: every_save: nothing is uploaded while training goes on; set it to end"],
+        ),
+        ({"hub_model_id": "me/my model"}, ["hub.repository: got 'me/my model'", "(TrainingArguments hub_model_id)"]),
+        (
             {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
             ["average_tokens_across_devices: false makes the loss depend on which rank"],
         ),
@@ -438,7 +444,7 @@ def test_all_problems_come_at_once() -> None:
     text = str(caught.value)
     for word in (
         "optim:",
-        "push_to_hub:",
+        "hub_strategy:",
         "neftune_noise_alpha:",
         "optimizer.betas:",
         "eval_delay:",
@@ -491,6 +497,21 @@ def test_variables_of_wandb_count_as_in_transformers(
     monkeypatch.setenv(variable, value)
     tracking = load_config(arguments(report_to=["wandb"]), ranks=1).tracking
     assert (tracking.backends, tracking.mode, tracking.project) == expected
+
+
+def test_callbacks_are_shown_what_a_configuration_says() -> None:
+    """`args` of a run that was given a configuration, and no TrainingArguments."""
+    said = {
+        "run": {"log_first_step": True, "log_every": 7, "epochs": 2.0},
+        "optimizer": {"lr": 0.5},
+        "hub": {"push": True, "repository": "me/model", "private": True, "revision": "dev"},
+    }
+    shown = arguments_of(load_config(said))
+    assert (shown.logging_first_step, shown.logging_steps) == (True, 7)
+    assert (shown.num_train_epochs, shown.learning_rate) == (2.0, 0.5)
+    assert (shown.push_to_hub, shown.hub_strategy, shown.hub_model_id) == (True, "end", "me/model")
+    assert (shown.hub_private_repo, shown.hub_revision) == (True, "dev")
+    assert not arguments_of(TrainerConfig()).logging_first_step
 
 
 def test_no_secret_is_in_the_notes() -> None:

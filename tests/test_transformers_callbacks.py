@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from workers import Workers
 
+from zeromesh.trainer.metrics import METRICS, read_metrics
+
 CASES = "callback_cases"
 STEPS = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 2, "max_steps": 6}
 OFF = {"eval_strategy": "no", "save_strategy": "no"}
@@ -63,6 +65,36 @@ def test_every_event_sees_the_same(workers: Workers, tmp_path: Path, name: str) 
     same_events(found)
     events = {each["event"] for each in found["ours"][-1]}
     assert {"on_init_end", "on_prediction_step", "on_predict", "on_evaluate", "on_log", "on_train_end"} <= events
+
+
+FIRST: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "beside others": ({"logging_steps": 2, "max_steps": 4}, [1, 2, 4]),
+    "alone": ({"logging_strategy": "no", "max_steps": 2}, [1]),
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_the_first_step_is_logged(workers: Workers, tmp_path: Path, name: str) -> None:
+    """In callbacks, where `loss` of the second line is the mean since the first, and in metrics.jsonl."""
+    fields, steps = FIRST[name]
+    fields = {**OFF, **fields, "logging_first_step": True}
+    same_events(workers.run(1, f"{CASES}:both", folder=str(tmp_path), fields=fields)[0])
+    assert [line["step"] for line in read_metrics(tmp_path / "ours" / "run" / METRICS)] == steps
+
+
+@pytest.mark.parametrize(
+    ("keys", "never", "gathered"),
+    [(["hidden_states"], [], 1), ([], ["hidden_states"], 2), (None, ["hidden_states"], 1)],
+)
+def test_outputs_that_evaluations_in_training_ignore(
+    workers: Workers, tmp_path: Path, keys: list[str] | None, never: list[str], gathered: int
+) -> None:
+    """They are named in place of those that the model's configuration names, and for `train` alone."""
+    found = workers.run(1, f"{CASES}:ignoring", folder=str(tmp_path), keys=keys, never=never)[0]
+    assert found["ours"] == found["theirs"]
+    logits, states = [7, 12, 64], [[7, 12, 32]] * 3
+    alone, both = logits, [logits, states]
+    assert found["ours"] == [alone if gathered == 1 else both] * 3 + [alone if never else both]
 
 
 def test_every_event_sees_the_same_on_two_ranks(workers: Workers, tmp_path: Path) -> None:

@@ -62,6 +62,9 @@ class Callback:
     def on_train_end(self, trainer: Trainer) -> None:
         """After the last step, while parameters are still partitioned."""
 
+    def on_push_begin(self, trainer: Trainer) -> None:
+        """Before the model is saved and uploaded to the Hub."""
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the callback, in types of JSON; `load_state_dict` is given it back when a run goes on."""
         return {}

@@ -18,6 +18,7 @@ from zeromesh.trainer.config_yaml import plain_scalar
 from zeromesh.trainer.sections.batch import BatchSection
 from zeromesh.trainer.sections.checkpoint import CheckpointSection
 from zeromesh.trainer.sections.data import DataSection
+from zeromesh.trainer.sections.hub import HubSection
 from zeromesh.trainer.sections.model import ModelSection
 from zeromesh.trainer.sections.offload import OffloadSection
 from zeromesh.trainer.sections.optimizer import OptimizerSection
@@ -45,6 +46,7 @@ class TrainerConfig(Section):
     batch: BatchSection = Field(default_factory=BatchSection)
     run: RunSection = Field(default_factory=RunSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    hub: HubSection = Field(default_factory=HubSection)
     tracking: TrackingSection = Field(default_factory=TrackingSection)
     profile: ProfileSection = Field(default_factory=ProfileSection)
     _notes: tuple[str, ...] = PrivateAttr(default=())

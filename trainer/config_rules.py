@@ -6,13 +6,13 @@ a rule can be left out when one of its keys is wrong by itself, and all others s
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeromesh.errors import ConfigError
+from zeromesh.trainer.config_types import REPOSITORY
 from zeromesh.trainer.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -51,8 +51,6 @@ def missing_paths(config: TrainerConfig, *, wrong: frozenset[str] = frozenset())
 
 
 _ON_THE_HUB = ("model.source", "data.tokenizer")
-REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-"""What may be the name of a model on the Hub. Whether it is one is found out when a run begins."""
 _CURES = {
     "model.source": "give a local directory with config.json and *.safetensors, or the name of a model on the Hub",
     "data.train": "give stdlib, or files and directories of this machine (hub names are not looked up)",

@@ -13,6 +13,8 @@ _UNITS = (
     | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
     | {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
 )
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""What may be the name of a model on the Hub. Whether it is one is found out when a run begins."""
 
 
 @dataclass(frozen=True, slots=True)

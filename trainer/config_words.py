@@ -50,6 +50,7 @@ _ELSEWHERE = {
     "epochs": "run.epochs",
     "steps": "run.max_steps",
     "logging_steps": "run.log_every",
+    "logging_first_step": "run.log_first_step",
     "eval_steps": "run.eval_every",
     "gradient_checkpointing": "model.activation_checkpointing",
     "torch_compile": "model.compile",

@@ -32,15 +32,19 @@ class Evaluator:
         """Of the latest evaluation; None where it was of several sets."""
         self.feed: Feed | None = None
         """Of the latest evaluation or prediction."""
+        self.ignored_in_training: Sequence[str] | None = None
+        """Outputs that evaluations of the loop do not gather; as `ignored` of `evaluate`."""
 
     def evaluate(
         self,
         dataset: MapDataset | Mapping[str, MapDataset] | None,
         prefix: str = "eval",
-        ignored: Sequence[str] = (),
+        ignored: Sequence[str] | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> Values | None:
         """Values of the evaluation set, or of several by name (`eval_NAME_loss`); None once `stop`, on all ranks or on none.
+
+        `ignored` are names of outputs that are not gathered; None: those that the model's configuration names.
 
         Raises:
             ConfigError: when there is no such set.
@@ -66,7 +70,7 @@ class Evaluator:
         return {f"{prefix}_loss": sum(losses) / len(losses), **values}
 
     def _values(
-        self, dataset: MapDataset, prefix: str, ignored: Sequence[str], stop: Callable[[], bool]
+        self, dataset: MapDataset, prefix: str, ignored: Sequence[str] | None, stop: Callable[[], bool]
     ) -> Values | None:
         given, began = self._run.given, time.perf_counter()
         feed = self._feed(dataset)
@@ -77,7 +81,7 @@ class Evaluator:
         values = {f"{prefix}_loss": result.loss} | self._metrics(result, prefix)
         return values | self._speed(prefix, feed, time.perf_counter() - began)
 
-    def predict(self, dataset: MapDataset, prefix: str, ignored: Sequence[str]) -> PredictionOutput:
+    def predict(self, dataset: MapDataset, prefix: str, ignored: Sequence[str] | None) -> PredictionOutput:
         """What the model returns for a dataset, as transformers has it; `metrics` has a loss where there are labels.
 
         Raises:
@@ -100,14 +104,14 @@ class Evaluator:
         return self.feed
 
     def _run_through(
-        self, feed: Feed, ignored: Sequence[str], stop: Callable[[], bool], *, outputs: bool
+        self, feed: Feed, ignored: Sequence[str] | None, stop: Callable[[], bool], *, outputs: bool
     ) -> EvaluationResult | None:
         run, collector = self._run, None
         if outputs:
-            never = getattr(
-                getattr(run.trained.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"]
-            )
-            collector = Collector(run.mesh, [*never, *ignored], run.given.preprocess_logits_for_metrics)
+            if ignored is None:
+                config = getattr(run.trained.model, "config", None)
+                ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+            collector = Collector(run.mesh, ignored, run.given.preprocess_logits_for_metrics)
 
         def go_on(done: int, total: int) -> bool:
             run.console.status(f"evaluating: {done} of {total} batches")

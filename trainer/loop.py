@@ -147,7 +147,7 @@ class TrainingLoop:
 
         judged = every.eval_every != "epoch"  # Else the last checkpoint waits for the evaluation.
         return Wishes(
-            log=due(every.log_every),
+            log=due(every.log_every) or (every.log_first_step and number == 1),
             evaluate=due(every.eval_every) or (last and judged and every.eval_at_end),
             save=due(config.checkpoint.every_steps) and (judged or not last),
             stop=last,

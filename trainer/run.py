@@ -386,14 +386,14 @@ class Run:
 
     def evaluations(self, stop: Callable[[], bool]) -> Values | None:
         """Evaluate in the loop; None once `stop` is true, which is so on all ranks or on none."""
-        values = self.evaluator.evaluate(None, stop=stop)
+        values = self.evaluator.evaluate(None, ignored=self.evaluator.ignored_in_training, stop=stop)
         if values is not None:
             self.console.note(self.evaluator.note(values))
             self.latest_metric = value_of(self.config.run.metric, values)
         return values
 
     def evaluate(
-        self, dataset: MapDataset | Mapping[str, MapDataset] | None, prefix: str, ignored: Sequence[str]
+        self, dataset: MapDataset | Mapping[str, MapDataset] | None, prefix: str, ignored: Sequence[str] | None
     ) -> Values:
         """See `Trainer.evaluate`."""
         with self.guarded():
@@ -403,7 +403,7 @@ class Run:
         self.log_evaluation(values)
         return {**values, "epoch": self.epoch}
 
-    def predict(self, dataset: MapDataset, prefix: str, ignored: Sequence[str]) -> PredictionOutput:
+    def predict(self, dataset: MapDataset, prefix: str, ignored: Sequence[str] | None) -> PredictionOutput:
         """See `Trainer.predict`."""
         with self.guarded():
             output = self.evaluator.predict(dataset, prefix, ignored)

@@ -120,10 +120,13 @@ class Trainer(TransformersNames):
 
     # What a person calls
 
-    def fit(self, resume: str | PathLike[str] | bool | None = None) -> FitReport:
+    def fit(
+        self, resume: str | PathLike[str] | bool | None = None, *, ignore_keys_for_eval: Sequence[str] | None = None
+    ) -> FitReport:
         """Train for `run.max_steps` steps, evaluating on the way and at the end; all ranks call it.
 
         `resume` stands in for `checkpoint.resume`: a path of a checkpoint or run, True for auto, False for never.
+        `ignore_keys_for_eval` are `ignore_keys` of these evaluations.
 
         Afterwards a model that fits in memory is whole again on every rank, with its master weights. On a single rank, a
         run that was interrupted (Ctrl-C, an exception of a callback) goes on where it was when `fit` is called again.
@@ -142,7 +145,14 @@ class Trainer(TransformersNames):
         mesh = self._connect()
         with self._beginning(mesh):
             directory = RunDirectory(self.run_directory, mesh.rank)
-        return self._prepare().fit(directory)
+            if self.config.hub.push and self.hub_model_id is None:
+                self.init_hf_repo()
+        run = self._prepare()
+        run.evaluator.ignored_in_training = ignore_keys_for_eval
+        report = run.fit(directory)
+        if self.config.hub.push:
+            self.try_to_push("End of training")
+        return report
 
     def evaluate(
         self,
@@ -155,13 +165,14 @@ class Trainer(TransformersNames):
 
         Args:
             eval_dataset: another one than the trainer's, or several by name, whose values are then called `eval_NAME_loss`.
-            ignore_keys: names of the model's outputs that are not gathered.
+            ignore_keys: names of the model's outputs that are not gathered for `compute_metrics`; None: those that its
+                configuration names (`keys_to_ignore_at_inference`).
 
         Raises:
             ConfigError: when there is no evaluation dataset.
             DataError: when it cannot be used.
         """
-        return self._prepare().evaluate(eval_dataset, metric_key_prefix, ignore_keys or ())
+        return self._prepare().evaluate(eval_dataset, metric_key_prefix, ignore_keys)
 
     def predict(
         self, test_dataset: MapDataset, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "test"
@@ -174,7 +185,7 @@ class Trainer(TransformersNames):
         Raises:
             DataError: when the dataset cannot be used.
         """
-        return self._prepare().predict(test_dataset, metric_key_prefix, ignore_keys or ())
+        return self._prepare().predict(test_dataset, metric_key_prefix, ignore_keys)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the model as a Hugging Face model directory, one parameter at a time; all ranks call it.

@@ -7,7 +7,6 @@ from typing import Any
 from zeromesh.trainer.translation import Row, converted, copied, idle, joined, refused
 
 _METRICS = "it is about how `compute_metrics` is called; compute what you need from predictions and labels there"
-_HUB = "it is about pushing to the hub, which is not done here"
 _TRACKIO = "there is no key for where Trackio's Spaces are; leave it out, and set up Trackio by its own means"
 _GENERATE = "evaluation does not generate; call Trainer.generate, in a callback for instance"
 
@@ -133,7 +132,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             "run.log_every",
             "steps, or below 1 a part of the run, whose length must be known then",
         ),
-        *idle("logging_first_step", "the step at which a line is written follows from logging_steps alone"),
+        copied("logging_first_step", "run.log_first_step"),
         *idle("log_on_each_node", "the first rank alone writes"),
         *idle("logging_nan_inf_filter", "a loss is never hidden; what is not finite is said, and the step is skipped"),
         *idle("include_num_input_tokens_seen", "tokens are always counted, and logged"),
@@ -217,8 +216,19 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "Hub": (
-        refused("push_to_hub", "nothing is uploaded; push the run's checkpoint when it has ended"),
-        *idle("hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision", _HUB),
+        copied(
+            "push_to_hub", "hub.push", "when fit has ended, by save_model and by Trainer.push_to_hub, whatever this is"
+        ),
+        joined(
+            "hub_strategy",
+            "",
+            "end; with push_to_hub, others are refused: nothing is uploaded while training goes on",
+        ),
+        copied("hub_model_id", "hub.repository", "as it is; None: the last part of output_dir"),
+        copied("hub_private_repo", "hub.private"),
+        copied("hub_revision", "hub.revision"),
+        joined("hub_token", "", "it is used to upload, and written nowhere"),
+        *idle("hub_always_push", "each upload has ended before the next begins"),
     ),
     "Seeds": (
         copied("seed", "run.seed"),

@@ -342,7 +342,18 @@ def _fsdp(of: Reading) -> Pairs:
         of.refuse("fsdp_config", "xla: there is no XLA here; leave it out")
 
 
+def _pushes(of: Reading) -> Pairs:
+    strategy = of("hub_strategy")
+    if of("push_to_hub") and strategy != "end":
+        of.refuse(
+            "hub_strategy",
+            f"{strategy}: nothing is uploaded while training goes on; set it to end, and where the model is needed earlier, take "
+            "`zeromesh checkpoint export` and `hf upload`",
+        )
+    yield "hub.push", of("push_to_hub")
+
+
 JOINS: tuple[Join, ...] = (
     *(_directory, _batch, _length, _curve, _warmup, _optimizer, _precision, _memory),
-    *(_intervals, _tracking, _order, _ranks, _fsdp),
+    *(_intervals, _tracking, _order, _ranks, _fsdp, _pushes),
 )

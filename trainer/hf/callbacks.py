@@ -127,6 +127,9 @@ class TransformersCallbacks(Callback):
     def on_train_end(self, trainer: Trainer) -> None:
         self._call(trainer, "on_train_end")
 
+    def on_push_begin(self, trainer: Trainer) -> None:
+        self._call(trainer, "on_push_begin")
+
     # What is kept in checkpoints
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import TypeVar
 
 import huggingface_hub
 from huggingface_hub import constants
@@ -19,9 +20,10 @@ from zeromesh.errors import ConfigError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
 from zeromesh.trainer.config import TrainerConfig
-from zeromesh.trainer.config_rules import REPOSITORY
+from zeromesh.trainer.config_types import REPOSITORY
 from zeromesh.trainer.tokenizers import BYTES
 
+T = TypeVar("T")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 MODEL_FILES = ("*.safetensors", "*.py", *TOKENIZER_FILES)
 """What is fetched of a repository, from its root alone."""
@@ -78,10 +80,10 @@ def _fetch(source: str, revision: str | None, files: Sequence[str], mesh: Mesh, 
     def download(commit: str | None) -> str:
         return _snapshot(source, commit or revision, files, where=where, download=True).name
 
-    first = _while_posting(mesh, lambda: download(None)) if mesh.rank == 0 else ""
+    first = while_posting(mesh, lambda: download(None)) if mesh.rank == 0 else ""
     commit = mesh.world.gather_bytes(first.encode(), f"commit of {source}")[0].decode()
     if mesh.rank and mesh.environment.local_rank == 0:
-        _while_posting(mesh, lambda: download(commit))
+        while_posting(mesh, lambda: download(commit))
     mesh.meet(f"download of {source}")
     return commit
 
@@ -123,7 +125,7 @@ def _snapshot(source: str, revision: str | None, files: Sequence[str], *, where:
     return Path(found)
 
 
-def _while_posting(mesh: Mesh, call: Callable[[], str]) -> str:
+def while_posting(mesh: Mesh, call: Callable[[], T]) -> T:
     """What `call` returns; the other ranks, which wait for it, see that this one goes on."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         future = pool.submit(call)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import (
     DataCollatorWithPadding,
@@ -18,10 +20,11 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import metrics_format
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, StorageError
 from zeromesh.trainer.collate import Collate, MapDataset
 from zeromesh.trainer.hf.losses import ComputeLoss
 from zeromesh.trainer.hf.model_card import write_model_card
+from zeromesh.trainer.hf.push import open_repository, push
 from zeromesh.trainer.hf.shown_state import bring_up_to_date
 from zeromesh.trainer.hf.surroundings import Batches
 from zeromesh.trainer.metrics import strict
@@ -38,6 +41,8 @@ class TransformersNames:
 
     training_arguments: TrainingArguments | None = None
     """What the trainer was given in place of a configuration."""
+    hub_model_id: str | None = None
+    """The full name of the repository on the Hub, once it is known to be there."""
 
     @property
     def args(self) -> TrainingArguments | TrainerConfig:
@@ -58,9 +63,18 @@ class TransformersNames:
     def _self(self) -> Trainer:
         return cast("Trainer", self)
 
-    def train(self, resume_from_checkpoint: str | PathLike[str] | bool | None = None) -> FitReport:
-        """`Trainer.fit`."""
-        return self._self.fit(resume_from_checkpoint)
+    def train(
+        self,
+        resume_from_checkpoint: str | PathLike[str] | bool | None = None,
+        trial: None = None,
+        ignore_keys_for_eval: Sequence[str] | None = None,
+    ) -> FitReport:
+        """`Trainer.fit`. Raises `ConfigError` for a `trial`: there is no search for hyperparameters."""
+        if trial is not None:
+            raise ConfigError(
+                "train takes no trial, as there is no search here; make a Trainer for each, and leave it out"
+            )
+        return self._self.fit(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
 
     def add_callback(self, callback: Any) -> None:
         """One more callback, an object, or a class of transformers. Raises `ConfigError` for what is none."""
@@ -108,8 +122,60 @@ class TransformersNames:
     # What is written
 
     def save_model(self, output_dir: str | PathLike[str] | None = None) -> None:
-        """`Trainer.save`, by default into the run's directory."""
+        """`Trainer.save`, by default into the run's directory. With `hub.push` the model is uploaded too."""
         self._self.save(output_dir if output_dir is not None else self._self.run_directory)
+        if self._self.config.hub.push:
+            self.try_to_push("Model save")
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository on the Hub if there is none; all ranks call it. `fit` does with `hub.push`, `push_to_hub` always.
+
+        Raises:
+            ConfigError: where it cannot be reached.
+        """
+        self.hub_model_id = open_repository(self._self, token, private)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> CommitInfo | Future[CommitInfo] | None:
+        """Upload what `save` writes, and a draft of a model card; all ranks call it, and wait until it is there.
+
+        Args:
+            commit_message: that of the commit.
+            blocking: False: what is returned is a future, which is done.
+            token: in place of that of `TrainingArguments`, of `HF_TOKEN`, or of `hf auth login`. It is written nowhere.
+            revision: the branch, in place of `hub.revision`.
+            private: whether a repository that is made is, in place of `hub.private`.
+            card: what else is known of the model, as in `create_model_card`.
+
+        Returns the commit on rank 0, and None on the others.
+
+        Raises:
+            ConfigError: where the repository cannot be reached.
+            StorageError: where the model cannot be saved or uploaded; what was saved is in `hub-upload` of the run's directory.
+        """
+        self._self.events.call("on_push_begin")
+        if self.hub_model_id is None:
+            self.init_hf_repo(token, private)
+        commit = push(self._self, commit_message, token=token, revision=revision, card=card)
+        if blocking or commit is None:
+            return commit
+        done: Future[CommitInfo] = Future()
+        done.set_result(commit)
+        return done
+
+    def try_to_push(self, message: str) -> None:
+        """`push_to_hub`, where nothing else is to be lost if that fails: a warning says so."""
+        try:
+            self.push_to_hub(message)
+        except (ConfigError, StorageError) as error:
+            self._self.note(f"WARNING: {error}")
 
     def save_state(self) -> None:
         """Write `trainer_state.json` into the run's directory, as transformers has it; rank 0 does. It is for people: a run that

@@ -33,6 +33,7 @@ class RunSection(Section):
     log_every: CountOrOff | Literal["epoch"] = Field(
         default=1, description="Steps between lines of metrics.jsonl, or epoch: after each epoch. 0 = off."
     )
+    log_first_step: bool = Field(default=False, description="A line after the first step too, whatever `log_every` is.")
     eval_every: CountOrOff | Literal["epoch"] = Field(
         default=0, description="Steps between evaluations, or epoch: after each epoch. 0 = off, but for `eval_at_end`."
     )
