@@ -134,7 +134,7 @@ OTHER: dict[str, Any] = {
     "hub_token": "hf_of_nobody",
     "hub_private_repo": True,
     "hub_model_id": "me/model",
-    "hub_strategy": ("every_save", {"push_to_hub": True, "hub_strategy": "end"}),
+    "hub_strategy": ("checkpoint", {"push_to_hub": True, "hub_strategy": "end"}),
     "hub_always_push": True,
     "hub_revision": "main",
     "load_best_model_at_end": (True, {"eval_strategy": "epoch", "save_strategy": "epoch"}),
@@ -417,8 +417,8 @@ def test_fields_of_many_values(fields: dict[str, Any], expected: dict[str, Any])
         ),
         ({"save_strategy": "best"}, ["save_strategy: best needs evaluations"]),
         (
-            {"push_to_hub": True},
-            ["hub_strategy: every_save: nothing is uploaded while training goes on; set it to end"],
+            {"push_to_hub": True, "hub_strategy": "all_checkpoints"},
+            ["hub_strategy: all_checkpoints: checkpoints are not uploaded; set it to end"],
         ),
         ({"hub_model_id": "me/my model"}, ["hub.repository: got 'me/my model'", "(TrainingArguments hub_model_id)"]),
         (
@@ -437,8 +437,16 @@ def test_what_is_refused_says_what_to_do(fields: dict[str, Any], words: list[str
         assert word in str(caught.value)
 
 
+def test_a_default_that_is_taken_otherwise_is_said() -> None:
+    config = load_config(arguments(push_to_hub=True), ranks=1)
+    assert config.hub.push
+    said = "hub_strategy: every_save: the model is uploaded when the training has ended, not at each save"
+    assert any(said in note for note in config.notes)
+
+
 def test_all_problems_come_at_once() -> None:
-    asked = arguments(optim="adafactor", push_to_hub=True, neftune_noise_alpha=5.0, adam_beta1=2.0, eval_delay=3)
+    hub = {"push_to_hub": True, "hub_strategy": "checkpoint"}
+    asked = arguments(optim="adafactor", neftune_noise_alpha=5.0, adam_beta1=2.0, eval_delay=3, **hub)
     with pytest.raises(ConfigError) as caught:
         load_config({"zero": {"stage": 7}}, ["run.sed=1"], arguments=asked, ranks=1)
     text = str(caught.value)

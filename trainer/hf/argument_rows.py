@@ -222,7 +222,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         joined(
             "hub_strategy",
             "",
-            "end; with push_to_hub, others are refused: nothing is uploaded while training goes on",
+            "end, which every_save is taken for, and said; with push_to_hub, others are refused: checkpoints are not uploaded",
         ),
         copied("hub_model_id", "hub.repository", "as it is; None: the last part of output_dir"),
         copied("hub_private_repo", "hub.private"),

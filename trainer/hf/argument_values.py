@@ -344,11 +344,13 @@ def _fsdp(of: Reading) -> Pairs:
 
 def _pushes(of: Reading) -> Pairs:
     strategy = of("hub_strategy")
-    if of("push_to_hub") and strategy != "end":
+    if of("push_to_hub") and strategy == "every_save":
+        of.say("hub_strategy: every_save: the model is uploaded when the training has ended, not at each save")
+    elif of("push_to_hub") and strategy != "end":
         of.refuse(
             "hub_strategy",
-            f"{strategy}: nothing is uploaded while training goes on; set it to end, and where the model is needed earlier, take "
-            "`zeromesh checkpoint export` and `hf upload`",
+            f"{strategy}: checkpoints are not uploaded; set it to end, and for a checkpoint take `zeromesh checkpoint export` and "
+            "`hf upload`",
         )
     yield "hub.push", of("push_to_hub")
 
