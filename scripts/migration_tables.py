@@ -70,9 +70,9 @@ checkpoints kept. These are different:
 - Steps with gradients that are not finite are skipped by all ranks, and said.
 - The last step is logged whatever `logging_steps` is. A run that a callback stops ends after the step, evaluated and saved as at
   its end, unless `eval_strategy` or `save_strategy` is `no`.
-- `push_to_hub` uploads when `fit` has ended and after `save_model`, also where `hub_strategy` is `every_save`; a failure is a warning
-  there, and an error of `Trainer.push_to_hub`. What goes to the Hub is what `Trainer.save` writes and a draft of a model card, without other
-  files of `output_dir`. Whether the repository can be made is found out before training.
+- `push_to_hub` uploads when `fit` has ended and after `save_model`, also where `hub_strategy` is `every_save`; a failure is a
+  warning there, and an error of `Trainer.push_to_hub`. What goes to the Hub is what `Trainer.save` writes and a draft of a model
+  card, without other files of `output_dir`. Whether the repository can be made is found out before training.
 
 `scripts/examples` has three programs in the form of transformers' own (`run_clm.py`, `run_classification.py`, `run_ner.py`). Their
 import of `Trainer` is all that tells them from programs for transformers, and tests run them both ways. Values in
