@@ -16,7 +16,7 @@ from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.launch import read_environment
 from zeromesh.optim.sharded import OptimizerSettings
 from zeromesh.trainer.config_file import load_config
-from zeromesh.trainer.setup import engine_options
+from zeromesh.trainer.engine_options import engine_options
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.options import Precision, ZeroOptions
 from zeromesh.zero.scaler import LossScaler, ScalerSettings

@@ -1,4 +1,4 @@
-"""The directory of a run: its resolved configuration, its metrics, and when processes of it have begun."""
+"""The directory of a run: its resolved configuration, its metrics, when processes of it have begun, and where ranks are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zeromesh.errors import StorageError
+from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.launch import secret_values
+from zeromesh.mesh.monitor import NAME as RANKS
+from zeromesh.mesh.monitor import StateMonitor
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.metrics import EVALUATIONS, METRICS, STARTS, MetricsWriter
 from zeromesh.trainer.redaction import Redaction
@@ -82,3 +85,13 @@ class RunDirectory:
             MetricsWriter(self.path / EVALUATIONS, keep_through=step).close()
         with MetricsWriter(self.path / METRICS, keep_through=step) as writer:
             yield writer
+
+    @contextmanager
+    def monitored(self, mesh: Mesh) -> Iterator[None]:
+        """Inside the block a file says where every rank is."""
+        if not self._writes or mesh.watch is None:
+            yield
+            return
+        clean = Redaction(secret_values()).text
+        with StateMonitor(mesh.watch, mesh.world.ranks, self.path / RANKS, clean=clean):
+            yield

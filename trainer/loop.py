@@ -16,7 +16,7 @@ from zeromesh.trainer.state import TrainerState
 from zeromesh.trainer.step import Feed, StepEvents, Votes
 from zeromesh.trainer.step_memory import NAME as STEP_MEMORY
 from zeromesh.trainer.step_memory import StepMemory
-from zeromesh.trainer.stragglers import Stragglers
+from zeromesh.trainer.stragglers import RankFigures, Stragglers
 from zeromesh.trainer.streamed import StreamedDataset
 from zeromesh.trainer.tracking import Tracking
 from zeromesh.trainer.wishes import Wishes
@@ -115,7 +115,7 @@ class TrainingLoop:
         run.call("on_optimizer_step", number)
         self._seconds += result.seconds
         due = self._due_after_step(position)
-        figures = run.rank_figures() if due.log else None
+        figures = RankFigures.of(run.mesh) if due.log else None
         peak = figures.peak_bytes if figures else 0
         metrics = run.progress.add(result, number, run.learning_rate, peak, run.figures.of(result))
         run.history.count(metrics.loss)
@@ -177,7 +177,7 @@ class TrainingLoop:
         if not run.events.wishes.log or metrics is None:
             return False
         if self._written != metrics.step:
-            metrics = replace(metrics, peak_memory_bytes=run.rank_figures().peak_bytes)
+            metrics = replace(metrics, peak_memory_bytes=RankFigures.of(run.mesh).peak_bytes)
             self._write(metrics)
         self._metrics = None
         run.events.wishes.log = False

@@ -8,17 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.trainer_utils import PredictionOutput
 
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import PhaseError
 from zeromesh.mesh.axes import AXES
 from zeromesh.mesh.groups import Mesh
-from zeromesh.mesh.launch import secret_values
-from zeromesh.mesh.monitor import NAME as RANKS
-from zeromesh.mesh.monitor import StateMonitor
-from zeromesh.offload import peak_bytes, reuse_freed_memory
+from zeromesh.offload import reuse_freed_memory
 from zeromesh.tensor.products import take_product_buffers
 from zeromesh.trainer import setup
 from zeromesh.trainer.best import Best, goal_of, value_of
@@ -27,6 +23,7 @@ from zeromesh.trainer.collate import MapDataset
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.console import RunConsole, human_bytes, human_count, make_console
 from zeromesh.trainer.directory import RunDirectory
+from zeromesh.trainer.engine_options import engine_options
 from zeromesh.trainer.evaluation import Evaluator, Values
 from zeromesh.trainer.events import Events
 from zeromesh.trainer.exhausted import explained
@@ -36,7 +33,6 @@ from zeromesh.trainer.hf.hub import pin_sources
 from zeromesh.trainer.history import History
 from zeromesh.trainer.loop import TrainingLoop
 from zeromesh.trainer.profiling import Profile
-from zeromesh.trainer.redaction import Redaction
 from zeromesh.trainer.report import FitReport, Progress
 from zeromesh.trainer.run_state import RunState
 from zeromesh.trainer.schedules import STEADY
@@ -83,7 +79,7 @@ class Run:
         events.require_same_number(mesh)
         setup.set_determinism(config.run.deterministic)
         self.config, self.plan = config, setup.batch_plan(config, mesh)
-        options = setup.engine_options(config, self.plan.accumulation)
+        options = engine_options(config, self.plan.accumulation)
         self.tell(*config.notes)
         self._say_what_comes(options.precision.table(config.optimizer.name))
         self.console.status("reading the data")
@@ -202,7 +198,7 @@ class Run:
                 with (
                     self._ending(checkpoints),
                     directory.open(self.config, self.step) as writer,
-                    self.monitored(directory),
+                    directory.monitored(self.mesh),
                     self.console,
                     self._tracking(directory) as tracking,
                     Profile(self.config.profile, directory.path, self.mesh, self.console.note) as profile,
@@ -274,7 +270,7 @@ class Run:
 
     def _end(self, eval_loss: float | None) -> FitReport:
         metrics = self._summary or self._values_of_the_run()
-        report = self.progress.report(self.step, eval_loss, self.rank_figures().peak_bytes, metrics)
+        report = self.progress.report(self.step, eval_loss, RankFigures.of(self.mesh).peak_bytes, metrics)
         self.console.note(
             f"done: {report.final_step} steps, loss {report.final_loss:.4f}, "
             f"{human_count(report.tokens_per_second)} tokens/s, peak memory {human_bytes(report.peak_memory_bytes)} a rank"
@@ -334,24 +330,6 @@ class Run:
         """Between the last backward of a step and its update."""
         with self.trained.gradients_to_read():
             self.call("on_pre_optimizer_step", number)
-
-    def rank_figures(self) -> RankFigures:
-        """What ranks tell one another now and then."""
-        device, watch = self.mesh.device, self.mesh.watch
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_bytes()
-        waited = int(1e6 * watch.waited) if watch is not None else 0
-        rows = self.mesh.world.gather_integers([peak, waited])
-        return RankFigures(peak_bytes=max(row[0] for row in rows), waited=tuple(row[1] / 1e6 for row in rows))
-
-    @contextmanager
-    def monitored(self, directory: RunDirectory) -> Iterator[None]:
-        """Inside the block a file says where every rank is."""
-        if self.mesh.rank or self.mesh.watch is None:
-            yield
-            return
-        clean = Redaction(secret_values()).text
-        with StateMonitor(self.mesh.watch, self.mesh.world.ranks, directory.path / RANKS, clean=clean):
-            yield
 
     # When something goes wrong
 

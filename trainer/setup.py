@@ -1,4 +1,4 @@
-"""From a configuration to the objects of a run: options of the engine, model, data, feeds."""
+"""From a configuration to the objects of a run: mesh, plan, schedule, data, model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ from zeromesh.errors import ConfigError, DataError
 from zeromesh.mesh.axes import MeshShape
 from zeromesh.mesh.groups import Mesh, pick_device
 from zeromesh.mesh.launch import read_environment
-from zeromesh.offload import FileSettings, TierChoice
-from zeromesh.optim.sharded import OptimizerSettings
 from zeromesh.parallel import Divided, ParallelOptions, divide
 from zeromesh.trainer.batching import BatchPlan
 from zeromesh.trainer.collate import MapDataset, check_dataset
@@ -27,7 +24,6 @@ from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.data import LoadedData, load_datasets
 from zeromesh.trainer.hf.adapters import description_of_adapters, is_adapted, require_adapters_that_fit
 from zeromesh.trainer.hf.build import build_model
-from zeromesh.trainer.hf.decay import biases_and_norms
 from zeromesh.trainer.hf.layer_drop import require_no_layer_drop
 from zeromesh.trainer.hf.lora import add_lora
 from zeromesh.trainer.schedules import Schedule
@@ -35,15 +31,7 @@ from zeromesh.trainer.streamed import StreamedDataset, is_stream
 from zeromesh.trainer.tokenizers import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.torch_schedule import MakeScheduler, TorchSchedule
 from zeromesh.zero.deferred import BuiltModel, build_deferred, take_given
-from zeromesh.zero.options import OffloadOptions, Precision, ZeroOptions
-from zeromesh.zero.scaler import ScalerSettings
 from zeromesh.zero.sources import materialize_buffers
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """`bfloat16` to `torch.bfloat16`."""
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def connect(config: TrainerConfig) -> Mesh:
@@ -65,26 +53,6 @@ def connect(config: TrainerConfig) -> Mesh:
     return Mesh(shape, environment, device=device, timeout_seconds=parallel.timeout_seconds, order=parallel.order)
 
 
-def offload_options(config: TrainerConfig) -> OffloadOptions:
-    """What rests where."""
-    section, gradients = config.offload, config.offload.gradients
-    named = section.directory or str(Path(config.run.output_dir, config.run.name, "offload"))
-    directories = (named,) if isinstance(named, str) else named
-    return OffloadOptions(
-        optimizer=TierChoice(tier=section.optimizer.tier, fraction=section.optimizer.fraction),
-        gradients=None if gradients.tier == "auto" else TierChoice(tier=gradients.tier, fraction=gradients.fraction),
-        parameters=TierChoice(tier=section.parameters.tier, fraction=section.parameters.fraction),
-        activations=TierChoice(tier=section.activations.tier, fraction=section.activations.fraction),
-        files=FileSettings(
-            directories=tuple(Path(directory).expanduser().absolute() for directory in directories),
-            label=config.run.name,
-            checksums=section.checksums,
-        ),
-        update=section.update,
-        staging_bytes=section.staging,
-    )
-
-
 def divide_model(model: nn.Module, config: TrainerConfig, mesh: Mesh) -> Divided:
     """Leave on this rank its part of the model.
 
@@ -102,54 +70,6 @@ def divide_model(model: nn.Module, config: TrainerConfig, mesh: Mesh) -> Divided
         balance=parallel.balance,
     )
     return divide(model, mesh, options)
-
-
-def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
-    """What the engine is told."""
-    precision, optimizer = config.precision, config.optimizer
-    scale = precision.loss_scale
-    settings = ScalerSettings(
-        initial=scale.initial_scale,
-        growth_interval=scale.growth_interval,
-        growth=scale.growth_factor,
-        backoff=scale.backoff_factor,
-    )
-    return ZeroOptions(
-        stage=config.zero.stage,
-        prefetch=config.zero.prefetch,
-        gathered_budget=None if config.zero.gathered_budget == "auto" else config.zero.gathered_budget,
-        overlap=config.zero.overlap,
-        transport=config.parallel.transport,
-        precision=Precision(
-            compute=dtype_named(precision.compute),
-            master=dtype_named(precision.master),
-            reduce=dtype_named(precision.reduce),
-            loss_scale=settings if precision.compute == "float16" else None,
-        ),
-        optimizer=OptimizerSettings(
-            name=optimizer.name,
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            momentum=optimizer.momentum,
-            no_decay=optimizer.no_decay,
-        ),
-        offload=offload_options(config),
-        accumulation=accumulation,
-        clip_norm=config.run.clip_norm,
-        on_nonfinite=config.run.on_nonfinite,
-        optimizer_in_backward=optimizer.in_backward,
-        seed=config.run.seed,
-    )
-
-
-def exempted(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> ZeroOptions:
-    """The same options, with the names of parameters that are not decayed because of what they are (`optimizer.exempt`)."""
-    if config.optimizer.exempt == "none":
-        return options
-    names = tuple(biases_and_norms(model))
-    return replace(options, optimizer=replace(options.optimizer, no_decay=options.optimizer.no_decay + names))
 
 
 def batch_plan(config: TrainerConfig, mesh: Mesh) -> BatchPlan:

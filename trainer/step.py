@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
-from zeromesh.errors import ConfigError, DataError
+from zeromesh.errors import ConfigError
 from zeromesh.mesh.clock import Span
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.traffic import Figures
@@ -30,6 +29,7 @@ from zeromesh.trainer.batching import BatchPlan, Microbatch, SampleOrder
 from zeromesh.trainer.collate import Collate, MapDataset, fetch_microbatch
 from zeromesh.trainer.hf.losses import Loss
 from zeromesh.trainer.predictions import Collector, Prediction
+from zeromesh.trainer.same_batches import require_same
 from zeromesh.trainer.streamed import StreamedDataset
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.randomness import data_randomness
@@ -178,7 +178,7 @@ class Stepper:
         microbatches, rounds = feed.microbatches(step, self._mesh.data_index), feed.rounds(step)
         with self._mesh.clock.span(Span.DATA):
             batches = [feed.fetch(microbatch) for microbatch in microbatches]
-        self._require_same(batches)
+        require_same(batches, self._mesh)
         count, parts = self._known_counts(feed.plan, microbatches, batches)
         seed = 1.0 if count is None else 1.0 / max(1, count)
         engine.begin_step(step, lr_factor)
@@ -233,7 +233,7 @@ class Stepper:
         with in_evaluation_mode(self._model):
             for number, group in enumerate(_groups(microbatches, self._evaluated_at_once), start=1):
                 fetched = [feed.fetch(each) for each in group]
-                self._require_same(fetched)
+                require_same(fetched, self._mesh)
                 batches = [self._to_device(batch) for batch in fetched]
                 parts: list[Any] = []
                 for each, batch, (loss, targets, outputs) in zip(
@@ -332,21 +332,6 @@ class Stepper:
             )
         return loss
 
-    def _require_same(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Raise `DataError` where ranks of a tensor group or of a pipeline, which compute one batch together, have others."""
-        shape = self._mesh.shape
-        if shape.tensor == shape.pipeline == 1:
-            return
-        mine = [self._mesh.data_index, len(batches), digest_of(batches)]
-        rows = self._mesh.world.gather_integers(mine)
-        others = [str(rank) for rank, row in enumerate(rows) if row[0] == mine[0] and row != mine]
-        if others:
-            raise DataError(
-                f"rank{'s' if len(others) > 1 else ''} {', '.join(others)} got other data than rank {self._mesh.rank}, and they "
-                "compute one batch together (parallel.tensor, parallel.pipeline); datasets and collators must give the same "
-                "samples for the same index on every rank"
-            )
-
     def _known_counts(
         self, plan: BatchPlan, microbatches: tuple[Microbatch, ...], batches: list[dict[str, Any]]
     ) -> tuple[int | None, list[float]]:
@@ -391,22 +376,6 @@ def _tokens(batch: Mapping[str, Any]) -> int:
         return ids.numel()
     first = next((value for value in batch.values() if isinstance(value, Tensor)), None)
     return 0 if first is None else first.shape[0]
-
-
-def digest_of(batches: Sequence[Mapping[str, Any]]) -> int:
-    """32 bits of the names, shapes, dtypes and first values of the tensors of batches."""
-    found = 0
-    for batch in batches:
-        for name, value in sorted(batch.items()):
-            if isinstance(value, Tensor):
-                found = crc32(f"{name} {list(value.shape)} {value.dtype}".encode(), found)
-                some = value.detach().reshape(-1)[:_LOOKED_AT].contiguous()
-                found = crc32(some.view(torch.uint8).numpy().tobytes(), found)
-    return found
-
-
-_LOOKED_AT = 65536
-"""Elements of each tensor that ranks compare: all tokens of a microbatch, and the beginning of an image."""
 
 
 def _groups(microbatches: Sequence[Microbatch], count: int) -> Iterator[Sequence[Microbatch]]:

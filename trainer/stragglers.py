@@ -7,6 +7,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from zeromesh.mesh.groups import Mesh
+from zeromesh.offload import peak_bytes
+
 _WINDOW = 10
 """Steps that are looked at together."""
 _FACTOR = 1.5
@@ -22,6 +27,15 @@ class RankFigures:
 
     peak_bytes: int
     waited: tuple[float, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> RankFigures:
+        """Those of all ranks by now; all call it."""
+        on_device = mesh.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(mesh.device) if on_device else peak_bytes()
+        waited = int(1e6 * mesh.watch.waited) if mesh.watch is not None else 0
+        rows = mesh.world.gather_integers([peak, waited])
+        return cls(peak_bytes=max(row[0] for row in rows), waited=tuple(row[1] / 1e6 for row in rows))
 
 
 class Stragglers:

@@ -20,6 +20,7 @@ from zeromesh.trainer import setup
 from zeromesh.trainer.attributes import KeptAttributes
 from zeromesh.trainer.console import human_bytes, human_count
 from zeromesh.trainer.dress import dress_model
+from zeromesh.trainer.engine_options import exempted
 from zeromesh.trainer.feeds import Feeds
 from zeromesh.trainer.flops import ModelFlops, parameters_of
 from zeromesh.trainer.hf.generate import check_arguments, generate
@@ -51,7 +52,7 @@ class TrainedModel:
         self._run = run
         built = setup.prepare_model(run.given.model, run.config, run.data.tokenizer)
         self.model = built.model
-        options = setup.exempted(options, run.config, self.model)
+        options = exempted(options, run.config, self.model)
         self.optimizer = options.optimizer
         self._kept = KeptAttributes(self.model)
         self._gradients_ready = False

@@ -27,9 +27,9 @@ from zeromesh.pipeline.executor import Bubble
 from zeromesh.pipeline.runner import Work
 from zeromesh.tensor.products import take_product_buffers
 from zeromesh.trainer.config_file import load_config
+from zeromesh.trainer.engine_options import engine_options
 from zeromesh.trainer.hf.losses import Loss, make_loss
 from zeromesh.trainer.hf.products import use_fastest_products
-from zeromesh.trainer.setup import engine_options
 from zeromesh.zero.deferred import build_deferred
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.options import ZeroOptions

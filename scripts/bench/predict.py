@@ -10,7 +10,7 @@ from bench.workload import Workload
 from zeromesh.offload import Purpose
 from zeromesh.optim.sharded import GroupRules
 from zeromesh.trainer.config_file import load_config
-from zeromesh.trainer.setup import engine_options
+from zeromesh.trainer.engine_options import engine_options
 from zeromesh.zero.footprint import predict_memory
 from zeromesh.zero.plan import plan_model
 
