@@ -6,6 +6,8 @@ files. A case that fails, hangs or kills a worker takes its pool with it, and th
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import signal
@@ -23,6 +25,9 @@ from typing import Any, Self
 HERE = Path(__file__).parent
 _LAST_LINES = 60
 _START_SECONDS = 60.0
+_FIRST_PORT, _PORTS = 10_000, 20_000
+_TRIED = itertools.count(os.getpid() * 251)
+"""Processes that test at the same time begin at different ones."""
 _KEPT_POOLS = 4
 """Workers that wait cost a few percent of a core each: the threads of their process groups poll."""
 
@@ -179,7 +184,7 @@ class Pool:
             left = [connection for connection, rank in waited.items() if rank not in found and connection is not None]
             ready = wait(left, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise self._hung(case, timeout, [rank for rank in waited.values() if rank not in found])
+                raise self._hung(case, timeout, [rank for rank in waited.values() if rank not in found], found)
             for connection in ready:
                 rank = waited[connection]  # type: ignore[index]
                 found[rank] = self._receive(rank)
@@ -192,11 +197,18 @@ class Pool:
         except (EOFError, ConnectionResetError):
             return Outcome(rank=rank, error="died", traceback=self._tail(rank))
 
-    def _hung(self, case: str, timeout: float, ranks: Sequence[int]) -> CaseError:
+    def _hung(
+        self, case: str, timeout: float, ranks: Sequence[int], found: Mapping[int, Outcome] | None = None
+    ) -> CaseError:
         for rank in ranks:
             _signal(self._workers[rank].pid, signal.SIGUSR1)
         time.sleep(0.3)
-        text = "\n".join(f"rank {rank} is at\n{self._tail(rank)}" for rank in ranks)
+        text = "\n".join(
+            [
+                *(_report(each) for each in (found or {}).values()),
+                *(f"rank {rank} is at\n{self._tail(rank)}" for rank in ranks),
+            ]
+        )
         self.close()
         return CaseError(f"{case} did not end within {timeout:g} seconds on ranks {list(ranks)}\n{text}")
 
@@ -274,10 +286,12 @@ def _launch_variables(rank: int, size: int, port: str) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One of those that the kernel gives nobody who does not ask for it: it is still free when rank 0 listens."""
+    while True:
+        port = _FIRST_PORT + next(_TRIED) % _PORTS
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
