@@ -28,7 +28,8 @@ from zeromesh.trainer.config_file import load_config
 from zeromesh.trainer.metrics import MetricsWriter, StepMetrics, read_metrics
 from zeromesh.trainer.redaction import REDACTED, Redaction
 from zeromesh.trainer.tracked_rows import Row, Sent, missed_rows
-from zeromesh.trainer.trackers import TrackedRun, Tracker
+from zeromesh.trainer.tracker_arguments import TrackedRun
+from zeromesh.trainer.trackers import Tracker
 from zeromesh.trainer.tracking import Tracking
 from zeromesh.trainer.wandb_files import last_row
 
@@ -452,11 +453,10 @@ def test_the_training_thread_never_waits_and_what_does_not_fit_is_counted() -> N
 def test_the_end_of_a_run_waits_for_trackers_a_bounded_time() -> None:
     said: list[str] = []
     gate = threading.Event()
-    tracking = Tracking([Fake("stuck", finish=lambda: (gate.wait(30), None)[1])], said.append, ident="x")
-    tracking.__enter__()
-    tracking.log(metrics(1))
+    stuck = Fake("stuck", finish=lambda: (gate.wait(30), None)[1])
     began = time.monotonic()
-    tracking.finish(0.3)
+    with Tracking([stuck], said.append, ident="x", patience=0.3) as tracking:
+        tracking.log(metrics(1))
     assert 0.2 < time.monotonic() - began < 5
     assert said == ["WARNING: tracking by stuck did not end within 0.3 seconds; metrics.jsonl has every step"]
     gate.set()

@@ -174,8 +174,10 @@ def tracked(
     }
 
 
-def planted(mesh: Mesh, *, folder: str, backends: list[str]) -> dict[str, Any]:
-    """As `tracked`, with secrets in the environment, the arguments and the configuration."""
+def planted(
+    mesh: Mesh, *, folder: str, backends: list[str], steps: int = 6, places: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """As `tracked`, with secrets in the environment, the arguments and the configuration; `places` are variables of trackers."""
     sections = {
         "tracking": {
             "backends": backends,
@@ -193,10 +195,15 @@ def planted(mesh: Mesh, *, folder: str, backends: list[str]) -> dict[str, Any]:
             "train": "https://someone:planted-password/of@an-address@example.org/text",
             "eval": "redis://:planted@host",
         },
+        "parallel": {"timeout_seconds": 60},  # as by default: half of it is the time that trackers have to end
     }
     arguments = [*sys.argv, f"--token={IN_ARGUMENTS}", f"--key={ENVIRONMENT['HF_TOKEN']}"]
-    with patch.dict(os.environ, ENVIRONMENT), patch.object(sys, "argv", arguments):
-        return tracked(mesh, folder=folder, steps=6, backends=backends, sections=sections)
+    with (
+        patch.dict(os.environ, {**ENVIRONMENT, **(places or {})}),
+        patch.object(sys, "argv", arguments),
+        contextlib.chdir(folder),
+    ):
+        return tracked(mesh, folder=folder, steps=steps, backends=backends, sections=sections)
 
 
 class Leaks(Callback):

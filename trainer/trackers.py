@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from zeromesh.trainer.tracked_rows import Row, Sent
+from zeromesh.trainer.tracker_arguments import TrackedRun, arguments_of
 from zeromesh.trainer.wandb_files import last_row
 
 GLOBAL_STEP = "train/global_step"
@@ -68,20 +69,6 @@ def _registered() -> Mapping[str, Any]:
     """Trackers that accelerate knows; its own, and those that were registered in this process."""
     module = sys.modules.get("accelerate.tracking")
     return module.LOGGER_TYPE_TO_CLASS if module is not None else {}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrackedRun:
-    """What trackers are told about a run. `config` holds no secrets; `step` is the one after which this process goes on."""
-
-    ident: str
-    name: str
-    project: str
-    tags: tuple[str, ...]
-    online: bool
-    directory: Path
-    step: int
-    config: Mapping[str, Any]
 
 
 @dataclass(slots=True)
@@ -259,15 +246,14 @@ def _pass_second(folder: Path) -> None:
 
 
 class OtherTracker(NotedTracker):
-    """Any other of accelerate's: told by arguments that all of them take."""
+    """Any other of accelerate's, by the calls that all of them have; what each is told to begin with is in `tracker_arguments`."""
 
     def start(self) -> None:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         run = self.run
         folder = [str(run.directory / self.name)] if LOGGER_TYPE_TO_CLASS[self.name].requires_logging_directory else []
-        named = {"run_name": run.name} if self.name == "mlflow" else {}
-        self._make(run.project, *folder, **named)
+        self._make(run.project, *folder, **arguments_of(self.name, run))
         self.tracker.store_init_configuration(dict(_flat(run.config)))
         self.sent = self._noted()
 

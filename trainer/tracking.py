@@ -10,6 +10,7 @@ this one computes their steps anew. `tracking.json` in the run's directory has t
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 import time
@@ -27,7 +28,8 @@ from zeromesh.trainer.metrics import StepMetrics
 from zeromesh.trainer.redaction import Redaction
 from zeromesh.trainer.sender import HAS_ALL, Sender, said_by
 from zeromesh.trainer.tracked_rows import Row, evaluation_row, step_row
-from zeromesh.trainer.trackers import TrackedRun, Tracker, make_tracker
+from zeromesh.trainer.tracker_arguments import TrackedRun
+from zeromesh.trainer.trackers import Tracker, make_tracker
 
 NAME = "tracking.json"
 _CAPACITY = 10_000
@@ -35,6 +37,8 @@ _FINISH_SECONDS = 30.0
 _ERROR_SECONDS = 5.0
 """After an error, of which the other ranks are told only then."""
 _ABANDON_SECONDS = 2.0
+_SHARE = 0.7
+"""Of the time for which ranks wait for each other."""
 _IDENT = re.compile(r"[A-Za-z0-9]{1,64}")
 
 
@@ -49,13 +53,18 @@ class Tracking:
         ident: str = "",
         redaction: Redaction | None = None,
         capacity: int = _CAPACITY,
+        patience: float = math.inf,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
-        """`note` tells a person; it is called from the training thread alone. `leave` is called when all trackers have ended."""
+        """`note` tells a person; it is called from the training thread alone. `leave` is called when all trackers have ended.
+
+        The end waits `patience` seconds at most, and never more than half a minute.
+        """
         self.ident = ident
         """What trackers know the run by; empty where there are none."""
         self._note = note
         self._leave = leave
+        self._patience = patience
         self._senders = [Sender(each, redaction or Redaction(), capacity) for each in trackers]
 
     @classmethod
@@ -94,7 +103,9 @@ class Tracking:
             note(f"WARNING: there is no tracking: {said_by(error, redaction)}. Training goes on; {HAS_ALL}")
             return cls(ident=ident)
         trackers = [make_tracker(name, run) for name in dict.fromkeys(section.backends)]
-        return cls(trackers, note, ident=ident, redaction=redaction, leave=leave)
+        # The other ranks wait for this one meanwhile.
+        patience = _SHARE * config.parallel.timeout_seconds if mesh.world_size > 1 else math.inf
+        return cls(trackers, note, ident=ident, redaction=redaction, patience=patience, leave=leave)
 
     def identity(self, run: str) -> dict[str, str]:
         """What a checkpoint of run `run` keeps, so that its trackers know it again."""
@@ -123,7 +134,7 @@ class Tracking:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.finish(_FINISH_SECONDS if error is None else _ERROR_SECONDS)
+        self.finish(min(_FINISH_SECONDS if error is None else _ERROR_SECONDS, self._patience))
 
     def finish(self, seconds: float) -> None:
         """Send what is left, waiting for that so many seconds at most. Nothing is sent afterwards."""
