@@ -26,7 +26,8 @@ FLOORS = {
     "zeromesh": ENGINE,
     "trainer": ENGINE
     | {"transformers", "huggingface_hub", "datasets", "pyarrow", "accelerate", "wandb", "peft"}
-    | {"pydantic", "pydantic_core", "annotated_types", "yaml", "rich"},
+    | {"pydantic", "pydantic_core", "annotated_types", "yaml", "rich"}
+    | {"clearml", "comet_ml", "swanlab"},  # which are there where a person tracks by them
 }
 # The package hands `Trainer` on lazily, and `python -m zeromesh` is the command.
 DOORS = {"zeromesh/__init__.py", "zeromesh/__main__.py"}
