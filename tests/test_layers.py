@@ -26,6 +26,7 @@ FLOORS = {
     "zeromesh": ENGINE,
     "trainer": ENGINE
     | {"transformers", "huggingface_hub", "datasets", "pyarrow", "accelerate", "wandb", "peft"}
+    | {"clearml", "comet_ml", "swanlab"}
     | {"pydantic", "pydantic_core", "annotated_types", "yaml", "rich"},
 }
 # The package hands `Trainer` on lazily, and `python -m zeromesh` is the command.
