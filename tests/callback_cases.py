@@ -7,8 +7,11 @@ import contextlib
 import io
 import os
 import re
+import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -206,6 +209,69 @@ def shown(mesh: Mesh, folder: str, name: str) -> dict[str, list[Any]]:
             run(kind, Path(folder) / which, fields, [] if which == "theirs" else [made(name)])
         lines = map(ast.literal_eval, re.findall(r"\{.*?\}", out.getvalue()))
         found[which] = [timeless(line) for line in lines]
+    return found
+
+
+def notebook(mesh: Mesh, folder: str, fields: Mapping[str, Any]) -> dict[str, str]:
+    """The last table that the callback of notebooks shows under either; a module stands in for IPython's."""
+    found: dict[str, list[str]] = {}
+    display = ModuleType("IPython.display")
+    display.HTML = str  # type: ignore[attr-defined]
+    with patch.dict(sys.modules, {"IPython": ModuleType("IPython"), "IPython.display": display}):
+        sys.modules["IPython"].display = display  # type: ignore[attr-defined]
+        from transformers.utils.notebook import NotebookProgressCallback
+
+        for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+            shown = found[name] = []
+            display.display = lambda text, shown=shown, **_: (shown.append(text), Shown(shown))[1]  # type: ignore[attr-defined]
+            with quiet():
+                run(kind, Path(folder) / name, fields, [NotebookProgressCallback()]).predict(whole(5))
+    return {name: re.findall(r"<table.*?</table>", "".join(each), re.DOTALL)[-1] for name, each in found.items()}
+
+
+class Shown:
+    """What is shown once, and changed later."""
+
+    def __init__(self, shown: list[str]) -> None:
+        self._shown = shown
+
+    def update(self, text: str) -> None:
+        self._shown.append(text)
+
+
+class Terminate(tf.TrainerCallback):
+    """Asks its own process to end after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert Path(args.output_dir).is_dir()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminated(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """What a run leaves that SIGTERM meets, with transformers' callback for it, which waits for three seconds otherwise."""
+    from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpointCallback
+
+    found: dict[str, Any] = {}
+    fields = {"max_steps": 40, "save_strategy": "no", "enable_jit_checkpoint": True}
+    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+        root, recorder = Path(folder) / name, Recorder()
+        callbacks = [Terminate(3), recorder, *([JITCheckpointCallback()] if kind is Trainer else [])]
+        with quiet(), patch.object(CheckpointManager, "_sigterm_handler", lambda self, *_: self._enable_checkpoint()):
+            try:
+                run(kind, root, fields, callbacks)
+            except SystemExit as error:
+                found["code"] = error.code
+        last = [each["state"][0] for each in recorder.seen if each["event"] == "on_step_end"][-1]
+        kept = [path.name for path in (root / "run").glob("checkpoint-*")]
+        files = [path.name for path in (root / "run").rglob("*incomplete*")]
+        found[name] = {"last": last, "kept": kept, "files": files}
+        found[f"{name} handler"] = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     return found
 
 

@@ -32,3 +32,40 @@ def test_a_tracker_holds_every_step_once_and_no_secret(workers: Workers, tmp_pat
     secrets = [*ENVIRONMENT.values(), IN_CONFIG, IN_ARGUMENTS, "planted"]
     for path, content in contents(tmp_path):
         assert [secret for secret in secrets if secret.encode() in content] == [], path
+
+
+CALLBACKS = {
+    "ClearMLCallback": "clearml",
+    "CometCallback": "comet_ml",
+    "DVCLiveCallback": "dvclive",
+    "MLflowCallback": "mlflow",
+    "SwanLabCallback": "swanlab",
+    "TrackioCallback": "trackio",
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_a_callback_of_transformers_leaves_the_same(workers: Workers, tmp_path: Path, name: str) -> None:
+    package = CALLBACKS[name]
+    pytest.importorskip(package)
+    figures = ("loss", "eval_loss") if package == "mlflow" else ("train/loss", "eval/loss")
+    found = []
+    for ours in (False, True):
+        folder = tmp_path / str(ours)
+        folder.mkdir()
+        with workers.fresh(PoolOptions(size=1)) as pool:
+            pool.run("package_callbacks:left", timeout=120, folder=str(folder), name=name, ours=ours)
+        found.append([kept(package, folder, figure, "learning_rate") for figure in figures])
+    for (theirs, their_setting), (mine, my_setting) in zip(*found, strict=True):
+        assert theirs
+        assert [step for step, _ in mine] == [step for step, _ in theirs]
+        assert [value for _, value in mine] == pytest.approx([value for _, value in theirs], rel=2e-4)
+        assert my_setting == their_setting
+
+
+def test_codecarbon_writes_its_file(workers: Workers, tmp_path: Path) -> None:
+    """Into a directory that has to be there when the trainer is made."""
+    pytest.importorskip("codecarbon")
+    with workers.fresh(PoolOptions(size=1)) as pool:
+        pool.run("package_callbacks:left", timeout=120, folder=str(tmp_path), name="CodeCarbonCallback", ours=True)
+    assert len((tmp_path / "run" / "emissions.csv").read_text().splitlines()) == 2

@@ -129,7 +129,7 @@ OTHER: dict[str, Any] = {
     "save_steps": 40,
     "save_on_each_node": True,
     "save_total_limit": 2,
-    "enable_jit_checkpoint": True,
+    "enable_jit_checkpoint": (True, {"save_strategy": "no"}),
     "push_to_hub": (True, {"hub_strategy": "end"}),
     "hub_token": "hf_of_nobody",
     "hub_private_repo": True,
@@ -355,6 +355,8 @@ def test_weight_decay_leaves_out_what_transformers_leaves_out(kind: str) -> None
         ({"save_strategy": "steps", "save_steps": 0.5}, {"checkpoint.every_steps": 100}),
         ({"save_strategy": "epoch"}, {"checkpoint.every_steps": "epoch"}),
         ({"save_strategy": "no"}, {"checkpoint.every_steps": 0}),
+        ({"save_strategy": "no", "enable_jit_checkpoint": True}, {"checkpoint.every_steps": 10**9}),
+        ({"save_strategy": "epoch", "enable_jit_checkpoint": True}, {"checkpoint.every_steps": "epoch"}),
         (
             {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 20},
             {"checkpoint.every_steps": 20, "checkpoint.keep_best": 1, "checkpoint.keep_last": 1},

@@ -197,6 +197,23 @@ def test_what_is_printed(workers: Workers, tmp_path: Path, name: str) -> None:
             assert value is None or math.isclose(float(mine[key]), float(value), rel_tol=2e-3), key
 
 
+@pytest.mark.parametrize("strategy", ["no", "steps", "epoch"])
+def test_what_a_notebook_shows(workers: Workers, tmp_path: Path, strategy: str) -> None:
+    fields = {"max_steps": 4, "logging_steps": 2, "eval_strategy": strategy, "eval_steps": 2, "save_strategy": "no"}
+    found = workers.run(1, f"{CASES}:notebook", folder=str(tmp_path), fields=fields)[0]
+    assert found["theirs"].count("<td>") >= 3
+    assert found["ours"] == found["theirs"]
+
+
+def test_sigterm_leaves_the_checkpoint_of_the_last_step(workers: Workers, tmp_path: Path) -> None:
+    """Which `JITCheckpointCallback` is for, also where none are written else. Both make the step after which they are told."""
+    found = workers.run(1, f"{CASES}:terminated", folder=str(tmp_path))[0]
+    assert found["theirs"] == {"last": 4, "kept": ["checkpoint-3"], "files": []}  # before the last step, which is lost
+    assert found["ours"] == {"last": 4, "kept": ["checkpoint-4"], "files": []}
+    assert found["code"] == 143
+    assert found["ours handler"]
+
+
 def test_what_tensorboard_gets(workers: Workers, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     found = workers.run(1, f"{CASES}:tensorboard", folder=str(tmp_path))[0]

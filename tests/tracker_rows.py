@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-SETTING = "optimizer.lr"
 Kept = tuple[list[tuple[int, float]], list[float]]
 """Steps with values, and what each process has said of the setting."""
 
@@ -23,9 +22,9 @@ def places(folder: Path) -> dict[str, str]:
     }
 
 
-def kept(name: str, folder: Path, figure: str) -> Kept:
-    """What a tracker has of a figure."""
-    return _READERS[name](folder, figure)
+def kept(name: str, folder: Path, figure: str, setting: str = "optimizer.lr") -> Kept:
+    """What a tracker has of a figure and a setting."""
+    return _READERS[name](folder, figure, setting)
 
 
 def contents(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -39,7 +38,7 @@ def contents(folder: Path) -> Iterator[tuple[str, bytes]]:
                         yield f"{path}/{inner}", archive.read(inner)
 
 
-def _aim(folder: Path, figure: str) -> Kept:
+def _aim(folder: Path, figure: str, setting: str) -> Kept:
     from aim import Repo
 
     repo = Repo.from_path(str(folder / "run" / "aim"))
@@ -52,35 +51,39 @@ def _aim(folder: Path, figure: str) -> Kept:
         if metric.name == figure
         for row in metric.dataframe()[["step", "value"]].values
     ]
-    return sorted((int(step), float(value)) for step, value in rows), [run["hparams"][SETTING] for run in runs]
+    return sorted((int(step), float(value)) for step, value in rows), [run["hparams"][setting] for run in runs]
 
 
-def _clearml(folder: Path, figure: str) -> Kept:
+def _clearml(folder: Path, figure: str, setting: str) -> Kept:
     rows, settings = [], []
     for path in (folder / "clearml").rglob("metrics.jsonl"):
         rows += [row for line in path.read_text().splitlines() for row in json.loads(line)]
-        text = json.loads((path.parent / "task.json").read_text())["configuration"]["General"]["value"]
-        settings += [float(line.partition(" = ")[2]) for line in text.splitlines() if line.startswith(f'"{SETTING}"')]
-    return sorted((row["iter"], row["value"]) for row in rows if row["metric"] == figure), settings
+        general = json.loads((path.parent / "task.json").read_text())["configuration"].get("General", {})
+        text = general.get("value", "")
+        settings += [float(line.partition(" = ")[2]) for line in text.splitlines() if line.startswith(f'"{setting}"')]
+    figures = [row for row in rows if figure in (row["metric"], f"{row['metric']}/{row['variant']}")]
+    return sorted((row["iter"], row["value"]) for row in figures), settings
 
 
-def _comet_ml(folder: Path, figure: str) -> Kept:
+def _comet_ml(folder: Path, figure: str, setting: str) -> Kept:
     rows, settings = [], []
     paths = list((folder / "run" / "comet_ml").glob("*.zip"))
     for path in paths:
         with zipfile.ZipFile(path) as archive:
             lines = [json.loads(line)["payload"] for line in archive.read("messages.json").splitlines()]
         rows += [line["metric"] for line in lines if line.get("metric", {}).get("metricName") == figure]
-        settings += [float(line["param"]["paramValue"]) for line in lines if _named(line, "param", "paramName")]
+        settings += [float(line["param"]["paramValue"]) for line in lines if setting in _parts(line)]
     assert len({path.name.partition("-")[0] for path in paths}) == 1  # one experiment
     return sorted((row["step"], row["metricValue"]) for row in rows), settings
 
 
-def _named(line: dict[str, Any], part: str, key: str) -> bool:
-    return (line.get(part) or {}).get(key) == SETTING
+def _parts(line: dict[str, Any]) -> list[str]:
+    """The name of a parameter, and its last part."""
+    name = (line.get("param") or {}).get("paramName") or ""
+    return [name, name.rpartition("|")[2]]
 
 
-def _dvclive(folder: Path, figure: str) -> Kept:
+def _dvclive(folder: Path, figure: str, setting: str) -> Kept:
     import yaml
 
     place = folder / "run" / "dvclive"
@@ -88,11 +91,11 @@ def _dvclive(folder: Path, figure: str) -> Kept:
     rows = [line.split("\t") for line in lines]
     assert (folder / "run" / "dvc.yaml").read_text().count("params.yaml") == 1
     return [(int(step), float(value)) for step, value in rows], [
-        yaml.safe_load((place / "params.yaml").read_text())[SETTING]
+        yaml.safe_load((place / "params.yaml").read_text())[setting]
     ]
 
 
-def _mlflow(folder: Path, figure: str) -> Kept:
+def _mlflow(folder: Path, figure: str, setting: str) -> Kept:
     from mlflow import MlflowClient
 
     client = MlflowClient(places(folder)["MLFLOW_TRACKING_URI"])
@@ -100,10 +103,10 @@ def _mlflow(folder: Path, figure: str) -> Kept:
     runs = client.search_runs([experiment.experiment_id])
     rows = [each for run in runs for each in client.get_metric_history(run.info.run_id, figure)]
     assert {run.info.status for run in runs} == {"FINISHED"}
-    return sorted((row.step, row.value) for row in rows), [float(run.data.params[SETTING]) for run in runs]
+    return sorted((row.step, row.value) for row in rows), [float(run.data.params[setting]) for run in runs]
 
 
-def _swanlab(folder: Path, figure: str) -> Kept:
+def _swanlab(folder: Path, figure: str, setting: str) -> Kept:
     import yaml
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
     from swanlab.sdk.internal.core_python.store import DataStoreReader
@@ -116,22 +119,24 @@ def _swanlab(folder: Path, figure: str) -> Kept:
         scalars = [Record.FromString(each).scalar for each in reader]
         reader.close()
         rows += [(each.step, each.value.number) for each in scalars if each.key == figure]
-        settings += [yaml.safe_load((path.parent / "files" / "config.yaml").read_text())[SETTING]["value"]]
+        settings += [yaml.safe_load((path.parent / "files" / "config.yaml").read_text())[setting]["value"]]
+        if (folder / "run" / "tracking.json").exists():  # Else it is a callback's, which looks at all there is.
+            assert "command" not in (path.parent / "files" / "swanlab-metadata.json").read_text()
     assert len({path.name for path in paths}) == 1  # one run
     return rows, settings
 
 
-def _trackio(folder: Path, figure: str) -> Kept:
+def _trackio(folder: Path, figure: str, setting: str) -> Kept:
     import sqlite3
 
     with sqlite3.connect(folder / "trackio" / "zeromesh.db") as base:
         lines = base.execute("select step, metrics from metrics order by id").fetchall()
-        settings = [json.loads(config)[SETTING] for (config,) in base.execute("select config from configs")]
+        settings = [json.loads(config)[setting] for (config,) in base.execute("select config from configs")]
     rows = [(step, json.loads(values)) for step, values in lines]
     return [(step, values[figure]) for step, values in rows if figure in values], settings
 
 
-_READERS: dict[str, Callable[[Path, str], Kept]] = {
+_READERS: dict[str, Callable[[Path, str, str], Kept]] = {
     "aim": _aim,
     "clearml": _clearml,
     "comet_ml": _comet_ml,

@@ -194,7 +194,12 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             "save_on_each_node",
             "a checkpoint is written once, to a directory that all hosts see; give such an output_dir",
         ),
-        *idle("enable_jit_checkpoint", "SIGTERM always ends a run after the step and its checkpoint"),
+        joined(
+            "enable_jit_checkpoint",
+            "checkpoint.every_steps",
+            "where save_strategy is no: so many that only the end writes a checkpoint, or SIGTERM; else nothing, as SIGTERM "
+            "always ends a run after the step and its checkpoint",
+        ),
         copied("load_best_model_at_end", "run.load_best"),
         converted("metric_for_best_model", "run.metric", "without eval_ before it; None: loss", _metric),
         converted(

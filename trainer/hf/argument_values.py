@@ -223,6 +223,10 @@ def _memory(of: Reading) -> Pairs:
         of.refuse("torch_compile_mode", f"got {mode!r}; allowed is default")
 
 
+_AT_THE_END = 10**9
+"""More steps than runs have: the only checkpoint is that of the last step, or of the one after which SIGTERM has ended the run."""
+
+
 def _every(of: Reading, kind: str, strategy: str) -> int | str | None:
     """A number of steps, 0 or `epoch`; None for a part of a run whose steps are not known."""
     if strategy != "steps":
@@ -257,6 +261,8 @@ def _intervals(of: Reading) -> Pairs:
         yield "checkpoint.keep_last", 1
         return
     save = _every(of, "save", of("save_strategy"))
+    if save == 0 and of("enable_jit_checkpoint"):
+        save = _AT_THE_END
     if save is not None:
         yield "checkpoint.every_steps", save
 

@@ -8,6 +8,8 @@ changes anything in the run. Events come in the order of transformers' Trainer, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -74,6 +76,10 @@ class TransformersCallbacks(Callback):
         self._arguments = trainer.training_arguments or arguments_of(trainer.config)
         first = read_environment().rank == 0
         self._state.is_world_process_zero = self._state.is_local_process_zero = first
+        if first and self._callbacks:
+            # As transformers' Trainer has by now; `fit` says what is wrong with it.
+            with suppress(OSError):
+                Path(self._arguments.output_dir).mkdir(parents=True, exist_ok=True)
         given = dict.fromkeys(("optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"))
         self._tell(
             "on_init_end", {"model": trainer.given.model, "processing_class": trainer.given.processing_class, **given}

@@ -21,7 +21,8 @@ class TrackingSection(Section):
     project: Text = Field(default="zeromesh", description="The project that trackers file the run under.")
     name: Text | None = Field(default=None, description="What trackers call the run; null: `run.name`.")
     mode: Literal["offline", "online"] = Field(
-        default="offline", description="Whether wandb sends what it keeps; online needs a network and a key."
+        default="offline",
+        description="Whether wandb, clearml, comet_ml and swanlab send what they keep; online needs a network and a key.",
     )
     tags: Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)] = Field(
         default=(), description="Labels of the run."
