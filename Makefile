@@ -38,7 +38,7 @@ lint: setup
 
 # Most tests wait: for disks, for timeouts, for each other's ranks. Two processes share the files out.
 test: lint
-	$(BIN)/python -m pytest -m 'not full' --steps 4 --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not full' --steps 4 --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-all: lint
 	$(BIN)/python -m pytest --junitxml=.pytest_cache/all.xml

@@ -13,6 +13,7 @@ import torch
 import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
+from step_lines import check_phases
 from torch import nn
 from workers import PoolOptions, Workers
 
@@ -141,7 +142,7 @@ def test_phases_of_a_run_show_where_its_time_goes(workers: Workers, tmp_path: Pa
         phases = line["phases"]
         assert list(phases) == ["data", "forward", "backward", "communication", "optimizer", "other"]
         assert phases["data"] >= 4 * 0.004
-        assert sum(phases.values()) == pytest.approx(line["step_seconds"], rel=0.05, abs=2e-3)
+    check_phases(found[0][1:])
     late = workers.run(2, f"{CASES}:timed", folder=f"{tmp_path}/late", late=1)
     for mine, theirs in zip(late[0][1:], late[1][1:], strict=True):
         assert mine["phases"]["communication"] > 0.09  # It has waited for the other,
