@@ -26,7 +26,7 @@ def stages() -> str:
     ranks, unit, left, top = 4, 8.5, 92, 70
     parts = (("parameters", "a", 2), ("gradients", "b", 4), ("master weights, moments", "c", 12))
     cell = sum(nbytes for _, _, nbytes in parts) * unit + 14
-    drawing = Drawing(860, 302, "What each of four ranks holds at ZeRO stages 0 to 3")
+    drawing = Drawing(890, 302, "What each of four ranks holds at ZeRO stages 0 to 3")
     at = float(left)
     for name, colour, nbytes in parts:
         drawing.rect(at, 14, 14, 14, f"f{colour}")
@@ -34,7 +34,8 @@ def stages() -> str:
         at += 45 + 6.6 * len(f"{name}: {nbytes} bytes")
     for rank in range(ranks):
         drawing.text(left + rank * cell, top - 12, f"rank {rank}", "soft")
-    drawing.text(left + ranks * cell + 6, top - 12, "a parameter", "soft")
+    drawing.text(left + ranks * cell + 6, top - 24, "bytes per", "soft")
+    drawing.text(left + ranks * cell + 6, top - 10, "parameter and rank", "soft")
     for stage, row in STAGES.items():
         y = top + stage * 58
         drawing.text(12, y + 22, f"stage {stage}", "bold")

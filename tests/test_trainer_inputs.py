@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
     "model name": ("ConfigError", ["model is 'gpt2'; give an nn.Module", "model.source"]),
     "no model": ("ConfigError", ["the callable given as model returned a NoneType"]),
     "callback": ("ConfigError", ["callbacks holds the class Callback; give objects of subclasses of"]),
-    "mean": ("ConfigError", ["compute_loss gave a Tensor; it should give (sum, count)"]),
+    "mean": ("ConfigError", ["compute_loss returned a Tensor; it must return (sum, count)"]),
     "detached": ("ConfigError", ["the loss does not depend on any trained parameter"]),
     "collator": ("DataError", ["data_collator gave a list for samples", "a mapping of the model's argument names"]),
     "only evaluation": ("DataError", ["there is no train_dataset; give one to Trainer, or name text in data.train"]),

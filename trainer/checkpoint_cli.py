@@ -54,7 +54,7 @@ def add_checkpoint_command(commands: Any) -> None:
     diff.add_argument("one", type=Path, metavar="A", help="a checkpoint, or a run: its newest one")
     diff.add_argument("two", type=Path, metavar="B", help="another")
     diff.add_argument(
-        "--tolerance", type=_distance, metavar="X", help="differences up to X are none (default: bitwise)"
+        "--tolerance", type=_distance, metavar="X", help="ignore differences up to X (default: compare bitwise)"
     )
 
 

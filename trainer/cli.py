@@ -105,7 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
     for command in (train, launch, config):
         command.add_argument("config", metavar="CONFIG", help="a YAML or JSON file, DeepSpeed's among them")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys to change, values in YAML")
-    status = commands.add_parser("status", help="where a run that goes on is, rank by rank")
+    status = commands.add_parser("status", help="show what each rank of a running job is doing")
     status.add_argument("run", metavar="RUN", help="the run's directory")
     status.set_defaults(worker=False)
     add_checkpoint_command(commands)

@@ -48,7 +48,7 @@ def load_config(
 ) -> TrainerConfig:
     """The configuration of `source`, with `overrides` (`section.key=value`, the value in YAML) on top.
 
-    Keys that are `unused`, because something else stands in for them, need not agree with others, nor exist as paths.
+    Keys that are `unused`, because something else replaces them, need not agree with others, nor exist as paths.
     Touches no process group, no device and no model; checks that the paths and the packages of trackers that it names exist.
 
     Args:

@@ -93,7 +93,7 @@ class _Part:
 
 
 def load_datasets(section: DataSection, *, tokenizer: Tokenizer | None = None) -> LoadedData:
-    """Read, tokenise and pack what `section` names; a `tokenizer` given stands in for the section's.
+    """Read, tokenise and pack what `section` names; a `tokenizer` given replaces the section's.
 
     Without `data.eval`, `data.eval_fraction` of the documents are held out, chosen by a hash of their names:
     the same ones for every seed and machine. Where that leaves less than a sequence (few documents), it is

@@ -122,7 +122,7 @@ def _clipping(of: Reading) -> Pairs:
 def _optimizer(of: Reading) -> Pairs:
     if not of.names("optimizer."):
         if not of.below:
-            of.say("no optimizer is given: zeromesh's default stands in for it")
+            of.say("no optimizer is given: zeromesh's default replaces it")
         return
     kind = str(of("optimizer.type", "")).lower()
     if kind not in _PARAMETERS:

@@ -18,9 +18,7 @@ _RUNS = Path("runs")
 
 def add_doctor_command(commands: Any) -> None:
     """Add `doctor` to the subparsers of `zeromesh`."""
-    parser = commands.add_parser(
-        "doctor", help="what of this machine keeps runs from working, or working well, and what to do"
-    )
+    parser = commands.add_parser("doctor", help="check this machine and suggest fixes")
     parser.set_defaults(worker=False, overrides=[])
     parser.add_argument(
         "--directory",

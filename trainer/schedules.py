@@ -34,7 +34,7 @@ class Schedule:
     | `polynomial` | (1 - progress) ** `power` (1 if not given), down to `min_ratio` | `min_ratio`, `power` |
     | `warmup_stable_decay`, `wsd` | 1, then to `min_ratio` in `decay_steps` | `min_ratio`, `decay_steps` (a \
 tenth of the run), `decay_shape` (cosine, linear, 1-sqrt), `num_cycles` |
-    | `inverse_sqrt` | 1 / sqrt(step / warmup steps) | `timescale`, which stands in for the warmup steps |
+    | `inverse_sqrt` | 1 / sqrt(step / warmup steps) | `timescale`, which replaces the warmup steps |
 
     `min_ratio` is a fraction of the base learning rate. `constant` here heeds `warmup_steps`, which
     transformers' ignores. All warm-ups rise from `start_ratio` (0 if not given) in the form of `warmup_shape`,

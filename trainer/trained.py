@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from zeromesh.trainer.run import Run
 
 
+_REDUCED = {"shared": "through host-shared memory", "gloo": "over gloo", "nccl": "over NCCL"}
+"""How a transport reduces gradients, in the words of the start's line."""
+
+
 class TrainedModel:
     """Of one run; this rank's part of it. `engine` is None once the model is whole.
 
@@ -110,7 +114,7 @@ class TrainedModel:
     def _size(self, engine: ZeroEngine) -> str:
         here = " on this rank" if self.divided.pipeline is not None else ""
         units = f"{len(engine.units)} unit{'s' if len(engine.units) > 1 else ''}{here}"
-        sums = f", gradients summed over {engine.reduction_name}" if self._run.mesh.shard.size > 1 else ""
+        sums = f", gradients reduced {_REDUCED[engine.reduction_name]}" if self._run.mesh.shard.size > 1 else ""
         return f"{type(self.model).__name__}: {human_count(engine.state.numel)} parameters in {units}{sums}"
 
     def require_engine(self) -> ZeroEngine:

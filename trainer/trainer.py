@@ -125,7 +125,7 @@ class Trainer(TransformersNames):
     ) -> FitReport:
         """Train for `run.max_steps` steps, evaluating on the way and at the end; all ranks call it.
 
-        `resume` stands in for `checkpoint.resume`: a path of a checkpoint or run, True for auto, False for never.
+        `resume` replaces `checkpoint.resume`: a path of a checkpoint or run, True for auto, False for never.
         `ignore_keys_for_eval` are `ignore_keys` of these evaluations.
 
         Afterwards a model that fits in memory is whole again on every rank, with its master weights. On a single rank, a

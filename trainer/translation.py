@@ -142,7 +142,7 @@ class Reading:
         place: Place,
         below: Mapping[str, Any] | None = None,
     ) -> None:
-        """`defaults` stand in for settings that are not there; `below` are values by key that hold where nothing else is said."""
+        """`defaults` replace settings that are not there; `below` are values by key that hold where nothing else is said."""
         self.settings = {name: value for name, value in settings.items() if value != AUTO}
         self.automatic = tuple(name for name, value in settings.items() if value == AUTO)
         self.defaults = defaults or {}

@@ -379,8 +379,9 @@ class UserLoss:
         result = self._compute(model, batch)
         if not isinstance(result, tuple) or len(result) != 2:
             raise ConfigError(
-                f"compute_loss gave a {type(result).__name__}; it should give (sum, count): the sum of the losses and "
-                "how many they are, so that microbatches of different sizes add up"
+                f"compute_loss returned a {type(result).__name__}; it must return (sum, count): the sum of the losses and the "
+                "number of targets, so that microbatches of different sizes add up. If `loss` is a mean over n targets: "
+                "return loss * n, n"
             )
         total, count = result
         if not isinstance(total, torch.Tensor) or total.numel() != 1:

@@ -11,7 +11,7 @@ from zeromesh.trainer.sections.section import Section
 
 
 class DataSection(Section):
-    """What it is trained on. Datasets that are given to `Trainer` itself stand in for `train` and `eval`."""
+    """What it is trained on. Datasets that are given to `Trainer` itself replace `train` and `eval`."""
 
     train: Text | Texts = Field(
         default="stdlib",

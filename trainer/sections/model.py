@@ -37,7 +37,7 @@ class LoraSection(Section):
 
 
 class ModelSection(Section):
-    """What is trained. A model that is given to `Trainer` itself stands in for `source` and `config`."""
+    """What is trained. A model that is given to `Trainer` itself replaces `source` and `config`."""
 
     source: Text | None = Field(
         default=None,

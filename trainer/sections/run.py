@@ -21,7 +21,7 @@ class RunSection(Section):
     output_dir: Text = Field(default="runs", description="Where runs are written.")
     max_steps: Count = Field(default=200, description="Optimizer steps.")
     epochs: Annotated[Number, Field(gt=0.0)] | None = Field(
-        default=None, description="Passes over the training data; they stand in for `max_steps`."
+        default=None, description="Passes over the training data; they replace `max_steps`."
     )
     clip_norm: Annotated[Number, Field(ge=0.0)] = Field(
         default=1.0,

@@ -33,7 +33,7 @@ class ScheduleSection(Section):
         description="Steps over which the rate rises from 0. The default shrinks to a tenth of a run that is shorter.",
     )
     warmup_ratio: Fraction | None = Field(
-        default=None, description="The same as a part of the run's steps; it stands in for `warmup_steps`."
+        default=None, description="The same as a part of the run's steps; it replaces `warmup_steps`."
     )
     min_ratio: Annotated[Number, Field(ge=0.0, le=1.0)] | None = Field(
         default=None,
