@@ -1,0 +1,27 @@
+"""Every case of the contract, in a diagonal of the layouts; in all of them under `full`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from workers import Workers
+
+from contract.harness import LAYOUTS, Layout, cases, check, short
+
+
+def _parameters() -> list[Any]:
+    found = []
+    for number, name in enumerate(cases()):
+        for layout in LAYOUTS:
+            marks = () if layout in short(number) else (pytest.mark.full,)
+            found.append(pytest.param(name, layout, id=f"{name.replace(' ', '_')}-{layout.name}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("name", "layout"), _parameters())
+def test_contract(workers: Workers, name: str, layout: Layout) -> None:
+    """Equal to the plain loop, or refused by name."""
+    results = workers.run(layout.ranks, "contract.harness:run", name=name, layout=asdict(layout))
+    check(results, cases()[name].refusal(layout))
