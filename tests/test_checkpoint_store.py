@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import re
 import stat
+import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from stored_cases import (
@@ -84,6 +88,7 @@ def test_checkpoints_are_listed_newest_first_and_old_ones_retired(tmp_path: Path
     assert store.steps() == [100_000_000, 20, 3]
     assert store.retire({20}) == [100_000_000, 3]
     assert store.steps() == [20]
+    assert store.trash.wait(seconds=20)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000020"]
     store.remove(99)
     store.remove(20)
@@ -100,6 +105,54 @@ def test_a_save_that_failed_leaves_nothing(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.create(4, plan_files(SOME, 1))
     store.abandon(4)
+    assert store.trash.wait(seconds=20)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_old_checkpoints_are_removed_beside_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention returns while the disk is still at the first file; more than a few that wait hold up the next retention."""
+    store, go_on = CheckpointStore(tmp_path), threading.Event()
+    for step in (1, 2):
+        store.path(step).mkdir()
+        (store.path(step) / "model.safetensors").write_bytes(b"old")
+    unlink = os.unlink
+
+    def slow(*arguments: Any, **named: Any) -> None:
+        assert go_on.wait(20)
+        unlink(*arguments, **named)
+
+    monkeypatch.setattr(os, "unlink", slow)
+    assert store.retire({2}) == [1]
+    assert store.steps() == [2]
+    assert not store.trash.wait(seconds=0.05)
+    go_on.set()
+    assert store.trash.wait(seconds=20)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_what_cannot_be_removed_is_reported_once_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        store.path(step).mkdir()
+        (store.path(step) / "model.safetensors").write_bytes(b"old")
+
+    def refuse(path: Any, **named: Any) -> None:
+        raise PermissionError(errno.EPERM, "not yours", path)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "unlink", refuse)
+        store.retire({2, 3})
+        assert store.trash.wait(seconds=20)
+        assert re.search(r"\.trash-00000001-.*model\.safetensors' cannot be removed: not yours", store.trash.problems())
+        assert store.trash.problems() == ""
+        store.retire({3})
+        assert store.trash.wait(seconds=20)
+        assert ".trash-00000002-" in store.trash.problems()
+        assert len(store.leftovers()) == 2
+    store.remove(3)
+    assert store.trash.wait(seconds=20)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -84,3 +84,9 @@ def tokenizer_in(folder: Path) -> str:
     made.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(folder)
     return str(folder)
+
+
+def test_old_checkpoints_are_removed_while_training_goes_on(workers: Workers, tmp_path: Path) -> None:
+    """The disk has not removed the first file of the first old checkpoint before the last step ends."""
+    for found in workers.run(2, "disk_cases:removed_late", folder=str(tmp_path)):
+        assert found == {"held": False, "left": ["step-00000005"]}

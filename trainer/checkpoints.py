@@ -225,6 +225,16 @@ class RunCheckpoints:
         if self._saver is not None:
             self._ended(self._saver.finish())
 
+    def close(self) -> None:
+        """At the end of training: wait for the save in flight, and until old checkpoints are removed. Raises as `save` does."""
+        self.finish()
+        if self._saver is not None:
+            self._warn_of_old(self._saver.remove_old(_REMOVAL_SECONDS))
+
+    def _warn_of_old(self, problem: str) -> None:
+        if problem:
+            self._note(f"WARNING: old checkpoints were not removed: {problem}")
+
     def _ended(self, saved: Saved | None) -> None:
         if saved is None:
             return
@@ -234,8 +244,7 @@ class RunCheckpoints:
         self._failures = 0
         self.latest = saved.step
         self._link()
-        if saved.warning:
-            self._note(f"WARNING: old checkpoints were not removed: {saved.warning}")
+        self._warn_of_old(saved.warning)
         self._note(f"step {saved.step}: checkpoint of {human_bytes(saved.nbytes)} in {self.store.path(saved.step)}")
 
     def _failed(self, why: str) -> None:
@@ -279,6 +288,8 @@ class RunCheckpoints:
         }
 
 
+_REMOVAL_SECONDS = 600.0
+"""How long the end of a run waits for old checkpoints to be removed; the next start of the run removes what is left."""
 _NONE = float("inf")
 """The metric of a checkpoint that has none: never the best."""
 

@@ -91,6 +91,7 @@ class TrainingLoop:
         self._checkpoints.finish()
         if run.config.checkpoint.every_steps:
             self._save(wait=True)
+        self._checkpoints.close()
         if not self._stopped:
             run.summarize()
             run.call("on_train_end")

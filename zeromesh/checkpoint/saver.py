@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -272,6 +273,14 @@ class Saver:
             save.task.join()
         if self.sharing.leads:
             self.store.abandon(save.step)
+            self.store.trash.wait()
+
+    def remove_old(self, seconds: float) -> str:
+        """Wait until what has been set aside is removed, for at most `seconds`; what ranks could not remove, the same on all."""
+        deadline = time.monotonic() + seconds
+        while not self.store.trash.wait(seconds=1.0) and time.monotonic() < deadline:
+            self._tell()
+        return self._said(self.store.trash.problems())
 
     def _advance(self, save: _Save) -> Saved | None:
         """Complete the present stage, with all ranks; how the save ended, if it has."""
@@ -282,8 +291,9 @@ class Saver:
             self._tell()
         if save.stage is _Stage.CHECKING:
             return self._commit(save, save.problem)
-        said = self._said(save.problem)
-        if save.stage is _Stage.RETIRING:
+        retiring = save.stage is _Stage.RETIRING
+        said = self._said(save.problem or (self.store.trash.problems() if retiring else ""))
+        if retiring:
             return self._end(save, warning=said)
         if said:
             return self._end(save, failure=said)

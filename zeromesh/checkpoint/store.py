@@ -12,12 +12,14 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from zeromesh import faults
 from zeromesh.checkpoint import manifest as manifests
 from zeromesh.checkpoint.blocks import pieces
 from zeromesh.checkpoint.manifest import FileRecord, Manifest, Piece, checksum
+from zeromesh.checkpoint.remover import Remover
 from zeromesh.checkpoint.tensor_files import FileLayout
 from zeromesh.errors import StorageError
 from zeromesh.flat.split import Interval
@@ -30,6 +32,10 @@ MARK = re.compile(r"\.seen-[0-9a-f]+-\d+")
 """What ranks put there for a moment to find out who else sees it."""
 _SPARE_BYTES = 16 << 20
 """For the manifest and other small files."""
+_ROOM_SECONDS = 10.0
+"""How long a checkpoint that has no room waits for old ones to be removed."""
+_MOST_TRASH = 4
+"""Checkpoints that may wait to be removed. A disk that is slower than that holds up retention, and in the end the next save."""
 
 
 class CheckpointStore:
@@ -37,6 +43,8 @@ class CheckpointStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.trash = Remover()
+        """Removes what has been set aside, in a thread of its own."""
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are there, newest first, whole or not."""
@@ -108,6 +116,8 @@ class CheckpointStore:
         needed = nbytes + _SPARE_BYTES
         try:
             free = shutil.disk_usage(self.root).free
+            if free < needed and self.trash.wait(seconds=_ROOM_SECONDS):
+                free = shutil.disk_usage(self.root).free
         except OSError as error:
             raise StorageError(f"{str(self.root)!r} cannot be read: {error.strerror or error}") from error
         if free < needed:
@@ -143,7 +153,7 @@ class CheckpointStore:
             for folder in {directory, *(path.parent for path in directory.glob("*/*"))}:
                 sync_directory(folder)
             faults.visit("before-rename")
-            replaced = self._set_aside(step)
+            replaced = self._set_aside(step, final)
             directory.rename(final)
             sync_directory(self.root)
             self._discard(replaced)
@@ -152,23 +162,24 @@ class CheckpointStore:
         faults.visit("after-rename", *_largest(final, whole))
 
     def abandon(self, step: int) -> None:
-        """Remove what was written of a checkpoint that failed."""
-        shutil.rmtree(self.temporary(step), ignore_errors=True)
+        """Remove what was written of a checkpoint that failed. What cannot even be renamed is left to the next start."""
+        with suppress(OSError):
+            self._discard(self._set_aside(step, self.temporary(step)))
 
     def retire(self, keep: Iterable[int]) -> list[int]:
-        """Remove all checkpoints but these steps; returns the steps that are gone."""
+        """Take away all checkpoints but these steps, whose files `trash` then removes; returns the steps that are gone."""
         kept = set(keep)
+        self.trash.wait(left=_MOST_TRASH)
         gone = [step for step in self.steps() if step not in kept]
         for step in gone:
             self.remove(step)
         return gone
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint, if it is there. It is renamed first, so that no half of it is ever read."""
-        self._discard(self._set_aside(step))
+        """Take away a checkpoint, if it is there. It is renamed first, so that no half of it is ever read."""
+        self._discard(self._set_aside(step, self.path(step)))
 
-    def _set_aside(self, step: int) -> Path | None:
-        path = self.path(step)
+    def _set_aside(self, step: int, path: Path) -> Path | None:
         if not path.exists():
             return None
         trash = self.root / f".trash-{step:08d}-{os.getpid()}-{time.monotonic_ns()}"
@@ -178,7 +189,7 @@ class CheckpointStore:
     def _discard(self, trash: Path | None) -> None:
         if trash is not None:
             faults.visit("during-retention")
-            shutil.rmtree(trash, ignore_errors=True)
+            self.trash.remove(trash)
 
 
 def _small_files(directory: Path, known: Iterable[str]) -> list[str]:
