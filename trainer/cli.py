@@ -1,6 +1,6 @@
 """The `zeromesh` command: `train` runs a configuration, `launch` does so on several hosts, `config` prints it resolved,
-`checkpoint` looks after what runs saved, `status` shows where a run is, `report` writes a page about it, `doctor` looks at the
-machine, `completion` is for shells.
+`init` writes an example of one, `checkpoint` looks after what runs saved, `status` shows where a run is, `report` writes a page
+about it, `doctor` looks at the machine, `completion` is for shells.
 
 Exit codes: 0 done, 2 the configuration or the command line is wrong, 1 anything else, 128 plus the signal's
 number when stopped by one.
@@ -22,6 +22,7 @@ from zeromesh.trainer.completion import add_completion_command, run_completion
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_file import load_config
 from zeromesh.trainer.doctor_cli import add_doctor_command, run_doctor
+from zeromesh.trainer.init_cli import add_init_command, run_init
 from zeromesh.trainer.launch_cli import add_launch_command, check_mesh, natural, nodes, positive, run_launch
 from zeromesh.trainer.report_cli import add_report_command, run_report
 
@@ -108,6 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="show what each rank of a running job is doing")
     status.add_argument("run", metavar="RUN", help="the run's directory")
     status.set_defaults(worker=False)
+    add_init_command(commands)
     add_checkpoint_command(commands)
     add_report_command(commands)
     add_doctor_command(commands)
@@ -249,6 +251,7 @@ def _completion(options: argparse.Namespace) -> int:
 
 _BESIDE: dict[str, Callable[[argparse.Namespace], int]] = {
     "checkpoint": run_checkpoint,
+    "init": run_init,
     "status": _status,
     "report": run_report,
     "doctor": run_doctor,

@@ -71,7 +71,7 @@ def _peft() -> Any:
         import peft
         import peft.tuners.lora
     except ImportError as error:
-        raise ConfigError("adapters need the package peft: pip install 'zeromesh[lora]'", where="model.lora") from error
+        raise ConfigError("adapters need the package peft: pip install peft", where="model.lora") from error
     return peft
 
 
