@@ -32,7 +32,7 @@ from zeromesh.trainer.predictions import Collector, Prediction
 from zeromesh.trainer.same_batches import require_same
 from zeromesh.trainer.streamed import StreamedDataset
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.randomness import data_randomness
+from zeromesh.zero.randomness import Streams, data_randomness
 from zeromesh.zero.walk import Microbatch as EngineMicrobatch
 
 
@@ -236,9 +236,9 @@ class Stepper:
                 require_same(fetched, self._mesh)
                 batches = [self._to_device(batch) for batch in fetched]
                 parts: list[Any] = []
-                for each, batch, (loss, targets, outputs) in zip(
-                    group, batches, self._forwards(batches, outputs=collector is not None), strict=True
-                ):
+                streams = [Streams(feed.order.seed, "evaluation", each.first_sample) for each in group]
+                found = self._forwards(batches, streams, outputs=collector is not None)
+                for each, batch, (loss, targets, outputs) in zip(group, batches, found, strict=True):
                     heard = bool(each.weight) and self._speaks
                     if heard:
                         sums += torch.tensor([float(loss), targets], dtype=torch.float64)
@@ -267,15 +267,14 @@ class Stepper:
         """Microbatches that are in a pipeline together."""
         return 2 * self._mesh.pipeline.size if self._pipeline is not None else 1
 
-    def _forwards(self, batches: Sequence[dict[str, Any]], *, outputs: bool) -> list[tuple[Tensor, int, Any]]:
+    def _forwards(
+        self, batches: Sequence[dict[str, Any]], streams: Sequence[Streams], *, outputs: bool
+    ) -> list[tuple[Tensor, int, Any]]:
         """The loss of each batch, its targets and, if they are wanted, the model's outputs, where this rank speaks."""
-        if self._engine is None:
-            with torch.no_grad():
-                return [self._evaluated(batch, outputs=outputs) for batch in batches]
-        if self._pipeline is None:
+        if self._engine is None or self._pipeline is None:
             found = []
-            for batch in batches:
-                with self._engine.evaluation():
+            for batch, drawn in zip(batches, streams, strict=True):
+                with torch.no_grad(), drawn.in_force() if self._engine is None else self._engine.evaluation(drawn):
                     found.append(self._evaluated(batch, outputs=outputs))
             return found
         last: list[tuple[Tensor, int, Any]] = []
@@ -285,7 +284,10 @@ class Stepper:
             return last[-1][0]
 
         nowhere = EngineMicrobatch(step=0, first_sample=0, first=True, last=True)
-        work = [Work(batch=batch, where=nowhere, seed=0.0) for batch in batches]
+        work = [
+            Work(batch=batch, where=nowhere, seed=0.0, streams=drawn)
+            for batch, drawn in zip(batches, streams, strict=True)
+        ]
         losses = self._pipeline.evaluate(self._engine.passes, work, loss_of, self._engine.evaluation())
         return last or [(loss, 0, None) for loss in losses]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zeromesh.errors import PhaseError, StorageError
+from zeromesh.generators import seed_all
 from zeromesh.mesh.launch import setting
 from zeromesh.mesh.select import choose_transport
 from zeromesh.offload import Tiers, available_bytes, settle_heap
@@ -34,7 +35,7 @@ from zeromesh.zero.build import open_tiers
 from zeromesh.zero.deferred import BuiltModel
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.options import ZeroOptions
-from zeromesh.zero.randomness import seed_forward
+from zeromesh.zero.randomness import number_of
 
 if TYPE_CHECKING:
     from zeromesh.trainer.run import Run
@@ -130,7 +131,8 @@ class TrainedModel:
         shared = staged or (divided and mesh.tensor.size > 1)
         check_arguments(self.model, arguments, staged=staged, shared=shared)
         self._generations += 1
-        sow: Callable[[], object] = partial(seed_forward, run.config.run.seed, run.step, self._generations, "generate")
+        number = number_of(f"{run.config.run.seed}/{run.step}/{self._generations}/generate")
+        sow: Callable[[], object] = partial(seed_all, number)
         if seed is not None:
             sow = partial(torch.manual_seed, seed)
         with run.guarded():

@@ -6,7 +6,9 @@ then run once, outside of the recomputation, which is what an engine that gather
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any, Literal, get_args
 
@@ -15,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from zeromesh.errors import ConfigError
+from zeromesh.generators import HostState
 from zeromesh.offload import allocate_lasting
 from zeromesh.offload.activations import ActivationStore
 
@@ -118,11 +121,25 @@ def _checkpoint_functions(mode: Mode, store: ActivationStore | None) -> tuple[Ca
         run = partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
     def kept(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return run(function, *map(_kept, args), **kwargs)
+        return run(_replaying(function), *map(_kept, args), **kwargs)
 
     if store is None:
         return kept, kept
     return _stored(run, store, away=False), _stored(run, store, away=True)
+
+
+def _replaying(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose later calls, in backward, draw from NumPy's and Python's generators what the first one did: `checkpoint`
+    itself restores PyTorch's generators alone."""
+    if torch.compiler.is_compiling():
+        return function
+    state, calls = HostState.now(), itertools.count()
+
+    def replaying(*args: Any, **kwargs: Any) -> Any:
+        with state.replayed() if next(calls) else nullcontext():
+            return function(*args, **kwargs)
+
+    return replaying
 
 
 def _stored(run: Callable[..., Any], store: ActivationStore, *, away: bool) -> Callable[..., Any]:
@@ -131,7 +148,7 @@ def _stored(run: Callable[..., Any], store: ActivationStore, *, away: bool) -> C
             return function(*args, **kwargs)
         # `checkpoint` saves its arguments under the hooks that are in force around it, and nothing else: within, it has its own.
         with store.keeping(away=away):
-            return run(function, *[_as_stored(value) if store.moves(value) else value for value in args], **kwargs)
+            return run(_replaying(function), *[_as_stored(value) if store.moves(value) else value for value in args], **kwargs)
 
     return stored
 

@@ -14,6 +14,7 @@ from zeromesh.pipeline.deferred import WeightQueue
 from zeromesh.pipeline.executor import signature_of, take_gradient
 from zeromesh.pipeline.stage import Stages
 from zeromesh.zero.passes import Forward, Passes, Tensors
+from zeromesh.zero.randomness import Streams
 from zeromesh.zero.walk import Microbatch
 
 LossOf = Callable[[Mapping[str, Any], float], torch.Tensor]
@@ -27,6 +28,8 @@ class Work:
     batch: Mapping[str, Any]
     where: Microbatch
     seed: float = 1.0
+    streams: Streams | None = None
+    """What it draws in an evaluation; None: it draws from the generators as they are."""
 
 
 class ZeroRunner:
@@ -53,7 +56,8 @@ class ZeroRunner:
         """See `StageRunner`."""
         run = partial(self._run, chunk, microbatch, received)
         if not torch.is_grad_enabled():
-            return self._sent(chunk, microbatch, run())
+            with self._passes.drawing(self._work[microbatch].streams):
+                return self._sent(chunk, microbatch, run())
         made, forward = self._passes.forward(chunk, run, self._work[microbatch].where)
         self._inputs[chunk, microbatch] = [tensor for tensor in received if tensor.requires_grad]
         self._forwards[chunk, microbatch] = forward
@@ -62,6 +66,7 @@ class ZeroRunner:
     def _run(self, chunk: int, microbatch: int, received: Tensors) -> Tensors:
         work = self._work[microbatch]
         if not self._stages.is_last(chunk):
+            self._passes.begin_without_root()
             return self._stages.forward(chunk, work.batch, received)
         with self._stages.chunk(chunk, received):
             return (self._loss(work.batch, work.seed),)

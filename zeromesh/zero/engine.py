@@ -32,6 +32,7 @@ from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.passes import Passes
 from zeromesh.zero.phase import Phase
 from zeromesh.zero.plan import ModelCuts, ModelPlan, plan_model
+from zeromesh.zero.randomness import Streams
 from zeromesh.zero.sources import BuiltSource, ParameterSource
 from zeromesh.zero.unit import Unit, all_buckets
 from zeromesh.zero.update import StepOutcome, Updater
@@ -238,9 +239,10 @@ class ZeroEngine:
 
     # Passes over the model
 
-    def evaluation(self) -> AbstractContextManager[None]:
-        """Forward passes under no_grad, on all ranks alike; units are gathered around use as in training."""
-        return self.passes.evaluation()
+    def evaluation(self, streams: Streams | None = None) -> AbstractContextManager[None]:
+        """Forward passes under no_grad, on all ranks alike; units are gathered around use as in training. What is drawn in them is
+        of `streams`; None: of the generators as they are."""
+        return self.passes.evaluation(streams)
 
     @contextmanager
     def gathered(self, fqns: Sequence[str]) -> Iterator[None]:

@@ -9,7 +9,7 @@ A microbatch's backward may follow its forward at once, or after other microbatc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from zeromesh.zero.hooks import on_gradient_of
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.order import GatherOrder
 from zeromesh.zero.phase import Phase
-from zeromesh.zero.randomness import own_randomness, seed_forward
+from zeromesh.zero.randomness import Streams, own_randomness
 from zeromesh.zero.reduction import GradientReducer
 from zeromesh.zero.unit import Bucket, Unit
 from zeromesh.zero.update import Updater
@@ -75,7 +75,6 @@ class Passes:
         self._entry: nn.Module | None = None
         self._parts_alone = False
         """Whether modules of the root run that the root does not run itself."""
-        self._microbatch: Microbatch | None = None
         self._walk = Walk()
         self._holding: Forward | None = None
         self._last_reductions: dict[int, list[int]] = {}
@@ -98,8 +97,8 @@ class Passes:
 
         Returns the detached scalar.
         """
-        self._begin(Mode.FORWARD, "train", microbatch)
-        with own_randomness(), torch.enable_grad():
+        streams = self._begin_forward("train", microbatch)
+        with streams.in_force(), torch.enable_grad():
             with self._mesh.clock.span(Span.FORWARD):
                 loss = run()
             outputs, seeds = ([loss], [torch.full_like(loss, seed)]) if loss.requires_grad else ([], [])
@@ -111,9 +110,8 @@ class Passes:
 
     def forward(self, chunk: int, run: Callable[[], Tensors], microbatch: Microbatch) -> tuple[Tensors, Forward]:
         """Forward of a microbatch through a chunk, whose backward comes later. Returns what `run` does too."""
-        self._begin(Mode.FORWARD, f"forward of chunk {chunk}", microbatch)
-        with own_randomness(), torch.enable_grad(), self._mesh.clock.span(Span.FORWARD):
-            self._seed(self.units[0])  # A stage need not run the root, whose embeddings draw too.
+        streams = self._begin_forward(f"forward of chunk {chunk}", microbatch)
+        with streams.in_force(), torch.enable_grad(), self._mesh.clock.span(Span.FORWARD):
             made = run()
         # The edges alone: what was sent on need not stay until backward.
         outputs = [get_gradient_edge(tensor) for tensor in made if tensor.requires_grad]
@@ -123,14 +121,14 @@ class Passes:
 
     def backward(self, forward: Forward, gradients: Tensors) -> None:
         """Backward of a microbatch, from the gradients of its outputs."""
-        self._begin(Mode.BACKWARD, f"backward of chunk {forward.chunk}", forward.microbatch, forward.walk)
+        self._begin(Mode.BACKWARD, f"backward of chunk {forward.chunk}", forward.walk)
         with own_randomness():
             self._reduce_during(forward, lambda: self._run_backward(forward, gradients))
         self.end()
 
     def backward_input(self, forward: Forward, gradients: Tensors) -> None:
         """The part of backward that others wait for. Gradients of parameters that come along are held for `backward_weight`."""
-        self._begin(Mode.BACKWARD, f"backward of chunk {forward.chunk}", forward.microbatch, forward.walk)
+        self._begin(Mode.BACKWARD, f"backward of chunk {forward.chunk}", forward.walk)
         self._holding = forward
         forward.walk.turn(dict.fromkeys(range(len(self.units)), 0))
         try:
@@ -142,7 +140,7 @@ class Passes:
 
     def backward_weight(self, forward: Forward, run: Callable[[], None]) -> None:
         """The rest of it: `run` brings the gradients of parameters that have not come yet."""
-        self._begin(Mode.BACKWARD, f"weights of chunk {forward.chunk}", forward.microbatch, forward.walk)
+        self._begin(Mode.BACKWARD, f"weights of chunk {forward.chunk}", forward.walk)
 
         def deliver() -> None:
             for bucket, index, gradient in forward.held:
@@ -187,10 +185,10 @@ class Passes:
     # Any pass
 
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Forward passes under no_grad, on all ranks alike."""
-        with torch.no_grad():
-            self._begin(Mode.EVALUATION, "eval")
+    def evaluation(self, streams: Streams | None = None) -> Iterator[None]:
+        """Forward passes under no_grad, on all ranks alike; they draw from `streams`, or from the generators as they are."""
+        with torch.no_grad(), streams.in_force() if streams is not None else nullcontext():
+            self._begin(Mode.EVALUATION, "eval", Walk(streams))
             try:
                 yield
                 self.end()
@@ -198,14 +196,31 @@ class Passes:
                 self._mesh.fail(error)
                 raise
 
-    def _begin(self, mode: Mode, kind: str, microbatch: Microbatch | None = None, walk: Walk | None = None) -> None:
+    @contextmanager
+    def drawing(self, streams: Streams | None) -> Iterator[None]:
+        """Inside the block, which is within an evaluation of several microbatches, forward draws from `streams`."""
+        before, self._walk.streams = self._walk.streams, streams
+        with streams.in_force() if streams is not None else nullcontext():
+            yield
+        self._walk.streams = before
+
+    def begin_without_root(self) -> None:
+        """A stage of a pipeline runs its part of the model without calling the root, whose embeddings draw too."""
+        if self._walk.streams is not None:
+            self._walk.streams.begin(self.units[0].name)
+
+    def _begin_forward(self, kind: str, microbatch: Microbatch) -> Streams:
+        streams = Streams(self._options.seed, microbatch.step, microbatch.first_sample)
+        self._begin(Mode.FORWARD, kind, Walk(streams))
+        return streams
+
+    def _begin(self, mode: Mode, kind: str, walk: Walk | None = None) -> None:
         if self._entry is not None:
             self.end()  # A call of the user's own that failed half-way.
         if self.mode is not Mode.IDLE:
             raise PhaseError(f"a pass cannot begin during {self.mode.value}")
         self.mode = mode
         self._walk = walk or Walk()
-        self._microbatch = microbatch
         self._order.begin(kind)
 
     def end(self) -> None:
@@ -220,7 +235,6 @@ class Passes:
         self._order.end()
         self.mode = Mode.IDLE
         self._entry = None
-        self._microbatch = None
         self._parts_alone = False
         self._transport.poll()
 
@@ -253,7 +267,8 @@ class Passes:
         """A unit is about to run: in a pass, in recomputation during backward, or because the user called the model."""
         if self.mode is Mode.BACKWARD:
             self._need_in_backward(unit)
-            self._seed(unit)  # After `checkpoint` has restored the state from before this hook ran in forward.
+            if self._walk.streams is not None:
+                self._walk.streams.enter(unit.name, again=True)
             return
         if self.mode is Mode.IDLE:
             self._begin_users_pass(unit.module)
@@ -261,7 +276,8 @@ class Passes:
         self._walk.visit(unit.index)
         self.need(unit)
         self._mesh.post(Activity.FORWARD, unit.index)
-        self._seed(unit)
+        if self._walk.streams is not None:
+            self._walk.streams.enter(unit.name, again=False)
         ranges.enter("forward of", unit.name)
 
     def before_part(self, module: nn.Module) -> None:
@@ -300,6 +316,8 @@ class Passes:
 
     def after_forward(self, unit: Unit, output: Any) -> None:
         """A unit has run: hook its outputs for backward, or rest."""
+        if self._walk.streams is not None:
+            self._walk.streams.leave(unit.name)
         if self.mode is Mode.BACKWARD:
             return
         ranges.leave()
@@ -369,9 +387,3 @@ class Passes:
             unit.enter(Phase.LIVE)
         if self._holding is None:
             self._updater.leave([unit])
-
-    def _seed(self, unit: Unit) -> None:
-        """Seed what a unit's forward draws, by what it computes and not by who does."""
-        at = self._microbatch
-        if at is not None:
-            seed_forward(self._options.seed, at.step, at.first_sample, unit.name)

@@ -1,29 +1,78 @@
-"""What forward and the data draw depends on what is computed, and not on who computes it."""
+"""What forward and the data draw depends on what is computed, and not on who computes it.
+
+A microbatch has a stream of random numbers for its loss, and one for every call of a unit:
+
+    loss        draws a   draws b                             draws c            one stream: a, b, c
+    root                  draws d         draws e                                one stream: d, e
+    blocks                        draws f         draws g                        a stream for each call
+
+When a unit's call ends, the stream of its caller goes on from where it was.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
-from zeromesh.generators import seed_generators
+from zeromesh.generators import AllStates, seed_all
 
 
-def seed_forward(seed: int, step: int, first_sample: int, unit: str) -> None:
-    """Seed the generators before a unit's forward on the microbatch whose first sample has the global index `first_sample`.
+class Streams:
+    """The random numbers of one microbatch, from its forward to the recomputations in its backward."""
 
-    NumPy's is among them: models of speech draw from it what they mask.
-    """
-    number = _number(f"{seed}/{step}/{first_sample}/{unit}")
-    seed_generators(number)
-    np.random.seed(number & 0xFFFFFFFF)
+    def __init__(self, seed: int, step: int | str, first_sample: int) -> None:
+        """`first_sample` is the global index of the microbatch's first sample; `step` may be the name of another kind of pass."""
+        self._where = f"{seed}/{step}/{first_sample}"
+        self._calls: Counter[str] = Counter()
+        self._known: dict[tuple[str, int], tuple[int, int]] = {}
+        """By unit and mark of the caller's stream: the number of the call, and the mark of that stream after it."""
+        self._callers: list[tuple[str, int, AllStates]] = []
+        self._first_mark = number_of(f"{self._where}//marks")
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Inside the block the generators go on in these streams, at first in that of the loss; afterwards they are as before."""
+        with own_randomness():
+            self._callers.clear()
+            seed_all(number_of(f"{self._where}//loss"))
+            yield
+
+    def begin(self, unit: str) -> None:
+        """Begin the stream of a unit's first call, where only a part of the unit runs and nothing calls the unit itself."""
+        seed_all(number_of(f"{self._where}/{unit}"))
+
+    def enter(self, unit: str, *, again: bool) -> None:
+        """A unit is called: its stream begins, and that of its caller pauses. `again`: backward recomputes the call.
+
+        `torch.utils.checkpoint` puts the caller's stream back before it calls a unit again. The mark on it tells which of the
+        unit's calls that is; where the stream was not put back (`preserve_rng_state=False`), it is taken for the last one.
+        """
+        caller, mark = AllStates.now(), torch.initial_seed()
+        if (unit, mark) not in self._known:
+            self._known[unit, mark] = (self._calls[unit] - again, (self._first_mark + len(self._known)) & _MASK)
+            self._calls[unit] += not again
+        number, after = self._known[unit, mark]
+        self._callers.append((unit, after, caller))
+        seed_all(number_of(f"{self._where}/{unit}/{number}" if number else f"{self._where}/{unit}"))
+
+    def leave(self, unit: str) -> None:
+        """The unit's call has ended: the stream of its caller goes on. Calls inside it that an exception ended are forgotten."""
+        while self._callers:
+            name, after, caller = self._callers.pop()
+            if name == unit:
+                caller.mark(after)
+                caller.restore()
+                return
 
 
-def _number(text: str) -> int:
+_MASK = 2**63 - 1
+
+
+def number_of(text: str) -> int:
     """63 bits that look random."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -34,24 +83,16 @@ def data_randomness(seed: int, first_sample: int) -> Iterator[None]:
 
     That holds for the global generators of PyTorch, NumPy and Python, which are afterwards as they were.
     """
-    python = random.getstate()
-    number = _number(f"{seed}/data/{first_sample}")
     with own_randomness():
-        seed_generators(number)
-        random.seed(number)
-        np.random.seed(number & 0xFFFFFFFF)
-        try:
-            yield
-        finally:
-            random.setstate(python)
+        seed_all(number_of(f"{seed}/data/{first_sample}"))
+        yield
 
 
 @contextmanager
 def own_randomness() -> Iterator[None]:
     """What is drawn inside the block does not disturb what the user draws elsewhere."""
-    state, numpy = torch.get_rng_state(), np.random.get_state()
+    states = AllStates.now()
     try:
         yield
     finally:
-        torch.set_rng_state(state)
-        np.random.set_state(numpy)
+        states.restore()

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from zeromesh.zero.randomness import Streams
+
 
 class Mode(Enum):
     """What the engine is in the middle of."""
@@ -33,7 +35,9 @@ class Microbatch:
 class Walk:
     """Of one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Streams | None = None) -> None:
+        self.streams = streams
+        """What the microbatch draws; None: it draws from the generators as they are."""
         self.calls: list[tuple[int, int]] = []
         """Unit and place of the calls whose outputs have gradients."""
         self._visited: list[int] = []
