@@ -27,5 +27,6 @@ def test_numbers_are_fresh_and_do_not_depend_on_the_layout(workers: Workers, tmp
         assert together[0]["sums"][key] == pytest.approx(value, abs=1e-9)
     # Every evaluation draws the same numbers, and training draws as if there had been none.
     one = alone["larger rounds"]["evaluated"]
-    assert len(one) == 4 and one[:2] != one[2:]
+    assert len(one) == 4
+    assert one[:2] != one[2:]
     assert sorted(one) == pytest.approx(sorted(x for rank in together for x in rank["larger rounds"]["evaluated"]))
