@@ -148,7 +148,9 @@ def _stored(run: Callable[..., Any], store: ActivationStore, *, away: bool) -> C
             return function(*args, **kwargs)
         # `checkpoint` saves its arguments under the hooks that are in force around it, and nothing else: within, it has its own.
         with store.keeping(away=away):
-            return run(_replaying(function), *[_as_stored(value) if store.moves(value) else value for value in args], **kwargs)
+            return run(
+                _replaying(function), *[_as_stored(value) if store.moves(value) else value for value in args], **kwargs
+            )
 
     return stored
 
