@@ -233,8 +233,11 @@ class Trainer(TransformersNames):
     def gathered(self, names: Iterable[str]) -> AbstractContextManager[None]:
         """Inside the block the named parameters are whole on every rank, in the compute dtype, to be read; all ranks enter it.
 
+        They are copies, so an exception that is caught outside the block ends nothing.
+
         Raises:
             StorageError: when they would not fit in memory.
+            PhaseError: at the end of the block, where one was written inside it: no weight of the run has changed.
         """
         return self._prepare().trained.gathered(list(names))
 

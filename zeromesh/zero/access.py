@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -163,39 +164,59 @@ class StateAccess:
         """`(name, tensor)` of every trainable parameter's gradient."""
         return self._of_all_stages(lambda known: known.trainable, self._gradients, self._gradient_dtype)
 
-    def units_of(self, fqns: Iterable[str]) -> list[Unit]:
-        """Units of this rank that hold these parameters. Raises `LayoutError` for names that no stage has."""
-        wanted = {self._find(fqn)[1].name for fqn in fqns}
-        buckets = {id(bucket) for bucket, slot in self._slots if slot.spec.name in wanted}
-        return [unit for unit in self._units if any(id(bucket) in buckets for bucket in unit.buckets)]
-
     def nbytes_of(self, fqns: Iterable[str]) -> int:
-        """Bytes that `gathered` needs on a rank for these parameters. Raises `LayoutError` for names that no stage has."""
-        if self._mesh.tensor.size == self._mesh.pipeline.size == 1:
-            return sum(unit.nbytes for unit in self.units_of(fqns))
+        """Bytes that `whole` needs on a rank for these parameters. Raises `LayoutError` for names that no stage has."""
         found = {each.name: each for each in (self._find(fqn)[1] for fqn in fqns)}
         return sum(prod(each.shape) * getattr(torch, each.dtype).itemsize for each in found.values())
 
     @contextmanager
     def whole(self, fqns: Iterable[str], dtype: torch.dtype) -> Iterator[None]:
-        """Inside the block whole parameters, trained ones in `dtype`, stand in the model for what this rank has of them."""
-        places: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+        """Inside the block these parameters hold whole copies of their values, to be read; no pass over the model is open.
+
+        A parameter whose shape is whole on this rank holds the copy itself; for any other one, such as one that tensor
+        parallelism has divided, a parameter in `dtype` stands in the model.
+
+        Raises:
+            LayoutError: for names that no stage has.
+            PhaseError: at the end of the block, for a parameter that was written inside it; what is trained has not changed.
+        """
+        wanted = {self._find(fqn)[1].name for fqn in fqns}
+        restore: list[Callable[[], None]] = []
+        before: dict[str, tuple[nn.Parameter, tuple[int, int]]] = {}
         try:
-            for known in {each.name: each for each in (self._find(fqn)[1] for fqn in fqns)}.values():
-                value = self.parameter(known.name)
-                made = nn.Parameter(value.to(dtype) if known.trainable else value, requires_grad=known.trainable)
-                for name in (known.name, *known.other_names):
-                    owner, _, leaf = name.rpartition(".")
-                    module = self._model.get_submodule(owner)
-                    places.append((module, leaf, module._parameters.get(leaf)))
-                    module._parameters[leaf] = made
+            for name, value in self._of_all_stages(lambda each: each.name in wanted, self._weights, None):
+                shown = self._show(self._find(name)[1], value, dtype, restore)
+                before[name] = (shown, _fingerprint(shown))
             yield
+            written = [name for name, (shown, was) in before.items() if _fingerprint(shown) != was]
+            if written:
+                raise PhaseError(
+                    f"{', '.join(written)}: written inside gathered(), where parameters are copies to be read. No weight of the "
+                    "run has changed; change weights before training, in the model that is given to the trainer"
+                )
         finally:
-            for module, leaf, parameter in places:
-                if parameter is None:  # It stands for a module of another stage.
-                    del module._parameters[leaf]
-                else:
-                    module._parameters[leaf] = parameter
+            for put_back in reversed(restore):
+                put_back()
+            for unit in self._units:
+                unit.point()
+
+    def _show(
+        self, known: _Known, value: torch.Tensor, dtype: torch.dtype, restore: list[Callable[[], None]]
+    ) -> nn.Parameter:
+        """Let the model's parameter, or one that stands in for it, hold a copy of `value`; `restore` gets what undoes that."""
+        names = (known.name, *known.other_names)
+        modules = [(self._model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+        here = next((found for module, leaf in modules if (found := module._parameters.get(leaf)) is not None), None)
+        if here is not None and here.shape == value.shape:
+            here.data = value.to(here.dtype, copy=True)
+            return here
+        made = nn.Parameter(
+            value.to(dtype if known.trainable else value.dtype, copy=True), requires_grad=known.trainable
+        )
+        for module, leaf in modules:
+            restore.append(partial(_put_back, module, leaf, module._parameters.get(leaf)))
+            module._parameters[leaf] = made
+        return made
 
     def make_whole(self, restore: Callable[[], None]) -> None:
         """Give the model ordinary parameters of its own, in the master dtype; the engine is over afterwards.
@@ -285,3 +306,16 @@ class StateAccess:
         if fqn not in self._canonical:
             raise LayoutError(f"the model has no parameter {fqn!r}; names are as in model.named_parameters()")
         return self._canonical[fqn]
+
+
+def _put_back(module: nn.Module, leaf: str, original: nn.Parameter | None) -> None:
+    if original is None:  # What stood here stood for a module of another stage.
+        del module._parameters[leaf]
+    else:
+        module._parameters[leaf] = original
+
+
+def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
+    """What a write changes: the count of in-place operations, and a sum over the bits, since `.data` is not counted."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.dtype.itemsize]
+    return parameter._version, int(parameter.detach().contiguous().view(-1).view(bits).sum())

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from zeromesh.errors import ConfigError, LayoutError, NonFiniteError
+from zeromesh.errors import ConfigError, LayoutError, NonFiniteError, PhaseError
 from zeromesh.flat.placement import Placement
 from zeromesh.mesh.clock import Span
 from zeromesh.mesh.groups import Mesh
@@ -244,17 +244,13 @@ class ZeroEngine:
         of `streams`; None: of the generators as they are."""
         return self.passes.evaluation(streams)
 
-    @contextmanager
-    def gathered(self, fqns: Sequence[str]) -> Iterator[None]:
-        """Inside the block these parameters are whole on every rank, in the compute dtype, to be read."""
-        if self.mesh.tensor.size > 1 or self.mesh.pipeline.size > 1:
-            with self.state.whole(fqns, self.options.precision.compute):
-                yield
-            return
-        with self.evaluation():
-            for unit in self.state.units_of(fqns):
-                self.passes.need(unit)
-            yield
+    def gathered(self, fqns: Sequence[str]) -> AbstractContextManager[None]:
+        """Inside the block these parameters are whole on every rank, in the compute dtype, to be read; see `StateAccess.whole`."""
+        if self.passes.mode in (Mode.FORWARD, Mode.BACKWARD):
+            raise PhaseError(
+                f"gathered() was called during {self.passes.mode.value}; call it between passes over the model"
+            )
+        return self.state.whole(fqns, self.options.precision.compute)
 
     def close(self) -> None:
         """Take the hooks off, give shared memory back and remove files."""

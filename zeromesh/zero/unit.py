@@ -128,9 +128,17 @@ class Unit:
         """Finish gathering; parameters are usable afterwards."""
         for bucket in self.buckets:
             bucket.buffer.wait()
-        for bucket in self.buckets:
-            bucket.show()
         self.enter(Phase.LIVE)
+        self.point()
+
+    def point(self) -> None:
+        """Let the parameters look at what they have in this phase, whatever has replaced their data."""
+        live = self.phase in (Phase.LIVE, Phase.REDUCING)
+        for bucket in self.buckets:
+            if live:
+                bucket.show()
+            else:
+                bucket.hide()
 
     def release(self) -> None:
         """Hide the parameters and give back what the transport does not keep. The caller changes the phase."""
