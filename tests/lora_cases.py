@@ -11,6 +11,7 @@ import peft
 import torch
 import transformers as tf
 from architecture_cases import differences
+from input_cases import command
 from safetensors.torch import load_file
 from trainer_cases import LLAMA, digest, llama, seeded, sentences, settings
 
@@ -169,6 +170,48 @@ def configured(mesh: Mesh, folder: str, stage: int, **lora: Any) -> dict[str, An
         "config": {key: settings_written[key] for key in ("r", "lora_alpha", "task_type", "base_model_name_or_path")},
         "notes": type(trainer.config.model.lora).__name__,
     }
+
+
+def exported(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """What PEFT and transformers make of a checkpoint with adapters, and of its exports, against the trained model."""
+    root, ids = Path(folder), sentences()[1]["input_ids"][None]
+    if mesh.rank == 0:
+        seeded(llama).save_pretrained(root / "base")
+    mesh.world.barrier("base")
+    model = {"source": str(root / "base"), "lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}}
+    config = settings(
+        folder, model=model, run={"name": "a", "max_steps": 3}, checkpoint={"every_steps": 3}, optimizer={"lr": 0.1}
+    )
+    with Trainer(None, config, sentences()) as trainer, torch.no_grad():
+        trainer.fit()
+        wanted = trainer.model.eval()(input_ids=ids).logits
+    if mesh.rank:
+        return {}
+    checkpoint = root / "a/checkpoints/step-00000003"
+    found: dict[str, Any] = {"files": sorted(path.name for path in checkpoint.iterdir())}
+    for name, words in {
+        "adapter": ["--dtype", "keep"],
+        "merged": ["--merge", "--dtype", "keep"],
+        "small": ["--merge"],
+    }.items():
+        found[f"{name} said"] = command(mesh, ["checkpoint", "export", str(root / "a"), str(root / name), *words])
+        found[f"{name} files"] = sorted(path.name for path in (root / name).iterdir())
+    found["verify"] = command(mesh, ["checkpoint", "verify", str(root / "a")])["code"]
+    plain = tf.AutoModelForCausalLM.from_pretrained(root / "base").double().eval()
+    with torch.no_grad():
+        found["change"] = _apart(plain(input_ids=ids).logits, wanted)
+        for name, directory in (("checkpoint", checkpoint), ("adapter", root / "adapter")):
+            base = tf.AutoModelForCausalLM.from_pretrained(root / "base").double()
+            loaded = peft.PeftModel.from_pretrained(base, directory).double().eval()
+            found[name] = _apart(loaded(input_ids=ids).logits, wanted)
+            by_name = tf.AutoModelForCausalLM.from_pretrained(directory).double().eval()
+            found[f"{name} by name"] = _apart(by_name(input_ids=ids).logits, wanted)
+        for name in ("merged", "small"):
+            merged, report = tf.AutoModelForCausalLM.from_pretrained(root / name, output_loading_info=True)
+            found[f"{name} report"] = [key for key, problems in report.items() if problems]
+            found[f"{name} dtype"] = str(merged.dtype)
+            found[name] = _apart(merged.double().eval()(input_ids=ids).logits, wanted)
+    return found
 
 
 def classified(mesh: Mesh, folder: str, kind: str) -> dict[str, Any]:

@@ -110,6 +110,26 @@ def test_adapters_by_configuration(workers: Workers, tmp_path: Path) -> None:
     assert found["one"]["losses"] == pytest.approx(found["two"]["losses"], rel=1e-9)
 
 
+def test_a_checkpoint_and_its_exports_are_loaded_by_peft_and_transformers(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, "lora_cases:exported", folder=str(tmp_path))[0]
+    for name in ("adapter", "merged", "small"):
+        assert found[f"{name} said"]["code"] == 0, found[f"{name} said"]
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(found["files"])
+    assert "adapter_model.safetensors" in found["adapter files"]
+    assert "base_model" not in found["adapter files"]
+    assert found["merged files"] == ["config.json", "generation_config.json", "model.safetensors"]
+    assert found["verify"] == 0
+    assert found["change"] > 1e-3
+    for name in ("checkpoint", "adapter", "merged"):
+        assert found[name] <= 1e-9, (name, found)
+        assert (
+            found.get(f"{name} by name", 0.0) <= 1e-6
+        )  # transformers loads the base model, and with it the adapter, in float32
+    assert found["small"] <= 1e-5
+    assert [found["merged report"], found["small report"]] == [[], []]
+    assert [found["merged dtype"], found["small dtype"]] == ["torch.float64", "torch.float32"]
+
+
 @pytest.mark.parametrize("kind", ["sequence", "image"])
 def test_the_head_of_a_classifier_is_trained_too(workers: Workers, tmp_path: Path, kind: str) -> None:
     found = workers.run(2, "lora_cases:classified", folder=str(tmp_path), kind=kind)[0]

@@ -45,6 +45,11 @@ def add_checkpoint_command(commands: Any) -> None:
     export.add_argument(
         "--dtype", choices=_DTYPES, default="float32", help="of floating-point weights (default float32)"
     )
+    export.add_argument(
+        "--merge",
+        action="store_true",
+        help="merge adapters into the weights of the model, instead of writing the adapter alone",
+    )
 
     merge = actions.add_parser("merge", help="one checkpoint from the parts that hosts without a shared disk wrote")
     merge.add_argument("parts", nargs="+", type=Path, metavar="PART", help="the part of each host")
@@ -145,7 +150,7 @@ def _export(options: argparse.Namespace) -> int:
     console.status("loading transformers")
     from zeromesh.trainer.checkpoint_export import export_checkpoint
 
-    export_checkpoint(directory, options.out, options.dtype, console)
+    export_checkpoint(directory, options.out, options.dtype, console, merge=options.merge)
     return 0
 
 

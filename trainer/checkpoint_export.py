@@ -28,9 +28,11 @@ from zeromesh.flat.split import Interval
 from zeromesh.offload import TensorSlice
 from zeromesh.offload.aio import PositionalFile
 from zeromesh.offload.pool import StagingPool
+from zeromesh.trainer.adapter_export import convert_adapter, has_adapter, merge_adapter
 from zeromesh.trainer.console import RunConsole
 from zeromesh.trainer.hf.quiet import quiet_library
 from zeromesh.trainer.hf.revert import HubNames
+from zeromesh.trainer.hf.save import ADAPTER_WEIGHTS
 from zeromesh.trainer.state import NAME
 from zeromesh.trainer.throughput import Throughput, one_core
 
@@ -53,10 +55,11 @@ class _Place:
         return self.begin + self.source.spec.numel * self.dtype.itemsize
 
 
-def export_checkpoint(directory: Path, out: Path, dtype: str, console: RunConsole) -> None:
+def export_checkpoint(directory: Path, out: Path, dtype: str, console: RunConsole, *, merge: bool = False) -> None:
     """Write the model of a checkpoint to `out`: `dtype` is a name, or `keep` for the weights that the model computes with.
 
-    Otherwise weights are converted from the master weights, where there are any.
+    Otherwise weights are converted from the master weights, where there are any. Of a model with adapters the adapters alone are
+    written; with `merge`, the model with them merged into its weights.
 
     Raises:
         ConfigError: where `out` exists, or the dtype cannot hold a weight.
@@ -65,8 +68,20 @@ def export_checkpoint(directory: Path, out: Path, dtype: str, console: RunConsol
     reader = CheckpointReader(directory)
     chosen = _chosen(reader, dtype)
     nbytes = sum(source.spec.numel * to.itemsize for source, to in chosen.values())
+    adapted = has_adapter(reader)
+    if merge and not adapted:
+        raise ConfigError(f"--merge is for runs with adapters, and {directory} has none; leave it out")
     with fresh_directory(out, nbytes) as folder:
         _copy_documents(reader, folder)
+        if adapted:
+            with quiet_library(), one_core():
+                if merge:
+                    to = _DTYPES.get(dtype) or next(t.spec.dtype for t, _ in chosen.values() if t.spec.kind == "model")
+                    merge_adapter(folder, reader, chosen, to)
+                else:
+                    convert_adapter(folder, _DTYPES.get(dtype))
+            console.note(f"{out}: step {reader.manifest.step}, {dtype}, {'merged' if merge else 'the adapter alone'}")
+            return
         if dtype != "keep":
             _tell_dtype(folder / "config.json", dtype)
         with quiet_library():
@@ -98,7 +113,7 @@ def _chosen(reader: CheckpointReader, dtype: str) -> dict[str, tuple[StoredTenso
 def _copy_documents(reader: CheckpointReader, folder: Path) -> None:
     """Configuration, generation configuration, tokenizer and whatever else lies beside the weights."""
     for path, record in reader.manifest.files.items():
-        if path.endswith((".safetensors", ".safetensors.index.json")) or path == NAME:
+        if (path.endswith((".safetensors", ".safetensors.index.json")) and path != ADAPTER_WEIGHTS) or path == NAME:
             continue
         (folder / path).parent.mkdir(exist_ok=True)
         with PositionalFile(folder / path, write=True, size=record.nbytes) as file:

@@ -17,8 +17,9 @@ from zeromesh.errors import CheckpointError, ConfigError, StorageError, Zeromesh
 from zeromesh.mesh.groups import Mesh
 from zeromesh.trainer.best import Goal
 from zeromesh.trainer.console import human_bytes
+from zeromesh.trainer.hf.adapters import is_adapted
 from zeromesh.trainer.hf.checkpoint_links import renew_links
-from zeromesh.trainer.hf.save import save_configuration
+from zeromesh.trainer.hf.save import gathered_adapter, save_configuration
 from zeromesh.trainer.sections.checkpoint import CheckpointSection
 from zeromesh.trainer.state import NAME, TrainerState, differences
 from zeromesh.zero.engine import ZeroEngine
@@ -185,9 +186,10 @@ class RunCheckpoints:
         if state.metric is not None:
             self._metrics[state.step] = state.metric
         holdings = self._engine.holdings
+        adapter = gathered_adapter(model, self._engine.state, self._mesh) if is_adapted(model) else None
 
         def documents(directory: Path) -> None:
-            save_configuration(model, self._engine.options.precision.compute, processing_class, directory)
+            save_configuration(model, self._engine.options.precision.compute, processing_class, directory, adapter)
             (directory / NAME).write_bytes(state.to_json())
 
         content = Content(

@@ -36,7 +36,7 @@ def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> 
     Raises:
         ConfigError: without PEFT, for a model that is none of transformers or has adapters, and for targets that it does not have.
     """
-    peft = _peft()
+    peft = import_peft()
     base: Any = built.model
     if is_adapted(base):
         raise ConfigError(
@@ -66,7 +66,8 @@ def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> 
     return BuiltModel(model=model, source=AdaptedSource(built.source, model, names), notes=built.notes)
 
 
-def _peft() -> Any:
+def import_peft() -> Any:
+    """The package. Raises `ConfigError` where it is not installed."""
     try:
         import peft
         import peft.tuners.lora

@@ -11,13 +11,16 @@ from transformers.utils import logging
 
 @contextmanager
 def quiet_library() -> Iterator[None]:
-    """Inside the block transformers logs errors alone."""
-    before = logging.get_verbosity()
+    """Inside the block transformers logs errors alone, and draws no progress bars."""
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
 
 
 @contextmanager

@@ -61,21 +61,15 @@ class HubNames:
         if not (directory / "config.json").is_file():
             self.note = "no config.json: only the weights are written, under the model's own names"
             return None
-        try:
-            config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        except (*INITIALISER_ERRORS, OSError) as error:
-            self.note = f"config.json is of no model that transformers knows ({_short(error)}): names stay as they are"
-            return None
-        name = next(iter(config.architectures or ()), "")
-        cls = getattr(transformers, name, None) if name else None
-        if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
-            self.note = f"{name or 'the model'} is no class of transformers: names stay as they are"
+        cls, config, reason = read_class(directory)
+        if cls is None:
+            self.note = f"{reason}: names stay as they are"
             return None
         try:
             with torch.device("meta"):
                 return cls(config)
         except INITIALISER_ERRORS as error:
-            raise CheckpointError(f"{name} cannot be built from config.json: {_short(error)}") from error
+            raise CheckpointError(f"{cls.__name__} cannot be built from config.json: {_short(error)}") from error
 
     def groups(self, tensors: Tensors) -> list[Group]:
         """Every tensor, given on the meta device, in the group that it is reverted with.
@@ -107,6 +101,19 @@ class HubNames:
                 "be loaded with from_pretrained"
             ) from error
         return reverted
+
+
+def read_class(directory: Path) -> tuple[Any, Any, str]:
+    """The class of the model in a directory and its configuration; or None twice, and the reason why there is none."""
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (*INITIALISER_ERRORS, OSError) as error:
+        return None, None, f"config.json is of no model that transformers knows ({_short(error)})"
+    name = next(iter(config.architectures or ()), "")
+    cls = getattr(transformers, name, None) if name else None
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+        return None, None, f"{name or 'the model'} is no class of transformers"
+    return cls, config, ""
 
 
 def _names(names: Sequence[str]) -> str:

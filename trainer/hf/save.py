@@ -20,13 +20,17 @@ from zeromesh.errors import StorageError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
 from zeromesh.offload.aio import PositionalFile
-from zeromesh.trainer.hf.adapters import adapter_names, is_adapted, wraps_another
+from zeromesh.trainer.hf.adapters import adapter_names, is_adapted, pretrained_of, wraps_another
 from zeromesh.trainer.hf.safetensors_files import INDEX, SINGLE
 from zeromesh.zero.access import StateAccess
 from zeromesh.zero.holdings import saved_buffers
 from zeromesh.zero.sources import canonical_names
 
-_OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+BASE_MODEL = "base_model"
+"""Folder of a checkpoint with adapters that holds the configuration of the model inside."""
+_OF_ADAPTERS = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin")
 """Files that `from_pretrained` would load on top of a model that was saved where an adapter had been."""
 _SYNCED_BYTES = 256 << 20
 """Written at once, and brought to the disk before more is: no wait for the disk is longer than that takes."""
@@ -39,12 +43,9 @@ def save_model(
 
     `state` is that of a partitioned model; None: it is whole. Returns as `save_pretrained`.
     """
-    whole = tensors_of(model) if state is None else {}
     if is_adapted(model):
-        names = adapter_names(model)
-        tensors = iter(whole.items()) if state is None else chain(state.parameters(names), state.buffers())
-        wanted = (pair for pair in tensors if pair[0] in names)
-        return save_adapter(model, wanted, path, mesh, processing_class=processing_class)
+        return save_adapter(model, gathered_adapter(model, state, mesh), path, mesh, processing_class=processing_class)
+    whole = tensors_of(model) if state is None else {}
     specs = specs_of(whole) if state is None else state.stored_specs()
     tensors = iter(whole.items()) if state is None else state.stored()
     return save_pretrained(model, specs, tensors, path, mesh, processing_class=processing_class)
@@ -159,27 +160,40 @@ class _Writer:
                 (self._path / stale).unlink(missing_ok=True)
 
 
-def save_adapter(
-    model: Any, tensors: Iterator[tuple[str, Tensor]], path: Path, mesh: Mesh, *, processing_class: Any = None
-) -> str:
-    """Write the adapters of `model` alone, as its own `save_pretrained` does; all ranks call it, rank 0 writes.
+def gathered_adapter(model: nn.Module, state: StateAccess | None, mesh: Mesh) -> dict[str, Tensor]:
+    """The tensors of `adapter_names`, whole, in the CPU's memory of rank 0; empty on others. All ranks call it.
 
-    `tensors` are those of `adapter_names`, whole. Otherwise as `save_pretrained`.
+    `state` is that of a partitioned model; None: it is whole.
+    """
+    names = adapter_names(model)
+    tensors = iter(tensors_of(model).items()) if state is None else chain(state.parameters(names), state.buffers())
+    held = {}
+    for name, tensor in tensors:
+        if name in names and mesh.rank == 0:
+            held[name] = tensor.detach().to("cpu", copy=True)
+            mesh.post(Activity.SAVE)
+    return held
+
+
+def write_adapter(model: Any, held: dict[str, Tensor], directory: Path) -> None:
+    """Write adapters into a directory, as the model's own `save_pretrained` does; `held` has the tensors of `adapter_names`."""
+    # What adapters train of embeddings is among their own tensors; PEFT would look at the Hub for what else may be.
+    own = {"save_embedding_layers": False} if wraps_another(model) else {}
+    ties = {name: held[first] for name, first in canonical_names(model).items() if first in held}
+    model.save_pretrained(directory, state_dict=held | ties, **own)
+
+
+def save_adapter(model: Any, held: dict[str, Tensor], path: Path, mesh: Mesh, *, processing_class: Any = None) -> str:
+    """Write the adapters of `model` alone; all ranks call it, and rank 0, which has them in `held`, writes.
+
+    Returns as `save_pretrained`.
     """
     failure = ""
     path = Path(os.path.abspath(path))
-    held = {}
-    for name, tensor in tensors:
-        if mesh.rank == 0:
-            held[name] = tensor.detach().to("cpu", copy=True)
-            mesh.post(Activity.SAVE)
     if mesh.rank == 0:
         try:
             _begin(path)
-            # What adapters train of embeddings is among their own tensors; PEFT would look at the Hub for what else may be.
-            own = {"save_embedding_layers": False} if wraps_another(model) else {}
-            held |= {name: held[first] for name, first in canonical_names(model).items() if first in held}  # ties
-            model.save_pretrained(_beside(path), state_dict=held, **own)
+            write_adapter(model, held, _beside(path))
             _save_part(processing_class, _beside(path))
             _move(_beside(path), path)
         except Exception as error:  # noqa: BLE001 - other people's `save_pretrained` among them; all ranks have to know
@@ -218,20 +232,30 @@ def _agreed(failure: str, path: Path, mesh: Mesh) -> str:
     return failure or (f"{path} could not be written by rank 0, whose error says why" if failed else "")
 
 
-def save_configuration(model: nn.Module, dtype: torch.dtype | None, processing_class: Any, directory: Path) -> None:
+def save_configuration(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    processing_class: Any,
+    directory: Path,
+    adapter: dict[str, Tensor] | None = None,
+) -> None:
     """What `from_pretrained` reads beside the weights. The configuration says their dtype and the model's class.
 
-    Of a model with adapters it is their settings alone: its weights have names that no class of transformers would find.
+    Of a model with adapters these are the adapters of `adapter`, which PEFT loads from there, while the configuration of the model
+    inside goes into a folder of its own: the weights have names that no class of transformers would find.
     """
-    config: Any = copy.deepcopy(getattr(model, "config", None))
+    inside = pretrained_of(model) if adapter is not None else model
+    config: Any = copy.deepcopy(getattr(inside, "config", None))
     if hasattr(config, "save_pretrained"):
-        config.architectures = [type(model).__name__]
+        config.architectures = [type(inside).__name__]
         config.dtype = str(dtype).removeprefix("torch.")
-    own = [config, getattr(model, "generation_config", None)]
-    if is_adapted(model):
-        own = list(getattr(model, "peft_config").values())  # noqa: B009 - of a class that is not imported
-    for part in (*own, processing_class):
-        _save_part(part, directory)
+    below = directory
+    if adapter is not None:
+        write_adapter(model, adapter, directory)
+        below = directory / BASE_MODEL
+    for part in (config, getattr(inside, "generation_config", None)):
+        _save_part(part, below)
+    _save_part(processing_class, directory)
 
 
 def _save_part(part: Any, directory: Path) -> None:

@@ -40,7 +40,7 @@ def find_damage(reader: CheckpointReader, tell: Callable[[int], None]) -> Iterat
             yield Damage(path=path, reasons=(problem,), tensors=_named(members, record.pieces))
             continue
         bad, reasons = _bad_pieces(reader, record.pieces, tell)
-        if not (problem or reasons) and path.endswith(_SUFFIX) and reader.manifest.part[1] == 1:
+        if not (problem or reasons) and members and path.endswith(_SUFFIX) and reader.manifest.part[1] == 1:
             reasons = _disagreement(reader.directory / path, members)
         if problem or reasons:
             first = [problem] if problem else []
