@@ -17,6 +17,7 @@ from typing import Self
 import torch
 
 from zeromesh.errors import StorageError
+from zeromesh.offload.files import open_regular
 
 BLOCK = 4096
 """Bytes. Offsets, lengths and addresses that are multiples of it go past the page cache."""
@@ -42,10 +43,10 @@ class PositionalFile:
         is to be `sparse`. A link is not followed. Without `direct` all bytes go through the page cache.
         """
         self.path = os.fspath(path)
-        flags = (os.O_RDWR | os.O_CREAT if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
         self._direct = -1
         try:
-            self._buffered = os.open(self.path, flags, 0o644)
+            self._buffered = open_regular(self.path, flags)
         except OSError as error:
             raise _failed("opened", self.path, error) from error
         try:
@@ -159,7 +160,7 @@ class PositionalFile:
 def _open_direct(path: str, flags: int) -> int:
     """A second descriptor, for whole blocks; -1 where the file system has no O_DIRECT."""
     try:
-        return os.open(path, flags & ~os.O_CREAT | os.O_DIRECT)
+        return open_regular(path, flags & ~os.O_CREAT | os.O_DIRECT)
     except OSError:
         return -1
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -20,6 +19,7 @@ import torch
 
 from zeromesh.errors import StorageError
 from zeromesh.offload.aio import BLOCK, PositionalFile
+from zeromesh.offload.files import try_lock
 
 STRIPE = 1 << 20
 """Bytes that lie together in one directory before the next one's turn comes."""
@@ -41,7 +41,8 @@ def _remove_if_dead(path: str) -> int:
     descriptor = -1
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not try_lock(descriptor):
+            return 0
         nbytes = os.fstat(descriptor).st_blocks * 512
         os.unlink(path)
     except OSError:  # It is somebody's, or somebody else has just removed it.
@@ -149,12 +150,9 @@ def _make(directory: Path, label: str) -> tuple[str, int]:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_nlink:
+            if try_lock(descriptor) and os.fstat(descriptor).st_nlink:
                 return path, descriptor
-            _discard(path, descriptor)
-        except BlockingIOError:  # Somebody was looking whether it is a leftover, and removes it.
-            _discard(path, descriptor)
+            _discard(path, descriptor)  # Somebody was looking whether it is a leftover, and removes it.
         except OSError as error:
             _discard(path, descriptor)
             raise StorageError(

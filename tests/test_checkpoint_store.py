@@ -180,8 +180,9 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         CheckpointStore(tmp_path / "checkpoints").create(1, plan_files(SOME, 1))
 
 
-def test_others_may_read_every_file_however_it_was_made(tmp_path: Path) -> None:
-    old = os.umask(0o022)
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_the_umask_says_who_may_read_every_file_however_it_was_made(tmp_path: Path, umask: int, mode: int) -> None:
+    old = os.umask(umask)
     try:
         store = CheckpointStore(tmp_path)
         files = plan_files(SOME, 1)
@@ -196,4 +197,4 @@ def test_others_may_read_every_file_however_it_was_made(tmp_path: Path) -> None:
         os.umask(old)
     found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in store.path(1).rglob("*") if path.is_file()}
     assert len(found) == len(files) + 2
-    assert set(found.values()) == {0o644}
+    assert set(found.values()) == {mode}

@@ -261,7 +261,7 @@ def test_nesting_of_any_depth_is_refused_in_the_same_way(copy: Path) -> None:
 
 def test_a_vast_manifest_is_not_even_read(copy: Path) -> None:
     os.truncate(copy / manifests.NAME, manifests.MAX_BYTES + 1)
-    refused(copy, str(copy / manifests.NAME), "no file of at most 1,073,741,824 bytes")
+    refused(copy, str(copy / manifests.NAME), "at most 1,073,741,824 are read")
 
 
 def sparse(directory: Path, name: str, size: int, ends: list[int]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -172,6 +173,35 @@ def test_the_environment_is_read_in_one_file() -> None:
     assert not offenders(outside("zeromesh/mesh/launch.py"), *forbidden)
 
 
+def test_files_are_written_in_one_file() -> None:
+    """Where links are not followed, nothing waits for a pipe, and the umask sets permissions."""
+    allowed = (
+        "offload/files.py",
+        "offload/swapfile.py",
+        "trainer/profiling.py",
+        "zeromesh/mesh/launcher.py",
+        "zeromesh/faults.py",
+    )
+    found = [
+        f"{source.path}:{node.lineno}: {ast.unparse(node)}"
+        for source in outside(*allowed)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and _writes(node)
+    ]
+    assert not found
+
+
+def _writes(call: ast.Call) -> bool:
+    name = ast.unparse(call.func)
+    if name.rpartition(".")[2] in ("write_text", "write_bytes", "touch", "mkstemp", "NamedTemporaryFile"):
+        return True
+    if name == "os.open":
+        return "O_CREAT" in ast.unparse(call)
+    given = [*call.args[:2], *(each.value for each in call.keywords if each.arg == "mode")]
+    modes = [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    return name.rpartition(".")[2] == "open" and any(re.fullmatch(r"(?=.*[wax+])[rwabxt+]+", mode) for mode in modes)
+
+
 def test_only_the_command_line_prints() -> None:
     assert not offenders(outside("trainer/cli.py"), "print")
 
@@ -275,6 +305,23 @@ def _at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 )
 def test_the_rules_see_what_they_look_for(code: str, rule: str) -> None:
     assert offenders([Source(path="x.py", module="x", tree=ast.parse(code))], rule)
+
+
+@pytest.mark.parametrize(
+    ("code", "writes"),
+    [
+        ("path.write_text(text)", True),
+        ("path.open('ab', buffering=0)", True),
+        ("open(path, mode='r+')", True),
+        ("os.open(path, os.O_RDWR | os.O_CREAT)", True),
+        ("open(path, 'rb')", False),
+        ("open(path, encoding='ascii')", False),
+        ("traffic.open(name, 2)", False),
+    ],
+)
+def test_the_rules_see_what_writes(code: str, writes: bool) -> None:
+    (call,) = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    assert _writes(call) == writes
 
 
 def test_the_rules_see_no_more() -> None:

@@ -172,7 +172,7 @@ def test_one_who_looks_for_leftovers_may_take_a_file_before_it_is_locked(
     assert descriptors() == before
 
 
-@pytest.mark.parametrize("number", [errno.EWOULDBLOCK, errno.ENOLCK])
+@pytest.mark.parametrize("number", [errno.EWOULDBLOCK, errno.ENOLCK, errno.EIO])
 def test_a_directory_without_locks_is_an_error_and_keeps_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -180,6 +180,7 @@ def test_a_directory_without_locks_is_an_error_and_keeps_no_file(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refusing)
+    monkeypatch.setattr(fcntl, "fcntl", lambda descriptor, command, how: refusing(descriptor, command))
     before = descriptors()
     with pytest.raises(StorageError, match=rf"swap files .*{tmp_path}.*offload\.directory"):
         SwapFile(tmp_path, "some")

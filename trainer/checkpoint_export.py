@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from zeromesh.checkpoint.blocks import merged, overlapping
-from zeromesh.checkpoint.fresh import fresh_directory, write_synced
+from zeromesh.checkpoint.fresh import fresh_directory
 from zeromesh.checkpoint.manifest import Piece, StoredTensor
 from zeromesh.checkpoint.reader import CheckpointReader, Target
 from zeromesh.checkpoint.tensor_files import FileLayout, TensorSpec, index_files, parse_json, plan_files
@@ -27,6 +27,7 @@ from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.flat.split import Interval
 from zeromesh.offload import TensorSlice
 from zeromesh.offload.aio import PositionalFile
+from zeromesh.offload.files import read_whole, write_whole
 from zeromesh.offload.pool import StagingPool
 from zeromesh.trainer.adapter_export import convert_adapter, has_adapter, merge_adapter
 from zeromesh.trainer.console import RunConsole
@@ -131,10 +132,10 @@ def _copy(reader: CheckpointReader, pieces: Sequence[Piece], file: PositionalFil
 def _tell_dtype(path: Path, dtype: str) -> None:
     """Say in `config.json` what the weights are: `from_pretrained` loads them as what it says there."""
     if path.is_file():
-        content = parse_json(path, path.read_bytes())
+        content = parse_json(path, read_whole(path))
         _set_dtype(content, dtype)
         content["dtype"] = dtype
-        write_synced(path, json.dumps(content, indent=2).encode() + b"\n")
+        write_whole(path, json.dumps(content, indent=2).encode() + b"\n")
 
 
 def _set_dtype(content: dict[str, Any], dtype: str) -> None:
@@ -189,7 +190,7 @@ class _Export:
             with PositionalFile(self._folder / layout.path, write=True) as file:
                 file.sync()
         if len(self.files) > 1:
-            write_synced(self._folder / _INDEX, index_files(self.files)[_INDEX])
+            write_whole(self._folder / _INDEX, index_files(self.files)[_INDEX])
 
     def _write_direct(self, layout: FileLayout, file: PositionalFile) -> None:
         """Write the tensors of a file that are as they are in the checkpoint, window by window."""

@@ -15,6 +15,7 @@ from zeromesh.checkpoint.saver import Content, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, ZeromeshError
 from zeromesh.mesh.groups import Mesh
+from zeromesh.offload.files import write_whole
 from zeromesh.trainer.best import Goal
 from zeromesh.trainer.console import human_bytes
 from zeromesh.trainer.hf.adapters import is_adapted
@@ -190,7 +191,7 @@ class RunCheckpoints:
 
         def documents(directory: Path) -> None:
             save_configuration(model, self._engine.options.precision.compute, processing_class, directory, adapter)
-            (directory / NAME).write_bytes(state.to_json())
+            write_whole(directory / NAME, state.to_json(), sync=False)
 
         content = Content(
             tensors=holdings.tensors(),

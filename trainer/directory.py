@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
+import io
 import os
 import socket
 import time
@@ -15,6 +16,7 @@ from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.launch import secret_values
 from zeromesh.mesh.monitor import NAME as RANKS
 from zeromesh.mesh.monitor import StateMonitor
+from zeromesh.offload.files import open_regular, remove_unfinished, try_lock, write_whole
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.metrics import EVALUATIONS, METRICS, STARTS, MetricsWriter
 from zeromesh.trainer.redaction import Redaction
@@ -52,21 +54,28 @@ class RunDirectory:
         if not self._writes:
             yield
             return
+        with contextlib.ExitStack() as stack:
+            self._lock(stack)
+            yield
+
+    def _lock(self, stack: contextlib.ExitStack) -> None:
+        """Take the lock of the run until `stack` ends, and remove what killed processes have left half-written."""
         path = self.path / "run.lock"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            file = stack.enter_context(io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT), "r+"))
+            if not try_lock(file.fileno()):
+                holder = file.read(200).decode(errors="replace").strip() or "another process"
                 raise StorageError(
                     f"{str(self.path)!r} belongs to a run that is going on ({holder}); wait for it, or give another run.name"
-                ) from error
-            os.truncate(descriptor, 0)
-            os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-            yield
-        finally:
-            os.close(descriptor)
+                )
+            file.truncate(0)
+            file.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+            remove_unfinished(self.path)
+        except OSError as error:
+            raise StorageError(
+                f"{str(path)!r} cannot be opened and locked: {error.strerror or error}; another run could not be kept out. Change "
+                "that, or set run.output_dir to another file system"
+            ) from error
 
     @contextmanager
     def open(self, config: TrainerConfig, step: int) -> Iterator[MetricsWriter | None]:
@@ -76,12 +85,12 @@ class RunDirectory:
             return
         try:
             text = config.to_yaml(Redaction(secret_values()).values)
-            (self.path / "config.resolved.yaml").write_text(text, encoding="utf-8")
+            write_whole(self.path / "config.resolved.yaml", text.encode())
         except OSError as error:
             raise self._unwritable(error.strerror or str(error)) from error
         with MetricsWriter(self.path / STARTS) as starts:
             starts.write({"time": time.time(), "step": step, "host": socket.gethostname()})
-        if (self.path / EVALUATIONS).exists():
+        if os.path.lexists(self.path / EVALUATIONS):
             MetricsWriter(self.path / EVALUATIONS, keep_through=step).close()
         with MetricsWriter(self.path / METRICS, keep_through=step) as writer:
             yield writer

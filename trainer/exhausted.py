@@ -13,6 +13,7 @@ from zeromesh.errors import StorageError, ZeromeshError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.launch import secret_values
 from zeromesh.offload import Tier, available_bytes, peak_bytes, resident_bytes
+from zeromesh.offload.files import write_whole
 from zeromesh.trainer.console import human_bytes
 from zeromesh.trainer.redaction import Redaction
 from zeromesh.zero.engine import ZeroEngine
@@ -49,7 +50,7 @@ def explained(error: BaseException, engine: ZeroEngine | None, mesh: Mesh, direc
     try:
         directory.mkdir(parents=True, exist_ok=True)
         error_text = Redaction(secret_values()).text(what)
-        path.write_text(json.dumps({"error": error_text, "step": step, **found}, indent=1), encoding="utf-8")
+        write_whole(path, json.dumps({"error": error_text, "step": step, **found}, indent=1).encode())
     except OSError as why:
         return StorageError(f"{text}. What holds the rest could not be written to {path}: {why.strerror}; {_CURES}")
     return StorageError(f"{text}. {path} says what holds the rest; {_CURES}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from zeromesh.errors import StorageError
+from zeromesh.offload.files import open_regular, read_whole, write_whole
 
 METRICS = "metrics.jsonl"
 """A line for each logged step: a record of `StepMetrics`."""
@@ -72,7 +74,8 @@ class MetricsWriter:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _repair(self.path, keep_through)
-            self._file = self.path.open("ab", buffering=0)  # nothing waits in a buffer for a kill
+            descriptor = open_regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self._file = io.FileIO(descriptor, "ab")  # nothing waits in a buffer for a kill
         except OSError as error:
             raise StorageError(_reason("opened", self.path, error)) from error
 
@@ -114,7 +117,7 @@ def read_metrics(path: str | os.PathLike[str], broken: list[str] | None = None) 
     out too, and their errors go there.
     """
     try:
-        content = Path(path).read_bytes()
+        content = read_whole(path)
     except OSError as error:
         raise StorageError(_reason("read", Path(path), error)) from error
     found = []
@@ -138,7 +141,7 @@ def last_metrics(path: Path, first: int, last: int) -> list[dict[str, Any]]:
     """
     found = []
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path, os.O_RDONLY), "rb") as file:
             lines = _backwards(file)
             next(lines)  # What a kill has cut short, or nothing.
             for number, line in enumerate(lines, start=1):
@@ -169,9 +172,11 @@ def _backwards(file: BinaryIO) -> Iterator[bytes]:
 
 def _repair(path: Path, keep_through: int | None) -> None:
     """Cut off an unfinished last line; with `keep_through`, replace the file by one without later steps."""
-    if not path.exists():
+    try:
+        descriptor = open_regular(path, os.O_RDWR)
+    except FileNotFoundError:
         return
-    with path.open("rb+") as file:
+    with io.FileIO(descriptor, "r+") as file:
         content = file.read()
         whole = content.rfind(b"\n") + 1
         file.truncate(whole)
@@ -180,12 +185,7 @@ def _repair(path: Path, keep_through: int | None) -> None:
     lines = content[:whole].splitlines(keepends=True)
     kept = [line for number, line in enumerate(lines, start=1) if _step(line, _line(path, number)) <= keep_through]
     if len(kept) < len(lines):
-        replacement = path.with_name(path.name + ".tmp")
-        with replacement.open("wb") as file:
-            file.write(b"".join(kept))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(replacement, path)
+        write_whole(path, b"".join(kept))
 
 
 def _step(line: bytes, where: str) -> float:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from zeromesh.errors import StorageError
+from zeromesh.offload.files import write_whole
 
 NAME = "report.html"
 
@@ -53,13 +52,9 @@ def run_report(options: argparse.Namespace) -> int:
 
 def _write(out: Path, content: bytes) -> None:
     """Write a file whole: whoever has the old one open, or reads it meanwhile, sees no half of it."""
-    replacement = out.with_name(f".{out.name}.tmp")
     try:
-        replacement.write_bytes(content)
-        os.replace(replacement, out)
+        write_whole(out, content)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            replacement.unlink()
         raise StorageError(
             f"{str(out)!r} cannot be written: {error.strerror or error}; give another place with --out"
         ) from error

@@ -9,13 +9,13 @@ states, gathered parameters, gradients, kept inputs of blocks; not what autograd
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from zeromesh.offload import Ledger
+from zeromesh.offload.files import write_whole
 
 NAME = "step_memory.json"
 _MOST_EVENTS = 20_000
@@ -45,9 +45,7 @@ class StepMemory:
         self._write(self._path, {"step": step, "seconds": round(seconds, 6), "events": events})
 
     def _write(self, path: Path, content: dict[str, object]) -> None:
-        replacement = path.with_name(f".{path.name}.tmp")
         try:
-            replacement.write_text(json.dumps(content), encoding="utf-8")
-            os.replace(replacement, path)
+            write_whole(path, json.dumps(content).encode(), sync=False)
         except OSError:
             return  # Nothing depends on it, and a full disk is reported by what matters.

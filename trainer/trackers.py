@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from zeromesh.offload.files import read_whole, write_whole
 from zeromesh.trainer.tracked_rows import Row, Sent
 from zeromesh.trainer.tracker_arguments import TrackedRun, arguments_of
 from zeromesh.trainer.wandb_files import last_row
@@ -191,7 +192,7 @@ class NotedTracker(Tracker):
 
     def _noted(self) -> Sent:
         try:
-            ident, step, evaluated = json.loads(self._file.read_bytes())
+            ident, step, evaluated = json.loads(read_whole(self._file))
             sent = Sent(step=int(step), evaluated=bool(evaluated))
         except (OSError, ValueError, TypeError, RecursionError):
             sent = Sent()
@@ -203,9 +204,7 @@ class NotedTracker(Tracker):
         return sent
 
     def _note(self, sent: Sent) -> None:
-        passing = self._file.with_suffix(".tmp")
-        passing.write_text(json.dumps([self.run.ident, sent.step, sent.evaluated]), encoding="utf-8")
-        passing.replace(self._file)
+        write_whole(self._file, json.dumps([self.run.ident, sent.step, sent.evaluated]).encode(), sync=False)
 
     @property
     def _file(self) -> Path:

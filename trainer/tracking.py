@@ -23,6 +23,7 @@ import torch
 
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.launch import kept_environment, secret_values
+from zeromesh.offload.files import read_whole, write_whole
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.metrics import StepMetrics
 from zeromesh.trainer.redaction import Redaction
@@ -174,15 +175,13 @@ def _ident(path: Path, run: str, step: int, known: Mapping[str, Any], note: Call
     found = ""
     if step:
         try:
-            found = json.loads(path.read_bytes())["id"]
+            found = json.loads(read_whole(path))["id"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             found = known.get("id", "") if known.get("run") == run else ""
     if not (isinstance(found, str) and _IDENT.fullmatch(found)):
         found = secrets.token_hex(4)
-    passing = path.with_suffix(".tmp")
     try:
-        passing.write_text(json.dumps({"id": found, "run": run}), encoding="utf-8")
-        passing.replace(path)
+        write_whole(path, json.dumps({"id": found, "run": run}).encode())
     except OSError as error:
         note(f"WARNING: {path} cannot be written ({error.strerror}); trackers know the run as {found}")
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from zeromesh.errors import StorageError
 from zeromesh.offload.aio import PositionalFile
 from zeromesh.offload.disks import IN_MEMORY, file_system_of, free_bytes, nearest_directory
+from zeromesh.offload.files import try_lock
 from zeromesh.offload.pool import pages
 from zeromesh.trainer.console import human_bytes
 from zeromesh.trainer.doctor.findings import Finding, Level
@@ -94,7 +94,7 @@ def judge(disk: Disk) -> Iterator[Finding]:
     if not disk.locks:
         yield Finding(
             what="  locks",
-            found="flock is refused",
+            found="flock and fcntl are refused",
             level=Level.PROBLEM,
             means="Runs lock their directory, so that no two of them write into one.",
             do="Mount it with locks (NFS: without nolock, and with a lock daemon), or take another directory.",
@@ -206,7 +206,6 @@ def _synced(file: PositionalFile) -> float:
 def _locks(path: Path) -> bool:
     with path.open("rb") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return try_lock(file.fileno())
         except OSError:
             return False
-    return True

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.modelcard import TrainingSummary
 
+from zeromesh.offload.files import write_whole
 from zeromesh.trainer.hf.adapters import is_adapted
 from zeromesh.trainer.hf.shown_arguments import arguments_of
 from zeromesh.trainer.run_state import RunState
@@ -40,7 +41,7 @@ def write_model_card(trainer: Trainer, directory: Path, values: Mapping[str, Any
     summary = TrainingSummary.from_trainer(described, **values)
     summary.hyperparameters |= _over_ranks(trainer)
     path = directory / "README.md"
-    path.write_text(summary.to_model_card(), encoding="utf-8")
+    write_whole(path, summary.to_model_card().encode())
     if is_adapted(trainer.model):
         model: Any = trainer.model
         model.create_or_update_model_card(str(directory))

@@ -20,6 +20,7 @@ from zeromesh.errors import StorageError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
 from zeromesh.offload.aio import PositionalFile
+from zeromesh.offload.files import write_whole
 from zeromesh.trainer.hf.adapters import adapter_names, is_adapted, pretrained_of, wraps_another
 from zeromesh.trainer.hf.safetensors_files import INDEX, SINGLE
 from zeromesh.zero.access import StateAccess
@@ -138,7 +139,7 @@ class _Writer:
             if not failure:
                 if len(self._layouts) > 1:
                     for path, text in index_files(self._layouts).items():
-                        (self._directory / path).write_bytes(text)
+                        write_whole(self._directory / path, text)
                 save_configuration(model, self._main_dtype(), processing_class, self._directory)
                 self._move()
         except Exception as error:  # noqa: BLE001 - other people's `save_pretrained` among them; all ranks have to know

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.trainer_pt_utils import metrics_format
 
 from zeromesh.errors import ConfigError, StorageError
+from zeromesh.offload.files import read_whole, write_whole
 from zeromesh.trainer.collate import Collate, MapDataset
 from zeromesh.trainer.hf.losses import ComputeLoss
 from zeromesh.trainer.hf.model_card import write_model_card
@@ -201,7 +202,7 @@ class TransformersNames:
         _write(directory / f"{split}_results.json", metrics)
         if combined:
             path = directory / "all_results.json"
-            earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            earlier = json.loads(read_whole(path)) if path.exists() else {}
             _write(path, {**earlier, **metrics})
 
     def create_model_card(self, **values: Any) -> None:
@@ -232,7 +233,7 @@ class TransformersNames:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(strict(values), indent=4, sort_keys=True) + "\n", encoding="utf-8")
+    write_whole(path, (json.dumps(strict(values), indent=4, sort_keys=True) + "\n").encode())
 
 
 def collator_of(given: Collate | None, processing_class: Any, *, datasets: bool) -> Collate | None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from zeromesh.errors import ConfigError, LayoutError, StorageError, ZeromeshError
 from zeromesh.mesh.axes import AXES, MeshShape
+from zeromesh.offload.files import read_whole
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_words import known_paths, shown
 from zeromesh.trainer.config_yaml import MAX_BYTES, parse_yaml, plain_scalar
@@ -196,8 +197,7 @@ def value_at(path: Sequence[str], line: Mapping[str, Any]) -> object:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
+        content = read_whole(path, MAX_BYTES)
         found = parse_yaml(content.decode("utf-8"), where=CONFIG)
     except FileNotFoundError:
         raise StorageError(f"there is no {CONFIG}") from None
@@ -268,7 +268,7 @@ def _shape(config: Mapping[str, Any], checkpoints: Sequence[Mapping[str, Any]], 
 
 def _ranks(path: Path) -> list[Mapping[str, Any]]:
     try:
-        rows = json.loads(path.read_bytes())["ranks"]
+        rows = json.loads(read_whole(path))["ranks"]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -280,7 +280,7 @@ def _ranks(path: Path) -> list[Mapping[str, Any]]:
 
 def _step_memory(path: Path) -> StepMemory | None:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_whole(path))
         events = [
             (float(at), str(tier), str(purpose), float(nbytes)) for at, tier, purpose, nbytes in content["events"]
         ]

@@ -44,11 +44,3 @@ def fresh_directory(out: Path, nbytes: int) -> Iterator[Path]:
         raise StorageError(f"{error.filename or str(out)!r} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a small file and bring it to the disk. Raises `OSError`."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

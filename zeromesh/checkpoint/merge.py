@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 
 from zeromesh.checkpoint import manifest as manifests
-from zeromesh.checkpoint.fresh import fresh_directory, write_synced
+from zeromesh.checkpoint.fresh import fresh_directory
 from zeromesh.checkpoint.manifest import FileRecord, Manifest, Piece
 from zeromesh.checkpoint.reader import CheckpointReader
 from zeromesh.errors import CheckpointError
 from zeromesh.offload.aio import PositionalFile
+from zeromesh.offload.files import write_whole
 
 
 def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:
@@ -120,7 +121,7 @@ def merge(parts: Sequence[CheckpointReader], out: Path, tell: Callable[[int], No
             with PositionalFile(directory / path, write=True, size=record.nbytes) as file:
                 _copy(parts, path, file, tell)
                 file.sync()
-        write_synced(directory / manifests.NAME, text)
+        write_whole(directory / manifests.NAME, text)
     return whole
 
 

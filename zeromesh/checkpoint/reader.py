@@ -22,6 +22,7 @@ from zeromesh.errors import CheckpointError, ZeromeshError
 from zeromesh.flat.split import Interval
 from zeromesh.offload import TensorSlice
 from zeromesh.offload.aio import PositionalFile
+from zeromesh.offload.files import read_whole
 from zeromesh.offload.pool import StagingPool
 
 MAX_CONTENT_BYTES = 256 << 20
@@ -244,9 +245,7 @@ def _manifest_of(directory: Path) -> tuple[str, Manifest]:
     """A directory's manifest, and a checksum that tells it from any other."""
     path = directory / manifests.NAME
     try:
-        if path.lstat().st_size > manifests.MAX_BYTES or not stat.S_ISREG(path.lstat().st_mode):
-            raise CheckpointError(f"{path} is no file of at most {manifests.MAX_BYTES:,} bytes")
-        raw = path.read_bytes()
+        raw = read_whole(path, manifests.MAX_BYTES)
         return checksum(raw), manifests.parse(path, raw)
     except FileNotFoundError:
         raise CheckpointError(f"{directory} has no {manifests.NAME}: it is no whole checkpoint") from None

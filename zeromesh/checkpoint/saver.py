@@ -36,6 +36,7 @@ from zeromesh.checkpoint.writer import Edge, ShardWriter, edges_of
 from zeromesh.errors import CheckpointError, StorageError, ZeromeshError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
+from zeromesh.offload.files import write_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,7 +202,7 @@ class Saver:
             if self._mesh.rank == 0:
                 content.documents(directory)
                 for path, text in index_files(files).items():
-                    (directory / path).write_bytes(text)
+                    write_whole(directory / path, text, sync=False)
         except ZeromeshError as error:
             return str(error)
         except Exception as error:  # noqa: BLE001 - other people's `save_pretrained` among them; all ranks have to know

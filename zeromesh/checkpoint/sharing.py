@@ -17,6 +17,7 @@ from pathlib import Path
 
 from zeromesh.errors import StorageError
 from zeromesh.mesh.groups import Mesh
+from zeromesh.offload.files import open_regular
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +74,7 @@ def _put(mark: Path) -> str:
     """Make a file; why that cannot be done, empty where it can."""
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        os.close(open_regular(mark, os.O_WRONLY | os.O_CREAT))
     except OSError as error:
         return f"{str(mark.parent)!r} cannot be written: {error.strerror or error}"
     return ""

@@ -24,6 +24,7 @@ from zeromesh.checkpoint.tensor_files import FileLayout
 from zeromesh.errors import StorageError
 from zeromesh.flat.split import Interval
 from zeromesh.offload.aio import PositionalFile, sync_directory
+from zeromesh.offload.files import read_whole, write_whole
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TMP = re.compile(r"step-\d{8,}\.tmp")
@@ -148,8 +149,7 @@ class CheckpointStore:
             faults.visit("before-manifest")
             text = whole.to_json()
             manifests.parse(directory / manifests.NAME, text)  # What no reader would take is no checkpoint.
-            (directory / manifests.NAME).write_bytes(text)
-            _seal(directory / manifests.NAME, manifests.NAME)
+            write_whole(directory / manifests.NAME, text)
             for folder in {directory, *(path.parent for path in directory.glob("*/*"))}:
                 sync_directory(folder)
             faults.visit("before-rename")
@@ -199,14 +199,12 @@ def _small_files(directory: Path, known: Iterable[str]) -> list[str]:
 
 
 def _seal(path: Path, name: str) -> FileRecord:
-    """Bring a small file to the disk; its record, written by rank 0."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        os.fchmod(descriptor, 0o644)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    data = path.read_bytes()
+    """Bring a small file to the disk; its record, written by rank 0.
+
+    It is written anew: some libraries make files that only their owner may read, whatever the umask says.
+    """
+    data = read_whole(path)
+    write_whole(path, data)
     return FileRecord(
         nbytes=len(data),
         pieces=tuple(

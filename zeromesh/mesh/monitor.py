@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from zeromesh.mesh.watch import Watch
+from zeromesh.offload.files import write_whole
 
 NAME = "ranks.json"
 
@@ -83,9 +83,8 @@ class StateMonitor:
                 return
 
     def _write(self) -> None:
-        replacement = self._path.with_name(f".{self._path.name}.tmp")
+        content = json.dumps({"time": time.time(), "ranks": self.states()})
         try:
-            replacement.write_text(json.dumps({"time": time.time(), "ranks": self.states()}), encoding="utf-8")
-            os.replace(replacement, self._path)
+            write_whole(self._path, content.encode(), sync=False)
         except OSError:
             return  # A full disk is reported by what matters.

@@ -1,0 +1,120 @@
+"""Opens, reads and writes files of a run: no links are followed, nothing waits for a pipe, and the umask sets the permissions.
+
+Every function raises `OSError`, as the system does. Where something other than a regular file is at a path, its `strerror` says
+what that is, so that one `except OSError` of a caller names both kinds of trouble.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+import struct
+from pathlib import Path
+
+_PASSING = re.compile(r"\.zeromesh-[0-9a-f]{16}\.tmp")
+"""Names of files that are not whole yet. They are short whatever the name of the file that they become: that may have 255 bytes."""
+_KINDS = (
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
+
+
+def open_regular(path: str | os.PathLike[str], flags: int) -> int:
+    """A descriptor of the regular file at `path`; a file that `os.O_CREAT` makes has the permissions that the umask leaves.
+
+    Raises:
+        OSError: where it cannot be opened, or is a link, a pipe or anything else that is no regular file.
+    """
+    try:
+        # Without O_NONBLOCK a pipe that nobody else has open would be waited for.
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV):
+            _require_regular(os.lstat(path).st_mode, path)
+        raise
+    try:
+        _require_regular(os.fstat(descriptor).st_mode, path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _require_regular(mode: int, path: str | os.PathLike[str]) -> None:
+    for is_kind, kind in _KINDS:
+        if is_kind(mode):
+            raise OSError(errno.EINVAL, f"it is {kind}, not a regular file; remove it", os.fspath(path))
+
+
+def read_whole(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
+    """All bytes of a file. Raises `OSError`, also for one of more than `limit` bytes, of which nothing is read."""
+    with open(open_regular(path, os.O_RDONLY), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if limit is not None and size > limit:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {limit:,} are read", os.fspath(path))
+        return file.read()
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes, *, sync: bool = True) -> None:
+    """Put `data` at `path` all at once: whoever reads meanwhile, or comes after a kill, finds the old content or the new.
+
+    A link at `path` is replaced, and what it leads to is left alone. With `sync` the data is on the disk first.
+
+    Raises:
+        OSError: the old content is still there then.
+    """
+    path = Path(path)
+    passing = path.parent / f".zeromesh-{secrets.token_hex(8)}.tmp"
+    try:
+        with open(open_regular(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            file.write(data)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        os.replace(passing, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            passing.unlink()
+        raise
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove what processes killed in `write_whole` left in a directory, where nobody may be writing. Raises `OSError`."""
+    for path in directory.iterdir():
+        if _PASSING.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed; False where another open file has the lock.
+
+    Locks are those of `flock`, or where the file system has none, the open file's own of `fcntl`.
+
+    Raises:
+        OSError: where the file system has neither.
+    """
+    whole_file = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    for lock in (
+        lambda: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB),
+        lambda: fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole_file),
+    ):
+        try:
+            lock()
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                return False
+            if error.errno not in _NO_LOCKS:
+                raise
+        else:
+            return True
+    raise OSError(errno.ENOLCK, "the file system has no locks, neither flock nor fcntl")
