@@ -199,7 +199,7 @@ def _writes(call: ast.Call) -> bool:
         return "O_CREAT" in ast.unparse(call)
     given = [*call.args[:2], *(each.value for each in call.keywords if each.arg == "mode")]
     modes = [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-    return name.rpartition(".")[2] == "open" and any(re.fullmatch(r"(?=.*[wax+])[rwabxt+]+", mode) for mode in modes)
+    return name.rpartition(".")[2] == "open" and any(re.fullmatch(r"(?=.*[wa+])[rwabt+]+", mode) for mode in modes)
 
 
 def test_only_the_command_line_prints() -> None:
@@ -314,6 +314,7 @@ def test_the_rules_see_what_they_look_for(code: str, rule: str) -> None:
         ("path.open('ab', buffering=0)", True),
         ("open(path, mode='r+')", True),
         ("os.open(path, os.O_RDWR | os.O_CREAT)", True),
+        ("path.open('x')", False),  # Only where there is nothing yet.
         ("open(path, 'rb')", False),
         ("open(path, encoding='ascii')", False),
         ("traffic.open(name, 2)", False),
