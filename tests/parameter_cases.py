@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from contract.cases_units import Stack
-from contract.harness import Case, Layout, cross_entropy, plain_loop, samples
+from contract.harness import CLASSES, FEATURES, WIDTH, Case, Layout, cross_entropy, plain_loop, samples
 from torch import nn
 from trainer_cases import distance, seeded
 
 from zeromesh import Trainer
-from zeromesh.errors import ZeromeshError
+from zeromesh.errors import LayoutError, ZeromeshError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.trainer.callbacks import Callback
 
@@ -69,3 +70,121 @@ def caught_in_gathered(mesh: Mesh, layout: dict[str, Any]) -> dict[str, Any]:
             seen.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
 
     return {**train(Layout(**layout), [Look(look)]), "seen": seen}
+
+
+class Scaled(Stack):
+    """A hook multiplies a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].up.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+class Masked(Stack):
+    """A hook multiplies by a mask that `__init__` has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.arange(WIDTH) % 2
+        self.blocks[1].down.weight.register_hook(lambda gradient: gradient * mask)
+
+
+class InPlace(Stack):
+    """A hook changes what was accumulated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.bias.register_post_accumulate_grad_hook(self.change)
+
+    @staticmethod
+    def change(parameter: torch.Tensor) -> None:
+        """Change a gradient."""
+        assert parameter.grad is not None
+        parameter.grad.mul_(-3)
+
+
+class Counted(Stack):
+    """A hook waits for several gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+        torch.autograd.graph.register_multi_grad_hook([self.stem.weight, self.head.weight], self.count)
+
+    def count(self, gradients: Any) -> None:
+        """Count."""
+        self.seen += 1
+
+
+class Listed(Stack):
+    """Parameters are in a plain list too, and forward takes them from there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.empty(2, CLASSES))
+        self.listed = [self.own, self.head.bias]
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As modules of torch have it."""
+        nn.init.constant_(self.own, 0.5)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return super().forward(values) * self.listed[0].sum(0) + self.listed[1] ** 2
+
+
+class ParameterLists(nn.Module):
+    """All weights are in a ParameterList."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(FEATURES, FEATURES) / 5) for _ in range(3))
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            values = values + torch.tanh(values @ weight)
+        return self.head(values)
+
+
+HOOKED = (Scaled, Masked, InPlace, Counted, Listed, ParameterLists)
+
+
+def given_as_callables(mesh: Mesh, layout: dict[str, Any]) -> dict[str, Any]:
+    """Models with hooks and lists, built by the trainer: differences from a plain loop that begins with the same weights."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        return {build.__name__: _built_by_trainer(build, Layout(**layout)) for build in HOOKED}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _built_by_trainer(build: type[nn.Module], layout: Layout) -> dict[str, Any]:
+    case = Case(name="own", build=build, config={"batch": {"micro_size": 4}})
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Trainer(build, case.settings(folder, layout), train_dataset=samples(), compute_loss=cross_entropy) as trainer,
+    ):
+        first = {name: value.detach().clone() for name, value in trainer.state_dict()}
+        trainer.fit()
+        found = {name: value.detach().clone() for name, value in trainer.state_dict()}
+        seen = getattr(trainer.model, "seen", None)
+
+    def begin() -> nn.Module:
+        model = build()
+        model.load_state_dict(first)
+        return model
+
+    return {"difference": distance(found, plain_loop(replace(case, build=begin)).states[-1]), "seen": seen}
+
+
+def hooks_refused(mesh: Mesh) -> str:
+    """A model on the meta device whose hooks cannot be kept."""
+    with torch.device("meta"):
+        model = Masked()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            Trainer(model, Case(name="own", build=Masked).settings(folder, Layout(stage=3)), samples()).fit()
+    except LayoutError as error:
+        return str(error)
+    return ""

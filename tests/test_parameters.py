@@ -25,3 +25,16 @@ def test_an_error_in_gathered_that_is_caught_ends_nothing(workers: Workers, layo
         assert result[0].startswith("RuntimeError: mat1 and mat2 shapes")
         assert result[1].startswith("PhaseError: stem.weight: written inside gathered()")
         assert result[2].startswith("PhaseError: blocks.1.up.weight: written inside gathered()")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_hooks_and_lists_of_parameters_survive_a_build_on_meta(workers: Workers, layout: Layout) -> None:
+    first, second = workers.run(2, "parameter_cases:given_as_callables", layout=asdict(layout))
+    for found in (first, second):
+        assert {name: each["difference"] for name, each in found.items() if not each["difference"] < 1e-9} == {}
+        assert found["Counted"]["seen"] == 4
+
+
+def test_hooks_on_meta_are_refused(workers: Workers) -> None:
+    (found,) = workers.run(1, "parameter_cases:hooks_refused")
+    assert found.startswith("blocks.1.down.weight: the model was passed on the meta device with hooks on gradients")

@@ -30,7 +30,7 @@ from zeromesh.trainer.schedules import Schedule
 from zeromesh.trainer.streamed import StreamedDataset, is_stream
 from zeromesh.trainer.tokenizers import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.torch_schedule import MakeScheduler, TorchSchedule
-from zeromesh.zero.deferred import BuiltModel, build_deferred, take_given
+from zeromesh.zero.deferred import BuiltModel, build_deferred, hooked_parameters, take_given
 from zeromesh.zero.sources import materialize_buffers
 
 
@@ -279,6 +279,12 @@ def _built_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None)
 def require_layout_fits(model: nn.Module, mesh: Mesh) -> None:
     """Raise `ConfigError` for a model that this layout cannot train."""
     require_adapters_that_fit(model, mesh)
+    hooked = hooked_parameters(model) if mesh.tensor.size > 1 or mesh.pipeline.size > 1 else ()
+    if hooked:
+        raise ConfigError(
+            f"{hooked[0]} has a hook on its gradient, and under parallel.tensor or parallel.pipeline a rank has but a part of "
+            "parameters and gradients; set both to 1, or take the hook off"
+        )
     require_no_layer_drop(model, mesh.data.size)
 
 

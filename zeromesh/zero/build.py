@@ -177,7 +177,7 @@ def _bucket(
                     tensor.slice(start, start + run.length).copy_from(values)
     for slot in layout.slots:
         source.release(slot.spec.name)
-    parameters = [_adopt(model, slot.spec.fqn, slot.spec.aliases, mesh.device) for slot in layout.slots]
+    parameters = [_adopt(model, slot.spec.fqn, mesh.device) for slot in layout.slots]
     bucket = Bucket(layout, parameters, buffer, interval, master, copy)
     buffer.end_write()
     bucket.hide()
@@ -205,18 +205,17 @@ def _weights(
     return master, tiers.allocate(length, spec.dtype, offload.parameters, Purpose.PARAMETERS, what)
 
 
-def _adopt(model: nn.Module, fqn: str, aliases: Sequence[str], device: torch.device) -> nn.Parameter:
-    """The model's parameter, or one that replaces it under all its names where its kind of tensor cannot be pointed elsewhere."""
+def _adopt(model: nn.Module, fqn: str, device: torch.device) -> nn.Parameter:
+    """The model's own parameter, on `device`: hooks stay on it, and lists that hold it see what becomes of it."""
     parameter = model.get_parameter(fqn)
-    if parameter.device.type == device.type:
-        return parameter
     placeholder = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-    replacement = nn.Parameter(placeholder, requires_grad=parameter.requires_grad)
-    replacement.__dict__.update(parameter.__dict__)
-    for name in (fqn, *aliases):
-        module, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module), leaf, replacement)
-    return replacement
+    if parameter.is_meta:  # It cannot be pointed elsewhere, but another tensor can take its place.
+        replacement = nn.Parameter(placeholder, requires_grad=parameter.requires_grad)
+        replacement.__dict__.update(parameter.__dict__)
+        torch.utils.swap_tensors(parameter, replacement)  # type: ignore[no-untyped-call]
+    elif parameter.device.type != device.type:
+        parameter.data = placeholder
+    return parameter
 
 
 def _allocate_gradients(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from zeromesh.errors import LayoutError
 from zeromesh.zero.initial import INITIALISER_ERRORS, Skeleton, WriteLog, is_pretrained_model, seeded_cpu
 from zeromesh.zero.sources import BuiltSource, ParameterSource, SeededSource, materialize_buffers, source_for
 
@@ -32,9 +33,9 @@ def build_deferred(
 
     Where that would lose or change values, `build` is called again on CPU with torch's generator seeded by
     `seed`: every rank then holds the whole model for a while, and a note says so. That is the case if it
-    raises on meta, if parameters or buffers get values that no initialiser would set again, or if it
-    initialises a plain module's parameters otherwise than their `reset_parameters` does (which is found by
-    comparing the operations).
+    raises on meta, if it registers hooks on gradients of parameters, if parameters or buffers get values that
+    no initialiser would set again, or if it initialises a plain module's parameters otherwise than their
+    `reset_parameters` does (which is found by comparing the operations).
     """
     log = WriteLog()
     try:
@@ -42,6 +43,10 @@ def build_deferred(
             model = build()
     except INITIALISER_ERRORS as error:
         return _build_on_cpu(build, seed, f"it cannot be built on the meta device ({type(error).__name__}: {error})")
+    hooked = hooked_parameters(model)
+    if hooked:
+        # Copies in memory would not have the hooks, and what these refer to, such as a mask, has no values on meta.
+        return _build_on_cpu(build, seed, f"it registers hooks on the gradients of {_some(hooked)}")
     source = SeededSource(model, seed)
     kept = frozenset[str]() if stored is None else stored(model)
     lost = tuple(name for name in source.lost() if name not in kept)
@@ -64,7 +69,14 @@ def take_given(model: nn.Module, seed: int) -> BuiltModel:
 
     Raises:
         LostValuesError: if nothing would compute some of the parameters on meta.
+        LayoutError: if such parameters have hooks on their gradients, which may refer to tensors without values.
     """
+    hooked = [name for name in hooked_parameters(model) if model.get_parameter(name).is_meta]
+    if hooked:
+        raise LayoutError(
+            f"{_some(tuple(hooked))}: the model was passed on the meta device with hooks on gradients, which cannot be kept; "
+            "pass it built, or pass a callable that builds it"
+        )
     source = source_for(model, seed)
     skeleton = Skeleton(model)
     owners = dict.fromkeys(name.rpartition(".")[0] for name, p in model.named_parameters() if p.is_meta)
@@ -74,6 +86,16 @@ def take_given(model: nn.Module, seed: int) -> BuiltModel:
         "`__init__` may have set otherwise is lost; a callable that builds the model keeps it",
     )
     return BuiltModel(model=model, source=source, notes=notes if drawn else ())
+
+
+def hooked_parameters(model: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters with hooks on their gradients, of one parameter or of several together."""
+    return tuple(
+        name
+        for name, parameter in model.named_parameters()
+        # A hook on several parameters holds on to what accumulates their gradients, which refers to them once more.
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or parameter._use_count() > 1  # type: ignore[attr-defined]
+    )
 
 
 def lost_buffers(model: nn.Module, seed: int) -> tuple[str, ...]:
