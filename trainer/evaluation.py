@@ -14,6 +14,7 @@ from zeromesh.errors import ConfigError, DataError, PhaseError
 from zeromesh.trainer.collate import MapDataset, check_dataset
 from zeromesh.trainer.console import human_count
 from zeromesh.trainer.predictions import Collector
+from zeromesh.trainer.sameness import require_same_data
 
 if TYPE_CHECKING:
     from zeromesh.trainer.run import Run
@@ -100,6 +101,7 @@ class Evaluator:
 
     def _feed(self, dataset: MapDataset) -> Feed:
         check_dataset(dataset, name="eval_dataset")
+        require_same_data(self._run.mesh, {"eval_dataset": dataset}, {})
         self.feed = self._run.trained.feeds.evaluation(dataset)
         return self.feed
 

@@ -89,15 +89,9 @@ class Events:
         if self._callbacks and mesh.world_size > 1:
             self.wishes = self.wishes.agreed(mesh)
 
-    def require_same_number(self, mesh: Mesh) -> None:
-        """Raise `ConfigError` on all ranks where some have callbacks and some have none."""
-        counts = [row[0] for row in mesh.world.gather_integers([len(self._callbacks)])]
-        if len({bool(count) for count in counts}) > 1:
-            without = ", ".join(str(rank) for rank, count in enumerate(counts) if not count)
-            raise ConfigError(
-                f"callbacks: ranks {without} have none, and others have; give all ranks the same ones, and let a callback look at "
-                "trainer.state.is_world_process_zero where only one rank is to act"
-            )
+    def __bool__(self) -> bool:
+        """Whether there are callbacks."""
+        return bool(self._callbacks)
 
     def states(self) -> dict[str, Any]:
         """What checkpoints keep of callbacks, by their class; of two of one class, the first."""

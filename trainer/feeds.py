@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -38,6 +38,10 @@ class Given:
     processing_class: Any = None
     of_transformers: bool = False
     """Whether transformers' `TrainingArguments` are among it."""
+
+    def names(self) -> dict[str, str]:
+        """Which of these were given: that much of them can be compared between ranks."""
+        return {each.name: "given" if getattr(self, each.name) is not None else "not given" for each in fields(self)}
 
 
 class Feeds:

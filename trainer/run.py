@@ -35,6 +35,7 @@ from zeromesh.trainer.loop import TrainingLoop
 from zeromesh.trainer.profiling import Profile
 from zeromesh.trainer.report import FitReport, Progress
 from zeromesh.trainer.run_state import RunState
+from zeromesh.trainer.sameness import require_same_data, require_same_settings
 from zeromesh.trainer.schedules import STEADY
 from zeromesh.trainer.signals import leave, stop_requests
 from zeromesh.trainer.state import settings_of
@@ -52,6 +53,7 @@ class Run:
     def __init__(self, config: TrainerConfig, mesh: Mesh, given: Given, events: Events) -> None:
         self.mesh, self.given, self.events = mesh, given, events
         self.call = events.call
+        require_same_settings(mesh, config, {**given.names(), "callbacks": "some" if events else "none"})
         config = pin_sources(config, mesh, model_given=given.model is not None)
         self.console: RunConsole = make_console(mesh.rank)
         if mesh.device.type == "cpu":
@@ -76,7 +78,6 @@ class Run:
         """What the checkpoint that the run goes on from knows of its trackers."""
         self.report: FitReport | None = None
         self._broken = ""
-        events.require_same_number(mesh)
         setup.set_determinism(config.run.deterministic)
         self.config, self.plan = config, setup.batch_plan(config, mesh)
         options = engine_options(config, self.plan.accumulation)
@@ -87,6 +88,8 @@ class Run:
         self.tell(*self.data.notes)
         self.config, self.plan = setup.over_data(config, self.plan, self.data.train)
         self.schedule = setup.learning_rate_schedule(self.config, given.lr_scheduler)
+        mesh.meet("comparison of data")
+        require_same_data(mesh, self.data.sets(), self._decided_by_the_data())
         self.evaluator = Evaluator(self)
         self.console.status("building the model")
         self.trained = TrainedModel(self, options)
@@ -142,6 +145,16 @@ class Run:
         self.events.agree(self.mesh)
 
     # Before training
+
+    def _decided_by_the_data(self) -> dict[str, object]:
+        """What all ranks must have alike, now that the data is read."""
+        run, described = self.config.run, self.data.description(shuffle=self.config.data.shuffle)
+        steps = {"run.max_steps": run.max_steps, "schedule.warmup_steps": self.config.schedule.warmup_steps}
+        return {
+            **{f"data.{name}": each for name, each in described.items()},
+            **steps,
+            "schedule": self.schedule.factor(0),
+        }
 
     def _make_figures(self, options: ZeroOptions) -> StepFigures:
         ledger, samples = self.trained.require_engine().ledger, self.config.batch.global_size

@@ -154,6 +154,10 @@ class Data:
             return {f"eval_dataset[{name!r}]": each for name, each in self.eval.items()}
         return {"eval_dataset": self.eval}
 
+    def sets(self) -> dict[str, MapDataset | StreamedDataset]:
+        """All of them, by what errors call them."""
+        return ({} if self.train is None else {"train_dataset": self.train}) | self.evaluated()
+
     @property
     def notes(self) -> tuple[str, ...]:
         return self.loaded.notes if self.loaded else ()

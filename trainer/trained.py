@@ -28,6 +28,7 @@ from zeromesh.trainer.hf.generate import check_arguments, generate
 from zeromesh.trainer.hf.losses import make_loss
 from zeromesh.trainer.hf.save import save_model
 from zeromesh.trainer.memory import kept_input_bytes, require_memory
+from zeromesh.trainer.sameness import share_weights
 from zeromesh.trainer.step import Stepper
 from zeromesh.trainer.takes import Takes
 from zeromesh.trainer.watched_source import WatchedSource
@@ -85,6 +86,7 @@ class TrainedModel:
         config, mesh, given = run.config, run.mesh, run.given
         setup.require_layout_fits(model, mesh)
         setup.place_buffers(built, mesh, config.run.seed)
+        run.tell(*share_weights(model, mesh))
         # Of the whole model, so that all ranks take the same batches, count alike and refuse alike.
         takes = Takes.of(model, users_loss=given.compute_loss is not None)
         self.flops, self.parameters = ModelFlops.of(model), parameters_of(model)

@@ -7,21 +7,36 @@ import os
 import platform
 import re
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from zeromesh.errors import ConfigError
+from zeromesh.mesh.agreement import differences
 from zeromesh.mesh.board import Store
 from zeromesh.mesh.topology import Place
 
 _NODES = Path("/sys/devices/system/node")
 
 
-def exchange_places(store: Store, process: int, processes: int, device: torch.device) -> list[Place]:
-    """The places of all processes, in the order of the launch. Each of them calls this; it waits for the last."""
-    mine = {"host": host_identity(), "name": socket.gethostname(), "island": island_of(device)}
-    store.set(f"place/{process}", json.dumps(mine))
-    return [Place(**json.loads(store.get(f"place/{each}"))) for each in range(processes)]
+def exchange_places(
+    store: Store, process: int, processes: int, device: torch.device, asked: Mapping[str, object]
+) -> list[Place]:
+    """The places of all processes, in the order of the launch. Each of them calls this; it waits for the last.
+
+    Raises:
+        ConfigError: when processes have asked for different meshes, with which of them has `asked` for what.
+    """
+    place = {"host": host_identity(), "name": socket.gethostname(), "island": island_of(device)}
+    store.set(f"place/{process}", json.dumps([place, {name: str(value) for name, value in asked.items()}]))
+    found = [json.loads(store.get(f"place/{each}")) for each in range(processes)]
+    different = differences([each[1] for each in found], range(processes))
+    if different:
+        raise ConfigError(
+            f"ranks ask for different meshes: {'; '.join(different)}. Give all of them the same configuration"
+        )
+    return [Place(**each[0]) for each in found]
 
 
 def host_identity() -> str:

@@ -108,7 +108,8 @@ class ProcessMesh:
     def _connect(self, timeout_seconds: float, order: Order) -> None:
         process, joined_before = self.environment.rank, dist.is_initialized()
         store = cast(Store, self._links.store())
-        places = exchange_places(store, process, self.world_size, self.device)
+        asked = {"order": order} | dict(zip(AXES, self.shape.sizes, strict=True))
+        places = exchange_places(store, process, self.world_size, self.device, asked)
         self.processes = rank_order(places, order)
         if joined_before:
             self.processes = self._order_of_group(store, process, order)
