@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -67,6 +68,15 @@ def _file_cache_bytes() -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
+
+
+def cpu_name() -> str:
+    """The model of this machine's processor; its architecture where the system does not name the model."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def _status_bytes(path: Path, field: str) -> int:

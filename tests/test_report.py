@@ -169,6 +169,32 @@ def test_a_run_that_went_on_has_each_step_once(tmp_path: Path) -> None:
     assert "2026-09-21 14:14 UTC: went on after step 10 on node-b" in text
 
 
+def test_a_run_says_how_large_how_long_and_on_what(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=4)
+    write_lines(
+        run, [{"step": step, "loss": 1.0, "time": 1.79e9 + at} for step, at in ((1, 5), (2, 30), (3, 70), (4, 95))]
+    )
+    facts = {"parameters": 8_030_000_000, "hardware": "8 ranks on Abacus 9000", "versions": {"torch": "2.13.0"}}
+    starts = [{"step": 0, "time": 1.79e9, **facts}, {"step": 2, "time": 1.79e9 + 60, **facts}]
+    (run / "starts.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in starts))
+    text = shown(run).text
+    assert "8.0G" in text
+    assert "1:05" in text, "30 seconds of the first start and 35 of the second"
+    assert "hardware: 8 ranks on Abacus 9000" in text
+    assert "versions: torch 2.13.0" in text
+
+
+def test_many_evaluations_are_a_line_and_their_speed_comes_last(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=75)
+    lines = [{"step": step, "eval_loss": 1.0, "eval_f1": 0.5, "eval_runtime": 2.0} for step in range(1, 76)]
+    (run / "evaluations.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    charts = charts_of(read_runs([run]))
+    names = [chart.identifier for chart in charts]
+    assert names.index("eval_f1") < names.index("lr") < names.index("eval_runtime")
+    (evaluation,) = [each for each in charts[0].series if each.name == "evaluation"]
+    assert evaluation.style == "line"
+
+
 def test_losses_that_are_not_finite_break_the_line(tmp_path: Path) -> None:
     bad = {"loss": "nan", "grad_norm": "inf", "skipped": True, "cause": "the gradient of unit layers.1 on rank 3"}
     page = shown(write_run(tmp_path / "run", steps=20, changes={7: bad, 8: bad}))

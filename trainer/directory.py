@@ -5,18 +5,24 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import platform
 import socket
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from zeromesh import __version__
 from zeromesh.errors import StorageError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.launch import secret_values
 from zeromesh.mesh.monitor import NAME as RANKS
 from zeromesh.mesh.monitor import StateMonitor
 from zeromesh.offload.files import open_regular, remove_unfinished, try_lock, write_whole
+from zeromesh.offload.process import cpu_name
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.metrics import EVALUATIONS, METRICS, STARTS, MetricsWriter
 from zeromesh.trainer.redaction import Redaction
@@ -78,8 +84,11 @@ class RunDirectory:
             ) from error
 
     @contextmanager
-    def open(self, config: TrainerConfig, step: int) -> Iterator[MetricsWriter | None]:
-        """Write the resolved configuration, without secrets, and hand out the writer of metrics, which continues after `step`."""
+    def open(self, config: TrainerConfig, step: int, facts: Mapping[str, Any]) -> Iterator[MetricsWriter | None]:
+        """Write the resolved configuration, without secrets, and hand out the writer of metrics, which continues after `step`.
+
+        `facts` about the model and the machine go into the line of this start.
+        """
         if not self._writes:
             yield None
             return
@@ -89,7 +98,7 @@ class RunDirectory:
         except OSError as error:
             raise self._unwritable(error.strerror or str(error)) from error
         with MetricsWriter(self.path / STARTS) as starts:
-            starts.write({"time": time.time(), "step": step, "host": socket.gethostname()})
+            starts.write({"step": step, "host": socket.gethostname(), **facts})
         if os.path.lexists(self.path / EVALUATIONS):
             MetricsWriter(self.path / EVALUATIONS, keep_through=step).close()
         with MetricsWriter(self.path / METRICS, keep_through=step) as writer:
@@ -104,3 +113,13 @@ class RunDirectory:
         clean = Redaction(secret_values()).text
         with StateMonitor(mesh.watch, mesh.world.ranks, self.path / RANKS, clean=clean):
             yield
+
+
+def start_facts(mesh: Mesh, parameters: int) -> dict[str, Any]:
+    """What the record of a start says of the run: parameters of the model, the hardware, and versions of packages."""
+    device, size = mesh.device, mesh.shape.world_size
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    versions = {"zeromesh": __version__, "python": platform.python_version()}
+    versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
+    hardware = f"{size} rank{'s' * (size > 1)} on {name}"
+    return {"parameters": parameters, "hardware": hardware, "versions": versions}

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,8 @@ METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 """A line for each evaluation: `step` after which, `eval_loss`, and what else it gave."""
 STARTS = "starts.jsonl"
-"""A line for each time that the run began or went on: `time` in seconds since 1970, `step` after which, and `host` of rank 0."""
+"""A line for each start or resume of the run: `step` after which it was, `host` of rank 0, `ranks`, `hardware`, `parameters` of the
+model, and `versions` of packages."""
 _BLOCK = 1 << 18
 """Bytes that are read at once from a file's end."""
 
@@ -80,11 +82,12 @@ class MetricsWriter:
             raise StorageError(_reason("opened", self.path, error)) from error
 
     def write(self, record: StepMetrics | Mapping[str, Any]) -> None:
-        """Append one line. NaN and infinities become the strings "nan", "inf" and "-inf".
+        """Append one line, and add `time` (seconds since 1970) to it. NaN and infinities become the strings "nan", "inf" and "-inf".
 
         After a line that could not be written whole the file is closed: the next one would continue it.
         """
         values = record.record() if isinstance(record, StepMetrics) else record
+        values = {**values, "time": round(time.time(), 3)}
         line = json.dumps(strict(values), allow_nan=False).encode("ascii") + b"\n"
         try:
             written = self._file.write(line)

@@ -22,7 +22,7 @@ from zeromesh.trainer.checkpoints import FOLDER, RunCheckpoints
 from zeromesh.trainer.collate import MapDataset
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.console import RunConsole, human_bytes, human_count, make_console
-from zeromesh.trainer.directory import RunDirectory
+from zeromesh.trainer.directory import RunDirectory, start_facts
 from zeromesh.trainer.engine_options import engine_options
 from zeromesh.trainer.evaluation import Evaluator, Values
 from zeromesh.trainer.events import Events
@@ -210,7 +210,7 @@ class Run:
                 checkpoints.require_room()
                 with (
                     self._ending(checkpoints),
-                    directory.open(self.config, self.step) as writer,
+                    directory.open(self.config, self.step, start_facts(self.mesh, self.trained.parameters)) as writer,
                     directory.monitored(self.mesh),
                     self.console,
                     self._tracking(directory) as tracking,

@@ -53,7 +53,8 @@ def step_row(record: Mapping[str, Any]) -> Row:
 
 def evaluation_row(step: int, values: Mapping[str, Any]) -> Row:
     """Of an evaluation after `step`; what is no number among its values is left out."""
-    named = {f"eval/{name.removeprefix('eval_')}": value for name, value in values.items() if _is_number(value)}
+    numbers = {name: value for name, value in values.items() if name != "time" and _is_number(value)}
+    named = {f"eval/{name.removeprefix('eval_')}": value for name, value in numbers.items()}
     return Row(step=step, values=named, evaluation=True)
 
 
@@ -75,7 +76,7 @@ def missed_rows(directory: Path, sent: Sent, through: int) -> Iterator[Row]:
 def _named(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The numbers of a step's line, by their names in trackers."""
     for field, value in record.items():
-        if field == "step":
+        if field in ("step", "time"):
             continue
         if isinstance(value, Mapping):
             yield from _under(_NAMES.get(field, field), value)

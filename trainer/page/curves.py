@@ -11,6 +11,9 @@ from zeromesh.trainer.page.chart import Chart, Series, Style
 from zeromesh.trainer.page.figures import MOST_POINTS, kept, median, picked, shown, smoothed
 from zeromesh.trainer.page.runs import RunRecord, number, value_at
 
+_DOTS_UP_TO = 40
+"""Evaluations. More of them are drawn as a line: their dots would touch."""
+_EVALUATION_SPEED = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 _SMOOTHED_FROM = 60
 """Steps. A shorter curve is looked at point by point."""
 
@@ -18,14 +21,13 @@ _SMOOTHED_FROM = 60
 def curves_of(runs: Sequence[RunRecord]) -> list[Chart]:
     """The charts that there are values for."""
     found = [_loss(runs)]
-    for name in _names(runs, prefix="eval_"):
-        if name != "eval_loss":
-            chart = Chart(identifier=name, title=name, unit="plain", note="of evaluations")
-            found.append(_chart(runs, chart, {"": (name,)}, style="dots"))
+    values = [name for name in _names(runs, prefix="eval_") if name not in ("eval_loss", *_EVALUATION_SPEED)]
+    found += [_of_evaluations(runs, name) for name in values]
     found += [_chart(runs, chart, {"": (key,)}) for key, chart in _PLAIN.items()]
     tiers = {name.removesuffix("_wait_seconds"): (name,) for name in _names(runs, suffix="_wait_seconds")}
     found.append(_chart(runs, _WAITS, tiers))
     found.append(_chart(runs, _BUBBLE, {word: ("bubble", word) for word in ("measured", "predicted")}))
+    found += [_of_evaluations(runs, name) for name in _EVALUATION_SPEED]
     return [chart for chart in found if chart is not None]
 
 
@@ -80,11 +82,28 @@ def _loss(runs: Sequence[RunRecord]) -> Chart | None:
         if steps:
             color = place if len(runs) > 1 else 1
             series.append(
-                Series(name=f"{of}evaluation", color=color, xs=list(steps), ys=list(steps.values()), style="dots")
+                Series(
+                    name=f"{of}evaluation",
+                    color=color,
+                    xs=list(steps),
+                    ys=list(steps.values()),
+                    style=_style(len(steps)),
+                )
             )
     note = "mean over the targets of a step"
     note += "; bold: smoothed" if any(each.style == "faint" for each in series) else ""
     return Chart(identifier="loss", title="Loss", unit="plain", series=series, note=note) if series else None
+
+
+def _of_evaluations(runs: Sequence[RunRecord], name: str) -> Chart | None:
+    """A chart of one value of evaluations."""
+    chart = Chart(identifier=name, title=name, unit="plain", note="of evaluations")
+    most = max((sum(name in line for line in run.lines) for run in runs), default=0)
+    return _chart(runs, chart, {"": (name,)}, style=_style(most))
+
+
+def _style(points: int) -> Style:
+    return "dots" if points <= _DOTS_UP_TO else "line"
 
 
 def _evaluations(run: RunRecord) -> dict[float, float]:

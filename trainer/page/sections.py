@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from zeromesh.mesh.axes import AXES, Coordinate, MeshShape
@@ -15,6 +16,8 @@ from zeromesh.trainer.page.figures import median
 from zeromesh.trainer.page.markup import Html, element
 from zeromesh.trainer.page.runs import Key, RunRecord, number
 
+_SENTENCES = ("hardware", "versions")
+"""Figures that are too long for a card."""
 _STEPS_NAMED = 20
 _NOTES = 100
 _YEAR_9999 = 253370764800
@@ -74,9 +77,31 @@ def figures_of(run: RunRecord) -> dict[str, str]:
         found["peak memory"] = human_bytes(max(peaks))
     if run.shape is not None:
         found["ranks"] = str(run.shape.world_size)
+    found |= _facts(run)
     skipped = sum(bool(line.get("skipped")) for line in run.lines)
     if skipped:
         found["skipped steps"] = str(skipped)
+    return found
+
+
+def _facts(run: RunRecord) -> dict[str, str]:
+    """The size of the model, how long the run's processes have trained, the hardware and the versions, from its starts."""
+    if not run.starts:
+        return {}
+    found, last = {}, run.starts[-1]
+    if parameters := number(last.get("parameters")):
+        found["parameters"] = human_count(parameters)
+    begins = [begin for start in run.starts if (begin := number(start.get("time"))) is not None]
+    times = [at for line in run.lines if (at := number(line.get("time"))) is not None]
+    ends = [
+        max((at for at in times if begin <= at < end), default=begin) for begin, end in pairwise([*begins, math.inf])
+    ]
+    if times and begins:
+        found["wall time"] = human_seconds(sum(end - begin for begin, end in zip(begins, ends, strict=True)))
+    if isinstance(last.get("hardware"), str):
+        found["hardware"] = last["hardware"]
+    if isinstance(last.get("versions"), dict):
+        found["versions"] = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
     return found
 
 
@@ -89,8 +114,10 @@ def summary(runs: Sequence[RunRecord]) -> Html:
     """The figures: as cards of one run, as a table of several."""
     figures = [figures_of(run) for run in runs]
     if len(runs) == 1:
-        cards = [element("div", element("dt", name), element("dd", value)) for name, value in figures[0].items()]
-        return element("dl", *cards, class_="cards")
+        short = {name: value for name, value in figures[0].items() if name not in _SENTENCES}
+        cards = [element("div", element("dt", name), element("dd", value)) for name, value in short.items()]
+        sentences = [element("p", f"{name}: {figures[0][name]}") for name in _SENTENCES if name in figures[0]]
+        return element("div", element("dl", *cards, class_="cards"), *sentences)
     names = list(dict.fromkeys(name for each in figures for name in each))
     rows = [[name, *(each.get(name, "") for each in figures)] for name in names]
     return table(["", *heads(runs)], rows)
