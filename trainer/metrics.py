@@ -82,7 +82,7 @@ class MetricsWriter:
             raise StorageError(_reason("opened", self.path, error)) from error
 
     def write(self, record: StepMetrics | Mapping[str, Any]) -> None:
-        """Append one line, and add `time` (seconds since 1970) to it. NaN and infinities become the strings "nan", "inf" and "-inf".
+        """Append one line, and `time` (seconds since 1970) in it. NaN and infinities become the strings "nan", "inf" and "-inf".
 
         After a line that could not be written whole the file is closed: the next one would continue it.
         """
