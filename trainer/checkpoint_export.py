@@ -34,7 +34,7 @@ from zeromesh.trainer.console import RunConsole
 from zeromesh.trainer.hf.quiet import quiet_library
 from zeromesh.trainer.hf.revert import HubNames
 from zeromesh.trainer.hf.save import ADAPTER_WEIGHTS
-from zeromesh.trainer.state import NAME
+from zeromesh.trainer.state import EVALUATED, NAME
 from zeromesh.trainer.throughput import Throughput, one_core
 
 _WINDOW = 32 << 20
@@ -114,7 +114,10 @@ def _chosen(reader: CheckpointReader, dtype: str) -> dict[str, tuple[StoredTenso
 def _copy_documents(reader: CheckpointReader, folder: Path) -> None:
     """Configuration, generation configuration, tokenizer and whatever else lies beside the weights."""
     for path, record in reader.manifest.files.items():
-        if (path.endswith((".safetensors", ".safetensors.index.json")) and path != ADAPTER_WEIGHTS) or path == NAME:
+        if (path.endswith((".safetensors", ".safetensors.index.json")) and path != ADAPTER_WEIGHTS) or path in (
+            NAME,
+            EVALUATED,
+        ):
             continue
         (folder / path).parent.mkdir(exist_ok=True)
         with PositionalFile(folder / path, write=True, size=record.nbytes) as file:

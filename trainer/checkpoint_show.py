@@ -20,7 +20,7 @@ from zeromesh.checkpoint.tensor_files import DTYPE_NAMES
 from zeromesh.errors import CheckpointError, ConfigError, StorageError
 from zeromesh.trainer.checkpoint_places import checkpoint_at, plain, store_at
 from zeromesh.trainer.console import human_bytes, human_count
-from zeromesh.trainer.state import NAME, TrainerState
+from zeromesh.trainer.state import TrainerState, name_in
 
 _COLUMNS = ("step", "date (UTC)", "size", "loss", "eval loss", "tokens", "written by", "state")
 _NUMBERS = frozenset({"step", "size", "loss", "eval loss", "tokens", "tensors", "parameters", "bytes"})
@@ -78,9 +78,10 @@ def summary_of(store: CheckpointStore, step: int) -> dict[str, Any]:
 
 def state_of(reader: CheckpointReader) -> TrainerState | None:
     """Its counters; None where it has none. Raises `CheckpointError` for those that no trainer has written."""
-    if NAME not in reader.manifest.files:
+    name = name_in(reader.manifest.files)
+    if name not in reader.manifest.files:
         return None
-    return TrainerState.from_json(reader.document(NAME), str(reader.directory))
+    return TrainerState.from_json(reader.document(name), str(reader.directory))
 
 
 def _date(directory: Path) -> str:

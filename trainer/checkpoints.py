@@ -22,7 +22,7 @@ from zeromesh.trainer.hf.adapters import is_adapted
 from zeromesh.trainer.hf.checkpoint_links import renew_links
 from zeromesh.trainer.hf.save import gathered_adapter, save_configuration
 from zeromesh.trainer.sections.checkpoint import CheckpointSection
-from zeromesh.trainer.state import NAME, TrainerState, differences
+from zeromesh.trainer.state import EVALUATED, NAME, TrainerState, differences, name_in
 from zeromesh.zero.engine import ZeroEngine
 
 FOLDER = "checkpoints"
@@ -63,6 +63,8 @@ class RunCheckpoints:
         self._linked = linked
         self._metrics: dict[int, float] = {}
         self._failures = 0
+        self._last_attempts: int | None = None
+        """How often a failed save of the last step is tried again; None before the last step."""
         self.latest: int | None = None
         """The step of the newest checkpoint that this process has written or read."""
         engine.updater.before_change = lambda bucket: self._release(bucket)
@@ -128,7 +130,7 @@ class RunCheckpoints:
     def _load(self, loader: Loader, path: Path, settings: Mapping[str, Any], *, strict: bool) -> TrainerState:
         step = self.store.step_of(path)
         reader = loader.open(path)
-        state = TrainerState.from_json(loader.document(reader, NAME), str(path))
+        state = TrainerState.from_json(loader.document(reader, name_in(reader.manifest.files)), str(path))
         if not reader.manifest.step == state.step == (step if step is not None else state.step):
             raise CheckpointError(
                 f"{path} is of step {reader.manifest.step} by its manifest, and of step {state.step} by its {NAME}; "
@@ -203,15 +205,40 @@ class RunCheckpoints:
             keep=self._kept,
         )
         try:
-            if self._saver is None:
-                self._saver = Saver(self.store, self._mesh)
-            self._saver.begin(state.step, content)
+            self._made().begin(state.step, content)
         except (CheckpointError, StorageError) as error:
             self._failed(str(error))
             return False
         if wait or not self._section.asynchronous:
             self.finish()
         return True
+
+    def save_last(self, state: TrainerState, model: nn.Module, processing_class: Any) -> None:
+        """Save the state after the last step, unless that is done, and wait for it; what fails is tried once more.
+
+        Raises:
+            StorageError: where it cannot be written, so that no run ends as if it had its last checkpoint.
+        """
+        self.finish()
+        for self._last_attempts in (1, 0):
+            if self.latest != state.step:
+                self.save(state, model, processing_class, wait=True)
+
+    def record(self, state: TrainerState) -> None:
+        """Put what an evaluation of a step has found into the checkpoint of that step, if it is there already."""
+        if self.latest != state.step:
+            return
+        if state.metric is not None:
+            self._metrics[state.step] = state.metric
+        saved = self._made().amend(state.step, EVALUATED, state.to_json(), self._kept)
+        if saved.failure:
+            self._note(f"WARNING: the checkpoint of step {state.step} does not have its evaluation: {saved.failure}")
+        self._warn_of_old(saved.warning)
+
+    def _made(self) -> Saver:
+        if self._saver is None:
+            self._saver = Saver(self.store, self._mesh)
+        return self._saver
 
     def poll(self) -> None:
         """Between two steps: end the save in flight if it can end. Raises as `save` does."""
@@ -258,7 +285,13 @@ class RunCheckpoints:
                 f"{why} ({self._failures} saves in a row have failed, checkpoint.max_failures is {limit})"
             )
         kept = f"the newest is of step {self.latest}" if self.latest is not None else "there is none yet"
-        self._note(f"WARNING: {why}; {kept}. Training goes on")
+        if self._last_attempts == 0:
+            raise StorageError(
+                f"{why}; {kept}. It was tried twice, and the run is not over without its last checkpoint: put that right, and "
+                "start the run again"
+            )
+        then = "Training goes on" if self._last_attempts is None else "It is tried once more"
+        self._note(f"WARNING: {why}; {kept}. {then}")
 
     def _release(self, bucket: Any) -> None:
         if self._saver is not None and self._saver.in_flight is not None:
@@ -303,7 +336,7 @@ def _metric_of(path: Path) -> float | None:
         reader = CheckpointReader(path, parts=True)
         if reader.manifest.part[1] > 1 and NAME not in reader.manifest.files:
             return None
-        metric = TrainerState.from_json(reader.document(NAME), str(path)).metric
+        metric = TrainerState.from_json(reader.document(name_in(reader.manifest.files)), str(path)).metric
     except ZeromeshError:
         return _NONE
     return _NONE if metric is None else metric

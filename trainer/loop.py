@@ -59,6 +59,8 @@ class TrainingLoop:
         """The latest step whose line is in the files."""
         self._metrics: StepMetrics | None = None
         """Of the present step, until it is logged."""
+        self._unannounced = False
+        """Whether the present step is saved, and callbacks have not heard of it."""
         self._evaluated: tuple[int, float] | None = None
         """The latest evaluation: after which step, and its loss."""
 
@@ -83,14 +85,14 @@ class TrainingLoop:
         self._begin_epoch(resumed=run.step > 0)
         while not self._over:
             self._train_one()
-        wanted = run.config.run.eval_at_end and self.eval_loss is None
+        wanted = (run.config.run.eval_at_end or run.owes_evaluation) and self.eval_loss is None
         if wanted and run.data.eval is not None and not self._stopped:
+            self._save_last()
             self._evaluate()
         if self._ended:
             run.console.note(f"ended after step {run.step}: {self._ended}")
-        self._checkpoints.finish()
-        if run.config.checkpoint.every_steps:
-            self._save(wait=True)
+        self._save_last()
+        self._announce_save()
         self._checkpoints.close()
         if not self._stopped:
             run.summarize()
@@ -190,11 +192,13 @@ class TrainingLoop:
         """Evaluate, save and stop as is wished for now."""
         run = self._run
         if run.events.wishes.evaluate and run.data.eval is not None and not self._stopped:
+            if self._over:
+                self._save_last()
             self._evaluate()
             run.agree()
         self._checkpoints.poll()
         if run.events.wishes.save and not self._stopped:
-            self._save(wait=False)
+            self._save()
         if run.events.wishes.stop and not self._over:
             self._ended = "a callback asked to stop"
 
@@ -247,16 +251,32 @@ class TrainingLoop:
             run.events.wishes.save = True
         if section.patience and run.best.waited >= section.patience:
             self._ended = f"{run.best.waited} evaluations without a better {section.metric} (run.patience)"
+        self._checkpoints.record(self._state())
 
-    def _save(self, *, wait: bool) -> None:
+    def _save(self) -> None:
         run, checkpoints = self._run, self._checkpoints
         run.events.wishes.save = False
+        if self._over:
+            self._save_last()
         if run.step not in (checkpoints.latest, checkpoints.in_flight):
-            whole = wait or run.events.read_checkpoints
-            if checkpoints.save(self._state(), run.trained.model, run.processing_class, wait=whole):
-                run.call("on_save", run.step)
-        if wait:
-            checkpoints.finish()
+            wait, processing_class = run.events.read_checkpoints, run.processing_class
+            self._unannounced = checkpoints.save(self._state(), run.trained.model, processing_class, wait=wait)
+        self._announce_save()
+
+    def _save_last(self) -> None:
+        """Save the state after the last step, before an evaluation that a kill may end."""
+        run, checkpoints = self._run, self._checkpoints
+        if run.config.checkpoint.every_steps and run.step not in (checkpoints.latest, checkpoints.in_flight):
+            self._unannounced = True
+        if run.config.checkpoint.every_steps:
+            checkpoints.save_last(self._state(), run.trained.model, run.processing_class)
+        checkpoints.finish()
+
+    def _announce_save(self) -> None:
+        """As with transformers, callbacks hear of a checkpoint after the evaluation of its step."""
+        if self._unannounced:
+            self._unannounced = False
+            self._run.call("on_save", self._run.step)
 
     def _state(self) -> TrainerState:
         run = self._run

@@ -77,6 +77,8 @@ class Run:
         self.tracker: Mapping[str, str] = {}
         """What the checkpoint that the run goes on from knows of its trackers."""
         self.report: FitReport | None = None
+        self.owes_evaluation = False
+        """Whether the run was stopped in the evaluation after its last step."""
         self._broken = ""
         setup.set_determinism(config.run.deterministic)
         self.config, self.plan = config, setup.batch_plan(config, mesh)
@@ -206,8 +208,9 @@ class Run:
             )
             eval_loss = self._resume(checkpoints) if self.step == 0 else None
             stopped = 0
-            if not self.finished:
-                checkpoints.require_room()
+            if not self.finished or self.owes_evaluation:
+                if not self.finished:
+                    checkpoints.require_room()
                 with (
                     self._ending(checkpoints),
                     directory.open(self.config, self.step, start_facts(self.mesh, self.trained.parameters)) as writer,
@@ -267,8 +270,11 @@ class Run:
         if state.max_steps != self.config.run.max_steps and self.config.schedule.name not in STEADY:
             now = f"{state.max_steps} then, {self.config.run.max_steps} now"
             self.console.note(f"run.max_steps: {now}; the learning rate follows the curve of the new one from here on")
-        finished = self.finished
-        where = f"already finished at step {state.step}" if finished else f"resumed from step {state.step}"
+        where = f"already finished at step {state.step}" if self.finished else f"resumed from step {state.step}"
+        evaluates = self.data.eval is not None and bool(self.config.run.eval_at_end or self.config.run.eval_every)
+        self.owes_evaluation = self.finished and evaluates and state.eval_loss is None
+        if self.owes_evaluation:
+            where += ", but not evaluated there, which is done now"
         self.console.note(f"{where} ({human_count(state.tokens)} tokens)")
         return state.eval_loss
 

@@ -7,7 +7,7 @@ is no generator whose state would have to be kept.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,6 +15,8 @@ from zeromesh.errors import CheckpointError
 from zeromesh.trainer.config import TrainerConfig
 
 NAME = "trainer_state.json"
+EVALUATED = "trainer_state_evaluated.json"
+"""The same with what an evaluation has found that came after the checkpoint was written. It replaces the other one."""
 _SCHEMA = 1
 _ABSENT = "(absent)"
 _MAPPINGS = ("best", "callbacks", "stream", "tracker", "settings")
@@ -84,6 +86,11 @@ class TrainerState:
         ):
             raise CheckpointError(f"{where}: {NAME} has fields of other types than this version writes")
         return state
+
+
+def name_in(files: Container[str]) -> str:
+    """The file of a checkpoint that has its latest state."""
+    return EVALUATED if EVALUATED in files else NAME
 
 
 def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class CheckpointReader:
 
     def __init__(self, directory: Path, *, checked: bool = True, parts: bool = False) -> None:
         self.directory = directory
-        self.digest, self.manifest = _manifest_of(directory)
+        self.digest, self.manifest = manifest_of(directory)
         if checked and not parts and self.manifest.part[1] > 1:
             index, count = self.manifest.part
             raise CheckpointError(
@@ -241,7 +241,7 @@ class CheckpointReader:
         return ""
 
 
-def _manifest_of(directory: Path) -> tuple[str, Manifest]:
+def manifest_of(directory: Path) -> tuple[str, Manifest]:
     """A directory's manifest, and a checksum that tells it from any other."""
     path = directory / manifests.NAME
     try:

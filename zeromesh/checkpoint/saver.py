@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -110,12 +110,7 @@ class _Save:
             return
 
         def work() -> None:
-            try:
-                task()
-            except ZeromeshError as error:
-                self.problem = str(error)
-            except Exception as error:  # noqa: BLE001 - the training thread has to see it
-                self.problem = f"{type(error).__name__}: {error}"
+            self.problem = _problem(task)
 
         self.task = threading.Thread(target=work, name=f"zeromesh-{stage.value}")
         self.task.start()
@@ -298,24 +293,35 @@ class Saver:
             return self._end(save, warning=said)
         if said:
             return self._end(save, failure=said)
-        problem, keep = self._kept(save)
+        problem, keep = self._kept(save.step, save.content.keep)
         if problem:
             return self._end(save, warning=problem)
         save.run(_Stage.RETIRING, partial(self.store.retire, keep) if self.sharing.leads else None)
         return None
 
-    def _kept(self, save: _Save) -> tuple[str, list[int]]:
+    def amend(self, step: int, name: str, data: bytes, keep: Callable[[], set[int]]) -> Saved:
+        """Put a small file into a checkpoint that is there, then remove those that `keep`, as in `Content`, no longer names."""
+        saved = Saved(step=step, nbytes=0)
+        said = self._said(_problem(partial(self.store.amend, step, name, data)) if self._mesh.rank == 0 else "")
+        if said:
+            return replace(saved, failure=said)
+        problem, kept = self._kept(step, keep)
+        if not problem:
+            problem = self._said(_problem(partial(self.store.retire, kept)) if self.sharing.leads else "")
+        return replace(saved, warning=problem)
+
+    def _kept(self, step: int, keep: Callable[[], set[int]]) -> tuple[str, list[int]]:
         """The steps whose checkpoints stay, as rank 0 has it; or why it cannot say."""
         mine: tuple[str, list[int]] = ("", [])
         if self._mesh.rank == 0:
             try:
-                mine = ("", sorted({save.step, *save.content.keep()}))
+                mine = ("", sorted({step, *keep()}))
             except (ZeromeshError, OSError) as error:
                 mine = (str(error), [])
-        problem, keep = json.loads(
+        problem, steps = json.loads(
             self._mesh.world.gather_bytes(json.dumps(mine).encode(), "the checkpoints that stay")[0]
         )
-        return problem, keep
+        return problem, steps
 
     def _written(self, save: _Save) -> Saved | None:
         """This rank has written: go on to reading back what several ranks have written, or else to the end."""
@@ -368,6 +374,17 @@ class Saver:
                 self.store.remove(save.step)  # A part whose siblings are not there.
         self._save = None
         return Saved(step=save.step, nbytes=save.nbytes, failure=failure, warning=warning)
+
+
+def _problem(task: Callable[[], object]) -> str:
+    """Run a task; why it could not be done, empty where it was."""
+    try:
+        task()
+    except ZeromeshError as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - all ranks have to know
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _manifest(save: _Save, rows: Sequence[Sequence[Any]], part: tuple[int, int]) -> Manifest:

@@ -13,12 +13,14 @@ import shutil
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from zeromesh import faults
 from zeromesh.checkpoint import manifest as manifests
 from zeromesh.checkpoint.blocks import pieces
 from zeromesh.checkpoint.manifest import FileRecord, Manifest, Piece, checksum
+from zeromesh.checkpoint.reader import manifest_of
 from zeromesh.checkpoint.remover import Remover
 from zeromesh.checkpoint.tensor_files import FileLayout
 from zeromesh.errors import StorageError
@@ -102,7 +104,7 @@ class CheckpointStore:
         directory = self.temporary(step)
         needed = sum(file.nbytes for file in files) if share is None else share
         try:
-            shutil.rmtree(directory, ignore_errors=True)
+            self._discard(self._set_aside(step, directory))  # What is in it may be of other sizes.
             for folder in {directory, *((directory / file.path).parent for file in files)}:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -138,19 +140,10 @@ class CheckpointStore:
         directory, final = self.temporary(step), self.path(step)
         try:
             small = {path: _seal(directory / path, path) for path in _small_files(directory, manifest.files)}
-            whole = Manifest(
-                step=step,
-                files={**manifest.files, **small},
-                tensors=manifest.tensors,
-                aliases=manifest.aliases,
-                layout=manifest.layout,
-                part=manifest.part,
-            )
+            whole = replace(manifest, step=step, files={**manifest.files, **small})
             faults.visit("before-manifest")
-            text = whole.to_json()
-            manifests.parse(directory / manifests.NAME, text)  # What no reader would take is no checkpoint.
-            write_whole(directory / manifests.NAME, text)
-            for folder in {directory, *(path.parent for path in directory.glob("*/*"))}:
+            self._put_manifest(directory, whole)
+            for folder in {path.parent for path in directory.glob("*/*")}:
                 sync_directory(folder)
             faults.visit("before-rename")
             replaced = self._set_aside(step, final)
@@ -160,6 +153,32 @@ class CheckpointStore:
         except OSError as error:
             raise StorageError(f"{str(directory)!r} cannot be written: {error.strerror or error}") from error
         faults.visit("after-rename", *_largest(final, whole))
+
+    def amend(self, step: int, name: str, data: bytes) -> None:
+        """Put the small file `name` into a checkpoint that is there: first the file, then a manifest with it, all at once.
+
+        A kill leaves the checkpoint as it was, or at worst without `name`.
+
+        Raises:
+            StorageError, CheckpointError: where the checkpoint cannot be read or written.
+        """
+        directory = self.path(step)
+        _, manifest = manifest_of(directory)
+        others = {path: record for path, record in manifest.files.items() if path != name}
+        try:
+            if name in manifest.files:
+                self._put_manifest(directory, replace(manifest, files=others))
+            write_whole(directory / name, data)
+            self._put_manifest(directory, replace(manifest, files={**others, name: _record(name, data)}))
+        except OSError as error:
+            raise StorageError(f"{str(directory)!r} cannot be written: {error.strerror or error}") from error
+
+    @staticmethod
+    def _put_manifest(directory: Path, manifest: Manifest) -> None:
+        text = manifest.to_json()
+        manifests.parse(directory / manifests.NAME, text)  # What no reader would take is no checkpoint.
+        write_whole(directory / manifests.NAME, text)
+        sync_directory(directory)
 
     def abandon(self, step: int) -> None:
         """Remove what was written of a checkpoint that failed. What cannot even be renamed is left to the next start."""
@@ -205,6 +224,10 @@ def _seal(path: Path, name: str) -> FileRecord:
     """
     data = read_whole(path)
     write_whole(path, data)
+    return _record(name, data)
+
+
+def _record(name: str, data: bytes) -> FileRecord:
     return FileRecord(
         nbytes=len(data),
         pieces=tuple(
