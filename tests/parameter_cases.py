@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from contract import cases_flags
 from contract.cases_units import Stack
 from contract.harness import CLASSES, FEATURES, WIDTH, Case, Layout, cross_entropy, plain_loop, samples
 from torch import nn
-from trainer_cases import distance, seeded
+from trainer_cases import distance, llama, plain_fit, seeded, sentences, settings
 
 from zeromesh import Trainer
 from zeromesh.errors import LayoutError, ZeromeshError
@@ -188,3 +189,109 @@ def hooks_refused(mesh: Mesh) -> str:
     except LayoutError as error:
         return str(error)
     return ""
+
+
+class Stop(Callback):
+    """Asks to stop after a step."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+        trainer.request(stop=step == self.at)
+
+
+CHANGES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "gradual": (cases_flags.Headed, cases_flags.thaw),
+    "resting": (Stack, cases_flags.rest_from_two),
+    "adapters": (cases_flags.AdaptedStack, cases_flags.merge_some_at_two),
+}
+STEPS = 6
+
+
+def changed(mesh: Mesh, layout: dict[str, Any], folder: str, name: str, stop: int, **sections: Any) -> float:
+    """A run whose flags change, which goes on with what is in `folder`; its difference from the plain loop in the end."""
+    build, flags = CHANGES[name]
+    case = Case(name="own", build=build, steps=STEPS, before_step=flags, config=sections)
+    config = {**case.settings(folder, Layout(**layout)), "checkpoint": {"every_steps": 1}}
+    callbacks = [cases_flags.Flagging(flags), Stop(stop)]
+    with Trainer(seeded(build).double(), config, samples(), compute_loss=cross_entropy, callbacks=callbacks) as trainer:
+        trainer.fit()
+        found = {name: value.detach().clone() for name, value in trainer.state_dict()}
+    return distance(found, plain_loop(case).states[-1])
+
+
+def changed_inside_backward(mesh: Mesh, folder: str) -> float:
+    """Flags that change, with the optimizer inside backward and after it, with states on files and in memory."""
+    ends = []
+    for number, sections in enumerate(
+        (
+            {"optimizer": {"lr": 1e-2}},
+            {"optimizer": {"lr": 1e-2, "in_backward": True}},
+            {"offload": {"optimizer": "file", "parameters": "file", "directory": folder}, "zero": {"stage": 3}},
+        )
+    ):
+        config = settings(folder, **sections)
+        config["run"] |= {"clip_norm": 0, "on_nonfinite": "stop", "name": f"run{number}"}
+        model = seeded(llama)
+        model.model.layers[0].requires_grad_(False)
+        flags = cases_flags.Flagging(lambda model, step: _turn_layers(model.model.layers, step))
+        with Trainer(model, config, train_dataset=sentences(), callbacks=[flags]) as trainer:
+            trainer.fit()
+            ends.append({name: value.detach().clone() for name, value in trainer.state_dict()})
+    assert distance(ends[0], dict(seeded(llama).double().named_parameters())) > 1e-3
+    return max(distance(end, ends[0]) for end in ends)
+
+
+def _turn_layers(layers: Any, step: int) -> None:
+    layers[0].requires_grad_(step in (2, 4))
+    layers[1].mlp.requires_grad_(step != 3)
+
+
+def changed_in_bfloat16(mesh: Mesh, folder: str) -> float:
+    """Master weights of what is trained later: stage 3 with gathers released, and stage 1."""
+    ends = []
+    for stage in (1, 3):
+        case = Case(name="own", build=Stack)
+        config = case.settings(folder, Layout(stage=stage, kept=False))
+        config |= {"precision": {"compute": "bfloat16"}, "zero": {**config["zero"]}}
+        config["run"] |= {"name": f"run{stage}"}
+        callbacks = [cases_flags.Flagging(cases_flags.thaw)]
+        data, model = samples(), seeded(cases_flags.Headed)
+        with Trainer(model, config, data, compute_loss=cross_entropy, callbacks=callbacks) as trainer:
+            trainer.fit()
+            ends.append({name: value.detach().clone() for name, value in trainer.state_dict()})
+    assert ends[0]["blocks.1.up.weight"].dtype == torch.float32
+    return distance(*ends)
+
+
+def flags_that_differ(mesh: Mesh) -> str:
+    """A flag that each rank sets otherwise."""
+    flags = cases_flags.Flagging(lambda model, step: model.head.bias.requires_grad_(mesh.rank == 0 or step == 1))
+    both = cases_flags.Flagging(lambda model, step: model.stem.requires_grad_(step == 1))
+    try:
+        train(Layout(stage=3), [flags, both])
+    except ZeromeshError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def changed_over_axes(mesh: Mesh, folder: str) -> float:
+    """Flags that change under tensor and pipeline parallelism, against one process."""
+    config = settings(
+        folder, parallel={axis: getattr(mesh.shape, axis) for axis in ("pipeline", "tensor", "replicate")}
+    )
+    reference, data = seeded(llama).double(), sentences()
+
+    def flags(model: Any, step: int) -> None:
+        for name, parameter in model.named_parameters():
+            if ".layers.0." in name:
+                parameter.requires_grad_(step in (2, 4))
+            elif "mlp.up_proj" in name:
+                parameter.requires_grad_(step != 3)
+
+    plain = plain_fit(reference, data, config, before_step=flags)
+    with Trainer(seeded(llama).double(), config, data, callbacks=[cases_flags.Flagging(flags)]) as trainer:
+        trainer.fit()
+        found = {name: value.detach().clone() for name, value in trainer.state_dict()}
+    return distance(found, plain.states[-1])

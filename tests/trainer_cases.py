@@ -92,8 +92,14 @@ def stacked(dataset: Sequence[Mapping[str, torch.Tensor]], indices: Sequence[int
     return {name: torch.stack([dataset[index][name] for index in indices]) for name in dataset[0]}
 
 
-def plain_fit(model: Any, dataset: Any, config: dict[str, Any], loss_sum: Sum = sentence_loss) -> Plain:
-    """Train as torch's users do, the global batch at once, by the rules that `settings` names."""
+def plain_fit(
+    model: Any,
+    dataset: Any,
+    config: dict[str, Any],
+    loss_sum: Sum = sentence_loss,
+    before_step: Function[[Any, int], None] = lambda model, step: None,
+) -> Plain:
+    """Train as torch's users do, the global batch at once, by the rules that `settings` names; steps are counted from 1."""
     run, size, found = config["run"], config["batch"]["global_size"], Plain()
     model.double().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
@@ -101,6 +107,7 @@ def plain_fit(model: Any, dataset: Any, config: dict[str, Any], loss_sum: Sum = 
     order = SampleOrder(length=len(dataset), seed=run["seed"])
     found.states.append(_clones(model))
     for step in range(run["max_steps"]):
+        before_step(model, step + 1)
         batch = stacked(dataset, [order.dataset_index(index) for index in range(step * size, (step + 1) * size)])
         total, count = loss_sum(model, batch)
         (total / count).backward()

@@ -24,6 +24,7 @@ from zeromesh.trainer.hf.save import gathered_adapter, save_configuration
 from zeromesh.trainer.sections.checkpoint import CheckpointSection
 from zeromesh.trainer.state import EVALUATED, NAME, TrainerState, differences, name_in
 from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.holdings import WEIGHTS
 
 FOLDER = "checkpoints"
 
@@ -145,10 +146,10 @@ class RunCheckpoints:
             )
         for line in differ:
             self._note(f"resumed with another setting: {line}")
+        self._engine.flags.restore(state.trained, state.updates)
         holdings = self._engine.holdings
         with self._engine.loading():
             loader.fill(reader, holdings.tensors(reading=True), holdings.wanted())
-        self._engine.updater.resume(state.updates)
         self._engine.updater.scaler.load(state.loss_scale, state.good_steps)
         if state.metric is not None:
             self._metrics[state.step] = state.metric
@@ -164,8 +165,9 @@ class RunCheckpoints:
         loader = Loader(self._mesh)
         reader = loader.open(self.store.path(step))
         holdings = self._engine.holdings
+        tensors = [spec for spec in holdings.tensors(reading=True) if spec.kind in WEIGHTS]
         with self._engine.loading():
-            loader.fill(reader, holdings.tensors(reading=True), holdings.wanted())
+            loader.fill(reader, tensors, [each for each in holdings.wanted() if each.spec.kind in WEIGHTS])
 
     # Saving
 

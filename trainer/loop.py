@@ -293,6 +293,7 @@ class TrainingLoop:
             tokens=run.progress.tokens,
             updates=engine.updater.updates,
             skipped=run.progress.skipped,
+            trained=engine.flags.changes(),
             loss=run.progress.last_loss,
             eval_loss=self.eval_loss,
             metric=run.latest_metric if latest else None,

@@ -19,7 +19,7 @@ EVALUATED = "trainer_state_evaluated.json"
 """The same with what an evaluation has found that came after the checkpoint was written. It replaces the other one."""
 _SCHEMA = 1
 _ABSENT = "(absent)"
-_MAPPINGS = ("best", "callbacks", "stream", "tracker", "settings")
+_MAPPINGS = ("trained", "best", "callbacks", "stream", "tracker", "settings")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +45,9 @@ class TrainerState:
     learning_rate: float = 0.0
     passed_over: int = 0
     """Steps whose data was left out, because a callback ended an epoch early."""
+    trained: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Parameters that are not trained as the model was built, or not in all updates: whether they
+    are, and in how many they were."""
     best: Mapping[str, Any] = field(default_factory=dict)
     callbacks: Mapping[str, Any] = field(default_factory=dict)
     stream: Mapping[str, Any] = field(default_factory=dict)

@@ -88,9 +88,11 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A run of elements of a shard that share an optimizer group; `where` counts from the start of the shard."""
+    """A run of elements of a shard that are updated alike; `where` counts from the start of the shard."""
 
     group: int
+    slot: int
+    """The first of the slots that it spans."""
     where: Interval
 
 
@@ -173,20 +175,20 @@ class BucketLayout:
                 )
         return tuple(found)
 
-    def segments(self, interval: Interval) -> tuple[Segment, ...]:
-        """`interval` cut where the optimizer group changes. Gaps go with the parameter before them."""
+    def segments(self, interval: Interval, kinds: Sequence[object] | None = None) -> tuple[Segment, ...]:
+        """`interval` cut where the optimizer group changes, or what `kinds` has for each slot. Gaps go with the parameter before
+        them."""
         if not self.slots or not interval.length:
             return ()
-        starts: list[tuple[int, int]] = []
-        for slot in self.slots:
-            if not starts or starts[-1][1] != slot.spec.group:
-                starts.append((slot.where.start if starts else 0, slot.spec.group))
+        keys = [(slot.spec.group, kinds[number] if kinds else None) for number, slot in enumerate(self.slots)]
+        firsts = [number for number, key in enumerate(keys) if not number or keys[number - 1] != key]
+        starts = [self.slots[number].where.start if number else 0 for number in firsts]
         segments = []
-        for (start, group), (end, _) in zip(starts, [*starts[1:], (self.padded, -1)], strict=True):
+        for number, start, end in zip(firsts, starts, [*starts[1:], self.padded], strict=True):
             common = Interval(start=start, end=end).intersect(interval)
             if common.length:
                 where = Interval(start=common.start - interval.start, end=common.end - interval.start)
-                segments.append(Segment(group=group, where=where))
+                segments.append(Segment(group=keys[number][0], slot=number, where=where))
         return tuple(segments)
 
 

@@ -117,16 +117,24 @@ class BucketOptimizer:
             for name in moment_names(settings)
         }
         self._settings = settings
-        self._segments = [(segment.where, groups[segment.group]) for segment in bucket.layout.segments(bucket.interval)]
-        self._updates = 0
+        self._bucket = bucket
+        self._groups = groups
+        self.steps = [0] * len(bucket.layout.slots)
+        """How many updates each parameter has had. As in torch, one that is frozen for a while goes on from its own count."""
+        self.follow()
 
-    def set_steps(self, count: int) -> None:
-        """The moments are those after `count` updates."""
-        self._updates = count
+    def follow(self) -> None:
+        """Parameters are trained that were not, or are not any more, or have had other numbers of updates."""
+        bucket, kinds = self._bucket, list(zip(self._bucket.training, self.steps, strict=True))
+        self._segments = [
+            (segment.where, self._groups[segment.group], segment.slot)
+            for segment in bucket.layout.segments(bucket.interval, kinds)
+            if bucket.training[segment.slot]
+        ]
 
     def begin(self) -> None:
-        """Another update of the whole shard begins."""
-        self._updates += 1
+        """Another update of what is trained of the shard begins."""
+        self.steps = [count + trained for count, trained in zip(self.steps, self._bucket.training, strict=True)]
 
     def step(
         self,
@@ -142,12 +150,13 @@ class BucketOptimizer:
         Learning rates are the groups' times `lr_factor`.
         """
         interval = Interval(start=start, end=end)
-        for where, group in self._segments:
+        for where, group, slot in self._segments:
             common = where.intersect(interval)
             if common.length:
                 part = slice(common.start - start, common.end - start)
                 states = [moment[part] for moment in moments]
-                fused_update(self._settings, group, lr_factor, master[part], grad[part], states, self._updates - 1)
+                updates = self.steps[slot] - 1
+                fused_update(self._settings, group, lr_factor, master[part], grad[part], states, updates)
 
 
 def fused_update(

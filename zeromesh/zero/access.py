@@ -67,9 +67,10 @@ class StateAccess:
                 slot.spec.other_names,
                 slot.spec.region.shape,
                 str(bucket.master.dtype).removeprefix("torch."),
-                bucket.trainable,
+                trained,
             ]
-            for bucket, slot in self._slots
+            for bucket in all_buckets(self._units)
+            for slot, trained in zip(bucket.layout.slots, bucket.training, strict=True)
         ]
         rows = self._mesh.pipeline.gather_bytes(json.dumps(mine).encode(), "parameters of all stages")
         seen: set[str] = set()

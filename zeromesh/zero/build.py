@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeromesh.errors import LayoutError
-from zeromesh.flat.layout import BucketLayout, build_layout
+from zeromesh.flat.layout import BucketLayout, ParameterSpec, build_layout
 from zeromesh.flat.placement import Placement
 from zeromesh.flat.split import Interval
 from zeromesh.mesh.groups import Mesh
@@ -70,10 +70,11 @@ def build_units(
     layouts = plan_layouts(plan, mesh.shard.size)
     flat = [layout for unit in layouts for layout in unit]
     require_equal_plans(mesh.data, flat, options)
-    _require_wide_masters(flat, options)
+    _require_wide_masters([slot.spec for layout in flat for slot in layout.slots if slot.spec.requires_grad], options)
     kind = choose_transport(options.transport, mesh.shard, mesh.device)
     keep = _persistent(layouts, mesh, options, kind)
-    ring = RingRequest(slots=options.gradient_slots, nbytes=_slot_bytes(flat, options))
+    trained = [layout for layout in flat if layout.slots[0].spec.requires_grad]
+    ring = RingRequest(slots=options.gradient_slots, nbytes=slot_bytes(trained, options))
     transport, reduction = _open(kind, flat, keep, ring, mesh, options)
     _count_buffers(tiers.ledger, flat, keep, transport, reduction, ring)
     buffers = iter(transport.buffers)
@@ -85,11 +86,11 @@ def build_units(
     return Built(units=tuple(units), transport=transport, reduction=reduction, tiers=tiers)
 
 
-def _require_wide_masters(layouts: Sequence[BucketLayout], options: ZeroOptions) -> None:
-    """Raises LayoutError when a trainable parameter would be rounded to its master weight."""
+def _require_wide_masters(specs: Sequence[ParameterSpec], options: ZeroOptions) -> None:
+    """Raises LayoutError when a parameter that is trained would be rounded to its master weight."""
     master = options.precision.master
-    for spec in (slot.spec for layout in layouts for slot in layout.slots):
-        if spec.requires_grad and spec.dtype.itemsize > master.itemsize:
+    for spec in specs:
+        if spec.dtype.itemsize > master.itemsize:
             raise LayoutError(
                 f"{spec.fqn} is {spec.dtype}, wider than precision.master {master}, which would round it; "
                 "convert the parameter, or set precision.master and precision.reduce to its dtype"
@@ -116,15 +117,10 @@ def _open(
     return private, open_transport(kind, mesh.shard, mesh.device, (), ring)
 
 
-def _slot_bytes(layouts: Sequence[BucketLayout], options: ZeroOptions) -> int:
-    """Bytes of one gradient slot: the largest trainable bucket in the dtype that travels."""
-    largest = 0
-    for layout in layouts:
-        spec = layout.slots[0].spec
-        if spec.requires_grad:
-            dtype = options.precision.reduce if options.sums_before_reducing else spec.dtype
-            largest = max(largest, layout.padded * dtype.itemsize)
-    return largest
+def slot_bytes(trained: Sequence[BucketLayout], options: ZeroOptions) -> int:
+    """Bytes of one gradient slot: the largest bucket in the dtype that travels."""
+    reduce = options.precision.reduce if options.sums_before_reducing else None
+    return max((each.padded * (reduce or each.slots[0].spec.dtype).itemsize for each in trained), default=0)
 
 
 def _persistent(layouts: Sequence[Sequence[BucketLayout]], mesh: Mesh, options: ZeroOptions, kind: str) -> list[bool]:
@@ -203,6 +199,24 @@ def _weights(
     if master.whole(tiers.device) is not None:
         return master, None
     return master, tiers.allocate(length, spec.dtype, offload.parameters, Purpose.PARAMETERS, what)
+
+
+def make_trainable(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
+    """Give a frozen bucket master weights, which begin as its weights, and memory for gradients.
+
+    Raises:
+        LayoutError: when a parameter is wider than its master weight would be.
+        StorageError: when memory is short.
+    """
+    _require_wide_masters([slot.spec for slot in bucket.layout.slots], options)
+    dtype = options.precision.master
+    if bucket.master.dtype != dtype:
+        frozen, what = bucket.master, f"master weights of {bucket.name}"
+        bucket.master = tiers.allocate(frozen.numel, dtype, options.offload.optimizer, Purpose.MASTER, what)
+        bucket.master.copy_from(frozen)
+        bucket.copy = frozen
+    bucket.trainable = True
+    _allocate_gradients(bucket, options, tiers)
 
 
 def _adopt(model: nn.Module, fqn: str, device: torch.device) -> nn.Parameter:

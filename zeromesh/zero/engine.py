@@ -26,6 +26,7 @@ from zeromesh.offload import Tiers
 from zeromesh.optim.sharded import GroupRules
 from zeromesh.zero.access import StateAccess
 from zeromesh.zero.build import Built, build_units, open_tiers
+from zeromesh.zero.flags import TrainedFlags
 from zeromesh.zero.holdings import StateHoldings
 from zeromesh.zero.hooks import Hooks
 from zeromesh.zero.options import ZeroOptions
@@ -63,6 +64,8 @@ class ZeroEngine:
         if mesh.watch is not None:
             mesh.watch.name_units(_names_by_rank(mesh, self.units))
         self._hooks = Hooks(self.units, self.passes)
+        self.flags = TrainedFlags(built, mesh, options, self.updater, self.passes.gradients, self._hooks)
+        """Which parameters are trained."""
         if not self._sharded:
             self._gather_all()
 
@@ -120,8 +123,12 @@ class ZeroEngine:
     # A step
 
     def begin_step(self, step: int, lr_factor: float) -> None:
-        """Begin a step; learning rates are the optimizer groups' times `lr_factor`."""
+        """Begin a step; learning rates are the optimizer groups' times `lr_factor`.
+
+        What `requires_grad` of parameters says now holds for the whole step.
+        """
         self.tiers.check()
+        self.flags.follow()
         self.updater.begin_step(lr_factor)
         self.mesh.post(Activity.FORWARD, 0, step=step)
 
@@ -255,6 +262,7 @@ class ZeroEngine:
     def close(self) -> None:
         """Take the hooks off, give shared memory back and remove files."""
         self._hooks.remove()
+        self.flags.close()
         self.tiers.close()
         self.transport.close()
         if self._reduction is not self.transport:

@@ -11,7 +11,7 @@ from torch import nn
 from zeromesh.checkpoint.holding import Holding
 from zeromesh.checkpoint.regions import Region, share_of
 from zeromesh.checkpoint.tensor_files import TensorSpec
-from zeromesh.flat.layout import Piece
+from zeromesh.flat.layout import ParameterSpec, Piece
 from zeromesh.flat.placement import Placement
 from zeromesh.flat.split import ALIGNMENT, Interval
 from zeromesh.mesh.groups import Mesh, ProcessSet
@@ -21,6 +21,8 @@ from zeromesh.zero.unit import Bucket, Unit, all_buckets
 from zeromesh.zero.update import Updater
 
 MODEL, MASTER = "model", "master"
+WEIGHTS = (MODEL, MASTER)
+"""Kinds of tensors that weights are made of again."""
 
 
 class StateHoldings:
@@ -49,6 +51,7 @@ class StateHoldings:
             for bucket in self._buckets
             for kind, dtype, _ in self._kinds(bucket, reading=reading)
             for slot in bucket.layout.slots
+            if _has(bucket, slot.spec, kind, reading=reading)
         ]
         found += [_spec_of(name, buffer) for name, buffer in saved_buffers(self._model).items()]
         return self._of_all_stages(found)
@@ -120,13 +123,22 @@ class StateHoldings:
     def _of(self, bucket: Bucket, interval: Interval, *, reading: bool = False) -> Iterator[Holding]:
         pieces = bucket.layout.pieces(interval)
         offset = interval.start - bucket.interval.start
-        owner = self.owner_of(bucket) if bucket.trainable else None
         for kind, dtype, tensor in self._kinds(bucket, reading=reading):
             own = tensor.slice(offset, offset + interval.length)
-            yield from (_of_piece(kind, dtype, own, piece, owner) for piece in pieces)
+            yield from (
+                _of_piece(kind, dtype, own, piece, self.owner_of(bucket))
+                for piece in pieces
+                if _has(bucket, piece.spec, kind, reading=reading)
+            )
 
 
-def _of_piece(kind: str, dtype: torch.dtype, values: TensorSlice, piece: Piece, owner: int | None) -> Holding:
+def _has(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool) -> bool:
+    """Whether a checkpoint has a kind of tensor of a parameter; one that never was trained has weights alone, which become its
+    master weights where others of its bucket are trained."""
+    return kind == MODEL or (reading and kind == MASTER) or bucket.learned(spec.fqn)
+
+
+def _of_piece(kind: str, dtype: torch.dtype, values: TensorSlice, piece: Piece, owner: int) -> Holding:
     region = piece.spec.region
     return Holding(
         spec=TensorSpec(kind=kind, name=piece.spec.name, dtype=dtype, shape=region.shape),

@@ -39,10 +39,11 @@ class Hooks:
 
     def __init__(self, units: Iterable[Unit], listener: Listener) -> None:
         self._handles: list[RemovableHandle] = []
+        self._listener = listener
         for unit in units:
             self._on_module(unit, listener)
             for bucket in unit.trainable:
-                self._on_gradients(unit, bucket, listener)
+                self.on_gradients(unit, bucket)
             if unit.index == 0:
                 self._on_parts(unit, listener)
 
@@ -77,10 +78,14 @@ class Hooks:
                 self._handles.append(module.register_forward_pre_hook(before, prepend=True))
                 self._handles.append(module.register_forward_hook(after))
 
-    def _on_gradients(self, unit: Unit, bucket: Bucket, listener: Listener) -> None:
+    def on_gradients(self, unit: Unit, bucket: Bucket) -> None:
+        """Listen to the gradients of a bucket's parameters, of those too that are trained only later."""
         for index, parameter in enumerate(bucket.parameters):
-            hook = partial(listener.on_gradient, unit, bucket, index)
+            hook = partial(self._listener.on_gradient, unit, bucket, index)
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # Else torch takes no hook.
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(trained)
 
 
 def on_gradient_of(tensors: Any, call: Callable[[], None]) -> bool:

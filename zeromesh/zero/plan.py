@@ -105,7 +105,7 @@ def plan_model(
                 shape=tuple(parameter.shape),
                 dtype=_dtype_of(parameter, fqns[0], main, compute_dtype, keep),
                 requires_grad=parameter.requires_grad,
-                group=group_of(name) if parameter.requires_grad else 0,
+                group=group_of(name),
                 part=cuts.parts.get(name),
                 copies=copies,
             )

@@ -32,10 +32,11 @@ class BucketArrivals:
         self.waiting: list[int] = []
         self.arrived: set[int] = set()
         self.launched = False
+        self._expected = sum(bucket.training)
 
     @property
     def complete(self) -> bool:
-        return len(self.arrived) == len(self.bucket.parameters)
+        return len(self.arrived) == self._expected
 
 
 class GradientReducer:
@@ -69,6 +70,10 @@ class GradientReducer:
         self._reduce = False
         self._first = False
 
+    def use(self, reducer: Reducer) -> None:
+        """Reduce by another reducer, which has launched nothing yet; between two backwards."""
+        self._reducer, self._next_sequence = reducer, 0
+
     def begin(self, buckets: Sequence[Bucket], *, reduce: bool, first: bool) -> None:
         """Begin a backward. `reduce`: sum over ranks now, or only keep this rank's sums. `first`: of the step."""
         self._reduce = reduce and not self._direct
@@ -88,6 +93,9 @@ class GradientReducer:
         Raises:
             PhaseError: when the bucket has been handed on already, as under reentrant activation checkpointing.
         """
+        if not bucket.training[index]:
+            parameter.grad = None  # `requires_grad` was set amid a step, and counts from the next one on.
+            return
         arrivals = self._arrivals.get(id(bucket))
         if arrivals is None or arrivals.launched:
             raise PhaseError(
@@ -107,6 +115,7 @@ class GradientReducer:
         if arrivals.complete:
             self._on_complete(bucket)
             if not self._reduce:
+                self._keep_missing(arrivals)  # Those of frozen parameters.
                 arrivals.launched = True
                 self._hand_on()
             elif self._overlap:

@@ -28,7 +28,7 @@ class Sharing:
     def __init__(self, mesh: Mesh, buckets: Iterable[Bucket]) -> None:
         self._mesh = mesh
         self._sets: dict[_Positions, ProcessSet] = {_ALONE: mesh.replicate}
-        mine = sorted({_spec(bucket).shared_by for bucket in buckets if bucket.trainable} - {_ALONE})
+        mine = sorted({_spec(bucket).shared_by for bucket in buckets} - {_ALONE})
         if mesh.tensor.size == mesh.pipeline.size == 1:
             return
         rows = mesh.world.gather_bytes(json.dumps(mine).encode(), "who shares parameters")

@@ -26,7 +26,7 @@ from zeromesh.zero.phase import Phase, advance
 
 
 class Bucket:
-    """Parameters of one dtype and `requires_grad` of a unit, in one flat buffer."""
+    """Parameters of a unit in one flat buffer: of one dtype, and trained or frozen together when the model was built."""
 
     def __init__(
         self,
@@ -43,6 +43,11 @@ class Bucket:
         self.interval = interval
         self.master = master
         self.copy = copy
+        self.training = [slot.spec.requires_grad for slot in layout.slots]
+        """Whether each parameter is trained in the present step."""
+        self.trainable = any(self.training)
+        """Whether there are master weights, moments and gradients: some parameter is trained, or was."""
+        self._learned = {slot.spec.fqn for slot in layout.slots if slot.spec.requires_grad}
         self.grad: torch.Tensor | None = None
         self.grad_rest: TieredTensor | None = None
         self.partial: torch.Tensor | None = None
@@ -61,9 +66,15 @@ class Bucket:
     def dtype(self) -> torch.dtype:
         return self.layout.slots[0].spec.dtype
 
-    @property
-    def trainable(self) -> bool:
-        return self.layout.slots[0].spec.requires_grad
+    def learned(self, fqn: str) -> bool:
+        """Whether a parameter has master weights and moments of its own."""
+        return fqn in self._learned
+
+    def follow(self) -> None:
+        """Train from now on those parameters that `requires_grad` says."""
+        self.training = [parameter.requires_grad for parameter in self.parameters]
+        named = zip(self.layout.slots, self.training, strict=True)
+        self._learned.update(slot.spec.fqn for slot, trained in named if trained)
 
     @property
     def nbytes(self) -> int:
@@ -99,10 +110,13 @@ class Unit:
         self.module = module
         self.buckets = tuple(buckets)
         self.phase = Phase.RESTING
-        self.trainable = tuple(bucket for bucket in self.buckets if bucket.trainable)
-        self.frozen = tuple(bucket for bucket in self.buckets if not bucket.trainable)
         self._ledger = ledger
         self._transient = int(share * sum(bucket.nbytes for bucket in self.buckets if not bucket.buffer.persistent))
+
+    @property
+    def trainable(self) -> tuple[Bucket, ...]:
+        """Buckets that get gradients in the present step."""
+        return tuple(bucket for bucket in self.buckets if any(bucket.training))
 
     @property
     def nbytes(self) -> int:

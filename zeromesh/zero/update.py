@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 
 import torch
 
@@ -52,13 +53,12 @@ class Updater:
         self._options = options
         self._tiers = tiers
         self.shards = GradientShards(options, tiers)
-        self._buckets = [bucket for unit in units for bucket in unit.trainable]
-        self._units = {id(bucket): unit for unit in units for bucket in unit.trainable}
-        groups = GroupRules(options.optimizer).groups
-        at = options.offload.optimizer
-        self._optimizers = {
-            id(bucket): BucketOptimizer(bucket, options.optimizer, groups, tiers, at) for bucket in self._buckets
-        }
+        self._all = [bucket for unit in units for bucket in unit.buckets]
+        self._buckets: list[Bucket] = []
+        """Those that are trained in the present step."""
+        self._units = {id(bucket): unit for unit in units for bucket in unit.buckets}
+        self._optimizers: dict[int, BucketOptimizer] = {}
+        self._make_optimizers()
         self._sums: dict[int, Callable[[], None]] = {}
         self._ready: deque[Bucket] = deque()
         self._tied: list[Bucket] = []
@@ -68,7 +68,7 @@ class Updater:
         self._in_backward = False
         self._lr_factor = 1.0
         self._squares = 0.0
-        self.sharing = Sharing(mesh, self._buckets)
+        self.sharing = Sharing(mesh, self._all)
         """Who else holds what this rank has."""
         replicated = options.placements.optimizer is Placement.REPLICATED
         self._owners = mesh["pipeline", "tensor"] if replicated else mesh["pipeline", "shard", "tensor"]
@@ -85,6 +85,28 @@ class Updater:
         self.place = place_updates(offload.update, mesh, try_on, in_reach=not self._missing(tiers.device))
         """Where updates are computed."""
         self._stream = self._make_stream(self.place.device, tiers)
+
+    def _make_optimizers(self) -> None:
+        """For all that has states and none yet."""
+        self._buckets = [bucket for bucket in self._all if any(bucket.training)]
+        settings, at = self._options.optimizer, self._options.offload.optimizer
+        for bucket in self._all:
+            if bucket.trainable and id(bucket) not in self._optimizers:
+                groups = GroupRules(settings).groups
+                self._optimizers[id(bucket)] = BucketOptimizer(bucket, settings, groups, self._tiers, at)
+
+    def follow(self) -> None:
+        """Other parameters are trained than before, between two steps."""
+        known = len(self._optimizers)
+        self._make_optimizers()
+        for optimizer in self._optimizers.values():
+            optimizer.follow()
+        if len(self._optimizers) > known:
+            self._stream.forget()
+            device = self._stream.device
+            tier = Tier.HOST if device.type == "cpu" else Tier.DEVICE
+            self._tiers.ledger.add(tier, Purpose.STAGING, -self._stream.nbytes)
+            self._stream = self._make_stream(device, self._tiers)
 
     def _missing(self, device: torch.device) -> int:
         """The most tensors of an update that are not in the memory of `device`."""
@@ -103,11 +125,15 @@ class Updater:
         tiers.ledger.add(Tier.HOST if device.type == "cpu" else Tier.DEVICE, Purpose.STAGING, stream.nbytes)
         return stream
 
-    def resume(self, updates: int) -> None:
-        """The states are those after `updates` updates."""
+    def resume(self, updates: int, steps: Mapping[str, int] = MappingProxyType({})) -> None:
+        """The states are those after `updates` updates, of which parameters named in `steps` had others."""
         self.updates = updates
-        for optimizer in self._optimizers.values():
-            optimizer.set_steps(updates)
+        for bucket in self._all:
+            optimizer = self.optimizer_of(bucket)
+            if optimizer is not None:
+                specs = [slot.spec for slot in bucket.layout.slots]
+                optimizer.steps = [steps.get(each.name, updates * bucket.learned(each.fqn)) for each in specs]
+                optimizer.follow()
 
     def begin_step(self, lr_factor: float) -> None:
         """Learning rates of this step are the optimizer groups' times `lr_factor`."""
