@@ -55,6 +55,19 @@ def test_blocks_inside_blocks_are_one_unit() -> None:
     assert units_of(nn.ModuleDict({"layers": outer})) == ["root", "layers.0", "layers.1"]
 
 
+def test_a_container_without_a_forward_is_no_unit_but_what_it_holds_may_be() -> None:
+    def layer() -> nn.Module:
+        return nn.ModuleList(
+            [nn.Linear(64, 64), nn.ModuleDict({"a": nn.Sequential(nn.Linear(64, 64))}), nn.LayerNorm(64)]
+        )
+
+    model = nn.ModuleDict({"layers": nn.ModuleList([layer(), layer()])})
+    model["layers"][1].weight = nn.Parameter(torch.zeros(5000))
+    names = [f"layers.{number}.{part}" for number in range(2) for part in ("0", "1.a")]
+    assert units_of(model) == ["root", *names]
+    assert "layers.1.weight" in [spec.fqn for spec in plan_model(model, torch.float32).units[0].specs]
+
+
 def test_tied_parameters_are_one_with_several_names_in_the_unit_around_their_uses() -> None:
     plan = plan_model(gpt2(), torch.float32)
     (tied,) = [spec for spec in plan.specs() if spec.aliases]
@@ -68,6 +81,9 @@ def test_tied_parameters_are_one_with_several_names_in_the_unit_around_their_use
             super().__init__()
             self.first, self.second = nn.Linear(70, 70), nn.Linear(70, 70)
             self.second.weight = self.first.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
 
     plan = plan_model(nn.ModuleList([Tied(), Tied()]), torch.float32)
     assert [unit.name for unit in plan.units] == ["root", "0", "1"]

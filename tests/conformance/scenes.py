@@ -162,18 +162,21 @@ def _refusal(call: Callable[[], object], kind: type[Exception] = PhaseError) -> 
 
 
 def resting_parameters(mesh: Mesh, transport: str, budget: int | None) -> dict[str, Any]:
-    """What a user sees in parameters between steps at stage 3."""
+    """What a user finds out about parameters between steps at stage 3; each names itself when it is read or written."""
     run = Run.start(mesh, SMALL, Layout(transport=transport, budget=budget))
     shapes = {name: list(p.shape) for name, p in reference.build(SMALL).named_parameters()}
     states = []
     for step in range(2):
         parameters = dict(run.model.named_parameters())
-        written = [name for name, p in parameters.items() if not _refusal(lambda p=p: p.data.add_(1), RuntimeError)]
+        uses = [torch.sum, lambda p: p.data.add_(1), lambda p: torch.stack([p]), copy.deepcopy, lambda p: p.clamp_(0)]
         states.append(
             {
                 "shapes": {name: list(p.shape) for name, p in parameters.items()} == shapes,
-                "poisoned": all(bool(p.isnan().all()) for p in parameters.values()),
-                "written": written,
+                "silent": [
+                    name for name, p in parameters.items() for use in uses if name not in _refusal(partial(use, p))
+                ],
+                "model": "trainer.state_dict()" in _refusal(lambda: copy.deepcopy(run.model)),
+                "saved": "trainer.state_dict()" in _refusal(lambda: torch.save(run.model.state_dict(), os.devnull)),
                 "gradients": [name for name, p in parameters.items() if p.grad is not None],
             }
         )

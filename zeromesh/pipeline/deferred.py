@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeromesh.errors import PhaseError
 from zeromesh.tensor.products import linear, linear_grad_weight, linear_grad_x
@@ -26,6 +27,8 @@ class _Product:
     """A weight's gradient, yet to be multiplied."""
 
     weight: nn.Parameter
+    edge: GradientEdge
+    """Where its gradient is accumulated: the values need not be there any more."""
     grad: torch.Tensor
     x: torch.Tensor
     transposed: bool
@@ -81,7 +84,7 @@ class WeightQueue:
             if uses[which]:
                 sums[which] = gradient
             else:
-                torch.autograd.backward(product.weight, gradient)
+                torch.autograd.backward([product.edge], [gradient])
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -101,7 +104,7 @@ class _DeferredLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         later: _Later = ctx.later
         of_x, _, of_bias = ctx.needs_input_grad[:3]
-        later.queue.take(_Product(weight=later.parameter, grad=grad, x=x, transposed=later.transposed))
+        later.queue.take(_Product(weight=later.parameter, edge=later.edge, grad=grad, x=x, transposed=later.transposed))
         grad_x = linear_grad_x(grad, weight.t() if later.transposed else weight) if of_x else None
         grad_bias = grad.flatten(0, -2).sum(dim=0) if of_bias else None
         return grad_x, None, grad_bias, None
@@ -113,6 +116,7 @@ class _Later:
 
     queue: WeightQueue
     parameter: nn.Parameter
+    edge: GradientEdge
     transposed: bool
 
 
@@ -145,7 +149,7 @@ def _forward_of(queue: WeightQueue, *, transposed: bool) -> Callable[[Any, torch
         weight: nn.Parameter = layer.weight
         if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
             return linear(x, weight.t() if transposed else weight, layer.bias)
-        later = _Later(queue=queue, parameter=weight, transposed=transposed)
+        later = _Later(queue=queue, parameter=weight, edge=get_gradient_edge(weight), transposed=transposed)
         made: torch.Tensor = _DeferredLinear.apply(x, weight.detach(), layer.bias, later)  # type: ignore[no-untyped-call]
         return made
 

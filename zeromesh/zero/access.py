@@ -19,6 +19,7 @@ from zeromesh.flat.layout import Slot
 from zeromesh.flat.split import Interval
 from zeromesh.mesh.groups import Mesh
 from zeromesh.zero.holdings import MODEL, buffers_of_stages, saved_buffers
+from zeromesh.zero.rest import set_values
 from zeromesh.zero.unit import Bucket, Unit, all_buckets
 
 _Whole = Callable[[Bucket], torch.Tensor | None]
@@ -209,7 +210,7 @@ class StateAccess:
         modules = [(self._model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
         here = next((found for module, leaf in modules if (found := module._parameters.get(leaf)) is not None), None)
         if here is not None and here.shape == value.shape:
-            here.data = value.to(here.dtype, copy=True)
+            set_values(here, value.to(here.dtype, copy=True))
             return here
         made = nn.Parameter(
             value.to(dtype if known.trainable else value.dtype, copy=True), requires_grad=known.trainable
@@ -239,7 +240,7 @@ class StateAccess:
                 if parameter is None or parameter.is_meta:
                     module._parameters[leaf] = made
                 else:  # The model's own object, which others may hold.
-                    parameter.data = value
+                    set_values(parameter, value)
                     parameter.grad = None
 
     def _of_all_stages(

@@ -242,7 +242,7 @@ class ZeroEngine:
 
     def _gather_all(self) -> None:
         for unit in self.units:
-            self.passes.start_gather(unit, settled=True)
+            self.passes.gathers.start(unit, settled=True)
 
     # Passes over the model
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from zeromesh.errors import CheckpointError, LayoutError
@@ -57,12 +58,13 @@ class TrainedFlags:
                 than its master weights would be.
             StorageError: when there is no memory for what is trained now.
         """
-        changed = [
-            (unit, bucket, index)
-            for unit, bucket in self._buckets
-            for index, parameter in enumerate(bucket.parameters)
-            if parameter.requires_grad != bucket.training[index]
-        ]
+        with torch._C.DisableTorchFunctionSubclass():  # Parameters at rest answer fast.
+            changed = [
+                (unit, bucket, index)
+                for unit, bucket in self._buckets
+                for index, parameter in enumerate(bucket.parameters)
+                if parameter.requires_grad != bucket.training[index]
+            ]
         if not changed:
             return
         self._require_agreement(changed)

@@ -1,13 +1,15 @@
 """The one place that registers hooks on a model, and takes them off again.
 
 A unit's module calls back before and after its forward; the tensors it returns call back before its backward; a parameter calls
-back when its gradient is complete. What happens then is the engine's business.
+back when its gradient is complete, and before it is used while it is at rest. What happens then is the engine's business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +17,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from zeromesh.zero.unit import Bucket, Unit
+from zeromesh.zero.unit import Bucket, Unit, all_buckets, no_engine
+
+_DEPTH = 4
+"""Objects inside objects are looked into so far for tensors."""
 
 
 class Listener(Protocol):
@@ -27,21 +32,43 @@ class Listener(Protocol):
 
     def before_part(self, module: nn.Module) -> None: ...
 
-    def after_part(self, module: nn.Module, output: Any) -> None: ...
+    def after_part(self, module: nn.Module) -> None: ...
 
     def before_backward(self, unit: Unit, place: int) -> None: ...
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None: ...
 
+    def on_use(self, unit: Unit, name: str) -> None: ...
+
+
+class _OfModule:
+    """A hook of one module. Copies of it do nothing, so that a copied or pickled module belongs to no engine."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, _module: nn.Module, _args: Any, *output: Any) -> None:
+        self._call(*output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _OfModule, (_nothing,)
+
+
+def _nothing(*output: Any) -> None:
+    """What a copied hook does."""
+
 
 class Hooks:
     """All hooks of an engine."""
 
-    def __init__(self, units: Iterable[Unit], listener: Listener) -> None:
+    def __init__(self, units: Sequence[Unit], listener: Listener) -> None:
         self._handles: list[RemovableHandle] = []
         self._listener = listener
+        self._buckets = all_buckets(units)
         for unit in units:
             self._on_module(unit, listener)
+            for each in unit.buckets:
+                each.on_use = partial(listener.on_use, unit)
             for bucket in unit.trainable:
                 self.on_gradients(unit, bucket)
             if unit.index == 0:
@@ -51,32 +78,27 @@ class Hooks:
         """Take all hooks off."""
         for handle in self._handles:
             handle.remove()
+        for bucket in self._buckets:
+            bucket.on_use = no_engine
         self._handles = []
 
     def _on_module(self, unit: Unit, listener: Listener) -> None:
-        def before(_module: nn.Module, _args: Any) -> None:
-            listener.before_forward(unit)
+        before = _OfModule(lambda: listener.before_forward(unit))
+        after = _OfModule(lambda output: listener.after_forward(unit, output))
+        self._around(unit.module, before, after)
 
-        def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            listener.after_forward(unit, output)
-
-        self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True))
-        self._handles.append(unit.module.register_forward_hook(after))
+    def _around(self, module: nn.Module, before: _OfModule, after: _OfModule) -> None:
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_hook(after))
 
     def _on_parts(self, root: Unit, listener: Listener) -> None:
         """Modules inside the root that hold its parameters: a caller may run them without running the root."""
         names = {name.rpartition(".")[0] for name in root.names()}
 
-        def before(module: nn.Module, _args: Any) -> None:
-            listener.before_part(module)
-
-        def after(module: nn.Module, _args: Any, output: Any) -> None:
-            listener.after_part(module, output)
-
         for module in dict.fromkeys(map(root.module.get_submodule, sorted(names))):
             if module is not root.module:
-                self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-                self._handles.append(module.register_forward_hook(after))
+                before = _OfModule(partial(listener.before_part, module))
+                self._around(module, before, _OfModule(lambda _output, module=module: listener.after_part(module)))
 
     def on_gradients(self, unit: Unit, bucket: Bucket) -> None:
         """Listen to the gradients of a bucket's parameters, of those too that are trained only later."""
@@ -88,13 +110,35 @@ class Hooks:
             parameter.requires_grad_(trained)
 
 
-def on_gradient_of(tensors: Any, call: Callable[[], None]) -> bool:
-    """Call when autograd has the gradient of any computed tensor in a structure, before it goes on; False if none has one."""
+def on_gradient_of(tensors: Iterable[torch.Tensor], call: Callable[[], None]) -> list[torch.Tensor]:
+    """Call when autograd has the gradient of any of these tensors that are computed, before it goes on. Returns those."""
 
     def hook(_gradient: torch.Tensor) -> None:
         call()
 
-    computed = [t for t in pytree.tree_leaves(tensors) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    computed = [tensor for tensor in tensors if tensor.grad_fn is not None]
     for tensor in computed:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-    return bool(computed)
+    return computed
+
+
+def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
+    """All tensors in a structure: in what PyTorch's pytrees know, in fields of dataclasses, in attributes of other objects."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif depth and is_dataclass(leaf) and not isinstance(leaf, type):
+            for each in fields(leaf):
+                yield from tensors_in(getattr(leaf, each.name, None), depth - 1)
+        elif depth and not isinstance(leaf, type | nn.Module | FunctionType | ModuleType):
+            for each in getattr(leaf, "__dict__", {}).values():
+                yield from tensors_in(each, depth - 1)
+
+
+def tensors_on(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that a module and those in it have as plain attributes."""
+    for each in module.modules():
+        yield from (value for value in vars(each).values() if isinstance(value, torch.Tensor))

@@ -24,15 +24,17 @@ from zeromesh.mesh.clock import Span
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
 from zeromesh.zero.build import Built
-from zeromesh.zero.hooks import on_gradient_of
+from zeromesh.zero.entrances import Calls
+from zeromesh.zero.gathers import Gathers
+from zeromesh.zero.hooks import on_gradient_of, tensors_in, tensors_on
 from zeromesh.zero.options import ZeroOptions
-from zeromesh.zero.order import GatherOrder
 from zeromesh.zero.phase import Phase
 from zeromesh.zero.randomness import Streams, own_randomness
 from zeromesh.zero.reduction import GradientReducer
 from zeromesh.zero.unit import Bucket, Unit
 from zeromesh.zero.update import Updater
 from zeromesh.zero.walk import Microbatch, Mode, Walk
+from zeromesh.zero.writes import Writes
 
 Tensors = Sequence[torch.Tensor]
 
@@ -71,12 +73,14 @@ class Passes:
         self._transport = built.transport
         self._sharded = options.placements.parameters is Placement.SHARDED
         self._unit_of = {id(bucket): unit for unit in self.units for bucket in unit.buckets}
-        self._order = GatherOrder()
+        self.gathers = Gathers(self.units, mesh, options.prefetch)
         self._entry: nn.Module | None = None
-        self._parts_alone = False
-        """Whether modules of the root run that the root does not run itself."""
+        self._calls = Calls()
+        self.writes = Writes(mesh)
         self._walk = Walk()
         self._holding: Forward | None = None
+        self._weights_alone = False
+        """Whether a backward runs that computes gradients of weights from what is kept, and reads no parameter."""
         self._last_reductions: dict[int, list[int]] = {}
         self._reductions_settled = False
         self.gradients = GradientReducer(
@@ -101,6 +105,7 @@ class Passes:
         with streams.in_force(), torch.enable_grad():
             with self._mesh.clock.span(Span.FORWARD):
                 loss = run()
+            self._end_forward([loss])
             outputs, seeds = ([loss], [torch.full_like(loss, seed)]) if loss.requires_grad else ([], [])
             done = Forward(chunk=0, microbatch=microbatch, outputs=outputs, walk=self._walk)
             self.mode = Mode.BACKWARD
@@ -113,6 +118,7 @@ class Passes:
         streams = self._begin_forward(f"forward of chunk {chunk}", microbatch)
         with streams.in_force(), torch.enable_grad(), self._mesh.clock.span(Span.FORWARD):
             made = run()
+            self._end_forward(made)
         # The edges alone: what was sent on need not stay until backward.
         outputs = [get_gradient_edge(tensor) for tensor in made if tensor.requires_grad]
         done = Forward(chunk=chunk, microbatch=microbatch, outputs=outputs, walk=self._walk)
@@ -131,6 +137,7 @@ class Passes:
         self._begin(Mode.BACKWARD, f"backward of chunk {forward.chunk}", forward.walk)
         self._holding = forward
         forward.walk.turn(dict.fromkeys(range(len(self.units)), 0))
+        self._need_held()
         try:
             with own_randomness(), self._mesh.clock.span(Span.BACKWARD):
                 self._run_backward(forward, gradients)
@@ -149,7 +156,11 @@ class Passes:
             forward.held.clear()
             run()
 
-        self._reduce_during(forward, deliver)
+        self._weights_alone = True
+        try:
+            self._reduce_during(forward, deliver)
+        finally:
+            self._weights_alone = False
         self.end()
 
     def end_backwards(self) -> None:
@@ -177,6 +188,7 @@ class Passes:
         self._updater.begin_backward(buckets, first=microbatch.first, last=microbatch.last)
         self.gradients.begin(buckets, reduce=reduce, first=microbatch.first)
         with self._mesh.clock.span(Span.BACKWARD):
+            self._need_held()
             bring()
             ranges.turn_to(None)
             self.gradients.flush()
@@ -191,6 +203,7 @@ class Passes:
             self._begin(Mode.EVALUATION, "eval", Walk(streams))
             try:
                 yield
+                self.writes.refuse_in_pass(self.units)
                 self.end()
             except BaseException as error:
                 self._mesh.fail(error)
@@ -221,7 +234,10 @@ class Passes:
             raise PhaseError(f"a pass cannot begin during {self.mode.value}")
         self.mode = mode
         self._walk = walk or Walk()
-        self._order.begin(kind)
+        self._calls.reset()
+        if mode is not Mode.BACKWARD:
+            self.writes.refuse_between_passes(self.units)
+        self.gathers.begin(kind)
 
     def end(self) -> None:
         """The pass is over, well or not."""
@@ -232,34 +248,10 @@ class Passes:
                     unit.wait()
                 unit.release()
                 unit.enter(Phase.RESTING)
-        self._order.end()
+        self.gathers.end()
         self.mode = Mode.IDLE
         self._entry = None
-        self._parts_alone = False
         self._transport.poll()
-
-    def need(self, unit: Unit) -> None:
-        """Make a unit live, and start to gather what the recorded order expects next."""
-        settled = self._order.visit(unit.index)
-        if unit.phase is Phase.RESTING:
-            self.start_gather(unit, settled=settled)
-        if unit.phase is Phase.GATHERING:
-            with ranges.named("wait for", unit.name):
-                unit.wait()
-        for index in self._order.upcoming(self._options.prefetch):
-            if self.units[index].phase is Phase.RESTING:
-                self.start_gather(self.units[index], settled=True)
-
-    def start_gather(self, unit: Unit, *, settled: bool) -> None:
-        """Begin to gather a unit; `settled` where that follows a recorded order."""
-        self._event(Activity.GATHER, unit, settled=settled)
-        with ranges.named("gather", unit.name):
-            unit.gather()
-
-    def _event(self, activity: Activity, unit: Unit, *, settled: bool) -> None:
-        if self._mesh.watch is not None:
-            # All data-parallel ranks: replicas sum over one another in the order of reductions.
-            self._mesh.watch.event(activity, unit.index, self._mesh.data.ranks, settled=settled)
 
     # What hooks tell
 
@@ -274,7 +266,13 @@ class Passes:
             self._begin_users_pass(unit.module)
         faults.visit("forward")
         self._walk.visit(unit.index)
-        self.need(unit)
+        if self.gathers.keeps(unit):
+            self._walk.held.add(unit.index)
+        self.gathers.need(unit)
+        if self.mode is Mode.FORWARD:
+            self.writes.look_at(unit, len(self.units))
+            if self._sharded and unit.index != 0:
+                self._calls.begin(unit.index)
         self._mesh.post(Activity.FORWARD, unit.index)
         if self._walk.streams is not None:
             self._walk.streams.enter(unit.name, again=False)
@@ -284,19 +282,45 @@ class Passes:
         """A module that holds some of the root's parameters is about to run, perhaps without the root."""
         if self.mode is Mode.IDLE:
             self._begin_users_pass(module)
-        root = self.units[0]
-        if self.mode is Mode.FORWARD and not self._walk.visited(root.index):
-            self._walk.visit(root.index)
-            self._parts_alone = True
-        if root.phase is not Phase.LIVE:
-            self.need(root)
 
-    def after_part(self, module: nn.Module, output: Any) -> None:
+    def after_part(self, module: nn.Module) -> None:
         """It has run."""
         if self._entry is module and self.mode is Mode.EVALUATION:
             self.end()
-        if self.mode is Mode.FORWARD and self._parts_alone:
-            self._hook_backward(self.units[0], output)
+
+    def on_use(self, unit: Unit, name: str) -> None:
+        """Somebody reads or writes a parameter of a unit that is not live: it becomes live, for as long as it may be needed.
+
+        Raises:
+            PhaseError: outside of a pass, where the values are not to be had without the other ranks.
+        """
+        if self.mode is not Mode.IDLE:
+            self._hold(unit)
+            return
+        if self._sharded and self._mesh.shard.size > 1:
+            raise PhaseError(
+                f"parameter {name} was read or written outside of a pass over the model, while stage 3 has divided it among "
+                f"{self._mesh.shard.size} ranks. Read it inside `with trainer.gathered([{name!r}]):` on all ranks, take whole "
+                "tensors of all parameters from `trainer.state_dict()`, or write the model with `trainer.save()`"
+            )
+        if unit.phase is Phase.RESTING:
+            unit.gather()  # Nobody else takes part in it.
+        unit.wait()
+        unit.note_values()
+
+    def _hold(self, unit: Unit) -> None:
+        """Have a unit live until the pass is over, and in backward; so in later passes of this kind, from its first call on."""
+        self.gathers.keep(unit)
+        self._walk.held.add(unit.index)
+        if self.mode is Mode.BACKWARD:
+            self._need_in_backward(unit)
+        else:
+            self.gathers.need(unit)
+
+    def _need_held(self) -> None:
+        """Backward begins: what is needed beyond calls has to be there, and nothing will tell when."""
+        for index in sorted(self._walk.held):
+            self._need_in_backward(self.units[index])
 
     def _begin_users_pass(self, module: nn.Module) -> None:
         if self._mesh.pipeline.size > 1:
@@ -311,8 +335,6 @@ class Passes:
             )
         self._begin(Mode.EVALUATION, "user")
         self._entry = module
-        if module is not self.units[0].module:
-            self.need(self.units[0])
 
     def after_forward(self, unit: Unit, output: Any) -> None:
         """A unit has run: hook its outputs for backward, or rest."""
@@ -321,18 +343,52 @@ class Passes:
         if self.mode is Mode.BACKWARD:
             return
         ranges.leave()
+        tensors = list(tensors_in(output))
+        self.writes.refuse_in_pass([unit])
+        if self._sharded:
+            self._keep_returned(unit, tensors)
         if self.mode is Mode.FORWARD:
-            self._hook_backward(unit, output)
-        if self._sharded and unit.index != 0 and unit.phase is Phase.LIVE:
+            self._hook_backward(unit, tensors)
+        if self._sharded and unit.index not in (0, *self._walk.held) and unit.phase is Phase.LIVE:
             unit.release()
             unit.enter(Phase.RESTING)
         if self._entry is unit.module:
             self.end()
 
-    def _hook_backward(self, unit: Unit, output: Any) -> None:
+    def _keep_returned(self, unit: Unit, tensors: Tensors) -> None:
+        """A unit whose parameters' own memory is returned stays live; where the pass ends here, that cannot be."""
+        ends = self._entry is unit.module
+        for each in self.units if ends else [unit]:
+            if each.phase is Phase.LIVE and any(map(each.has_memory_of, tensors)):
+                if ends:
+                    raise PhaseError(
+                        f"the call returned a view of parameters of unit {each.name}, which are released after it; return a clone"
+                    )
+                self._hold(each)
+
+    def _hook_backward(self, unit: Unit, tensors: Tensors) -> None:
         place = self._walk.place
-        if on_gradient_of(output, lambda: self.before_backward(unit, place)):
+        hooked = on_gradient_of(tensors, lambda: self.before_backward(unit, place))
+        if hooked:
             self._walk.calls.append((unit.index, place))
+        new = self._sharded and unit.index != 0 and self._calls.end(unit.index, hooked)
+        if new and any(map(unit.has_memory_of, tensors_on(unit.module))):
+            self._hold(unit)
+
+    def _end_forward(self, made: Tensors) -> None:
+        """Forward has made what backward begins from: units that it enters elsewhere than at their outputs have to be live."""
+        self.writes.end_forward(self.units)
+        roots = [(tensor.grad_fn, tensor.output_nr) for tensor in made if tensor.grad_fn is not None]
+        for entrance in self._calls.entrances(roots):
+            unit = self.units[entrance.unit]
+            if unit.index in self._walk.held:
+                continue
+            if entrance.parameter is not None:
+                raise PhaseError(
+                    f"a view of {unit.name_of(entrance.parameter)} that unit {unit.name} made in its forward was used after it, "
+                    "when the parameters were released; have forward return it, or clone it"
+                )
+            self._hold(unit)
 
     def before_backward(self, unit: Unit, place: int) -> None:
         """Backward has reached the outputs of a unit's call; the calls of units after number `place` came after it."""
@@ -354,7 +410,7 @@ class Passes:
         if self._walk.enter(unit.index):
             for bucket in unit.trainable:
                 self._updater.shards.expect(bucket)
-            self.need(unit)
+            self.gathers.need(unit)
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """Autograd has a parameter's gradient."""
@@ -363,6 +419,12 @@ class Passes:
                 self._holding.held.append((bucket, index, parameter.grad))
                 parameter.grad = None
             return
+        if unit.phase is not Phase.LIVE and not self._weights_alone:
+            raise PhaseError(
+                f"unit {unit.name} got a gradient of {unit.name_of(parameter)} while it was {unit.phase.value}: backward has "
+                "entered it in a way that earlier steps did not have, and has read released parameters. Use the block's results "
+                "as its forward returns them, or set zero.stage to 2"
+            )
         self.gradients.take(bucket, index, parameter)
 
     # Gradients
@@ -370,7 +432,7 @@ class Passes:
     def _announce_reduction(self, bucket: Bucket) -> None:
         """A bucket's sum over its group is about to start."""
         faults.visit("reduce")
-        self._event(Activity.REDUCE, self._unit_of[id(bucket)], settled=self._reductions_settled)
+        self.gathers.tell(Activity.REDUCE, self._unit_of[id(bucket)], settled=self._reductions_settled)
 
     def _on_complete(self, bucket: Bucket) -> None:
         """All gradients of a bucket have arrived."""

@@ -1,14 +1,15 @@
 """From a model to units and parameter specs: which modules are gathered together, and in which dtype. Pure: moves nothing.
 
 A unit is a transformer block, the embedding, the head, and the root for the rest. Blocks are the modules whose class the model
-names in `_no_split_modules` (transformers), or else the repeated children of a `ModuleList` or `Sequential`. A parameter with
-several names (tied weights) belongs to the smallest unit around all modules that hold it. Units with few elements join the root.
+names in `_no_split_modules` (transformers), or else the repeated children of a `ModuleList` or `Sequential`. A block that is a
+container without a forward of its own is never called: its children are blocks instead. A parameter with several names (tied
+weights) belongs to the smallest unit around all modules that hold it. Units with few elements join the root.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -160,7 +161,16 @@ def block_modules(model: nn.Module) -> list[nn.Module]:
 def _block_names(model: nn.Module) -> list[str]:
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [fqn for fqn, module in model.named_modules() if fqn and type(module).__name__ in names]
-    return blocks or _repeated_children(model)
+    return [called for fqn in blocks or _repeated_children(model) for called in _called(fqn, model.get_submodule(fqn))]
+
+
+def _called(fqn: str, module: nn.Module) -> Iterator[str]:
+    """The module, or where it has no forward what it holds; parameters that it holds itself belong to what is around it."""
+    if type(module).forward is not nn.Module.forward or "forward" in vars(module):
+        yield fqn
+        return
+    for name, child in module.named_children():
+        yield from _called(f"{fqn}.{name}", child)
 
 
 def _unit_modules(model: nn.Module) -> tuple[str, ...]:

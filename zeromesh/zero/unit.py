@@ -13,16 +13,22 @@ Who owns which memory, for a bucket of P elements over W ranks:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 
+from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import BucketLayout
 from zeromesh.flat.split import Interval
 from zeromesh.mesh.transport import GatherBuffer
 from zeromesh.offload import Ledger, Purpose, Tier, TieredTensor
 from zeromesh.zero.phase import Phase, advance
+from zeromesh.zero.rest import resting_class, set_values
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers as wide as a parameter's elements."""
 
 
 class Bucket:
@@ -57,6 +63,12 @@ class Bucket:
         flat = buffer.carve([slot.where for slot in layout.slots])
         self._views = [view.view(slot.spec.shape) for view, slot in zip(flat, layout.slots, strict=True)]
         self._rest = [poison.expand(slot.spec.shape) for slot in layout.slots]
+        self.on_use: Callable[[str], None] = no_engine
+        """Called with the name of a parameter at rest that is used."""
+        kinds = {kind: resting_class(kind, self._used) for kind in set(map(type, self.parameters))}
+        self._resting = [kinds[type(parameter)] for parameter in self.parameters]
+        self._versions: list[int] = []
+        self._digests: list[int] = []
 
     @property
     def name(self) -> str:
@@ -84,12 +96,35 @@ class Bucket:
     def show(self) -> None:
         """Parameters become views of the gathered buffer."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.data = view
+            set_values(parameter, view)
+        self._versions = [parameter._version for parameter in self.parameters]
 
     def hide(self) -> None:
-        """Parameters become NaN of their own shape: reading one at the wrong time shows, writing raises."""
-        for parameter, rest in zip(self.parameters, self._rest, strict=True):
-            parameter.data = rest
+        """Parameters become NaN of their own shape, of a class that calls `on_use` before it is read or written."""
+        for parameter, rest, kind in zip(self.parameters, self._rest, self._resting, strict=True):
+            set_values(parameter, rest)
+            parameter.__class__ = kind
+
+    def _used(self, used: nn.Parameter) -> None:
+        fqns = [slot.spec.fqn for slot in self.layout.slots]
+        self.on_use(next(fqn for fqn, each in zip(fqns, self.parameters, strict=True) if each is used))
+
+    def note_values(self) -> None:
+        """Remember what the parameters are, which are live, so that `written` notices writes that leave no trace elsewhere."""
+        self._digests = [_digest(view) for view in self._views]
+
+    def written(self) -> str | None:
+        """The name of a parameter that was changed in place since it was shown, or since this was asked."""
+        versions = [parameter._version for parameter in self.parameters]
+        changed = [old != new for old, new in zip(self._versions, versions, strict=True)]
+        if self._digests:
+            changed = [
+                each or old != _digest(view)
+                for each, old, view in zip(changed, self._digests, self._views, strict=True)
+            ]
+        self._versions, self._digests = versions, []
+        found = (slot.spec.fqn for slot, each in zip(self.layout.slots, changed, strict=True) if each)
+        return next(found, None)
 
     def publish(self) -> None:
         """The master weights, all of them, are new: so is what the others gather."""
@@ -127,6 +162,41 @@ class Unit:
         specs = [slot.spec for bucket in self.buckets for slot in bucket.layout.slots]
         return [name for spec in specs for name in (spec.fqn, *spec.aliases)]
 
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """The name of one of its parameters, which may also be told by its memory."""
+        for bucket in self.buckets:
+            for slot, each in zip(bucket.layout.slots, bucket.parameters, strict=True):
+                if each is parameter:
+                    return slot.spec.fqn
+        return f"a parameter of {self.name}"
+
+    def has_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the memory of the gathered parameters."""
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or is_wrapped(tensor):
+            return False
+        spans = [(bucket.buffer.full, bucket.nbytes) for bucket in self.buckets]
+        return any(
+            full.device == tensor.device and 0 <= tensor.data_ptr() - full.data_ptr() < nbytes for full, nbytes in spans
+        )
+
+    @property
+    def keeps_writes(self) -> bool:
+        """Whether a parameter that is changed in place stays so: the gathered memory is the master weights, all of them."""
+        return all(
+            bucket.buffer.persistent and bucket.copy is None and bucket.interval.length == bucket.layout.padded
+            for bucket in self.buckets
+        )
+
+    def note_values(self) -> None:
+        """See `Bucket.note_values`."""
+        for bucket in self.buckets:
+            bucket.note_values()
+
+    def written(self) -> str | None:
+        """See `Bucket.written`."""
+        found = [bucket.written() for bucket in self.buckets]
+        return next(filter(None, found), None)
+
     def enter(self, phase: Phase) -> None:
         """Go to the next phase; raises PhaseError when the table does not allow it."""
         self.phase = advance(self.name, self.phase, phase)
@@ -160,6 +230,20 @@ class Unit:
         for bucket in self.buckets:
             bucket.hide()
             bucket.buffer.release()
+
+
+def _digest(values: torch.Tensor) -> int:
+    """A number that changes with the values: the sum of their bits."""
+    flat = values.reshape(-1)
+    return int(flat.view(_WORDS[flat.element_size()]).sum()) if flat.numel() else 0
+
+
+def no_engine(name: str) -> None:
+    """The use of a parameter that belongs to no engine any more."""
+    raise PhaseError(
+        f"parameter {name} was read or written after the trainer was closed, while the model was still divided among ranks; its "
+        "values are gone. Take them before, from trainer.state_dict(), or train to the end"
+    )
 
 
 def all_buckets(units: Iterable[Unit]) -> list[Bucket]:

@@ -40,6 +40,8 @@ class Walk:
         """What the microbatch draws; None: it draws from the generators as they are."""
         self.calls: list[tuple[int, int]] = []
         """Unit and place of the calls whose outputs have gradients."""
+        self.held: set[int] = set()
+        """Units that are needed beyond their calls: live from then on until the pass is over, and in all of backward."""
         self._visited: list[int] = []
         self._first_visits: dict[int, int] = {}
         self._reached: set[int] = set()
@@ -50,10 +52,6 @@ class Walk:
         """Forward calls a unit."""
         self._first_visits.setdefault(unit, len(self._visited))
         self._visited.append(unit)
-
-    def visited(self, unit: int) -> bool:
-        """Whether forward has called a unit."""
-        return unit in self._first_visits
 
     @property
     def place(self) -> int:
@@ -92,7 +90,9 @@ class Walk:
         use only later. That a parameter has its gradient does not tell: a weight may be frozen, or be read through `detach`.
         """
         passed = [
-            unit for unit in self._inside if self._first_visits.get(unit, 0) > place and not self._unreduced[unit]
+            unit
+            for unit in self._inside
+            if self._first_visits.get(unit, 0) > place and not self._unreduced[unit] and unit not in self.held
         ]
         self._inside = [unit for unit in self._inside if unit not in passed]
         return passed
