@@ -221,3 +221,16 @@ def test_epochs_without_a_step_are_refused() -> None:
         BatchPlan(global_size=4, micro_size=1, data_ranks=1, epoch_size=3, last="drop")
     with pytest.raises(ConfigError, match=r"run\.epochs: the training data has no length"):
         BatchPlan(global_size=4, micro_size=1, data_ranks=1).steps_of(2)
+
+
+def test_epochs_are_counted_in_integers() -> None:
+    """15 epochs of 25 samples in threes are 125 steps: in floating point they were 126."""
+    plan = BatchPlan(global_size=3, micro_size=1, data_ranks=1, epoch_size=25)
+    assert plan.steps_of(15) == 125
+    assert plan.steps_of(0.1) == 1
+    for size, samples, epochs in itertools.product(range(1, 40), range(1, 60), (1, 3, 7, 15, 0.1, 2.3)):
+        plan = BatchPlan(global_size=size, micro_size=1, data_ranks=1, epoch_size=samples)
+        assert plan.steps_of(epochs) == max(1, -(-round(10 * epochs) * samples // (10 * size)))
+    assert [step for step in range(20) if plan.ends_epoch(step)] == [
+        step for step in range(20) if (step + 1) * 39 // 59 > step * 39 // 59
+    ]

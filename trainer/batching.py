@@ -19,6 +19,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from zeromesh.errors import ConfigError
@@ -95,8 +96,18 @@ class BatchPlan:
         """Steps that pass over the data `epochs` times; the last one is whole. Raises `ConfigError` where no length is known."""
         if self.epoch_size is None:
             raise ConfigError("run.epochs: the training data has no length; set run.max_steps")
-        per_epoch = self.epoch_size / self.global_size if self.steps_per_epoch is None else self.steps_per_epoch
-        return max(1, math.ceil(epochs * per_epoch))
+        per_epoch = (
+            Fraction(self.epoch_size, self.global_size) if self.steps_per_epoch is None else self.steps_per_epoch
+        )
+        return max(1, math.ceil(Fraction(str(epochs)) * per_epoch))
+
+    def epochs_after(self, step: int) -> int:
+        """How many times the data has been passed over to its end after `step` steps; 0 where no length is known."""
+        if self.epoch_size is None:
+            return 0
+        if self.steps_per_epoch is None:
+            return step * self.global_size // self.epoch_size
+        return step // self.steps_per_epoch
 
     def epoch_after(self, step: int) -> float:
         """How many times the data has been passed over after `step` steps; 0 where no length is known.
@@ -124,7 +135,7 @@ class BatchPlan:
 
     def ends_epoch(self, step: int) -> bool:
         """Whether an epoch ends in step `step` (from 0)."""
-        return math.floor(self.epoch_after(step + 1)) > math.floor(self.epoch_after(step))
+        return self.epochs_after(step + 1) > self.epochs_after(step)
 
     def next_epoch(self, step: int) -> int:
         """The first step from `step` on that begins in a new epoch."""

@@ -13,6 +13,7 @@ from zeromesh.offload.activations import ActivationStore
 from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
 from zeromesh.trainer.hf.products import use_fastest_products
 from zeromesh.trainer.sections.model import ModelSection
+from zeromesh.trainer.wrapped import Compile
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.plan import block_modules
 
@@ -25,14 +26,20 @@ class Dressed:
     notes: tuple[str, ...] = ()
 
 
-def dress_model(model: nn.Module, section: ModelSection, options: ZeroOptions, tiers: Tiers) -> Dressed:
-    """Change `model` in place as the configuration says.
+def dress_model(
+    model: nn.Module, section: ModelSection, options: ZeroOptions, tiers: Tiers, compile_: Compile | None = None
+) -> Dressed:
+    """Change `model` in place as the configuration says. `compile_`: how the model was compiled as a whole when it was given, which
+    its blocks are instead, since parameters are gathered between them.
 
     Raises:
         ConfigError: for blocks to be compiled that are not known.
         StorageError: when there is no directory for inputs that are to rest on files.
     """
-    model.train()
+    if (
+        not model.training
+    ):  # As `from_pretrained` leaves it. Else modules in evaluation mode are meant to be: frozen statistics.
+        model.train()
     compute = options.precision.compute
     notes = []
     if widened := use_fastest_products(model, compute, tiers.device.type):
@@ -44,14 +51,21 @@ def dress_model(model: nn.Module, section: ModelSection, options: ZeroOptions, t
     mode, choice = section.activation_checkpointing, options.offload.activations
     store = ActivationStore(tiers, choice) if choice.away else None
     count = enable_activation_checkpointing(model, mode, blocks=blocks or None, store=store)
-    if section.compile:
+    if compile_ is not None:
+        what = (
+            f"its {len(blocks)} blocks are compiled" if blocks else "no blocks are known in it, and nothing is compiled"
+        )
+        notes.append(f"the model was given compiled by torch.compile: {what}, with the same backend")
+    elif section.compile:
+        compile_ = torch.compile
         if not blocks:
             raise ConfigError(
                 f"model.compile compiles repeated blocks, and {type(model).__name__} has none that are known; set "
                 "model.compile: false and compile the model yourself"
             )
+    if compile_ is not None:
         for block in blocks:
-            block.forward = torch.compile(block.forward)
+            block.forward = compile_(block.forward)
     away = 0
     if store is not None:
         away = store.away_of(count)

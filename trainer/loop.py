@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from zeromesh.optim.sharded import Rates
 from zeromesh.trainer.checkpoints import RunCheckpoints
 from zeromesh.trainer.metrics import EVALUATIONS, MetricsWriter, StepMetrics
 from zeromesh.trainer.profiling import Profile
@@ -105,14 +105,14 @@ class TrainingLoop:
         position = run.step + run.passed_over
         run.events.wishes = run.fresh_wishes()
         run.call("on_step_begin", number)
-        factor = run.schedule.factor(run.step)
-        run.learning_rate = run.config.optimizer.lr * factor
+        rates = Rates(lr_factor=run.schedule.factor(run.step), momentum=run.schedule.momentum(run.step))
+        run.learning_rate = run.config.optimizer.lr * rates.lr_factor
         events = StepEvents(
             substep_end=lambda: run.call("on_substep_end", number), before_update=lambda: run.before_update(number)
         )
         feed = replace(self._feed, passed_over=run.passed_over)
         with self._profile.step(number), self._memory.recorded(number, run.trained.require_engine().ledger):
-            result = run.trained.stepper.train_step(feed, run.step, factor, events, Votes.of(self._request.signal))
+            result = run.trained.stepper.train_step(feed, run.step, rates, events, Votes.of(self._request.signal))
         run.step, run.reached = number, position + 1
         self._note_stop(result.votes.number)
         run.call("on_optimizer_step", number)
@@ -207,13 +207,13 @@ class TrainingLoop:
         position = run.step + run.passed_over
         if not self._over and (resumed or position == 0 or run.plan.ends_epoch(position - 1)):
             run.events.wishes = run.fresh_wishes()
-            run.call("on_epoch_begin", math.floor(run.plan.epoch_after(position)))
+            run.call("on_epoch_begin", run.plan.epochs_after(position))
 
     def _end_epoch(self, position: int) -> None:
         """After the last step of an epoch, or of the run, at the data of step `position`; what is left of an epoch that was ended
         early is passed over."""
         run = self._run
-        epoch = math.floor(run.plan.epoch_after(position))
+        epoch = run.plan.epochs_after(position)
         if not run.plan.ends_epoch(position) and not self._over:
             run.passed_over += run.plan.next_epoch(position + 1) - position - 1
         ended = replace(run.fresh_wishes(), stop_epoch=run.events.wishes.stop_epoch)

@@ -71,6 +71,9 @@ tenth of the run), `decay_shape` (cosine, linear, 1-sqrt), `num_cycles` |
         start = self.min_ratio if curve is _stable_decay and self.start_ratio is None else self.start_ratio
         return _above(rise, start) if start else rise
 
+    def momentum(self, step: int) -> None:
+        """None: the optimizer's own, in every step."""
+
     @property
     def decaying_steps(self) -> int:
         """The length of the decay of `warmup_stable_decay`: as given, or a tenth of the run."""

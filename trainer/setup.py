@@ -30,6 +30,7 @@ from zeromesh.trainer.schedules import Schedule
 from zeromesh.trainer.streamed import StreamedDataset, is_stream
 from zeromesh.trainer.tokenizers import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.torch_schedule import MakeScheduler, TorchSchedule
+from zeromesh.trainer.wrapped import Compile, unwrapped
 from zeromesh.zero.deferred import BuiltModel, build_deferred, hooked_parameters, take_given
 from zeromesh.zero.sources import materialize_buffers
 
@@ -121,7 +122,7 @@ def set_determinism(wanted: bool) -> None:
 def learning_rate_schedule(config: TrainerConfig, make: MakeScheduler | None = None) -> Schedule | TorchSchedule:
     """The schedule of the configuration, over the steps of its run, or the one that `make` makes."""
     if make is not None:
-        return TorchSchedule(make, config.optimizer.lr)
+        return TorchSchedule(make, config.optimizer)
     section = config.schedule
     return Schedule(
         name=section.name,
@@ -261,7 +262,8 @@ def _built_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None)
             end_of_text=tokenizer.end_of_text if tokenizer else None,
         )
     if isinstance(model, nn.Module):
-        return take_given(model, seed)
+        inside = unwrapped(model)
+        return replace(take_given(inside.model, seed), compile=inside.compile)
     if not callable(model):
         given = f"{model!r}" if isinstance(model, str | PathLike) else f"a {type(model).__name__}"
         raise ConfigError(
@@ -269,15 +271,20 @@ def _built_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None)
             "in the configuration: model.source"
         )
 
+    compile_: Compile | None = None
+
     def build() -> nn.Module:
+        nonlocal compile_
         made = model()
         if not isinstance(made, nn.Module):
             raise ConfigError(
                 f"the callable given as model returned a {type(made).__name__}; it should return an nn.Module"
             )
-        return made
+        inside = unwrapped(made)
+        compile_ = inside.compile
+        return inside.model
 
-    return build_deferred(build, seed)
+    return replace(build_deferred(build, seed), compile=compile_)
 
 
 def require_layout_fits(model: nn.Module, mesh: Mesh) -> None:

@@ -22,9 +22,10 @@ from zeromesh.errors import ConfigError
 from zeromesh.mesh.clock import Span
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.traffic import Figures
+from zeromesh.optim.sharded import Rates
 from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.pipeline.runner import Work
-from zeromesh.trainer.attributes import in_evaluation_mode
+from zeromesh.trainer.attributes import TrainingModes, in_evaluation_mode
 from zeromesh.trainer.batching import BatchPlan, Microbatch, SampleOrder
 from zeromesh.trainer.collate import Collate, MapDataset, fetch_microbatch
 from zeromesh.trainer.hf.losses import Loss
@@ -155,6 +156,7 @@ class Stepper:
         self._dtype = compute_dtype
         self._engine = engine
         self._pipeline = pipeline
+        self._modes = TrainingModes(model)
         self.gradient_factor = 1.0
         """What gradients have to be multiplied by, between the last backward and the update, to be the loss's."""
 
@@ -162,7 +164,7 @@ class Stepper:
         self,
         feed: Feed,
         step: int,
-        lr_factor: float,
+        rates: Rates,
         events: StepEvents = StepEvents(),
         vote: Votes = Votes(),
     ) -> StepResult:
@@ -181,7 +183,8 @@ class Stepper:
         require_same(batches, self._mesh)
         count, parts = self._known_counts(feed.plan, microbatches, batches)
         seed = 1.0 if count is None else 1.0 / max(1, count)
-        engine.begin_step(step, lr_factor)
+        engine.begin_step(step, rates)
+        self._modes.restore()
         sums = torch.tensor([0, 0, 0, vote.terminate, vote.interrupt], dtype=torch.float64)
         where = _positions(step, microbatches)
         seeds = [seed * part * each.weight for part, each in zip(parts, microbatches, strict=True)]
@@ -193,6 +196,7 @@ class Stepper:
                 sums[:3] += torch.tensor([float(loss) * part, targets, _tokens(batch)], dtype=torch.float64)
             if number < rounds:
                 events.substep_end()
+                self._modes.restore()
         loss_finite = math.isfinite(sums[0])
         self._mesh.world.sum_(sums, "sum of the loss")
         total, count_found = float(sums[0]), int(sums[1])

@@ -6,31 +6,42 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zeromesh.errors import ConfigError
+from zeromesh.trainer.sections.optimizer import OptimizerSection
 
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 """Makes a scheduler of an optimizer, such as `lambda optimizer: StepLR(optimizer, 30)`."""
 
 
 class TorchSchedule:
-    """The factor by which a scheduler multiplies the learning rate. It acts on an optimizer of one number, of no use otherwise.
+    """What a scheduler makes of the learning rate and of the momentum, which `OneCycleLR` and `CyclicLR` change too. It acts on an
+    optimizer of one number, of the kind of the run's and with its settings, of no use otherwise.
 
     Raises:
-        ConfigError: for what makes no scheduler, or one that waits for a metric.
+        ConfigError: for what makes no scheduler, one that waits for a metric, or one that changes a momentum that there is not.
     """
 
-    def __init__(self, make: MakeScheduler, lr: float) -> None:
-        self._make = make
-        self._lr = lr
-        self._optimizer, self._scheduler = self._start()
-        self._factors = [self._factor()]
+    def __init__(self, make: MakeScheduler, settings: OptimizerSection) -> None:
+        self._settings = settings
+        self._optimizer, self._scheduler = self._start(make)
+        self._rates = [self._now()]
 
-    def _start(self) -> tuple[Optimizer, LRScheduler]:
-        optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=self._lr, momentum=0.9)
-        scheduler = self._make(optimizer)
+    def _start(self, make: MakeScheduler) -> tuple[Optimizer, LRScheduler]:
+        settings, parameters = self._settings, [torch.zeros(1, requires_grad=True)]
+        optimizer: Optimizer
+        if settings.name == "sgd":
+            optimizer = SGD(parameters, lr=settings.lr, momentum=settings.momentum)
+        elif settings.name == "adagrad":
+            optimizer = Adagrad(parameters, lr=settings.lr)
+        else:
+            optimizer = Adam(parameters, lr=settings.lr, betas=settings.betas)
+        try:
+            scheduler = make(optimizer)
+        except ValueError as error:
+            raise ConfigError(f"lr_scheduler, with optimizer.name {settings.name}: {error}") from error
         if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
             raise ConfigError(
                 f"lr_scheduler gave a {type(scheduler).__name__}; give a callable that makes a scheduler of torch.optim, "
@@ -38,16 +49,29 @@ class TorchSchedule:
             )
         return optimizer, scheduler
 
-    def _factor(self) -> float:
-        rate: float = self._optimizer.param_groups[0]["lr"]
-        return rate / self._lr if self._lr else 0.0
+    def _now(self) -> tuple[float, float | None]:
+        settings, group = self._settings, self._optimizer.param_groups[0]
+        momentum = group["betas"][0] if "betas" in group else group.get("momentum")
+        if settings.name == "sgd" and momentum and not settings.momentum:
+            raise ConfigError(
+                f"lr_scheduler changes the momentum to {momentum}, and optimizer.momentum is 0, so that the optimizer keeps none; "
+                "set optimizer.momentum, or give the scheduler cycle_momentum=False"
+            )
+        return group["lr"] / settings.lr if settings.lr else 0.0, momentum
 
     def factor(self, step: int) -> float:
         """What the rate of step `step` (from 0) is multiplied by."""
+        return self._at(step)[0]
+
+    def momentum(self, step: int) -> float | None:
+        """The momentum of SGD, or the first of Adam's betas, in step `step`; None for an optimizer without."""
+        return self._at(step)[1]
+
+    def _at(self, step: int) -> tuple[float, float | None]:
         with warnings.catch_warnings():
             # torch wants optimizer.step() before scheduler.step(); this optimizer has nothing to update.
             warnings.simplefilter("ignore", UserWarning)
-            while len(self._factors) <= step:
+            while len(self._rates) <= step:
                 self._scheduler.step()
-                self._factors.append(self._factor())
-        return self._factors[step]
+                self._rates.append(self._now())
+        return self._rates[step]

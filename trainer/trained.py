@@ -99,7 +99,7 @@ class TrainedModel:
             smoothing=config.run.label_smoothing,
         )
         self.divided = setup.divide_model(model, config, mesh)
-        dressed = dress_model(model, config.model, options, tiers)
+        dressed = dress_model(model, config.model, options, tiers, built.compile)
         run.tell(*self.divided.notes, *dressed.notes)
         self.feeds = Feeds(config, given, run.data, takes, self.loss, run.plan)
         run.tell(*built.notes, *setup.notes_on_modules(model), *self.loss.notes, *self.feeds.check())

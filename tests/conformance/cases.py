@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from zeromesh.errors import StorageError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.offload import Ledger, Purpose, Tier
+from zeromesh.optim.sharded import Rates
 from zeromesh.parallel import Divided, ParallelOptions, divide
 from zeromesh.pipeline.runner import Work
 from zeromesh.zero.build import open_tiers
@@ -74,7 +75,7 @@ class Run:
         count = subject.count(batch)
         parts = self.microbatches(number)
         total = torch.zeros(1, dtype=torch.float64)
-        self.engine.begin_step(number, 1.0)
+        self.engine.begin_step(number, Rates())
         where = [
             Microbatch(
                 step=number,

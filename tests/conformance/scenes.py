@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from zeromesh.errors import LayoutError, PhaseError, ZeromeshError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.offload import resident_bytes
+from zeromesh.optim.sharded import Rates
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.phase import Phase
 from zeromesh.zero.walk import Microbatch
@@ -257,7 +258,7 @@ def misuse_of_backward(mesh: Mesh) -> dict[str, str]:
         loss.backward()
         return loss
 
-    engine.begin_step(0, 1.0)
+    engine.begin_step(0, Rates())
     found["own"] = _refusal(lambda: engine.forward_backward(calls_backward, 1.0, _microbatch()))
     engine.close()
     old = stack(2)
@@ -269,7 +270,7 @@ def misuse_of_backward(mesh: Mesh) -> dict[str, str]:
         return checkpoint(block, x, use_reentrant=True)
 
     engine = start(old)
-    engine.begin_step(0, 1.0)
+    engine.begin_step(0, Rates())
     found["reentrant"] = _refusal(
         lambda: engine.forward_backward(
             lambda: old.head(twice(old.embedding(ids))).logsumexp(-1).sum(), 1.0, _microbatch()

@@ -53,8 +53,9 @@ def enable_activation_checkpointing(
 
     Args:
         model: a Hugging Face model, whose layers know how to checkpoint themselves, or any module with `blocks`.
-        mode: `none`; `block`: a block keeps its inputs and is recomputed whole; `selective`: it also keeps the results of matrix
-            products and of fused attention, and recomputes only what is cheap.
+        mode: `none`: as the model was given, whose layers may recompute themselves; `block`: a block keeps its inputs and is
+            recomputed whole; `selective`: it also keeps the results of matrix products and of fused attention, and recomputes only
+            what is cheap.
         blocks: the modules to checkpoint where they do not know it themselves.
         store: keeps the inputs of blocks until backward; None: they stay on the device. Around it `torch.compile` compiles
             nothing of a block.
@@ -69,9 +70,7 @@ def enable_activation_checkpointing(
                 "activation_checkpointing: none keeps all activations on the device, and their offload moves the inputs of "
                 "recomputed blocks; set activation_checkpointing: block"
             )
-        for module in layers:
-            module.gradient_checkpointing = False  # type: ignore[assignment]
-        return 0
+        return _own_checkpointing(layers)
     on_device, away = _checkpoint_functions(mode, store)
     count = store.away_of(len(inner)) if store is not None else 0
     run = {id(block): away for block in inner[:count]}
@@ -83,6 +82,20 @@ def enable_activation_checkpointing(
         module._gradient_checkpointing_func = run.get(id(module), on_device)  # type: ignore[assignment]
         module.gradient_checkpointing = True  # type: ignore[assignment]
     return len(inner)
+
+
+def _own_checkpointing(layers: Sequence[nn.Module]) -> int:
+    """How many layers the user has made recompute themselves (`model.gradient_checkpointing_enable()`), which they go on doing."""
+    own = [module for module in layers if module.gradient_checkpointing]
+    if any(
+        getattr(getattr(each, "_gradient_checkpointing_func", None), "keywords", {}).get("use_reentrant")
+        for each in own
+    ):
+        raise ConfigError(
+            "the model was made to checkpoint activations with use_reentrant=True, which brings gradients outside of the step's "
+            "backward; pass gradient_checkpointing_kwargs={'use_reentrant': False}, or set model.activation_checkpointing: block"
+        )
+    return sum(not _contains_another(module, own) for module in own)
 
 
 def recomputed_blocks(model: nn.Module, mode: Mode, blocks: Sequence[nn.Module] | None = None) -> tuple[nn.Module, ...]:

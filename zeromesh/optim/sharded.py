@@ -7,7 +7,7 @@ when their state rests elsewhere. Element-wise rules give the same bits however 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -37,6 +37,23 @@ class OptimizerSettings:
     momentum: float = 0.0
     no_decay: tuple[str, ...] = ()
     """Patterns of parameter names (as in `fnmatch`) that are not decayed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What a schedule changes in one step: learning rates are the groups' times `lr_factor`.
+
+    `momentum` is that of SGD and the first of Adam's betas; None: as in the settings.
+    """
+
+    lr_factor: float = 1.0
+    momentum: float | None = None
+
+    def of(self, settings: OptimizerSettings) -> OptimizerSettings:
+        """The settings with this momentum."""
+        if self.momentum is None:
+            return settings
+        return replace(settings, momentum=self.momentum, betas=(self.momentum, settings.betas[1]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,12 +160,10 @@ class BucketOptimizer:
         master: torch.Tensor,
         grad: torch.Tensor,
         moments: Sequence[torch.Tensor],
-        lr_factor: float,
+        rates: Rates,
     ) -> None:
-        """Update elements [start, end) of the shard: `master`, `grad` and `moments` are `[end - start]`, changed in place.
-
-        Learning rates are the groups' times `lr_factor`.
-        """
+        """Update elements [start, end) of the shard: `master`, `grad` and `moments` are `[end - start]`, changed in place."""
+        settings = rates.of(self._settings)
         interval = Interval(start=start, end=end)
         for where, group, slot in self._segments:
             common = where.intersect(interval)
@@ -156,7 +171,7 @@ class BucketOptimizer:
                 part = slice(common.start - start, common.end - start)
                 states = [moment[part] for moment in moments]
                 updates = self.steps[slot] - 1
-                fused_update(self._settings, group, lr_factor, master[part], grad[part], states, updates)
+                fused_update(settings, group, rates.lr_factor, master[part], grad[part], states, updates)
 
 
 def fused_update(

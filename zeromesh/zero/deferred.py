@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ class BuiltModel:
     model: nn.Module
     source: ParameterSource
     notes: tuple[str, ...] = ()
+    compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    """How it was compiled as a whole when it was given; None: it was not."""
 
 
 def build_deferred(

@@ -23,7 +23,7 @@ from zeromesh.mesh.clock import Span
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
 from zeromesh.offload import Tiers
-from zeromesh.optim.sharded import GroupRules
+from zeromesh.optim.sharded import GroupRules, Rates
 from zeromesh.zero.access import StateAccess
 from zeromesh.zero.build import Built, build_units, open_tiers
 from zeromesh.zero.flags import TrainedFlags
@@ -122,14 +122,14 @@ class ZeroEngine:
 
     # A step
 
-    def begin_step(self, step: int, lr_factor: float) -> None:
-        """Begin a step; learning rates are the optimizer groups' times `lr_factor`.
+    def begin_step(self, step: int, rates: Rates) -> None:
+        """Begin a step, whose update is made with these rates.
 
         What `requires_grad` of parameters says now holds for the whole step.
         """
         self.tiers.check()
         self.flags.follow()
-        self.updater.begin_step(lr_factor)
+        self.updater.begin_step(rates)
         self.mesh.post(Activity.FORWARD, 0, step=step)
 
     def forward_backward(self, run: Callable[[], torch.Tensor], seed: float, microbatch: Microbatch) -> torch.Tensor:

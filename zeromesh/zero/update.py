@@ -20,7 +20,7 @@ from zeromesh.mesh.clock import Span
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
 from zeromesh.offload import Mode, Purpose, Row, Stream, Tier, TieredTensor, Tiers, Use, Waits
-from zeromesh.optim.sharded import BucketOptimizer, GroupRules
+from zeromesh.optim.sharded import BucketOptimizer, GroupRules, Rates
 from zeromesh.zero.norm import clip_factor, global_norm
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.scaler import LossScaler
@@ -66,7 +66,7 @@ class Updater:
         self._last = True
         self._order: Sequence[Bucket] = ()
         self._in_backward = False
-        self._lr_factor = 1.0
+        self._rates = Rates()
         self._squares = 0.0
         self.sharing = Sharing(mesh, self._all)
         """Who else holds what this rank has."""
@@ -135,9 +135,9 @@ class Updater:
                 optimizer.steps = [steps.get(each.name, updates * bucket.learned(each.fqn)) for each in specs]
                 optimizer.follow()
 
-    def begin_step(self, lr_factor: float) -> None:
-        """Learning rates of this step are the optimizer groups' times `lr_factor`."""
-        self._lr_factor = lr_factor
+    def begin_step(self, rates: Rates) -> None:
+        """A step begins, whose updates are made with these rates."""
+        self._rates = rates
         self._squares = 0.0
         self.shards.begin_step()
         self._retired = set()
@@ -332,7 +332,7 @@ class Updater:
             if factor != 1.0:
                 part.mul_(factor)
             master, *moments = tensors
-            optimizer.step(row.start, row.end, master, part, moments, self._lr_factor)
+            optimizer.step(row.start, row.end, master, part, moments, self._rates)
             if copy is not None:
                 copy.copy_(master)
 
