@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_words import allowed, section_of
+from zeromesh.trainer.run_name import name_of_script
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -66,7 +67,8 @@ def _rows(prefix: str, section: type[BaseModel], defaults: BaseModel) -> Iterato
 def _row(key: str, field: FieldInfo, value: Any) -> str:
     if not field.description:
         raise SystemExit(f"{key} has no description")
-    cells = (f"`{key}`", f"`{_written(value)}`", allowed(field), field.description)
+    written = f"`{_written(value)}`" if field.default_factory is not name_of_script else "of the file or script"
+    cells = (f"`{key}`", written, allowed(field), field.description)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from input_cases import command
 
@@ -20,7 +23,9 @@ def printed(
     """
     out, there = io.StringIO(), {"__name__": "__main__"}
     values: dict[str, Any] = {}
-    with contextlib.redirect_stdout(out), contextlib.chdir(folder):
+    # The program of this process, after which runs are called.
+    program = mock.patch.object(sys.modules["__main__"], "__file__", str(Path(folder, name)), create=True)
+    with contextlib.redirect_stdout(out), contextlib.chdir(folder), program:
         exec(compile(code, name, "exec"), there)
         exec("".join(f"values[{each!r}] = {each}\n" for each in asked or []), there, {"values": values})
     own: Any = there.get("mesh")

@@ -22,7 +22,7 @@ from zeromesh.mesh.hostfile import read_hosts
 from zeromesh.trainer.config_file import load_config
 from zeromesh.trainer.launch_cli import check_mesh
 
-TRAINED = {"docs/howto/finetune.md"}
+TRAINED = {"README.md", "docs/howto/finetune.md"}
 """Pages whose `zeromesh train` is carried out: configurations of their own, small enough as they stand."""
 UNDER_TORCHRUN = {"order.py": "two"}
 """Programs that make process groups themselves, and their argument."""
@@ -230,12 +230,12 @@ class Page:
         """What is run of a command of zeromesh, with something for its placeholders; None: nothing."""
         if words[0] != "zeromesh" or words[1] == "doctor" or words[1:3] == ("checkpoint", "merge"):
             return None
-        if words[1] == "train" and self.name not in TRAINED:
+        if words[1] in ("train", "evaluate") and self.name not in TRAINED:
             return None
         steps = sorted(self._run.glob("checkpoints/step-*"))
         places = {"STEP_DIR": str(steps[-1]), "OTHER": str(steps[0]), "OUT": "out", "CONFIG": "configs/quickstart.yaml"}
         found = [places.get(word, word) for word in words[1:]]
-        if "--nproc" in found and words[1] == "train":
+        if "--nproc" in found and words[1] in ("train", "evaluate"):
             at = found.index("--nproc")
             del found[at : at + 2]
         if words[1] == "launch":

@@ -219,3 +219,34 @@ def test_the_installed_command_knows_its_version() -> None:
     command = [str(Path(sys.executable).parent / "zeromesh"), "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == f"zeromesh {zeromesh.__version__}\n"
+
+
+# evaluate and init
+
+
+def test_init_lists_examples_and_writes_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init"]) == 0
+    listed = capsys.readouterr().out
+    assert "quickstart            A small Llama" in listed
+    assert main(["init", "lora"]) == 0
+    assert "zeromesh train lora.yaml" in capsys.readouterr().out
+    assert "configs/" not in Path("lora.yaml").read_text()
+    Path("lora.yaml").write_text("mine")
+    assert main(["init", "lora"]) == 1
+    assert "lora.yaml' was not written: File exists" in capsys.readouterr().err
+    assert Path("lora.yaml").read_text() == "mine"
+
+
+def test_evaluate_starts_workers_of_the_same_command(config: str, launched: list[Any]) -> None:
+    assert main(["evaluate", config, "--nproc", "2", "run.seed=3"]) == 0
+    ((processes, arguments),) = launched
+    assert processes == 2
+    assert arguments[-5:] == ("evaluate", "--worker", "--", config, "run.seed=3")
+
+
+def test_a_directory_that_nothing_can_be_evaluated_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(tmp_path)]) == 2
+    assert "a directory without config.resolved.yaml or config.json" in capsys.readouterr().err

@@ -15,8 +15,10 @@ from zeromesh.trainer.completion import SHELLS, commands_of, config_keys
 from zeromesh.trainer.config_words import known_paths
 
 _COMPLETED = [
-    ("", {"train", "launch", "config", "status", "checkpoint", "report", "doctor", "completion"}),
+    ("", {"train", "launch", "evaluate", "config", "init", "status", "checkpoint", "report", "doctor", "completion"}),
     ("che", {"checkpoint"}),
+    ("init quick", {"quickstart"}),
+    ("evaluate c.yaml zero.st", {"zero.stage="}),
     ("checkpoint ", {"list", "inspect", "verify", "export", "merge", "diff"}),
     ("checkpoint export --d", {"--dtype"}),
     ("checkpoint export --dtype ", {"float32", "bfloat16", "float16", "keep"}),

@@ -162,12 +162,7 @@ class RunCheckpoints:
             CheckpointError: when it is not there any more, or damaged.
         """
         self.finish()
-        loader = Loader(self._mesh)
-        reader = loader.open(self.store.path(step))
-        holdings = self._engine.holdings
-        tensors = [spec for spec in holdings.tensors(reading=True) if spec.kind in WEIGHTS]
-        with self._engine.loading():
-            loader.fill(reader, tensors, [each for each in holdings.wanted() if each.spec.kind in WEIGHTS])
+        load_weights(self.store.path(step), self._engine, self._mesh)
 
     # Saving
 
@@ -328,6 +323,23 @@ class RunCheckpoints:
 
 _REMOVAL_SECONDS = 600.0
 """How long the end of a run waits for old checkpoints to be removed; the next start of the run removes what is left."""
+
+
+def load_weights(path: Path, engine: ZeroEngine, mesh: Mesh) -> int:
+    """Load the weights of a checkpoint into the engine; returns its step. All ranks call it.
+
+    Raises:
+        CheckpointError: when it is not there, or damaged.
+        LayoutError: when it is of another model.
+    """
+    loader = Loader(mesh)
+    reader = loader.open(path)
+    tensors = [spec for spec in engine.holdings.tensors(reading=True) if spec.kind in WEIGHTS]
+    with engine.loading():
+        loader.fill(reader, tensors, [each for each in engine.holdings.wanted() if each.spec.kind in WEIGHTS])
+    return reader.manifest.step
+
+
 _NONE = float("inf")
 """The metric of a checkpoint that has none: never the best."""
 

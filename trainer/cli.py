@@ -1,6 +1,6 @@
-"""The `zeromesh` command: `train` runs a configuration, `launch` does so on several hosts, `config` prints it resolved,
-`init` writes an example of one, `checkpoint` looks after what runs saved, `status` shows where a run is, `report` writes a page
-about it, `doctor` looks at the machine, `completion` is for shells.
+"""The `zeromesh` command: `train` runs a configuration, `launch` does so on several hosts, `evaluate` evaluates what was trained,
+`config` prints a configuration resolved, `init` writes an example of one, `checkpoint` looks after what runs saved, `status` shows
+where a run is, `report` writes a page about it, `doctor` looks at the machine, `completion` is for shells.
 
 Exit codes: 0 done, 2 the configuration or the command line is wrong, 1 anything else, 128 plus the signal's
 number when stopped by one.
@@ -22,6 +22,7 @@ from zeromesh.trainer.completion import add_completion_command, run_completion
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_file import load_config
 from zeromesh.trainer.doctor_cli import add_doctor_command, run_doctor
+from zeromesh.trainer.evaluate_cli import Subject, add_evaluate_command, evaluate, find_subject
 from zeromesh.trainer.init_cli import add_init_command, run_init
 from zeromesh.trainer.launch_cli import add_launch_command, check_mesh, natural, nodes, positive, run_launch
 from zeromesh.trainer.report_cli import add_report_command, run_report
@@ -95,6 +96,9 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     train.add_argument("--attached", type=float, metavar="SECONDS", help=argparse.SUPPRESS)
     launch = add_launch_command(commands)
+    evaluate = add_evaluate_command(commands)
+    evaluate.add_argument("--nproc", type=positive, metavar="N", help="processes to start on this host (default 1)")
+    evaluate.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     config = commands.add_parser("config", help="print a configuration with every default filled in")
     config.set_defaults(worker=False)
     config.add_argument(
@@ -103,8 +107,10 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="ranks that a DeepSpeed configuration is for, which counts with them (default: those of the launch, or 1)",
     )
+    evaluate.add_argument("config", metavar="SOURCE", help="a run, a checkpoint, a model directory or a configuration")
     for command in (train, launch, config):
         command.add_argument("config", metavar="CONFIG", help="a YAML or JSON file, DeepSpeed's among them")
+    for command in (train, launch, config, evaluate):
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys to change, values in YAML")
     status = commands.add_parser("status", help="show what each rank of a running job is doing")
     status.add_argument("run", metavar="RUN", help="the run's directory")
@@ -156,14 +162,16 @@ def _train(options: argparse.Namespace) -> int:
         become_worker(exit_code_of)
     environment = read_environment()
     processes = _processes(options, environment)
-    config = load_config(options.config, options.overrides, ranks=processes * options.nnodes[1])
+    subject = find_subject(options.config) if options.command == "evaluate" else Subject(config=options.config)
+    overrides = [*subject.keys, *options.overrides]
+    config = load_config(subject.config, overrides, ranks=processes * options.nnodes[1])
     if options.nnodes[1] == 1:
         check_mesh(config, processes)
     if not options.worker and (processes > environment.world_size or options.nnodes[1] > 1 or options.max_restarts):
         return _report(_launch(options, processes))
     if not options.worker and environment.rank == 0:
         _hint("loading torch and transformers")
-    return _fit(config)
+    return evaluate(config, subject.checkpoint) if options.command == "evaluate" else _fit(config)
 
 
 def _print_config(options: argparse.Namespace) -> int:
@@ -206,7 +214,7 @@ def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (most > least)
     meeting = {"endpoint": options.rdzv_endpoint, "run_id": options.rdzv_id} if options.rdzv_endpoint else {}
     where = Nodes(least=least, most=most, max_restarts=restarts, rank=options.node_rank, **meeting)
-    command = ("train", "--worker", "--", options.config, *options.overrides)
+    command = (options.command, "--worker", "--", options.config, *options.overrides)
     return launch_workers(python_arguments("zeromesh", command), processes=processes, nodes=where)
 
 

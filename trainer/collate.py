@@ -39,6 +39,19 @@ class MapDataset(Indexed, Protocol):
     def __len__(self) -> int: ...
 
 
+class Spread:
+    """`count` samples of a longer dataset, evenly spread over it."""
+
+    def __init__(self, dataset: MapDataset, count: int) -> None:
+        self._dataset, self._count = dataset, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index * len(self._dataset) // self._count]
+
+
 def check_dataset(dataset: Any, *, name: str = "train_dataset") -> None:
     """Raise `DataError` for a dataset that is empty, has no length, or is a mapping of splits."""
     if isinstance(dataset, str | bytes | os.PathLike):

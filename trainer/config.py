@@ -26,7 +26,7 @@ from zeromesh.trainer.sections.parallel import ParallelSection
 from zeromesh.trainer.sections.precision import PrecisionSection
 from zeromesh.trainer.sections.profile import ProfileSection
 from zeromesh.trainer.sections.run import RunSection
-from zeromesh.trainer.sections.schedule import DEFAULT_WARMUP_STEPS, ScheduleSection
+from zeromesh.trainer.sections.schedule import DEFAULT_WARMUP_STEPS, ScheduleSection, default_warmup
 from zeromesh.trainer.sections.section import Section
 from zeromesh.trainer.sections.tracking import TrackingSection
 from zeromesh.trainer.sections.zero import ZeroSection
@@ -74,7 +74,7 @@ class TrainerConfig(Section):
             return data
         if not isinstance(schedule, dict) or "warmup_steps" in schedule:
             return data
-        return {**data, "schedule": {**schedule, "warmup_steps": steps // 10}}
+        return {**data, "schedule": {**schedule, "warmup_steps": default_warmup(steps)}}
 
     @model_validator(mode="after")
     def _keys_agree(self, info: ValidationInfo) -> TrainerConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from pydantic import ValidationError
@@ -22,6 +23,7 @@ from zeromesh.trainer.config_words import (
 )
 from zeromesh.trainer.config_yaml import parse_yaml
 from zeromesh.trainer.redaction import Redaction
+from zeromesh.trainer.run_name import name_of_file
 from zeromesh.trainer.sections.model import DEFAULT_MODEL
 from zeromesh.trainer.trackers import tracker_problems
 
@@ -63,6 +65,9 @@ def load_config(
     own = found.data
     problems = _apply(own, overrides)
     data, translation = with_translation(found, ranks=ranks, samples=samples)
+    if isinstance(source, str | PathLike):
+        run = data.get("run") or {}
+        data["run"] = {"name": name_of_file(source), **run} if isinstance(run, dict) else run
     problems += translation.problems
     origins = {key: origin for key, origin in translation.origins.items() if not _holds(own, key)}
     config, wrong = _validate(data, unused)

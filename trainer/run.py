@@ -18,7 +18,7 @@ from zeromesh.offload import reuse_freed_memory
 from zeromesh.tensor.products import take_product_buffers
 from zeromesh.trainer import setup
 from zeromesh.trainer.best import Best, goal_of, value_of
-from zeromesh.trainer.checkpoints import FOLDER, RunCheckpoints
+from zeromesh.trainer.checkpoints import FOLDER, RunCheckpoints, load_weights
 from zeromesh.trainer.collate import MapDataset
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.console import RunConsole, human_bytes, human_count, make_console
@@ -270,12 +270,18 @@ class Run:
         if state.max_steps != self.config.run.max_steps and self.config.schedule.name not in STEADY:
             now = f"{state.max_steps} then, {self.config.run.max_steps} now"
             self.console.note(f"run.max_steps: {now}; the learning rate follows the curve of the new one from here on")
-        where = f"already finished at step {state.step}" if self.finished else f"resumed from step {state.step}"
         evaluates = self.data.eval is not None and bool(self.config.run.eval_at_end or self.config.run.eval_every)
         self.owes_evaluation = self.finished and evaluates and state.eval_loss is None
-        if self.owes_evaluation:
-            where += ", but not evaluated there, which is done now"
-        self.console.note(f"{where} ({human_count(state.tokens)} tokens)")
+        owed = ", but not evaluated there, which is done now" if self.owes_evaluation else ""
+        if self.finished:
+            run = self.config.run
+            length = "run.max_steps" if run.epochs is None else "run.epochs"
+            self.console.note(
+                f"nothing was trained: run {run.name!r} is complete at step {self.reached} of {run.max_steps}{owed}; "
+                f"raise {length}, or choose another run.name"
+            )
+        else:
+            self.console.note(f"resumed from step {state.step} ({human_count(state.tokens)} tokens)")
         return state.eval_loss
 
     def _load_best(self, checkpoints: RunCheckpoints) -> None:
@@ -290,10 +296,11 @@ class Run:
     def _end(self, eval_loss: float | None) -> FitReport:
         metrics = self._summary or self._values_of_the_run()
         report = self.progress.report(self.step, eval_loss, RankFigures.of(self.mesh).peak_bytes, metrics)
-        self.console.note(
-            f"done: {report.final_step} steps, loss {report.final_loss:.4f}, "
-            f"{human_count(report.tokens_per_second)} tokens/s, peak memory {human_bytes(report.peak_memory_bytes)} a rank"
-        )
+        if report.losses:
+            self.console.note(
+                f"done: {report.final_step} steps, loss {report.final_loss:.4f}, "
+                f"{human_count(report.tokens_per_second)} tokens/s, peak memory {human_bytes(report.peak_memory_bytes)} a rank"
+            )
         self.tell(*self.progress.notes())
         self.trained.make_whole()
         self.report = report
@@ -380,6 +387,11 @@ class Run:
             raise told from error
 
     # Beside and after training
+
+    def load_weights(self, checkpoint: Path) -> None:
+        """Take the weights of a checkpoint, to evaluate them; all ranks call it. Raises as `checkpoints.load_weights`."""
+        with self.guarded():
+            self.step = load_weights(checkpoint, self.trained.require_engine(), self.mesh)
 
     def evaluations(self, stop: Callable[[], bool]) -> Values | None:
         """Evaluate in the loop; None once `stop` is true, which is so on all ranks or on none."""

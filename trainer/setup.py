@@ -19,7 +19,7 @@ from zeromesh.mesh.groups import Mesh, pick_device
 from zeromesh.mesh.launch import read_environment
 from zeromesh.parallel import Divided, ParallelOptions, divide
 from zeromesh.trainer.batching import BatchPlan
-from zeromesh.trainer.collate import MapDataset, check_dataset
+from zeromesh.trainer.collate import MapDataset, Spread, check_dataset
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.data import LoadedData, load_datasets
 from zeromesh.trainer.hf.adapters import description_of_adapters, is_adapted, require_adapters_that_fit
@@ -146,6 +146,8 @@ class Data:
     train: MapDataset | StreamedDataset | None
     eval: MapDataset | Mapping[str, MapDataset] | None
     loaded: LoadedData | None
+    limited: tuple[str, ...] = ()
+    """Lines about evaluation sets of which a part is evaluated."""
 
     def evaluated(self) -> dict[str, MapDataset]:
         """Each evaluation set by what errors call it."""
@@ -161,7 +163,7 @@ class Data:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return self.loaded.notes if self.loaded else ()
+        return (*(self.loaded.notes if self.loaded else ()), *self.limited)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -216,10 +218,24 @@ def prepare_data(
         whole = {} if train is None or streams else {"train_dataset": train}
         for name, dataset in {**whole, **data.evaluated()}.items():
             check_dataset(dataset, name=name)
-        return data
+        return _limited(data, config.data.eval_samples)
     given: Tokenizer | None = PretrainedTokenizer(tokenizer=tokenizer) if tokenizer is not None else None
     loaded = load_datasets(config.data, tokenizer=given)
-    return Data(train=loaded.train, eval=loaded.eval, loaded=loaded)
+    return _limited(Data(train=loaded.train, eval=loaded.eval, loaded=loaded), config.data.eval_samples)
+
+
+def _limited(data: Data, count: int | None) -> Data:
+    """With at most `count` samples in each evaluation set, spread evenly over it."""
+    if count is None or data.eval is None:
+        return data
+    sets = data.eval if isinstance(data.eval, Mapping) else {"": data.eval}
+    parts = {name: each if len(each) <= count else Spread(each, count) for name, each in sets.items()}
+    notes = tuple(
+        f"evaluation{f' of {name}' if name else ''}: {count:,} of {len(each):,} samples (data.eval_samples)"
+        for name, each in sets.items()
+        if len(each) > count
+    )
+    return replace(data, eval=parts if isinstance(data.eval, Mapping) else parts[""], limited=notes)
 
 
 def _streamed(source: Any, config: TrainerConfig) -> StreamedDataset:

@@ -13,10 +13,13 @@ from typing import Any
 
 from zeromesh.errors import CheckpointError
 from zeromesh.trainer.config import TrainerConfig
+from zeromesh.trainer.sections.schedule import default_warmup
 
 NAME = "trainer_state.json"
 EVALUATED = "trainer_state_evaluated.json"
 """The same with what an evaluation has found that came after the checkpoint was written. It replaces the other one."""
+LENGTH = "run.max_steps"
+_WARMUP = "schedule.warmup_steps"
 _SCHEMA = 1
 _ABSENT = "(absent)"
 _MAPPINGS = ("trained", "best", "callbacks", "stream", "tracker", "settings")
@@ -110,6 +113,7 @@ def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mappin
         "batch.last": config.batch.last,
         "batch.average": config.batch.average,
         "run.label_smoothing": config.run.label_smoothing,
+        LENGTH: config.run.max_steps,
         "run.seed": config.run.seed,
         "run.clip_norm": config.run.clip_norm,
         **({} if config.data.seed is None else {"data.seed": config.data.seed}),
@@ -117,13 +121,19 @@ def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mappin
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line for each setting that differs."""
-    names = [*then, *(name for name in now if name not in then)]
+    """One line for each setting that differs, but for the length of the run, and for warm-ups that follow from it by default."""
+    passed = {LENGTH, _WARMUP} if _has_default_warmup(then) and _has_default_warmup(now) else {LENGTH}
+    names = [name for name in (*then, *(name for name in now if name not in then)) if name not in passed]
     return [
         f"{name}: {_shown(then.get(name, _ABSENT))} then, {_shown(now.get(name, _ABSENT))} now"
         for name in names
         if then.get(name, _ABSENT) != now.get(name, _ABSENT)
     ]
+
+
+def _has_default_warmup(settings: Mapping[str, Any]) -> bool:
+    steps = settings.get(LENGTH)
+    return isinstance(steps, int) and settings.get(_WARMUP) == default_warmup(steps)
 
 
 def _shown(value: Any) -> str:

@@ -26,6 +26,10 @@ class DataSection(Section):
         default=0.05,
         description="Part of the training documents that is held out when `eval` is null. 0 holds none out.",
     )
+    eval_samples: Count | None = Field(
+        default=None,
+        description="Samples of each evaluation set that are evaluated, spread evenly over it; null: all.",
+    )
     text_field: Text = Field(default="text", description="The column of .jsonl and .parquet files that holds the text.")
     tokenizer: Text = Field(
         default="bytes", description="bytes, a local directory that save_pretrained wrote, or a name on the Hub."

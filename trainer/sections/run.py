@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from zeromesh.trainer.config_types import Allowed, Count, CountOrOff, Fraction, Number, Text
+from zeromesh.trainer.run_name import PATTERN, name_of_script
 from zeromesh.trainer.sections.section import Section
 
 
@@ -15,9 +16,13 @@ class RunSection(Section):
 
     name: Annotated[
         str,
-        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"),
+        Field(pattern=f"^{PATTERN.pattern}$"),
         Allowed("a name of letters, digits, '.', '_' and '-' that starts with a letter or digit"),
-    ] = Field(default="quickstart", description="The run's directory inside `output_dir`.")
+    ] = Field(
+        default_factory=name_of_script,
+        description="The run's directory inside `output_dir`; by default the name of the configuration file or of the script, "
+        "without its ending.",
+    )
     output_dir: Text = Field(default="runs", description="Where runs are written.")
     max_steps: Count = Field(default=200, description="Optimizer steps.")
     epochs: Annotated[Number, Field(gt=0.0)] | None = Field(

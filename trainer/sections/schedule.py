@@ -12,6 +12,11 @@ from zeromesh.trainer.sections.section import Section
 DEFAULT_WARMUP_STEPS = 20
 
 
+def default_warmup(steps: int) -> int:
+    """Steps of the warm-up of a run of `steps` steps that nobody has given one."""
+    return DEFAULT_WARMUP_STEPS if steps >= DEFAULT_WARMUP_STEPS else steps // 10
+
+
 class ScheduleSection(Section):
     """The learning rate over the steps. Names and curves are those of transformers' get_scheduler."""
 
