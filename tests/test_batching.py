@@ -234,3 +234,10 @@ def test_epochs_are_counted_in_integers() -> None:
     assert [step for step in range(20) if plan.ends_epoch(step)] == [
         step for step in range(20) if (step + 1) * 39 // 59 > step * 39 // 59
     ]
+
+
+def test_a_microbatch_is_found_whatever_the_length() -> None:
+    """The first of a billion samples, and the last, without making those between."""
+    plan = BatchPlan(global_size=10**9, micro_size=4, data_ranks=2)
+    assert plan.microbatch(0, 0, 0).samples == (0, 1, 2, 3)
+    assert plan.microbatch(0, 1, plan.accumulation - 1).samples == tuple(range(10**9 - 4, 10**9))

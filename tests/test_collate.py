@@ -199,3 +199,21 @@ def test_a_collator_of_transformers_works() -> None:
     batch = fetch_microbatch(dataset, ORDER, PLAN.microbatches(0, 0)[0], collate=collate, vocab_size=2, causal=True)
     assert batch["input_ids"].tolist() == [[1, 0], [1, 1]]
     assert count_targets(batch["labels"], causal=True) == 1
+
+
+def test_only_the_first_microbatch_is_looked_at() -> None:
+    """At the start of a run, whatever the length of the data."""
+    asked: list[int] = []
+
+    class Long:
+        def __len__(self) -> int:
+            return 10**9
+
+        def __getitem__(self, index: int) -> dict[str, list[int]]:
+            asked.append(index)
+            return {"input_ids": [1, 2], "labels": [1, 2]}
+
+    order = SampleOrder(length=10**9, seed=0, shuffle=False)
+    plan = BatchPlan(global_size=10**9, micro_size=2, data_ranks=2)
+    check_first_batch(Long(), order, plan, causal=True)
+    assert asked == [0, 1]

@@ -181,7 +181,11 @@ class BatchPlan:
         return line
 
     def microbatches(self, step: int, data_rank: int) -> tuple[Microbatch, ...]:
-        """The `accumulation` microbatches of one rank in step `step` (from 0).
+        """The `accumulation` microbatches of one rank in step `step` (from 0). Raises as `microbatch` does."""
+        return tuple(self.microbatch(step, data_rank, turn) for turn in range(self.accumulation))
+
+    def microbatch(self, step: int, data_rank: int, turn: int) -> Microbatch:
+        """Number `turn` of them, in a time that does not depend on how many there are.
 
         Raises `ConfigError` for a step or rank that does not exist.
         """
@@ -189,8 +193,7 @@ class BatchPlan:
             raise ConfigError(
                 f"step {step} of data rank {data_rank}: steps start at 0 and data ranks are 0 to {self.data_ranks - 1}"
             )
-        samples = self.samples_of(step)
-        return tuple(self._block(samples, turn * self.data_ranks + data_rank) for turn in range(self.accumulation))
+        return self._block(self.samples_of(step), turn * self.data_ranks + data_rank)
 
     def _block(self, samples: range, block: int) -> Microbatch:
         """Block `block` of a step's samples, or the first one again with weight 0 where there is no such block."""

@@ -250,7 +250,8 @@ def check_first_batch(
     batch: dict[str, Any] = {}
     whole = replace(plan, data_ranks=1)
     with torch.random.fork_rng(devices=[]):  # a collator that masks at random should not notice
-        for microbatch in whole.microbatches(step, 0):
+        for turn in range(whole.accumulation):
+            microbatch = whole.microbatch(step, 0, turn)
             batch = fetch_microbatch(
                 dataset, order, microbatch, collate=collate, kept=kept, vocab_size=vocab_size, causal=causal
             )

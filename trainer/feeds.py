@@ -52,6 +52,8 @@ class Feeds:
     ) -> None:
         self._config, self._given, self._data = config, given, data
         self._takes, self._loss, self._plan = takes, loss, plan
+        self._checked: dict[int, PackedDataset] = {}
+        """Those whose token ids have been looked at."""
 
     def check(self) -> list[str]:
         """Look at the first batch of each dataset; returns notes.
@@ -130,8 +132,13 @@ class Feeds:
 
     def _feed(self, dataset: MapDataset | StreamedDataset, plan: BatchPlan, *, shuffle: bool) -> Feed:
         """Batches in the order of global sample indices. Raises `DataError` for ids that the vocabulary does not have."""
-        if isinstance(dataset, PackedDataset) and self._takes.vocab_size is not None:
+        if (
+            isinstance(dataset, PackedDataset)
+            and self._takes.vocab_size is not None
+            and id(dataset) not in self._checked
+        ):
             dataset.check_vocabulary(self._takes.vocab_size)
+            self._checked[id(dataset)] = dataset
         own = self._config.data.seed
         seed = self._config.run.seed if own is None else own
         endless = isinstance(dataset, StreamedDataset)

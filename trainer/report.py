@@ -123,6 +123,8 @@ class Progress:
     def notes(self) -> list[str]:
         """What the steps have told on average, and how long a pipeline has stood still."""
         found = []
+        if self._skipped:
+            found.append(f"{self._skipped} steps made no update: their gradients were not finite")
         if self._communication:
             table = traffic_table(self._communication, steps=len(self._seconds)).replace("\n", "\n  ")
             found.append(f"communication of this rank in a step:\n  {table}")
@@ -143,6 +145,15 @@ class Progress:
                 f"gradients were not finite in {self._in_a_row} steps in a row, up to step {step} (run.max_nonfinite; in the last, "
                 f"{self._cause}); no update of these steps was made. Lower optimizer.lr, look at the data, or use "
                 "precision.compute: bfloat16"
+            )
+
+    def require_trained(self, steps: int) -> None:
+        """Raise `NonFiniteError` where more than half of all `steps` made no update: such a run is no success."""
+        if self._most_nonfinite and 2 * self._skipped > steps:
+            raise NonFiniteError(
+                f"{self._skipped} of {steps} steps made no update, because their gradients were not finite (in the last such step, "
+                f"{self._cause or 'of an earlier process'}). The run is complete and what it has is saved, but the model is hardly "
+                "trained; look at the first line of metrics.jsonl that has `cause`. run.max_nonfinite: 0 lets such a run pass"
             )
 
     def summary(self, *, seconds: float, samples: int, flops: float, epoch: float) -> dict[str, float]:

@@ -90,6 +90,7 @@ class Run:
         self.tell(*self.data.notes)
         self.config, self.plan = setup.over_data(config, self.plan, self.data.train)
         self.schedule = setup.learning_rate_schedule(self.config, given.lr_scheduler)
+        self._described = self.data.description(shuffle=self.config.data.shuffle)
         mesh.meet("comparison of data")
         require_same_data(mesh, self.data.sets(), self._decided_by_the_data())
         self.evaluator = Evaluator(self)
@@ -150,10 +151,10 @@ class Run:
 
     def _decided_by_the_data(self) -> dict[str, object]:
         """What all ranks must have alike, now that the data is read."""
-        run, described = self.config.run, self.data.description(shuffle=self.config.data.shuffle)
+        run = self.config.run
         steps = {"run.max_steps": run.max_steps, "schedule.warmup_steps": self.config.schedule.warmup_steps}
         return {
-            **{f"data.{name}": each for name, each in described.items()},
+            **{f"data.{name}": each for name, each in self._described.items()},
             **steps,
             "schedule": self.schedule.factor(0),
         }
@@ -187,6 +188,7 @@ class Run:
 
         Raises:
             KeyboardInterrupt, SystemExit: after a step and its checkpoint, when some rank was told to stop.
+            NonFiniteError: at the end, where more than half of all steps made no update.
         """
         if self.report is not None:
             self.console.note(f"already finished at step {self.step}; a new Trainer trains this model further")
@@ -236,6 +238,7 @@ class Run:
         if report is None:
             self.console.note(f"stopped after step {self.step}")
             leave(stopped)
+        self.progress.require_trained(report.final_step)
         return report
 
     def _tracking(self, directory: RunDirectory) -> Tracking:
@@ -343,8 +346,7 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """What another process that goes on with this run must have the same."""
-        model, data = setup.description_of(self.trained.model), self.data.description(shuffle=self.config.data.shuffle)
-        return settings_of(self.config, model=model, data=data)
+        return settings_of(self.config, model=setup.description_of(self.trained.model), data=self._described)
 
     @property
     def processing_class(self) -> Any:

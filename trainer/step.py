@@ -232,10 +232,12 @@ class Stepper:
         `go_on(done, total)` is called after each of this rank's microbatches, and answers alike on all ranks. `collector` gets what
         the model returns.
         """
-        microbatches = feed.microbatches(0, self._mesh.data_index)
+        rounds = feed.plan.accumulation
         sums = torch.zeros(2, dtype=torch.float64)
         with in_evaluation_mode(self._model):
-            for number, group in enumerate(_groups(microbatches, self._evaluated_at_once), start=1):
+            for start in range(0, rounds, self._evaluated_at_once):
+                done = min(start + self._evaluated_at_once, rounds)
+                group = [feed.plan.microbatch(0, self._mesh.data_index, turn) for turn in range(start, done)]
                 fetched = [feed.fetch(each) for each in group]
                 require_same(fetched, self._mesh)
                 batches = [self._to_device(batch) for batch in fetched]
@@ -249,8 +251,7 @@ class Stepper:
                     parts.append(collector.part(outputs, batch) if collector is not None and heard else None)
                 if collector is not None:
                     collector.add(parts)
-                done = min(number * self._evaluated_at_once, len(microbatches))
-                if not go_on(done, len(microbatches)):
+                if not go_on(done, rounds):
                     return None
         self._mesh.world.sum_(sums, "sum of the evaluation loss")
         targets = int(sums[1])
@@ -382,11 +383,6 @@ def _tokens(batch: Mapping[str, Any]) -> int:
         return ids.numel()
     first = next((value for value in batch.values() if isinstance(value, Tensor)), None)
     return 0 if first is None else first.shape[0]
-
-
-def _groups(microbatches: Sequence[Microbatch], count: int) -> Iterator[Sequence[Microbatch]]:
-    for start in range(0, len(microbatches), count):
-        yield microbatches[start : start + count]
 
 
 def _positions(step: int, microbatches: Sequence[Microbatch]) -> list[EngineMicrobatch]:

@@ -135,7 +135,8 @@ class Trainer(TransformersNames):
             DataError: before the first step, for data that cannot be trained on.
             StorageError: for a directory that cannot be written, or where memory is short.
             CollectiveError: when a rank is gone, late, or doing something else.
-            NonFiniteError: when gradients are not finite and the configuration says to stop.
+            NonFiniteError: when gradients are not finite and the configuration says to stop; and at the end, when more than half of
+                all steps made no update.
         """
         if resume is not None:
             named = {True: "auto", False: "never"}[resume] if isinstance(resume, bool) else str(resume)
