@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,7 @@ class Run:
         if feed is None:
             raise setup.no_training_data()
         setup.require_trained_parameters(self.trained.model)
-        with self.guarded(), directory.locked(), stop_requests(self.console.note) as request:
+        with self.guarded("trainer.fit()"), directory.locked(), stop_requests(self.console.note) as request:
             checkpoints = RunCheckpoints(
                 self.config.checkpoint,
                 directory.path,
@@ -369,20 +369,24 @@ class Run:
             )
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """What is done together by all ranks: an error of one tells the others, and the run cannot go on.
+    def guarded(self, call: str) -> Iterator[None]:
+        """A call that all ranks make, such as `trainer.fit()`; "" where a rank may make it alone.
 
-        A single rank has lost nothing but the step that it was in, and may go on.
+        After an error that leaves something half done that ranks do together the run cannot go on, and the others are told. A call
+        that is refused before that has changed nothing. A single rank has lost nothing but the step that it was in.
         """
         self.require_sound()
+        begun = self.mesh.begun
         try:
-            yield
+            with self.mesh.call(call) if call else nullcontext():
+                yield
         except BaseException as error:
             where = Path(self.config.run.output_dir).expanduser() / self.config.run.name
             told = explained(error, self.trained.engine, self.mesh, where, self.step)
-            self.mesh.fail(told)
-            alone = self.mesh.world_size == 1
-            if not alone or (self.trained.engine is not None and not self.trained.engine.abandon_pass()):
+            half_done = self.mesh.begun != begun or self.mesh.in_doubt
+            if half_done:
+                self.mesh.fail(told)
+            if half_done or (self.trained.engine is not None and not self.trained.engine.abandon_pass()):
                 self._broken = f"{type(told).__name__}: {told}".removesuffix(": ")
             if told is error:
                 raise
@@ -407,7 +411,7 @@ class Run:
         self, dataset: MapDataset | Mapping[str, MapDataset] | None, prefix: str, ignored: Sequence[str] | None
     ) -> Values:
         """See `Trainer.evaluate`."""
-        with self.guarded():
+        with self.guarded("trainer.evaluate()"):
             values = self.evaluator.evaluate(dataset, prefix, ignored)
         if values is None:
             raise PhaseError("an evaluation has ended early that nothing was to end")
@@ -416,7 +420,7 @@ class Run:
 
     def predict(self, dataset: MapDataset, prefix: str, ignored: Sequence[str] | None) -> PredictionOutput:
         """See `Trainer.predict`."""
-        with self.guarded():
+        with self.guarded("trainer.predict()"):
             output = self.evaluator.predict(dataset, prefix, ignored)
         self.call("on_predict", output.metrics or {})
         return output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,19 +137,21 @@ class TrainedModel:
         sow: Callable[[], object] = partial(seed_all, number)
         if seed is not None:
             sow = partial(torch.manual_seed, seed)
-        with run.guarded():
+        with run.guarded("trainer.generate()" if divided else ""):
             return generate(self.model, mesh, arguments, seed=sow, engine=self.engine, pipeline=self.divided.pipeline)
 
     def state_dict(self) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer.state_dict`."""
         if self.engine is None:
-            return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
-        return self.engine.state.parameters()
+            yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+            return
+        with self._run.mesh.call("trainer.state_dict()"):
+            yield from self.engine.state.parameters()
 
     def save(self, path: Path) -> None:
         """See `Trainer.save`."""
         run = self._run
-        with run.guarded():
+        with run.guarded("trainer.save()"):
             state = self.engine.state if self.engine is not None else None
             failure = save_model(self.model, state, path, run.mesh, processing_class=run.processing_class)
         if failure:
@@ -182,20 +184,28 @@ class TrainedModel:
         """See `Trainer.gradient`."""
         if self.engine is None or not self._gradients_ready:
             raise PhaseError("gradients are there between backward and update: read them in on_pre_optimizer_step")
-        gradient = self.engine.state.gradient(name)
+        self.engine.state.units_of([name])  # A name that no parameter has is refused before ranks wait for one another.
+        with self._run.mesh.call(f"trainer.gradient({name!r})"):
+            gradient = self.engine.state.gradient(name)
         return None if gradient is None else gradient.mul_(self.stepper.gradient_factor)
 
-    def gathered(self, names: list[str]) -> AbstractContextManager[None]:
+    @contextmanager
+    def gathered(self, names: list[str]) -> Iterator[None]:
         """See `Trainer.gathered`."""
         if self.engine is None:
-            return nullcontext()
-        needed, free = self.engine.state.nbytes_of(names), self._least_available()
-        if free is not None and needed > free:
-            raise StorageError(
-                f"parameters {', '.join(names[:4])} need {human_bytes(needed)} on every rank, and a rank has "
-                f"{human_bytes(free)} free"
-            )
-        return self.engine.gathered(names)
+            yield
+            return
+        needed = self.engine.state.nbytes_of(names)
+        shown = ", ".join(map(repr, names))
+        with self._run.mesh.call(f"trainer.gathered([{shown[:100] + ' ...' if len(shown) > 100 else shown}])"):
+            free = self._least_available()
+            if free is not None and needed > free:
+                raise StorageError(
+                    f"parameters {', '.join(names[:4])} need {human_bytes(needed)} on every rank, and a rank has "
+                    f"{human_bytes(free)} free"
+                )
+            with self.engine.gathered(names):
+                yield
 
     def _least_available(self) -> int | None:
         """Free bytes of the rank that has least, when all ranks of a host take as much as it does; None: not known."""

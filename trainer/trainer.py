@@ -340,7 +340,11 @@ class Trainer(TransformersNames):
     def _prepare(self) -> Run:
         if self._run is None:
             mesh = self._connect()
-            with self._beginning(mesh), said_once(mesh.rank):
+            with (
+                self._beginning(mesh),
+                said_once(mesh.rank),
+                mesh.call("the first method of the trainer that needs a run"),
+            ):
                 self._run = Run(self.config, mesh, self.given, self.events)
         self._run.require_sound()
         return self._run

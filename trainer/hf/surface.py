@@ -134,7 +134,8 @@ class TransformersNames:
         Raises:
             ConfigError: where it cannot be reached.
         """
-        self.hub_model_id = open_repository(self._self, token, private)
+        with self._self.mesh.call("trainer.init_hf_repo()"):
+            self.hub_model_id = open_repository(self._self, token, private)
 
     def push_to_hub(
         self,
@@ -164,7 +165,8 @@ class TransformersNames:
         self._self.events.call("on_push_begin")
         if self.hub_model_id is None:
             self.init_hf_repo(token, private)
-        commit = push(self._self, commit_message, token=token, revision=revision, card=card)
+        with self._self.mesh.call("trainer.push_to_hub()"):
+            commit = push(self._self, commit_message, token=token, revision=revision, card=card)
         if blocking or commit is None:
             return commit
         done: Future[CommitInfo] = Future()

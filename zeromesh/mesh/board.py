@@ -1,30 +1,58 @@
 """The board: where every rank of a run says what it is doing, so that a wait can name whom it waits for.
 
-One row of 64-bit words per rank: its process id, a progress counter, the step, what it is doing and to which unit,
-and a ring of the events it has gone through. Ranks of one host share the rows as memory (`SharedBoard`, a few hundred
-nanoseconds an entry); ranks of several hosts publish theirs in the rendezvous store (`StoreBoard`, once in a while
-and when they fail).
+One row of 64-bit words per rank: its process id, a progress counter, what it is doing to which unit at which step, and a ring of
+the events it has gone through; and its notes, short texts such as why it failed. Ranks of one host share the rows as memory
+(`SharedBoard`, a few hundred nanoseconds an entry); ranks of several hosts publish theirs in the rendezvous store (`StoreBoard`,
+once in a while and when they fail).
+
+What belongs together is read together: step, activity and unit are one word, a note has a stamp that is 0 while it is
+written, and an event is looked at again after it was read. The order of stores is that of x86.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 from zeromesh.mesh.segments import Segment
 
 HISTORY = 256
-STREAMS = 2
-"""Sequences of events that are each in one order on all ranks: gathers, and reductions."""
-_MESSAGE_BYTES = 1024
-_PID, _PROGRESS, _STEP, _ACTIVITY, _UNIT, _FAILED = range(6)
+STREAMS = 3
+"""Sequences of events that are each in one order on all ranks: gathers, reductions, and calls of methods."""
+_PID, _PROGRESS, _STATE = range(3)
+_STAMPS_AT = 3
 _EVENTS_AT = 8
 _HISTORY_AT = 16
-_MESSAGE_AT = _HISTORY_AT + STREAMS * HISTORY
-ROW_WORDS = _MESSAGE_AT + _MESSAGE_BYTES // 8
+_NOTES_AT = _HISTORY_AT + STREAMS * HISTORY
+_UNIT_BITS, _ACTIVITY_BITS = 28, 8
+
+
+class Note(IntEnum):
+    """The notes of a rank. Each has a stamp, which says whether it is there, and of what it is."""
+
+    FAILURE = 0
+    """Why this rank stops."""
+    CALL = 1
+    """The innermost method in which it is that all ranks call; the stamp is the number of the call, counted from 1."""
+    LEFT = 2
+    """The error with which it has left a call, whose number is the stamp."""
+    DISK = 3
+    """What it has been waiting for a disk to do."""
+
+
+_NOTE_BYTES = (1024, 256, 512, 512)
+_NOTE_STARTS = tuple(_NOTES_AT * 8 + sum(_NOTE_BYTES[:note]) for note in Note)
+ROW_WORDS = _NOTES_AT + sum(_NOTE_BYTES) // 8
+
+
+def _packed(step: int, activity: int, unit: int) -> int:
+    """One word that says what a rank is doing. `unit` counts from 0; -1 is none."""
+    return (((step << _ACTIVITY_BITS) | activity) << _UNIT_BITS) | (unit + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,12 +68,23 @@ class Row:
     failure: str
     """Why it failed; empty while it has not."""
 
+    @classmethod
+    def of(cls, pid: int, progress: int, state: int, failure: str) -> Row:
+        """The row whose state is the word `state`."""
+        rest, unit = divmod(state, 1 << _UNIT_BITS)
+        step, activity = divmod(rest, 1 << _ACTIVITY_BITS)
+        return cls(pid=pid, progress=progress, step=step, activity=activity, unit=unit - 1, failure=failure)
+
 
 class Board(Protocol):
     """Rows of all ranks; a rank writes its own and reads the others'."""
 
     def post(self, step: int, activity: int, unit: int) -> None:
         """Say what this rank does now, and move its progress counter."""
+        ...
+
+    def beat(self) -> None:
+        """Move this rank's progress counter."""
         ...
 
     def event(self, stream: int, code: int) -> int:
@@ -71,7 +110,15 @@ class Board(Protocol):
     def failed(self, rank: int) -> bool: ...
 
     def fail(self, message: str) -> None:
-        """Tell the others why this rank stops."""
+        """Tell the others why this rank stops; the first reason stays."""
+        ...
+
+    def write(self, note: Note, stamp: int, text: str = "") -> None:
+        """Replace a note of this rank; a stamp of 0 takes it away. One thread writes a kind of note."""
+        ...
+
+    def read(self, rank: int, note: Note) -> tuple[int, str]:
+        """The stamp and the text of a rank's note; (0, "") where there is none."""
         ...
 
     def alive(self, rank: int) -> bool:
@@ -102,10 +149,11 @@ class SharedBoard:
 
     def post(self, step: int, activity: int, unit: int) -> None:
         words, base = self._words, self._base
-        words[base + _STEP] = step
-        words[base + _ACTIVITY] = activity
-        words[base + _UNIT] = unit
+        words[base + _STATE] = _packed(step, activity, unit)
         words[base + _PROGRESS] += 1
+
+    def beat(self) -> None:
+        self._words[self._base + _PROGRESS] += 1
 
     def event(self, stream: int, code: int) -> int:
         words, base = self._words, self._base
@@ -116,11 +164,12 @@ class SharedBoard:
         return number
 
     def event_of(self, rank: int, stream: int, number: int) -> int | None:
-        base = rank * ROW_WORDS
-        written = self._words[base + _EVENTS_AT + stream]
-        if not written - HISTORY < number < written:
+        words, base = self._words, rank * ROW_WORDS
+        if number >= words[base + _EVENTS_AT + stream]:
             return None
-        return self._words[base + _HISTORY_AT + stream * HISTORY + number % HISTORY]
+        word = words[base + _HISTORY_AT + stream * HISTORY + number % HISTORY]
+        # The writer may have come round to this place of the ring while it was read.
+        return word if number > words[base + _EVENTS_AT + stream] - HISTORY else None
 
     def reached(self, rank: int, stream: int, number: int) -> bool:
         return self._words[rank * ROW_WORDS + _EVENTS_AT + stream] > number
@@ -130,32 +179,33 @@ class SharedBoard:
 
     def row(self, rank: int) -> Row:
         words, base = self._words, rank * ROW_WORDS
-        start = (base + _MESSAGE_AT) * 8
-        failure = ""
-        if words[base + _FAILED]:
-            failure = bytes(self._bytes[start : start + _MESSAGE_BYTES]).rstrip(b"\0").decode("utf-8", "replace")
-        return Row(
-            pid=words[base + _PID],
-            progress=words[base + _PROGRESS],
-            step=words[base + _STEP],
-            activity=words[base + _ACTIVITY],
-            unit=words[base + _UNIT],
-            failure=failure,
-        )
+        failure = self.read(rank, Note.FAILURE)[1]
+        return Row.of(words[base + _PID], words[base + _PROGRESS], words[base + _STATE], failure)
 
     def progress(self, rank: int) -> int:
         return self._words[rank * ROW_WORDS + _PROGRESS]
 
     def failed(self, rank: int) -> bool:
-        return bool(self._words[rank * ROW_WORDS + _FAILED])
+        return bool(self._words[rank * ROW_WORDS + _STAMPS_AT + Note.FAILURE])
 
     def fail(self, message: str) -> None:
-        if self._words[self._base + _FAILED]:
-            return
-        text = message.encode()[: _MESSAGE_BYTES - 1]
-        start = (self._base + _MESSAGE_AT) * 8
-        self._bytes[start : start + len(text)] = text
-        self._words[self._base + _FAILED] = 1
+        if not self.failed(self._rank):
+            self.write(Note.FAILURE, 1, message)
+
+    def write(self, note: Note, stamp: int, text: str = "") -> None:
+        at, start = self._base + _STAMPS_AT + note, self._base * 8 + _NOTE_STARTS[note]
+        data = text.encode(errors="replace")[: _NOTE_BYTES[note] - 1] + b"\0"
+        self._words[at] = 0
+        self._bytes[start : start + len(data)] = data
+        self._words[at] = stamp
+
+    def read(self, rank: int, note: Note) -> tuple[int, str]:
+        at, start = rank * ROW_WORDS + _STAMPS_AT + note, rank * ROW_WORDS * 8 + _NOTE_STARTS[note]
+        while stamp := self._words[at]:
+            data = bytes(self._bytes[start : start + _NOTE_BYTES[note]])
+            if self._words[at] == stamp:
+                return stamp, data.partition(b"\0")[0].decode("utf-8", "replace")
+        return 0, ""
 
     def alive(self, rank: int) -> bool:
         return process_runs(self._words[rank * ROW_WORDS + _PID])
@@ -208,7 +258,8 @@ class StoreBoard:
         self._stale_seconds = stale_seconds
         self._row = [os.getpid()] + [0] * (_EVENTS_AT + STREAMS - 1)
         self._history = [0] * (STREAMS * HISTORY)
-        self._failure = ""
+        self._notes = [""] * len(Note)
+        self._publishing = threading.Lock()
         self._seen: dict[int, tuple[int, float]] = {}
         self._rows: dict[int, str] = {}
         self._store_is_gone = False
@@ -219,7 +270,10 @@ class StoreBoard:
         self._thread.start()
 
     def post(self, step: int, activity: int, unit: int) -> None:
-        self._row[_STEP], self._row[_ACTIVITY], self._row[_UNIT] = step, activity, unit
+        self._row[_STATE] = _packed(step, activity, unit)
+        self._row[_PROGRESS] += 1
+
+    def beat(self) -> None:
         self._row[_PROGRESS] += 1
 
     def event(self, stream: int, code: int) -> int:
@@ -239,30 +293,32 @@ class StoreBoard:
         return self._read(rank)[0][_EVENTS_AT + stream] > number
 
     def row(self, rank: int) -> Row:
-        numbers, _, failure = self._read(rank)
-        return Row(
-            pid=numbers[_PID],
-            progress=numbers[_PROGRESS],
-            step=numbers[_STEP],
-            activity=numbers[_ACTIVITY],
-            unit=numbers[_UNIT],
-            failure=failure,
-        )
+        numbers, _, notes = self._read(rank)
+        return Row.of(numbers[_PID], numbers[_PROGRESS], numbers[_STATE], notes[Note.FAILURE])
 
     def progress(self, rank: int) -> int:
         return self._read(rank)[0][_PROGRESS]
 
     def failed(self, rank: int) -> bool:
-        return bool(self._read(rank)[0][_FAILED])
+        return bool(self.read(rank, Note.FAILURE)[0])
 
     def fail(self, message: str) -> None:
-        if not self._row[_FAILED]:
-            self._failure = message[:_MESSAGE_BYTES]
-            self._row[_FAILED] = 1
-            try:
-                self.publish()
-            except RuntimeError:
-                self._store_is_gone = True  # Nobody can be told; the failure itself matters more.
+        if self._row[_STAMPS_AT + Note.FAILURE]:
+            return
+        self.write(Note.FAILURE, 1, message)
+        try:
+            self.publish()
+        except RuntimeError:
+            self._store_is_gone = True  # Nobody can be told; the failure itself matters more.
+
+    def write(self, note: Note, stamp: int, text: str = "") -> None:
+        with self._publishing:
+            self._row[_STAMPS_AT + note], self._notes[note] = stamp, text[: _NOTE_BYTES[note]]
+
+    def read(self, rank: int, note: Note) -> tuple[int, str]:
+        numbers, _, notes = self._read(rank)
+        stamp = numbers[_STAMPS_AT + note]
+        return stamp, notes[note] if stamp else ""
 
     def alive(self, rank: int) -> bool:
         silent = self.silent_seconds(rank)
@@ -291,16 +347,19 @@ class StoreBoard:
                 return  # This run is ending, and waits will say so.
 
     def publish(self) -> None:
-        self._beat += 1
-        numbers = ",".join(map(str, self._row))
-        history = ",".join(map(str, self._history))
-        self._publisher.set(self._key(self._rank), f"{self._beat}|{numbers}|{history}|{self._failure}")
+        with self._publishing:
+            self._beat += 1
+            row, history = list(self._row), list(self._history)
+            while row[_EVENTS_AT:] != self._row[_EVENTS_AT:]:  # Events go on meanwhile.
+                row, history = list(self._row), list(self._history)
+            numbers, events = (",".join(map(str, each)) for each in (row, history))
+            self._publisher.set(self._key(self._rank), f"{self._beat}|{numbers}|{events}|{json.dumps(self._notes)}")
 
-    def _read(self, rank: int) -> tuple[list[int], list[int], str]:
+    def _read(self, rank: int) -> tuple[list[int], list[int], list[str]]:
         if rank == self._rank:
-            return self._row, self._history, self._failure
-        _, numbers, history, failure = self._text(rank).split("|", 3)
-        return [int(n) for n in numbers.split(",")], [int(n) for n in history.split(",")], failure
+            return self._row, self._history, self._notes
+        _, numbers, history, notes = self._text(rank).split("|", 3)
+        return [int(n) for n in numbers.split(",")], [int(n) for n in history.split(",")], json.loads(notes)
 
     def _text(self, rank: int) -> str:
         """What a rank has published; the last that was seen of it when the store cannot be reached."""
@@ -314,4 +373,10 @@ class StoreBoard:
         return f"zeromesh/board/{rank}"
 
 
-_NO_ROW = "0|" + ",".join(["0"] * (_EVENTS_AT + STREAMS)) + "|" + ",".join(["0"] * (STREAMS * HISTORY)) + "|"
+_NO_ROW = "|".join(
+    [
+        "0",
+        *(",".join(["0"] * length) for length in (_EVENTS_AT + STREAMS, STREAMS * HISTORY)),
+        json.dumps([""] * len(Note)),
+    ]
+)

@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import cast
 
@@ -261,6 +262,21 @@ class ProcessMesh:
         if self.watch is not None:
             with self.watch.patience(START_SECONDS):
                 self.world.barrier(what)
+
+    def call(self, name: str) -> AbstractContextManager[None]:
+        """The block is a call that all ranks make, such as `trainer.evaluate()`; see `Watch.call`."""
+        return nullcontext() if self.watch is None else self.watch.call(name, self.world.ranks)
+
+    @property
+    def begun(self) -> int:
+        """How many things this rank has begun together with others. An error that comes before the next one leaves nothing
+        half done."""
+        return 0 if self.watch is None else self.watch.begun
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether something that ranks do together has ended with an error here, or cannot end any more."""
+        return self.watch is not None and self.watch.in_doubt
 
     @property
     def watch(self) -> Watch | None:

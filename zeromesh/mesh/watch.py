@@ -13,7 +13,7 @@ from itertools import product
 from typing import Protocol
 
 from zeromesh.errors import CollectiveError
-from zeromesh.mesh.board import HISTORY, Board
+from zeromesh.mesh.board import HISTORY, Board, Note
 
 
 class Activity(IntEnum):
@@ -28,6 +28,7 @@ class Activity(IntEnum):
     AGREE = 6
     SAVE = 7
     LOAD = 8
+    CALL = 9
 
     @property
     def phrase(self) -> str:
@@ -44,9 +45,11 @@ _PHRASES = {
     Activity.AGREE: "agreeing on",
     Activity.SAVE: "saving the model",
     Activity.LOAD: "loading a checkpoint",
+    Activity.CALL: "waiting for all ranks to make the same call",
 }
-_WITHOUT_UNIT = (Activity.IDLE, Activity.SAVE, Activity.LOAD)
-
+_WITHOUT_UNIT = (Activity.IDLE, Activity.SAVE, Activity.LOAD, Activity.CALL)
+_GATHERS, _REDUCTIONS, _CALLS = range(3)
+"""The streams of events."""
 
 _UNIT_BITS = 28
 _CODE_BITS = 31
@@ -55,9 +58,8 @@ _CODE = (1 << _CODE_BITS) - 1
 the last few events alone; ranks that have parted before that still differ in the digest."""
 
 
-def _word(activity: Activity, unit: int, before: int) -> int:
-    """The event after the one whose word is `before`."""
-    code = (int(activity) << _UNIT_BITS) | (unit + 1)
+def _word(code: int, before: int) -> int:
+    """The event of this code after the one whose word is `before`."""
     digest = zlib.crc32(code.to_bytes(8, "little"), before >> _CODE_BITS) & _CODE
     return (digest << _CODE_BITS) | code
 
@@ -106,6 +108,10 @@ class Watch:
         self._step = 0  # Counted from 1, as everything that a person reads; 0 before the first.
         self._doing = (Activity.IDLE, -1)
         self._events: dict[int, tuple[int, int]] = {}
+        self._calls: list[tuple[int, str]] = []
+        """Numbers and names of the calls that this rank is in, the innermost last."""
+        self.begun = 0
+        """How many things this rank has begun together with others so far."""
         self.waited = 0.0
         """Seconds that this rank has waited for others so far."""
         self.in_doubt = False
@@ -147,10 +153,9 @@ class Watch:
             CollectiveError: when a peer has gone through another one in its place.
         """
         self.post(activity, unit)
-        stream = int(activity is Activity.REDUCE)
-        word = _word(activity, unit, self._events.get(stream, (0, 0))[1])
-        number = self._board.event(stream, word)
-        self._events[stream] = (number, word)
+        self.begun += 1
+        stream = _REDUCTIONS if activity is Activity.REDUCE else _GATHERS
+        number, word = self._append(stream, (int(activity) << _UNIT_BITS) | (unit + 1))
         if self._compare_events:
             self._compare(peers)
         elif not settled:
@@ -159,16 +164,119 @@ class Watch:
             self.wait(lambda: all(self._board.reached(peer, stream, number) for peer in peers), peers, what)
             self._compare(peers)
 
+    def _append(self, stream: int, code: int) -> tuple[int, int]:
+        """The number and the word of a new event of this rank."""
+        word = _word(code, self._events.get(stream, (0, 0))[1])
+        self._events[stream] = (self._board.event(stream, word), word)
+        return self._events[stream]
+
+    @contextmanager
+    def call(self, name: str, peers: Sequence[int]) -> Iterator[None]:
+        """The block is a call that all `peers` make. It begins when all of them have made it: nothing that ranks do together is
+        begun before.
+
+        A rank that leaves the block with an error says so to those that are still in it and wait for it.
+
+        Raises:
+            CollectiveError: naming the call, when a peer makes another one, does not come within the patience, or is gone.
+        """
+        number = self._agree_on(name, peers)
+        entry = (number, name)
+        self._calls.append(entry)
+        try:
+            yield
+        except BaseException as error:
+            self._board.write(Note.LEFT, number, f"{type(error).__name__}: {error}".removesuffix(": "))
+            raise
+        finally:
+            self._calls.remove(entry)
+            self._board.write(Note.CALL, *(self._calls[-1] if self._calls else (0, "")))
+
+    def _agree_on(self, name: str, peers: Sequence[int]) -> int:
+        """Wait until all peers have made the call; returns its number, counted from 1."""
+        before = self._doing
+        self._board.write(Note.CALL, self._events.get(_CALLS, (-1, 0))[0] + 2, name)
+        self.post(Activity.CALL)
+        number, _ = self._append(_CALLS, zlib.crc32(name.encode()) & ((1 << _UNIT_BITS) - 1))
+        self._board.publish()
+        try:
+            self._wait(
+                lambda: all(self._board.reached(peer, _CALLS, number) for peer in peers),
+                _Patience(
+                    self, peers, f"the call of {name} by all ranks", lambda: self._not_called(name, number, peers)
+                ),
+            )
+            self._compare_calls(peers)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self.post(*before)
+        return number + 1
+
+    def _compare_calls(self, peers: Sequence[int]) -> None:
+        """Raise `CollectiveError` when a peer has made another call in the place of this rank's latest."""
+        number, word = self._events.get(_CALLS, (-1, 0))
+        for peer in peers:
+            theirs = self._board.event_of(peer, _CALLS, number) if number >= 0 else None
+            if theirs is not None and theirs != word:
+                self.in_doubt = True
+                calls = [(rank, self._board.read(rank, Note.CALL)[1]) for rank in sorted((self._rank, peer))]
+                said = " and ".join(f"rank {rank} called {name or 'another method'}" for rank, name in calls)
+                raise CollectiveError(
+                    f"{said} ({_when(self._step)}). These methods are for all ranks: each of them makes the same calls in the "
+                    "same order, whatever it then does with the result"
+                )
+
+    def _not_called(self, name: str, number: int, peers: Sequence[int]) -> CollectiveError:
+        """The error for a call that some peers have not made within the patience."""
+        missing = [peer for peer in peers if not self._board.reached(peer, _CALLS, number)]
+        lines = "; ".join(self.describe(peer) for peer in missing)
+        return CollectiveError(
+            f"{name} must be called on all ranks: rank {self._rank} called it, and {_ranks(missing)} did not within "
+            f"{self.timeout_seconds:g} seconds (parallel.timeout_seconds). {lines}"
+        )
+
+    def _called_alone(self, peers: Sequence[int], what: str) -> CollectiveError | None:
+        """The error for a peer that waits in a call which this rank has not made; None where there is no such peer."""
+        made = self._events.get(_CALLS, (-1, 0))[0] + 1
+        calls = {peer: self._board.read(peer, Note.CALL) for peer in peers if self._waits_for_calls(peer)}
+        ahead = {peer: name for peer, (number, name) in calls.items() if number > made}
+        if not ahead:
+            return None
+        name = next(iter(ahead.values()))
+        where = f" in {self._calls[-1][1]}" if self._calls else ""
+        return CollectiveError(
+            f"{name} must be called on all ranks: {_ranks([*ahead])} called it, and rank {self._rank} did not: it waits for "
+            f"{what}{where} ({_when(self._step)})"
+        )
+
+    def _waits_for_calls(self, peer: int) -> bool:
+        return peer != self._rank and self._board.row(peer).activity == Activity.CALL
+
+    def leaver(self, peers: Sequence[int]) -> str:
+        """Which peer has left a call that this rank is in, and why; empty where none has."""
+        inside = dict(self._calls)
+        for peer in peers:
+            number, why = self._board.read(peer, Note.LEFT) if inside else (0, "")
+            if peer != self._rank and number in inside:
+                return f"rank {peer} has left {inside[number]} with {why}"
+        return ""
+
     def wait(
         self, done: Callable[[], bool], peers: Sequence[int], what: str, pause: Callable[[float], None] | None = None
     ) -> None:
         """Wait until `done()`; for conditions that peers make true in shared memory. `pause` sleeps for so many seconds, or until
         something has changed; None: nobody tells, and `done` is asked again and again."""
+        self.begun += 1
         for _ in range(200):
             if done():
                 return
+        self._wait(done, _Patience(self, peers, what, lambda: self.late(peers, what)), pause)
+
+    def _wait(
+        self, done: Callable[[], bool], patience: _Patience, pause: Callable[[float], None] | None = None
+    ) -> None:
         seconds = 0.0
-        patience = _Patience(self, peers, what)
         with self._waiting():
             while not done():
                 if pause is not None:
@@ -184,7 +292,8 @@ class Watch:
         Raises:
             CollectiveError: also when the collective itself failed, with what the board knows of the peers.
         """
-        patience = _Patience(self, peers, what)
+        self.begun += 1
+        patience = _Patience(self, peers, what, lambda: self.late(peers, what))
         piece = timedelta(seconds=self.SLICE_SECONDS)
         with self._waiting():
             while True:
@@ -235,7 +344,8 @@ class Watch:
     def describe(self, rank: int) -> str:
         """The same as a line."""
         state = self.state(rank)
-        return f"rank {rank} (pid {state.pid}) was {state.doing} {_when(state.step)}"
+        call = self._board.read(rank, Note.CALL)[1]
+        return f"rank {rank} (pid {state.pid}) was {state.doing} {_when(state.step)}" + (f", in {call}" if call else "")
 
     def _unit_name(self, rank: int, unit: int) -> str:
         names = self._names.get(rank, ())
@@ -274,10 +384,12 @@ class Watch:
                     f"before, {self.describe(peer)}"
                 )
         self._compare(peers)
+        self._compare_calls(peers)
 
     def _compare(self, peers: Sequence[int]) -> None:
         alike = [peer for peer in peers if self._alike is None or peer in self._alike]
-        for peer, (stream, (number, word)) in product(alike, self._events.items()):
+        units = [(stream, event) for stream, event in self._events.items() if stream != _CALLS]
+        for peer, (stream, (number, word)) in product(alike, units):
             theirs = self._board.event_of(peer, stream, number)
             if theirs is not None and theirs != word:
                 self.in_doubt = True
@@ -312,6 +424,9 @@ class Watch:
 
     def late(self, peers: Sequence[int], what: str) -> CollectiveError:
         """The error for peers that showed no progress for the whole timeout."""
+        alone = self._called_alone(peers, what)
+        if alone is not None:
+            return alone
         lines = "; ".join(self.describe(peer) for peer in peers if peer != self._rank)
         return CollectiveError(
             f"rank {self._rank}: {what} did not end within {self.timeout_seconds:g} seconds "
@@ -322,14 +437,19 @@ class Watch:
 class _Patience:
     """Deadline of one wait: it moves on whenever a peer makes progress, and looks at the peers a few times a second."""
 
-    def __init__(self, watch: Watch, peers: Sequence[int], what: str) -> None:
+    LEFT_SECONDS = 0.5
+    """How long a wait goes on after a peer has left the call: what it has done before may still be on its way."""
+
+    def __init__(self, watch: Watch, peers: Sequence[int], what: str, late: Callable[[], CollectiveError]) -> None:
         self._watch = watch
         self._peers = peers
         self._what = what
+        self._late = late
         now = time.monotonic()
         self._next = now + 0.02
         self._deadline = now + watch.timeout_seconds
         self._progress = -1
+        self._left_at: float | None = None
 
     def check(self, *, force: bool = False) -> None:
         now = time.monotonic()
@@ -337,9 +457,18 @@ class _Patience:
             return
         self._next = now + 0.05
         self._watch.examine(self._peers, self._what)
+        leaver = self._watch.leaver(self._peers)
+        if leaver:
+            self._left_at = self._left_at or now
+            if now - self._left_at >= self.LEFT_SECONDS:
+                raise CollectiveError(f"{self._what} cannot end: {leaver}")
         progress = self._watch.progress_of(self._peers)
         if progress != self._progress:
             self._progress = progress
             self._deadline = now + self._watch.timeout_seconds
         elif now > self._deadline:
-            raise self._watch.late(self._peers, self._what)
+            raise self._late()
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

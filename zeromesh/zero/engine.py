@@ -139,7 +139,9 @@ class ZeroEngine:
 
         Raises:
             CollectiveError: when a peer is gone, late or in another unit.
+            PhaseError: during another pass; nothing is begun then.
         """
+        self.passes.require_idle()
         updates = microbatch.last and self.options.optimizer_in_backward
         try:
             loss = self.passes.train(run, seed * self.updater.scaler.scale, microbatch)

@@ -201,12 +201,14 @@ class Passes:
         """Forward passes under no_grad, on all ranks alike; they draw from `streams`, or from the generators as they are."""
         with torch.no_grad(), streams.in_force() if streams is not None else nullcontext():
             self._begin(Mode.EVALUATION, "eval", Walk(streams))
+            begun = self._mesh.begun
             try:
                 yield
                 self.writes.refuse_in_pass(self.units)
                 self.end()
             except BaseException as error:
-                self._mesh.fail(error)
+                if self._mesh.begun != begun:
+                    self._mesh.fail(error)
                 raise
 
     @contextmanager
@@ -230,14 +232,18 @@ class Passes:
     def _begin(self, mode: Mode, kind: str, walk: Walk | None = None) -> None:
         if self._entry is not None:
             self.end()  # A call of the user's own that failed half-way.
-        if self.mode is not Mode.IDLE:
-            raise PhaseError(f"a pass cannot begin during {self.mode.value}")
+        self.require_idle()
         self.mode = mode
         self._walk = walk or Walk()
         self._calls.reset()
         if mode is not Mode.BACKWARD:
             self.writes.refuse_between_passes(self.units)
         self.gathers.begin(kind)
+
+    def require_idle(self) -> None:
+        """Raise `PhaseError` while a pass goes on, other than a call of the user's own."""
+        if self.mode is not Mode.IDLE and self._entry is None:
+            raise PhaseError(f"a pass cannot begin during {self.mode.value}")
 
     def end(self) -> None:
         """The pass is over, well or not."""
