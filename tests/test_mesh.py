@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +17,7 @@ import torch
 from workers import Workers
 
 from zeromesh.errors import CollectiveError, StorageError
-from zeromesh.mesh.board import HISTORY, SharedBoard, StoreBoard, process_runs
+from zeromesh.mesh.board import HISTORY, Note, SharedBoard, StoreBoard, process_runs
 from zeromesh.mesh.segments import PAGE, Segment
 from zeromesh.mesh.watch import Activity, Watch
 
@@ -64,6 +66,33 @@ class TestBoards:
             first.event(0, n)
         assert second.event_of(0, 0, 2) is None
         assert second.event_of(0, 0, HISTORY + 2) == HISTORY - 1
+
+    def test_what_is_read_while_it_is_written_is_whole(self, boards: Boards) -> None:
+        """Another process writes all the time: an event is the one of its number, or not known any more, and neither a row nor a
+        note is half of one and half of the next."""
+        first, second = boards
+        writer = os.fork()
+        if writer == 0:
+            for n in itertools.count():
+                first.event(0, 7 * n)
+                first.post(n % 1000, n % 9, n % 1000)
+                first.write(Note.LEFT, n + 1, f"call {n + 1} " * 30)
+        seen, deadline = 0, time.monotonic() + 1.5
+        try:
+            while time.monotonic() < deadline:
+                row = second.row(0)
+                assert row.step == row.unit or row.unit == -1
+                stamp, text = second.read(0, Note.LEFT)
+                assert text == f"call {stamp} " * 30 if stamp else text == ""
+                latest = second.progress(0) // 2
+                for number in range(max(0, latest - HISTORY - 2), max(0, latest - HISTORY + 40)):
+                    word = second.event_of(0, 0, number)
+                    assert word in (None, 7 * number)
+                    seen += word is not None
+        finally:
+            os.kill(writer, signal.SIGKILL)
+            os.waitpid(writer, 0)
+        assert seen
 
     def test_a_failure_is_told_once(self, boards: Boards) -> None:
         first, second = boards

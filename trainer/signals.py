@@ -1,4 +1,7 @@
-"""Stopping in order: a first SIGTERM or SIGINT ends the run after the step that is going on, a second one at once."""
+"""Stopping in order: a first SIGTERM or SIGINT ends the run after the step that is going on, a second one at once.
+
+Processes that are forked meanwhile, such as workers of a dataset, have the handlers that were there before: a signal ends them.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _SAME_SECONDS = 1.0
 """A terminal and a launcher both pass the same Ctrl-C on; within this time it is one."""
@@ -35,22 +39,39 @@ class StopRequest:
             os.kill(os.getpid(), number)
 
 
+_REPLACED: dict[int, Any] = {}
+"""The handlers for which those of the run stand in, by signal."""
+
+
+@cache
+def _restore_in_children() -> None:
+    """From now on a forked process begins with the handlers that the run has replaced."""
+    os.register_at_fork(after_in_child=_restore)
+
+
+def _restore() -> None:
+    while _REPLACED:
+        signal.signal(*_REPLACED.popitem())
+
+
 @contextmanager
 def stop_requests(tell: Callable[[str], None]) -> Iterator[StopRequest]:
     """Inside the block signals become requests, where nobody else handles them; `tell` is called with a line for a person."""
     request = StopRequest(tell)
-    kept = {}
+    mine = []
     if threading.current_thread() is threading.main_thread():
+        _restore_in_children()
         for number in (signal.SIGTERM, signal.SIGINT):
             handler = signal.getsignal(number)
             if handler in (signal.SIG_DFL, signal.default_int_handler):
-                kept[number] = handler
+                mine.append(number)
+                _REPLACED[number] = handler
                 signal.signal(number, request.receive)
     try:
         yield request
     finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
+        for number in mine:
+            signal.signal(number, _REPLACED.pop(number))
 
 
 def leave(number: int) -> NoReturn:
