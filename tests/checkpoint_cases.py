@@ -154,13 +154,18 @@ def noted(mesh: Mesh, *, fault: str = "", **arguments: Any) -> dict[str, Any]:
     return {**found, "said": said.getvalue()}
 
 
-def slowed(mesh: Mesh, *, folder: str, rank: int, seconds: float) -> dict[str, Any]:
-    """13 steps in which one rank is slow; what the console said, and the file of ranks in between."""
+def slowed(mesh: Mesh, *, folder: str, rank: int, seconds: float, evaluations: bool = False) -> dict[str, Any]:
+    """13 steps in which one rank is slow, or the evaluations after every 4 of them; what the console said, the file of ranks in
+    between, and the largest part of a step that went to communication."""
     during: list[dict[str, Any]] = []
 
     class Late(Callback):
         def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
-            if mesh.rank == rank:
+            if mesh.rank == rank and not evaluations:
+                time.sleep(seconds)
+
+        def on_prediction_step(self, trainer: Trainer, done: int, total: int) -> None:
+            if mesh.rank == rank and done == total:
                 time.sleep(seconds)
 
         def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
@@ -170,10 +175,16 @@ def slowed(mesh: Mesh, *, folder: str, rank: int, seconds: float) -> dict[str, A
 
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        config = configured(folder, 13, {"checkpoint": {"every_steps": 0}})
-        with Trainer(llama(), config, sentences(), callbacks=[Late()]) as trainer:
+        config = configured(
+            folder, 13, {"checkpoint": {"every_steps": 0}, "run": {"eval_every": 4 if evaluations else 0}}
+        )
+        with Trainer(llama(), config, sentences(), sentences(), callbacks=[Late()]) as trainer:
             trainer.fit()
-    return {"said": said.getvalue(), "during": during}
+    parts = [
+        sum(row["seconds"] for rows in line["communication"].values() for row in rows.values()) / line["step_seconds"]
+        for line in read_metrics(Path(folder) / "run" / "metrics.jsonl")
+    ]
+    return {"said": said.getvalue(), "during": during, "communication": max(parts)}
 
 
 def opened(mesh: Mesh, *, folder: str, compute: str) -> dict[str, bool]:

@@ -53,8 +53,6 @@ class TrainingLoop:
         """The signal by which some rank was asked to stop."""
         self._ended = ""
         """Why the run ends before its last step, as if that were it."""
-        self._seconds = 0.0
-        """Of steps since ranks were last looked at."""
         self._written = 0
         """The latest step whose line is in the files."""
         self._metrics: StepMetrics | None = None
@@ -116,9 +114,9 @@ class TrainingLoop:
         run.step, run.reached = number, position + 1
         self._note_stop(result.votes.number)
         run.call("on_optimizer_step", number)
-        self._seconds += result.seconds
+        self._stragglers.took(result.seconds, result.idle)
         due = self._due_after_step(position)
-        figures = RankFigures.of(run.mesh) if due.log else None
+        figures = RankFigures.of(run.mesh, self._stragglers.busy) if due.log else None
         peak = figures.peak_bytes if figures else 0
         metrics = run.progress.add(result, number, run.learning_rate, peak, run.figures.of(result))
         run.history.count(metrics.loss)
@@ -133,8 +131,7 @@ class TrainingLoop:
         if not self._log():
             run.console.advance(number)
         if figures is not None:
-            run.tell(self._stragglers.look(number, self._seconds, figures.waited))
-            self._seconds = 0.0
+            run.tell(self._stragglers.look(number, figures.busy))
         run.progress.check(number)
         self._fulfil()
         if run.plan.ends_epoch(position) or run.events.wishes.stop_epoch or (self._over and not self._stopped):

@@ -396,7 +396,7 @@ class Run:
 
     def load_weights(self, checkpoint: Path) -> None:
         """Take the weights of a checkpoint, to evaluate them; all ranks call it. Raises as `checkpoints.load_weights`."""
-        with self.guarded():
+        with self.guarded("trainer.run.load_weights()"):
             self.step = load_weights(checkpoint, self.trained.require_engine(), self.mesh)
 
     def evaluations(self, stop: Callable[[], bool]) -> Values | None:

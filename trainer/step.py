@@ -107,6 +107,8 @@ class StepResult:
     loss_scale: float
     seconds: float
     cause: str = ""
+    idle: float = 0.0
+    """Seconds in which this rank has waited for others."""
     waited: Mapping[str, float] = field(default_factory=dict)
     """Seconds that this rank stood still for bytes of a tier, by its name."""
     communication: Figures = field(default_factory=dict)
@@ -175,7 +177,8 @@ class Stepper:
             CollectiveError: when a peer is gone, late or elsewhere.
         """
         engine = self._require_engine()
-        began = time.perf_counter()
+        began, waited = time.perf_counter(), self._mesh.waited
+        self._mesh.traffic.take()  # What ranks have told one another since the last step is no part of this one.
         self._mesh.clock.begin(engine.tiers.seconds_waited)
         microbatches, rounds = feed.microbatches(step, self._mesh.data_index), feed.rounds(step)
         with self._mesh.clock.span(Span.DATA):
@@ -218,6 +221,7 @@ class Stepper:
             bubble=self._bubble(),
             loss_scale=outcome.loss_scale,
             seconds=time.perf_counter() - began,
+            idle=self._mesh.waited - waited,
         )
 
     def _bubble(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ from zeromesh.mesh.groups import Mesh
 from zeromesh.offload import peak_bytes
 
 _WINDOW = 10
-"""Steps that are looked at together."""
+"""Steps that are looked at together, at least."""
 _FACTOR = 1.5
 _LEAST_SECONDS = 0.05
 """A step. Less is not worth a person's time."""
@@ -23,42 +23,56 @@ _SILENT_STEPS = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFigures:
-    """What ranks tell one another: the highest peak memory of any, and how long each has waited for others so far."""
+    """What ranks tell one another: the highest peak memory of any, and the seconds that each was at work in a step."""
 
     peak_bytes: int
-    waited: tuple[float, ...]
+    busy: tuple[float, ...]
 
     @classmethod
-    def of(cls, mesh: Mesh) -> RankFigures:
+    def of(cls, mesh: Mesh, busy: float = 0.0) -> RankFigures:
         """Those of all ranks by now; all call it."""
         on_device = mesh.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(mesh.device) if on_device else peak_bytes()
-        waited = int(1e6 * mesh.watch.waited) if mesh.watch is not None else 0
-        rows = mesh.world.gather_integers([peak, waited])
-        return cls(peak_bytes=max(row[0] for row in rows), waited=tuple(row[1] / 1e6 for row in rows))
+        rows = mesh.world.gather_integers([peak, int(1e6 * busy)])
+        return cls(peak_bytes=max(row[0] for row in rows), busy=tuple(row[1] / 1e6 for row in rows))
 
 
 class Stragglers:
-    """Looks at the seconds that ranks were at work in each step, without those that they have waited for one another."""
+    """Looks at the seconds that ranks were at work in steps, without those that they have waited there for one another.
+
+    What is between steps, such as evaluations and checkpoints, is no part of it, nor is the first step, in which much is done once.
+    """
 
     def __init__(self) -> None:
-        self._steps: deque[list[float]] = deque(maxlen=_WINDOW)
+        self._looks: deque[tuple[int, Sequence[float]]] = deque()
+        """Of each look, the steps since the one before, and each rank's seconds at work in one of them."""
         self._told: dict[int, int] = {}
-        self._waited: Sequence[float] | None = None
+        self._begun = False
+        self._own: list[float] = []
 
-    def look(self, step: int, seconds: float, waited: Sequence[float]) -> str | None:
-        """Take the seconds of a step, and those that each rank has waited since the start; as `add`."""
-        before, self._waited = self._waited, waited
-        if before is None:
-            return None
-        return self.add(step, [seconds - (now - then) for now, then in zip(waited, before, strict=True)])
+    def took(self, seconds: float, waited: float) -> None:
+        """This rank has made a step of so many seconds, of which it has waited `waited` for other ranks."""
+        if self._begun:
+            self._own.append(max(0.0, seconds - waited))
+        self._begun = True
 
-    def add(self, step: int, busy: Sequence[float]) -> str | None:
-        """Take the seconds of each rank in a step; a line about a slow rank, when there is news of one."""
-        self._steps.append(list(busy))
-        if len(busy) < 2 or len(self._steps) < _WINDOW:
+    @property
+    def busy(self) -> float:
+        """Seconds that this rank was at work in a step, on average since the last look."""
+        return sum(self._own) / max(1, len(self._own))
+
+    def look(self, step: int, busy: Sequence[float]) -> str | None:
+        """Take `busy` of each rank after a step; a line about a slow rank, when there is news of one."""
+        made, self._own = len(self._own), []
+        if not made:
             return None
-        mean = [sum(row[rank] for row in self._steps) / _WINDOW for rank in range(len(busy))]
+        self._looks.append((made, busy))
+        while sum(steps for steps, _ in self._looks) - self._looks[0][0] >= _WINDOW:
+            self._looks.popleft()
+        steps = sum(steps for steps, _ in self._looks)
+        if len(busy) < 2 or steps < _WINDOW:
+            return None
+        mean = [sum(made * row[rank] for made, row in self._looks) / steps for rank in range(len(busy))]
         slowest = max(range(len(mean)), key=mean.__getitem__)
         others = statistics.median(mean[:slowest] + mean[slowest + 1 :])
         told = self._told.get(slowest)
@@ -68,6 +82,6 @@ class Stragglers:
             return None
         self._told[slowest] = step
         return (
-            f"rank {slowest} is slow: over {_WINDOW} steps it was at work for {1000 * mean[slowest]:.0f} ms a step, the others "
+            f"rank {slowest} is slow: over {steps} steps it was at work for {1000 * mean[slowest]:.0f} ms a step, the others "
             f"for {1000 * others:.0f} ms, and waited for it"
         )

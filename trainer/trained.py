@@ -184,7 +184,9 @@ class TrainedModel:
         """See `Trainer.gradient`."""
         if self.engine is None or not self._gradients_ready:
             raise PhaseError("gradients are there between backward and update: read them in on_pre_optimizer_step")
-        self.engine.state.nbytes_of([name])  # A name that no parameter has is refused before ranks wait for one another.
+        self.engine.state.nbytes_of(
+            [name]
+        )  # A name that no parameter has is refused before ranks wait for one another.
         with self._run.mesh.call(f"trainer.gradient({name!r})"):
             gradient = self.engine.state.gradient(name)
         return None if gradient is None else gradient.mul_(self.stepper.gradient_factor)

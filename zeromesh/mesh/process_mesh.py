@@ -274,6 +274,11 @@ class ProcessMesh:
         return 0 if self.watch is None else self.watch.begun
 
     @property
+    def waited(self) -> float:
+        """Seconds that this rank has waited for others so far."""
+        return 0.0 if self.watch is None else self.watch.waited
+
+    @property
     def in_doubt(self) -> bool:
         """Whether something that ranks do together has ended with an error here, or cannot end any more."""
         return self.watch is not None and self.watch.in_doubt
