@@ -9,7 +9,7 @@ Useful by itself; knows no rank and no model.
 
 from zeromesh.offload.device import PassingMemory, allocate_lasting
 from zeromesh.offload.file import FileTier, Slot
-from zeromesh.offload.heap import heap_variables, reuse_freed_memory, settle_heap
+from zeromesh.offload.heap import reuse_freed_memory, settle_heap
 from zeromesh.offload.host import PinnedBudget, pinned_limit
 from zeromesh.offload.ledger import Ledger, Purpose, Tier
 from zeromesh.offload.process import (
@@ -49,7 +49,6 @@ __all__ = [
     "Waits",
     "allocate_lasting",
     "available_bytes",
-    "heap_variables",
     "peak_bytes",
     "pinned_limit",
     "proportional_bytes",

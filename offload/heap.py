@@ -1,18 +1,17 @@
 """How glibc's allocator deals with what activations free, so that they find room again. With another C library nothing is done.
 
-A process that is started with `heap_variables` calls `reuse_freed_memory` before it allocates and `settle_heap` before its first
-step. docs/decisions/0006-allocator.md and 0010-small-blocks-are-reserved.md have what was measured.
+A process calls `reuse_freed_memory` before it allocates and `settle_heap` before its first step, however it was started.
+docs/decisions/0006-allocator.md and 0010-small-blocks-are-reserved.md have what was measured.
 """
 
 from __future__ import annotations
 
 import ctypes
+import struct
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
-TUNABLES = "GLIBC_TUNABLES"
-"""The variable that glibc reads when a process begins."""
-_NO_CACHES = "glibc.malloc.tcache_count=0"
 _M_MXFAST = 1
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -22,6 +21,12 @@ _NEVER = -1
 _MENDED = (2, 38)
 """The glibc that finds aligned blocks again, so that none is split off large ones for small objects to settle in."""
 
+_CACHE_SIZES = struct.pack("NN", 64, 1032)
+"""glibc's number of sizes that a thread's cache holds, and the largest of them; how many blocks of each is the word behind."""
+_MOST_CACHED = (1 << 16) - 1
+_PARAMETERS_BYTES = 160
+"""The two thresholds lie at most so many bytes before those, in one structure."""
+
 _EXACT_BYTES = 1024
 """glibc keeps free blocks below this by their exact size."""
 _RESERVED_BYTES = 256 << 10
@@ -29,14 +34,6 @@ _RESERVED_BYTES = 256 << 10
 _FEWEST, _MOST = 8, 512
 _LARGEST_SMALL = 64 << 10
 _GUARD_BYTES = 24
-
-
-def heap_variables() -> dict[str, str]:
-    """Variables for a process to be started: small blocks that were just freed must not be the first to be used again.
-
-    They are what glibc has split off an aligned block, and an object in one of them keeps two large blocks apart for its life.
-    """
-    return {TUNABLES: _NO_CACHES} if _old_glibc() is not None else {}
 
 
 def reuse_freed_memory() -> bool:
@@ -51,19 +48,59 @@ def reuse_freed_memory() -> bool:
     return bool(libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
 
 
-def settle_heap(tunables: str) -> None:
+def settle_heap() -> bool:
     """Give the system back what glibc holds free, holes included: after start-up, whose blocks have other sizes than a step's.
 
-    Where `tunables`, this process's `GLIBC_TUNABLES`, has `heap_variables` in it, small blocks are then reserved: glibc takes an
-    object's memory from those before it cuts it out of a hole that is large enough for a tensor. They take about 15 MiB.
+    Then small blocks that were just freed are no longer the first to be used again: they are what glibc before 2.38 has split off
+    an aligned block, and an object in one of them keeps two large blocks apart for its life. Small objects come from blocks that
+    are reserved here, before glibc cuts them out of a hole that is large enough for a tensor; those take about 15 MiB.
+
+    Returns False where that is not needed, or where glibc's parameters are not where they are expected: then nothing was changed.
     """
     libc = _glibc()
     if libc is None:
-        return
+        return False
     libc.malloc_trim(0)
-    if _NO_CACHES in tunables and _old_glibc() is not None:
-        libc.mallopt(_M_MXFAST, 0)
-        _reserve(libc)
+    if not _splits_aligned_blocks(libc) or not reuse_freed_memory():
+        return False
+    cached = _blocks_cached()
+    if cached is None:
+        return False
+    cached.value = 0
+    libc.mallopt(_M_MXFAST, 0)
+    _reserve(libc)
+    return True
+
+
+def _blocks_cached() -> ctypes.c_size_t | None:
+    """How many freed blocks of one size glibc keeps for a thread: its tunable `tcache_count`, which no call can set in a process
+    that runs already.
+
+    It is found in the library's data by what lies around it: the sizes that a cache holds, and the thresholds that
+    `reuse_freed_memory` has set. None where that is not found once.
+    """
+    thresholds = struct.pack("N", _LARGE_BLOCK), struct.pack("n", _NEVER)
+    found = []
+    for start, end in _writable_data():
+        data = ctypes.string_at(start, end - start)
+        at = data.find(_CACHE_SIZES)
+        while at >= 0:
+            place = at + len(_CACHE_SIZES)
+            before = data[max(0, at - _PARAMETERS_BYTES) : at]
+            count = struct.unpack_from("N", data, place)[0] if place + 8 <= len(data) else _MOST_CACHED + 1
+            if count <= _MOST_CACHED and all(each in before for each in thresholds):
+                found.append(ctypes.c_size_t.from_address(start + place))
+            at = data.find(_CACHE_SIZES, at + 1)
+    return found[0] if len(found) == 1 else None
+
+
+def _writable_data() -> Iterator[tuple[int, int]]:
+    """Where the C library's variables lie: first and last address of each mapping."""
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        addresses, rights, _, _, _, *name = line.split(maxsplit=5)
+        if name and rights.startswith("rw") and Path(name[0]).name.startswith(("libc.so", "libc-")):
+            start, end = (int(each, 16) for each in addresses.split("-"))
+            yield start, end
 
 
 def _reserve(libc: ctypes.CDLL) -> None:
@@ -90,14 +127,10 @@ def _sizes() -> Iterator[int]:
         yield size
 
 
-def _old_glibc() -> ctypes.CDLL | None:
-    """The C library, if it is a glibc that splits aligned blocks."""
-    libc = _glibc()
-    if libc is None:
-        return None
+def _splits_aligned_blocks(libc: ctypes.CDLL) -> bool:
+    """Whether it is a glibc that does not find an aligned block of the same size again."""
     libc.gnu_get_libc_version.restype = ctypes.c_char_p
-    version = tuple(int(part) for part in libc.gnu_get_libc_version().decode().split(".")[:2])
-    return libc if version < _MENDED else None
+    return tuple(int(part) for part in libc.gnu_get_libc_version().decode().split(".")[:2]) < _MENDED
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
 import torch
 from conformance import reference
 from conformance.cases import Run
+from conformance.models import VOCABULARY, stack
 from conformance.recipe import Layout, Problem
 from mesh_cases import resident
 
@@ -16,8 +18,12 @@ from zeromesh.mesh.select import choose_transport
 from zeromesh.offload import Purpose
 from zeromesh.optim.sharded import GroupRules
 from zeromesh.zero.footprint import predict_memory
+from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.plan import plan_model
+from zeromesh.zero.sources import BuiltSource
 from zeromesh.zero.unit import Bucket
+from zeromesh.zero.walk import Microbatch
 
 CPU = torch.device("cpu")
 
@@ -48,6 +54,48 @@ def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any]) -> dict
     }
     run.close()
     return result
+
+
+def lead(mesh: Mesh, transports: list[str]) -> list[dict[str, int]]:
+    """For each transport: the most bytes of gradients that wait where autograd has put them, on a rank whose peer begins backward
+    late, and the bytes of the largest unit and of all."""
+    found = []
+    for transport in transports:
+        torch.manual_seed(0)
+        model = stack(layers=12, size=64)
+        name: Any = transport
+        inside = transport == "inside"
+        options = ZeroOptions(
+            stage=3,
+            transport="shared" if inside else name,
+            optimizer_in_backward=inside,
+            on_nonfinite="stop" if inside else "skip",
+            clip_norm=0.0 if inside else 1.0,
+        )
+        engine = ZeroEngine.build(model, mesh, options, BuiltSource(model))
+        gradients, most = engine.passes.gradients, 0
+        begin, take = gradients.begin, gradients.take
+
+        def late(*arguments: Any, begin: Any = begin, **named: Any) -> None:
+            begin(*arguments, **named)
+            if mesh.rank == 1:
+                time.sleep(0.5)
+
+        def watched(*arguments: Any, take: Any = take, model: Any = model) -> None:
+            nonlocal most
+            take(*arguments)
+            most = max(most, sum(_bytes(p.grad) for p in model.parameters() if p.grad is not None))
+
+        gradients.begin, gradients.take = late, watched
+        tokens = torch.arange(8).view(1, 8) % VOCABULARY
+        engine.begin_step(0, 1.0)
+        where = Microbatch(step=0, first_sample=mesh.rank, first=True, last=True)
+        engine.forward_backward(lambda model=model, tokens=tokens: model(tokens).square().sum(), 1.0, where)
+        engine.finish_step()
+        sizes = [sum(bucket.layout.padded * 4 for bucket in unit.trainable) for unit in engine.units]
+        found.append({"waiting": most, "largest": max(sizes), "all": sum(sizes)})
+        engine.close()
+    return found
 
 
 def _named(terms: Any) -> dict[str, int]:

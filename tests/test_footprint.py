@@ -187,3 +187,11 @@ def test_gradients_inside_backward_stay_below_what_is_predicted(workers: Workers
         staying = {name: nbytes for name, nbytes in found["predicted"].items() if name != Purpose.GRADIENTS.name}
         assert found["ledger"] == staying
         assert sum(staying.values()) < found["ledger_peak"] <= found["predicted_peak"]
+
+
+def test_a_rank_that_runs_ahead_of_its_peer_waits_instead_of_keeping_gradients(workers: Workers) -> None:
+    """It may have those of a unit that backward is in beside those of one that waits for a slot."""
+    for rank in workers.run(2, "footprint_cases:lead", transports=["shared", "gloo", "inside"]):
+        for found in rank:
+            assert found["waiting"] <= 2 * found["largest"]
+            assert found["all"] > 8 * found["largest"]

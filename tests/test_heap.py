@@ -1,19 +1,19 @@
-"""Holes of the heap: with the variables of the launcher and blocks in reserve, small objects keep no large blocks apart."""
+"""Holes of the heap: small objects keep no large blocks apart, however the process was started."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import subprocess
 import sys
 
 import pytest
 
-from zeromesh.mesh.launcher import launch_workers
-from zeromesh.offload.heap import TUNABLES, heap_variables
+from zeromesh.offload import heap
 
 SCRIPT = """
-import ctypes, os, torch
+import ctypes, sys, torch
 from zeromesh.offload import reuse_freed_memory, settle_heap
 
 class Info(ctypes.Structure):
@@ -23,7 +23,8 @@ libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Info
 libc.malloc.restype = ctypes.c_void_p
 reuse_freed_memory()
-settle_heap(os.environ.get("GLIBC_TUNABLES", ""))
+if sys.argv[1] == "settled":
+    assert settle_heap()
 before = libc.mallinfo2().arena
 for layer in range(40):
     for count in (700_000, 500_003, 300_001):  # a layer's tensors, which go, and small objects, which stay
@@ -35,43 +36,38 @@ for layer in range(40):
         del second, third
 print(libc.mallinfo2().arena - before)
 """
+_LIBRARY, _VERSION = platform.libc_ver()
+_SPLITS = _LIBRARY == "glibc" and tuple(map(int, _VERSION.split(".")[:2])) < (2, 38)
 
 
-def growth(variables: dict[str, str]) -> int:
+def growth(settled: str, variables: dict[str, str]) -> int:
     """Bytes by which the heap grows over forty layers, of which 0.1 MB stay."""
-    environment = {name: value for name, value in os.environ.items() if name != TUNABLES}
+    environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env={**environment, **variables}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", SCRIPT, settled],
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return int(done.stdout)
 
 
-@pytest.mark.skipif(not heap_variables(), reason="this C library finds aligned blocks again")
+@pytest.mark.skipif(not _SPLITS, reason="this C library finds aligned blocks again")
 def test_layers_find_the_room_that_others_have_left() -> None:
-    with_reserve, without = growth(heap_variables()), growth({})
-    assert with_reserve < 16 << 20
-    assert without > 3 * with_reserve
+    settled, without = growth("settled", {}), growth("not", {})
+    assert settled < 16 << 20
+    assert without > 3 * settled
+    assert growth("settled", {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}) < 16 << 20
 
 
-def test_workers_begin_with_the_variables_unless_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str | None] = []
-
-    def start(config: object, command: str) -> object:
-        return lambda *arguments: seen.append(os.environ.get(TUNABLES))
-
-    monkeypatch.setattr("zeromesh.mesh.launcher.elastic_launch", start)
-    monkeypatch.delenv(TUNABLES, raising=False)
-    launch_workers(["-c", "pass"], processes=2)
-    assert TUNABLES not in os.environ
-    monkeypatch.setenv(TUNABLES, "glibc.malloc.arena_max=1")
-    launch_workers(["-c", "pass"], processes=2)
-    assert seen == [heap_variables().get(TUNABLES), "glibc.malloc.arena_max=1"]
+def test_parameters_that_lie_elsewhere_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "_CACHE_SIZES", b"no such bytes in the library's data")
+    monkeypatch.setattr(heap, "_reserve", lambda libc: pytest.fail("nothing is to be reserved"))
+    assert heap.settle_heap() is False
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    from zeromesh.offload import reuse_freed_memory, settle_heap
-
-    assert heap_variables() == {}
-    assert reuse_freed_memory() is False
-    settle_heap("glibc.malloc.tcache_count=0")
+    assert heap.reuse_freed_memory() is False
+    assert heap.settle_heap() is False

@@ -13,10 +13,8 @@ from torch import Tensor
 
 from zeromesh.errors import PhaseError, StorageError
 from zeromesh.generators import seed_all
-from zeromesh.mesh.launch import setting
 from zeromesh.mesh.select import choose_transport
 from zeromesh.offload import Tiers, available_bytes, settle_heap
-from zeromesh.offload.heap import TUNABLES
 from zeromesh.trainer import setup
 from zeromesh.trainer.attributes import KeptAttributes
 from zeromesh.trainer.console import human_bytes, human_count
@@ -74,7 +72,7 @@ class TrainedModel:
         if options.stage == 3 or run.mesh.tensor.size * run.mesh.pipeline.size > 1:
             self._save_whole()
         if run.mesh.device.type == "cpu":
-            settle_heap(setting(TUNABLES) or "")
+            settle_heap()
         self.stepper = Stepper(
             self.model, self.loss, run.mesh, options.precision.compute, engine, self.divided.pipeline
         )

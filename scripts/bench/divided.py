@@ -19,9 +19,8 @@ from bench.probe import Probe
 from bench.workload import Workload
 from zeromesh.mesh.axes import MeshShape
 from zeromesh.mesh.groups import Mesh
-from zeromesh.mesh.launch import read_environment, setting
+from zeromesh.mesh.launch import read_environment
 from zeromesh.offload import reuse_freed_memory, settle_heap
-from zeromesh.offload.heap import TUNABLES
 from zeromesh.parallel import Divided, ParallelOptions, divide
 from zeromesh.pipeline.executor import Bubble
 from zeromesh.pipeline.runner import Work
@@ -86,7 +85,7 @@ class Training:
         use_fastest_products(self.model, workload.compute, "cpu")
         options, cuts = form.options(workload), self.divided.cuts
         self.engine = ZeroEngine.build(self.model, self.mesh, options, built.source, cuts=cuts)
-        settle_heap(setting(TUNABLES) or "")
+        settle_heap()
 
     def step(self, number: int, tokens: Tensor) -> float:
         """One step on `[microbatches x micro, sequence]` token ids; the mean loss."""

@@ -18,7 +18,6 @@ from bench import activations
 from bench.activations import Activations
 from bench.worker import RESULT
 from bench.workload import Workload
-from zeromesh.offload.heap import TUNABLES, heap_variables
 
 _SCRIPTS = Path(__file__).resolve().parent.parent
 _LAST_LINES = 25
@@ -92,10 +91,7 @@ def run_ranks(module: str, workload: Workload, arguments: list[str], *, timeout:
     """
     with tempfile.TemporaryDirectory(prefix="zeromesh-bench-") as folder:
         logs = [Path(folder, f"rank{rank}") for rank in range(workload.ranks)]
-        # As `zeromesh train` starts its workers: unless the variable is set.
-        ours = arguments[0].startswith("zeromesh") and TUNABLES not in os.environ
-        extra = heap_variables() if ours else {}
-        processes = _start([sys.executable, "-m", module, *arguments], workload, logs, extra)
+        processes = _start([sys.executable, "-m", module, *arguments], workload, logs)
         try:
             for process in processes:
                 if process.wait(timeout=timeout):
@@ -109,16 +105,14 @@ def run_ranks(module: str, workload: Workload, arguments: list[str], *, timeout:
         return [_result(log) for log in logs]
 
 
-def _start(
-    command: list[str], workload: Workload, logs: list[Path], extra: dict[str, str]
-) -> list[subprocess.Popen[bytes]]:
+def _start(command: list[str], workload: Workload, logs: list[Path]) -> list[subprocess.Popen[bytes]]:
     port = str(_free_port())
     processes = []
     for rank, log in enumerate(logs):
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workload.ranks, "LOCAL_WORLD_SIZE": workload.ranks}
         variables = {name: str(number) for name, number in numbers.items()}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-        variables |= {**_ONE_THREAD, **extra, "PYTHONPATH": _python_path()}
+        variables |= {**_ONE_THREAD, "PYTHONPATH": _python_path()}
         if workload.device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
         with log.open("wb") as output:

@@ -28,7 +28,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from zeromesh.errors import CollectiveError, ZeromeshError
 from zeromesh.mesh.launch import LOOPBACK, die_with_launcher, exported, launcher_variables, setting, worker_environment
-from zeromesh.offload.heap import TUNABLES, heap_variables
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _RENDEZVOUS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -96,8 +95,7 @@ def launch_workers(arguments: Sequence[str], *, processes: int, nodes: Nodes = N
     Returns 0 when all succeed, what failed when one does not, and 128 plus the signal's number when this
     process was told to stop; the workers are gone then.
     """
-    heap = heap_variables() if setting(TUNABLES) is None else {}
-    variables = {**worker_environment(processes, alone=nodes.alone), **heap, **_RENDEZVOUS, **launcher_variables()}
+    variables = {**worker_environment(processes, alone=nodes.alone), **_RENDEZVOUS, **launcher_variables()}
     with exported(variables), _quiet_elastic(), _kept_signal_handlers():
         config = LaunchConfig(
             min_nodes=nodes.least,

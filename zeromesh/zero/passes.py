@@ -409,7 +409,7 @@ class Passes:
         self._need_in_backward(unit)
         ranges.turn_to(unit.name)
         if self._options.overlap:
-            self.gradients.pump()
+            self.gradients.keep_up()
         self._mesh.post(Activity.BACKWARD, unit.index)
 
     def _need_in_backward(self, unit: Unit) -> None:

@@ -4,7 +4,8 @@
              \\--add--> bucket.partial (stages that reduce once per step, before the last microbatch; a group of one rank)
 
 Buckets are launched in one order that all ranks share: the reverse of the order in which their units ran forward. A bucket that
-is complete too early waits for its turn; while no slot is free its gradients stay where autograd put them.
+is complete too early waits for its turn; while no slot is free its gradients stay where autograd put them, until backward leaves
+the unit.
 """
 
 from __future__ import annotations
@@ -128,6 +129,17 @@ class GradientReducer:
         while self._flying and self._flying[0][1].ready():
             self._finish_one()
 
+    def keep_up(self) -> None:
+        """Backward has left a unit: launch what is complete and next in order, waiting for peers until its slots are free.
+
+        Gradients that wait for a slot stay where autograd has put them, so a rank that ran ahead of its peers would hold all of its
+        gradients at once. The wait cannot be circular: all ranks launch in one order, what a slot waits for was launched before, and
+        this rank has left the units that its peers may be waiting to update.
+        """
+        self.pump()
+        while self._queue and self._queue[0].complete:
+            self._launch_next()
+
     def flush(self) -> None:
         """Backward is over: launch all that is left, missing gradients as zeros, and finish everything."""
         if not self._reduce:
@@ -137,13 +149,7 @@ class GradientReducer:
                     arrivals.launched = True
             self._hand_on()
         while self._queue:
-            arrivals = self._queue.popleft()
-            while self._slot_of(arrivals) is None:
-                if self._flying:
-                    self._finish_one()
-                else:
-                    arrivals.filled = self._typed(arrivals.bucket, self._acquire(arrivals.sequence, block=True))
-            self._launch(arrivals)
+            self._launch_next()
         while self._flying:
             self._finish_one()
         for bucket, reduction in self._whole:
@@ -151,6 +157,16 @@ class GradientReducer:
             self._on_reduced(bucket)
         self._whole.clear()
         self._arrivals = {}
+
+    def _launch_next(self) -> None:
+        """Launch what is next in order, as soon as its slot is free."""
+        arrivals = self._queue.popleft()
+        while self._slot_of(arrivals) is None:
+            if self._flying:
+                self._finish_one()
+            else:
+                arrivals.filled = self._typed(arrivals.bucket, self._acquire(arrivals.sequence, block=True))
+        self._launch(arrivals)
 
     def _hand_on(self) -> None:
         """Hand on the sums of this rank alone, in the order that all ranks share: sums over replicas may follow."""
