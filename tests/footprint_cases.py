@@ -17,8 +17,8 @@ from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.select import choose_transport
 from zeromesh.offload import Purpose
 from zeromesh.optim.sharded import GroupRules
-from zeromesh.zero.footprint import predict_memory
 from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.footprint import predict_memory
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.plan import plan_model
 from zeromesh.zero.sources import BuiltSource

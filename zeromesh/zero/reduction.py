@@ -132,9 +132,9 @@ class GradientReducer:
     def keep_up(self) -> None:
         """Backward has left a unit: launch what is complete and next in order, waiting for peers until its slots are free.
 
-        Gradients that wait for a slot stay where autograd has put them, so a rank that ran ahead of its peers would hold all of its
-        gradients at once. The wait cannot be circular: all ranks launch in one order, what a slot waits for was launched before, and
-        this rank has left the units that its peers may be waiting to update.
+        Gradients that wait for a slot stay where autograd has put them, so a rank that ran ahead of its peers would hold all
+        of its gradients at once. The wait cannot be circular: all ranks launch in one order, what a slot waits for was
+        launched before, and this rank has left the units that its peers may be waiting to update.
         """
         self.pump()
         while self._queue and self._queue[0].complete:
