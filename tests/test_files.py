@@ -154,7 +154,7 @@ def test_nothing_planted_in_a_runs_directory_is_written_through(tmp_path: Path, 
     replaced = name == "config.resolved.yaml" and kind != "directory"
     refused = pytest.raises(StorageError, match=rf"{re.escape(name)}.*{words}|cannot be written \(Is a directory\)")
     directory = RunDirectory(tmp_path, 0)
-    with contextlib.nullcontext() if replaced else refused, directory.locked(), directory.open(TrainerConfig(), 0):
+    with contextlib.nullcontext() if replaced else refused, directory.locked(), directory.open(TrainerConfig(), 0, {}):
         pass
     if kind == "link":
         assert (tmp_path / "target").read_text() == "untouched"

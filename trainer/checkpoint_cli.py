@@ -108,7 +108,7 @@ def _verify(options: argparse.Namespace) -> int:
     from zeromesh.checkpoint.damage import find_damage
     from zeromesh.checkpoint.reader import CheckpointReader
     from zeromesh.errors import CheckpointError
-    from zeromesh.trainer.checkpoint_places import checkpoints_at, plain
+    from zeromesh.trainer.checkpoint_places import checkpoints_at
     from zeromesh.trainer.console import Console
     from zeromesh.trainer.throughput import Throughput
 
@@ -117,7 +117,7 @@ def _verify(options: argparse.Namespace) -> int:
         try:
             reader = CheckpointReader(directory, checked=False)
         except CheckpointError as error:
-            console.note(f"{directory}: DAMAGED: {plain(str(error))}")
+            console.note(f"{directory}: DAMAGED: {error}")
             damaged += 1
             continue
         moved = Throughput(console, f"verifying {directory.name}", sum(p.end - p.begin for p in reader.pieces()))
@@ -129,7 +129,7 @@ def _verify(options: argparse.Namespace) -> int:
         console.note(f"{directory}{part}: {verdict}")
         for each in found:
             for line in _damage_lines(each.path, each.reasons, each.tensors):
-                console.note(plain(line))
+                console.note(line)
         damaged += bool(found)
     return 1 if damaged else 0
 

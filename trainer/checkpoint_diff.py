@@ -15,7 +15,6 @@ from zeromesh.checkpoint.manifest import StoredTensor
 from zeromesh.checkpoint.reader import CheckpointReader, Target
 from zeromesh.checkpoint.tensor_files import DTYPE_NAMES
 from zeromesh.offload import TensorSlice
-from zeromesh.trainer.checkpoint_places import plain
 from zeromesh.trainer.checkpoint_show import state_of
 from zeromesh.trainer.console import RunConsole
 from zeromesh.trainer.state import TrainerState
@@ -99,7 +98,7 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Run
 
 def _tell(console: RunConsole, lines: Sequence[str]) -> None:
     for line in lines[:_SHOWN]:
-        console.note(plain(line))
+        console.note(line)
     if len(lines) > _SHOWN:
         console.note(f"... and {len(lines) - _SHOWN:,} more")
 

@@ -41,8 +41,3 @@ def checkpoints_at(path: Path) -> list[Path]:
 def checkpoint_at(path: Path) -> Path:
     """The checkpoint that a path is, or the newest of a run. Raises `ConfigError` where there is none."""
     return checkpoints_at(path)[0]
-
-
-def plain(text: str) -> str:
-    """Text from a file that anyone may have made, without what a terminal would obey."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)

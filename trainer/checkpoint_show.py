@@ -17,8 +17,8 @@ from zeromesh.checkpoint.manifest import Manifest, StoredTensor
 from zeromesh.checkpoint.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.checkpoint.tensor_files import DTYPE_NAMES
-from zeromesh.errors import CheckpointError, ConfigError, StorageError
-from zeromesh.trainer.checkpoint_places import checkpoint_at, plain, store_at
+from zeromesh.errors import CheckpointError, ConfigError, StorageError, printable
+from zeromesh.trainer.checkpoint_places import checkpoint_at, store_at
 from zeromesh.trainer.console import human_bytes, human_count
 from zeromesh.trainer.state import TrainerState, name_in
 
@@ -260,7 +260,7 @@ def _lines(reader: CheckpointReader, state: TrainerState | None) -> list[str]:
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows under their columns, numbers to the right."""
-    every = [columns, *([plain(cell) for cell in row] for row in rows)]
+    every = [columns, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(row[place]) for row in every) for place in range(len(columns))]
     return [
         "  ".join(
@@ -272,7 +272,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _text(lines: Sequence[str]) -> str:
-    return "".join(f"{plain(line)}\n" for line in lines)
+    return "".join(f"{printable(line)}\n" for line in lines)
 
 
 def _json(content: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from zeromesh import __version__
-from zeromesh.errors import ConfigError, ZeromeshError
+from zeromesh.errors import ConfigError, ZeromeshError, printable, printable_lines
 from zeromesh.mesh.launch import LaunchEnvironment, die_with_launcher, python_arguments, read_environment
 from zeromesh.trainer.checkpoint_cli import add_checkpoint_command, run_checkpoint
 from zeromesh.trainer.completion import add_completion_command, run_completion
@@ -129,7 +129,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options, rest = parser.parse_known_args(list(arguments))
     unknown = [word for word in rest if word.startswith("-") or options.command in _BESIDE]
     if unknown:
-        parser.error(f"unknown arguments: {' '.join(unknown)}")
+        parser.error(printable(f"unknown arguments: {' '.join(unknown)}"))
     if rest:
         options.overrides += rest
     return options
@@ -177,7 +177,7 @@ def _train(options: argparse.Namespace) -> int:
 def _print_config(options: argparse.Namespace) -> int:
     """Every key, below lines that say how settings of another trainer became keys."""
     config = load_config(options.config, options.overrides, ranks=options.nproc)
-    sys.stdout.writelines(f"# {note}\n" for note in config.notes)
+    sys.stdout.writelines(f"# {printable(note)}\n" for note in config.notes)
     sys.stdout.write(config.to_yaml())
     return 0
 
@@ -276,7 +276,7 @@ def _hint(message: str) -> None:
 
 
 def _say(message: str) -> None:
-    sys.stderr.write(f"zeromesh: {message}\n")
+    sys.stderr.write(f"zeromesh: {printable_lines(message)}\n")
 
 
 if __name__ == "__main__":

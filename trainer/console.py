@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from zeromesh.errors import printable, printable_lines
 from zeromesh.trainer.metrics import StepMetrics
 
 _LOG = logging.getLogger(__name__)
@@ -175,7 +176,7 @@ class Console(SilentConsole):
         if self._progress is not None:
             self._progress.update(self._task, numbers=self._numbers)
         # A log file's lines are not wrapped, whatever width rich assumes of it.
-        self._rich.print(Text(text), soft_wrap=True)
+        self._rich.print(Text(printable_lines(text)), soft_wrap=True)
         self._rich.file.flush()
 
     def _show_status(self, text: str) -> None:
@@ -185,13 +186,13 @@ class Console(SilentConsole):
                 self._print(text)
         elif now - self._drawn >= _REFRESH_SECONDS:
             if self._progress is not None:
-                self._move_bar(None, text)
+                self._move_bar(None, printable(text))
                 return
             self._drawn = now
             if self._live is None:
                 self._live = Live(console=self._rich, auto_refresh=False, transient=True)
                 self._live.start()
-            self._live.update(Text(text, overflow="ellipsis", no_wrap=True), refresh=True)
+            self._live.update(Text(printable(text), overflow="ellipsis", no_wrap=True), refresh=True)
 
     def _end_status(self) -> None:
         live, self._live = self._live, None
@@ -205,7 +206,7 @@ class Console(SilentConsole):
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[numbers]}", markup=False),
             console=self._rich,
             auto_refresh=False,
             expand=True,

@@ -27,6 +27,10 @@ from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.metrics import EVALUATIONS, METRICS, STARTS, MetricsWriter
 from zeromesh.trainer.redaction import Redaction
 
+LOCK = "run.lock"
+"""Locked by the process of rank 0, which it names, also after a kill. After any other end it says how the run has ended."""
+ENDED = "ended"
+
 
 class RunDirectory:
     """Where a run writes; rank 0 does so.
@@ -61,12 +65,17 @@ class RunDirectory:
             yield
             return
         with contextlib.ExitStack() as stack:
-            self._lock(stack)
-            yield
+            file = self._lock(stack)
+            try:
+                yield
+            except BaseException as error:
+                _note(file, f"{ENDED} by {type(error).__name__}")
+                raise
+            _note(file, ENDED)
 
-    def _lock(self, stack: contextlib.ExitStack) -> None:
-        """Take the lock of the run until `stack` ends, and remove what killed processes have left half-written."""
-        path = self.path / "run.lock"
+    def _lock(self, stack: contextlib.ExitStack) -> io.FileIO:
+        """The file that is locked until `stack` ends. What killed processes have left half-written is removed."""
+        path = self.path / LOCK
         try:
             file = stack.enter_context(io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT), "r+"))
             if not try_lock(file.fileno()):
@@ -74,9 +83,9 @@ class RunDirectory:
                 raise StorageError(
                     f"{str(self.path)!r} belongs to a run that is going on ({holder}); wait for it, or give another run.name"
                 )
-            file.truncate(0)
-            file.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+            _note(file, f"pid {os.getpid()} on {socket.gethostname()}")
             remove_unfinished(self.path)
+            return file
         except OSError as error:
             raise StorageError(
                 f"{str(path)!r} cannot be opened and locked: {error.strerror or error}; another run could not be kept out. Change "
@@ -123,3 +132,10 @@ def start_facts(mesh: Mesh, parameters: int) -> dict[str, Any]:
     versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
     hardware = f"{size} rank{'s' * (size > 1)} on {name}"
     return {"parameters": parameters, "hardware": hardware, "versions": versions}
+
+
+def _note(file: io.FileIO, text: str) -> None:
+    """Put one line into the file of the lock. A disk that is full now is reported by what matters."""
+    with contextlib.suppress(OSError):
+        os.pwrite(file.fileno(), f"{text}\n".encode(), 0)
+        file.truncate(len(text) + 1)

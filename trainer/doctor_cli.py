@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zeromesh.errors import printable
+
 if TYPE_CHECKING:
     from zeromesh.trainer.doctor.findings import Part
 
@@ -32,14 +34,13 @@ def add_doctor_command(commands: Any) -> None:
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Look at everything and say what was found; returns 1 where there is a problem."""
-    from zeromesh.trainer.checkpoint_places import plain
     from zeromesh.trainer.doctor.findings import Level
 
     parts = []
     for part in _parts(options.directory or [_RUNS]):
         parts.append(part)
         if not options.json:
-            sys.stdout.write("".join(f"{plain(line)}\n" for line in part.lines()))
+            sys.stdout.write("".join(f"{printable(line)}\n" for line in part.lines()))
             sys.stdout.flush()
     counts = {level: sum(part.count(level) for part in parts) for level in Level}
     problems, warnings = counts[Level.PROBLEM], counts[Level.WARNING]

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zeromesh.errors import StorageError
-from zeromesh.offload.files import write_whole
+from zeromesh.errors import StorageError, printable
 
 NAME = "report.html"
 
@@ -45,13 +44,15 @@ def run_report(options: argparse.Namespace) -> int:
     _write(out, content)
     for run in runs:
         for remark in run.remarks:
-            sys.stderr.write(f"zeromesh: {run.name}: {remark}\n")
-    sys.stdout.write(f"{out}\n")
+            sys.stderr.write(printable(f"zeromesh: {run.name}: {remark}") + "\n")
+    sys.stdout.write(f"{printable(str(out))}\n")
     return 0
 
 
 def _write(out: Path, content: bytes) -> None:
     """Write a file whole: whoever has the old one open, or reads it meanwhile, sees no half of it."""
+    from zeromesh.offload.files import write_whole
+
     try:
         write_whole(out, content)
     except OSError as error:

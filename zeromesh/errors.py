@@ -9,8 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def printable(text: str) -> str:
+    r"""Text in one line without what a terminal would obey: control characters and the like as escapes, such as `\x1b`."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def printable_lines(text: str) -> str:
+    """The same of a text of several lines."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 class ZeromeshError(Exception):
-    """Base of every error that zeromesh raises on purpose."""
+    """Base of every error that zeromesh raises on purpose. Names in a message may be anybody's: it shows them as `printable`."""
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
 
 
 class ConfigError(ZeromeshError, ValueError):
