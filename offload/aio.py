@@ -17,7 +17,7 @@ from typing import Self
 import torch
 
 from zeromesh.errors import StorageError
-from zeromesh.offload.files import open_regular
+from zeromesh.files import open_regular
 
 BLOCK = 4096
 """Bytes. Offsets, lengths and addresses that are multiples of it go past the page cache."""

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from zeromesh.errors import StorageError
+from zeromesh.files import try_lock
 from zeromesh.offload.aio import BLOCK, PositionalFile
-from zeromesh.offload.files import try_lock
 
 STRIPE = 1 << 20
 """Bytes that lie together in one directory before the next one's turn comes."""

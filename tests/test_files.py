@@ -17,8 +17,8 @@ from trainer_cases import llama, seeded, sentences, settings
 
 from zeromesh import Trainer
 from zeromesh.errors import StorageError
+from zeromesh.files import open_regular, read_whole, remove_unfinished, try_lock, write_whole
 from zeromesh.offload.aio import PositionalFile
-from zeromesh.offload.files import open_regular, read_whole, remove_unfinished, try_lock, write_whole
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.directory import RunDirectory
 from zeromesh.trainer.metrics import MetricsWriter, read_metrics

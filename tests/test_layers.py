@@ -19,11 +19,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What each floor may import besides the standard library and itself. `zeromesh.errors` imports nothing and stands
-# below.
+# What each floor may import besides the standard library and itself. `zeromesh.errors` and
+# `zeromesh.files` import nothing and stand below.
 ENGINE = {"zeromesh", "torch", "numpy", "safetensors", "xxhash"}
 FLOORS = {
-    "offload": {"torch", "numpy", "xxhash", "zeromesh.offload", "zeromesh.errors"},
+    "offload": {"torch", "numpy", "xxhash", "zeromesh.offload", "zeromesh.errors", "zeromesh.files"},
     "zeromesh": ENGINE,
     "trainer": ENGINE
     | {"transformers", "huggingface_hub", "datasets", "pyarrow", "accelerate", "wandb", "peft"}
@@ -149,9 +149,10 @@ def test_imports_use_the_installed_name() -> None:
     assert not found
 
 
-def test_the_errors_stand_below_everything() -> None:
-    (errors,) = [source for source in SOURCES if source.path == "zeromesh/errors.py"]
-    assert not [name for name, _ in imports(errors.tree) if name.partition(".")[0] not in sys.stdlib_module_names]
+@pytest.mark.parametrize("path", ["zeromesh/errors.py", "zeromesh/files.py"])
+def test_errors_and_files_stand_below_everything(path: str) -> None:
+    (source,) = [source for source in SOURCES if source.path == path]
+    assert not [name for name, _ in imports(source.tree) if name.partition(".")[0] not in sys.stdlib_module_names]
 
 
 def test_collectives_are_called_in_the_mesh_alone() -> None:
@@ -176,7 +177,7 @@ def test_the_environment_is_read_in_one_file() -> None:
 def test_files_are_written_in_one_file() -> None:
     """Where links are not followed, nothing waits for a pipe, and the umask sets permissions."""
     allowed = (
-        "offload/files.py",
+        "zeromesh/files.py",
         "offload/swapfile.py",
         "trainer/profiling.py",
         "zeromesh/mesh/launcher.py",

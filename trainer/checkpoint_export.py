@@ -24,10 +24,10 @@ from zeromesh.checkpoint.manifest import Piece, StoredTensor
 from zeromesh.checkpoint.reader import CheckpointReader, Target
 from zeromesh.checkpoint.tensor_files import FileLayout, TensorSpec, index_files, parse_json, plan_files
 from zeromesh.errors import CheckpointError, ConfigError
+from zeromesh.files import read_whole, write_whole
 from zeromesh.flat.split import Interval
 from zeromesh.offload import TensorSlice
 from zeromesh.offload.aio import PositionalFile
-from zeromesh.offload.files import read_whole, write_whole
 from zeromesh.offload.pool import StagingPool
 from zeromesh.trainer.adapter_export import convert_adapter, has_adapter, merge_adapter
 from zeromesh.trainer.console import RunConsole

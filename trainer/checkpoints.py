@@ -14,8 +14,8 @@ from zeromesh.checkpoint.reader import CheckpointReader
 from zeromesh.checkpoint.saver import Content, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, ZeromeshError
+from zeromesh.files import write_whole
 from zeromesh.mesh.groups import Mesh
-from zeromesh.offload.files import write_whole
 from zeromesh.trainer.best import Goal
 from zeromesh.trainer.console import human_bytes
 from zeromesh.trainer.hf.adapters import is_adapted

@@ -17,11 +17,11 @@ import torch
 
 from zeromesh import __version__
 from zeromesh.errors import StorageError
+from zeromesh.files import open_regular, remove_unfinished, try_lock, write_whole
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.launch import secret_values
 from zeromesh.mesh.monitor import NAME as RANKS
 from zeromesh.mesh.monitor import StateMonitor
-from zeromesh.offload.files import open_regular, remove_unfinished, try_lock, write_whole
 from zeromesh.offload.process import cpu_name
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.metrics import EVALUATIONS, METRICS, STARTS, MetricsWriter

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from zeromesh.errors import StorageError, ZeromeshError
+from zeromesh.files import write_whole
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.launch import secret_values
 from zeromesh.offload import Tier, available_bytes, peak_bytes, resident_bytes
-from zeromesh.offload.files import write_whole
 from zeromesh.trainer.console import human_bytes
 from zeromesh.trainer.redaction import Redaction
 from zeromesh.zero.engine import ZeroEngine

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from zeromesh.errors import StorageError
-from zeromesh.offload.files import open_regular, read_whole, write_whole
+from zeromesh.files import open_regular, read_whole, write_whole
 
 METRICS = "metrics.jsonl"
 """A line for each logged step: a record of `StepMetrics`."""

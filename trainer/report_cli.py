@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.errors import StorageError, printable
+from zeromesh.files import write_whole
 
 NAME = "report.html"
 
@@ -51,8 +52,6 @@ def run_report(options: argparse.Namespace) -> int:
 
 def _write(out: Path, content: bytes) -> None:
     """Write a file whole: whoever has the old one open, or reads it meanwhile, sees no half of it."""
-    from zeromesh.offload.files import write_whole
-
     try:
         write_whole(out, content)
     except OSError as error:

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from zeromesh.errors import StorageError, printable
+from zeromesh.files import read_whole
 from zeromesh.mesh.monitor import NAME
-from zeromesh.offload.files import read_whole
 from zeromesh.trainer.directory import ENDED, LOCK
 from zeromesh.trainer.metrics import METRICS, read_metrics
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from zeromesh.files import write_whole
 from zeromesh.offload import Ledger
-from zeromesh.offload.files import write_whole
 
 NAME = "step_memory.json"
 _MOST_EVENTS = 20_000

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from zeromesh.offload.files import read_whole, write_whole
+from zeromesh.files import read_whole, write_whole
 from zeromesh.trainer.tracked_rows import Row, Sent
 from zeromesh.trainer.tracker_arguments import TrackedRun, arguments_of
 from zeromesh.trainer.wandb_files import last_row

@@ -21,9 +21,9 @@ from typing import Any, Self
 
 import torch
 
+from zeromesh.files import read_whole, write_whole
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.launch import kept_environment, secret_values
-from zeromesh.offload.files import read_whole, write_whole
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.metrics import StepMetrics
 from zeromesh.trainer.redaction import Redaction

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zeromesh.errors import StorageError
+from zeromesh.files import try_lock
 from zeromesh.offload.aio import PositionalFile
 from zeromesh.offload.disks import IN_MEMORY, file_system_of, free_bytes, nearest_directory
-from zeromesh.offload.files import try_lock
 from zeromesh.offload.pool import pages
 from zeromesh.trainer.console import human_bytes
 from zeromesh.trainer.doctor.findings import Finding, Level

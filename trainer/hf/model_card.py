@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.modelcard import TrainingSummary
 
-from zeromesh.offload.files import write_whole
+from zeromesh.files import write_whole
 from zeromesh.trainer.hf.adapters import is_adapted
 from zeromesh.trainer.hf.shown_arguments import arguments_of
 from zeromesh.trainer.run_state import RunState

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from zeromesh.checkpoint.tensor_files import FileLayout, TensorSpec, index_files, plan_files
 from zeromesh.errors import StorageError
+from zeromesh.files import write_whole
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
 from zeromesh.offload.aio import PositionalFile
-from zeromesh.offload.files import write_whole
 from zeromesh.trainer.hf.adapters import adapter_names, is_adapted, pretrained_of, wraps_another
 from zeromesh.trainer.hf.safetensors_files import INDEX, SINGLE
 from zeromesh.zero.access import StateAccess

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.trainer_pt_utils import metrics_format
 
 from zeromesh.errors import ConfigError, StorageError
-from zeromesh.offload.files import read_whole, write_whole
+from zeromesh.files import read_whole, write_whole
 from zeromesh.trainer.collate import Collate, MapDataset
 from zeromesh.trainer.hf.losses import ComputeLoss
 from zeromesh.trainer.hf.model_card import write_model_card

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zeromesh.errors import ConfigError, LayoutError, StorageError, ZeromeshError
+from zeromesh.files import read_whole
 from zeromesh.mesh.axes import AXES, MeshShape
-from zeromesh.offload.files import read_whole
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_words import known_paths, shown
 from zeromesh.trainer.config_yaml import MAX_BYTES, parse_yaml, plain_scalar

@@ -20,8 +20,8 @@ from zeromesh.checkpoint.fresh import fresh_directory
 from zeromesh.checkpoint.manifest import FileRecord, Manifest, Piece
 from zeromesh.checkpoint.reader import CheckpointReader
 from zeromesh.errors import CheckpointError
+from zeromesh.files import write_whole
 from zeromesh.offload.aio import PositionalFile
-from zeromesh.offload.files import write_whole
 
 
 def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:

@@ -19,10 +19,10 @@ from zeromesh.checkpoint.manifest import Manifest, Piece, StoredTensor, checksum
 from zeromesh.checkpoint.rows import Rows
 from zeromesh.checkpoint.tensor_files import parse_json
 from zeromesh.errors import CheckpointError, ZeromeshError
+from zeromesh.files import read_whole
 from zeromesh.flat.split import Interval
 from zeromesh.offload import TensorSlice
 from zeromesh.offload.aio import PositionalFile
-from zeromesh.offload.files import read_whole
 from zeromesh.offload.pool import StagingPool
 
 MAX_CONTENT_BYTES = 256 << 20

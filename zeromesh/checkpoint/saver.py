@@ -34,9 +34,9 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.checkpoint.tensor_files import FileLayout, TensorSpec, index_files, plan_files
 from zeromesh.checkpoint.writer import Edge, ShardWriter, edges_of
 from zeromesh.errors import CheckpointError, StorageError, ZeromeshError
+from zeromesh.files import write_whole
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
-from zeromesh.offload.files import write_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeromesh.errors import StorageError
+from zeromesh.files import open_regular
 from zeromesh.mesh.groups import Mesh
-from zeromesh.offload.files import open_regular
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

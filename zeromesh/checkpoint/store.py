@@ -24,9 +24,9 @@ from zeromesh.checkpoint.reader import manifest_of
 from zeromesh.checkpoint.remover import Remover
 from zeromesh.checkpoint.tensor_files import FileLayout
 from zeromesh.errors import StorageError
+from zeromesh.files import read_whole, write_whole
 from zeromesh.flat.split import Interval
 from zeromesh.offload.aio import PositionalFile, sync_directory
-from zeromesh.offload.files import read_whole, write_whole
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TMP = re.compile(r"step-\d{8,}\.tmp")

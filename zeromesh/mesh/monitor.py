@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from zeromesh.files import write_whole
 from zeromesh.mesh.watch import Watch
-from zeromesh.offload.files import write_whole
 
 NAME = "ranks.json"
 
