@@ -53,7 +53,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The commands that would have been started; the last entry of `results` is what the launcher returns."""
     calls: list[Any] = []
 
-    def launch_workers(arguments: Any, *, processes: int, nodes: Nodes) -> int:
+    def launch_workers(arguments: Any, *, processes: int, nodes: Nodes, tell: object) -> int:
         calls.append((processes, tuple(arguments)))
         return 0
 

@@ -18,7 +18,7 @@ from zeromesh.mesh.launcher import WorkersFailed, launch_workers
 WORKER = """\
 import os, signal, sys, time
 from zeromesh.errors import CollectiveError, DataError
-from zeromesh.mesh.launcher import become_worker
+from zeromesh.mesh.ranks import become_worker
 become_worker(lambda error: 2 if isinstance(error, DataError) else 1)
 rank = int(os.environ["RANK"])
 folder = sys.argv[1]

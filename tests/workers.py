@@ -134,7 +134,7 @@ class Pool:
             listener.listen(options.size)
             listener.settimeout(_START_SECONDS)
             for rank in range(options.size):
-                pid, log = zygote.fork(_launch_variables(rank, options.size, port), str(address), plain)
+                pid, log = zygote.fork(_launch_variables(rank, options, port), str(address), plain)
                 self._workers.append(_Worker(pid=pid, log=log))
             self._accept(listener)
         address.unlink()
@@ -279,10 +279,23 @@ class Workers:
         self._zygote.close()
 
 
-def _launch_variables(rank: int, size: int, port: str) -> dict[str, str]:
+def _launch_variables(rank: int, options: PoolOptions, port: str) -> dict[str, str]:
     """What torchrun sets."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    hosts = [_host_of(each, options.hosts) for each in range(options.size)]
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": hosts[:rank].count(hosts[rank]),
+        "WORLD_SIZE": options.size,
+        "LOCAL_WORLD_SIZE": hosts.count(hosts[rank]),
+    }
     return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def _host_of(rank: int, hosts: int) -> int:
+    """Which host a rank takes itself to be on; see `PoolOptions.hosts`."""
+    if not hosts:
+        return 0
+    return rank // hosts if hosts > 0 else rank % -hosts
 
 
 def _free_port() -> int:

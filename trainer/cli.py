@@ -157,7 +157,7 @@ def _attached(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> int:
     if options.worker:
         die_with_launcher()
-        from zeromesh.mesh.launcher import become_worker
+        from zeromesh.mesh.ranks import become_worker
 
         become_worker(exit_code_of)
     environment = read_environment()
@@ -215,7 +215,7 @@ def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:
     meeting = {"endpoint": options.rdzv_endpoint, "run_id": options.rdzv_id} if options.rdzv_endpoint else {}
     where = Nodes(least=least, most=most, max_restarts=restarts, rank=options.node_rank, **meeting)
     command = (options.command, "--worker", "--", options.config, *options.overrides)
-    return launch_workers(python_arguments("zeromesh", command), processes=processes, nodes=where)
+    return launch_workers(python_arguments("zeromesh", command), processes=processes, nodes=where, tell=_say)
 
 
 def _report(result: WorkersFailed | HostFailure | int) -> int:

@@ -13,6 +13,7 @@ import struct
 import sys
 from typing import Protocol
 
+from zeromesh.errors import ConfigError
 from zeromesh.mesh.launch import LOOPBACK
 
 _SIOCGIFCONF = 0x8912
@@ -44,6 +45,61 @@ def interface_for(store: RouteStore, *, rank: int, world_size: int, master_addre
             found = address_towards(theirs)
             return interface_of(found) if found is not None else None
     return interface_of(LOOPBACK) if mine is not None else None
+
+
+def listen(name: str, port: int) -> socket.socket:
+    """A socket that listens at the address by which the other hosts know this one as `name`, and at no other. Port 0: any.
+
+    Raises:
+        ConfigError: when that address cannot be told, or the port is in use.
+    """
+    address = own_address(name)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(f"{name}:{port}: this host cannot listen there ({error.strerror or error})") from error
+
+
+def own_address(name: str) -> str:
+    """The address of this host that `name` leads to from other hosts. A host's own name often leads to its loopback there.
+
+    Raises:
+        ConfigError: when `name` leads to no address of this host but the loopback, and the host has several others.
+    """
+    found = addresses_of(name)
+    if is_loopback(name) or name == "localhost":
+        return found[0] if found else LOOPBACK
+    mine = {address: interface for interface, each in interfaces().items() for address in each}
+    for address in found:
+        if address in mine and not is_loopback(address):
+            return address
+    kinds = {":" in address for address in found} or {False}
+    others = [
+        each for each in mine if not is_loopback(each) and not each.startswith("fe80:") and (":" in each) in kinds
+    ]
+    if len(others) == 1:
+        return others[0]
+    there = ", ".join(f"{each} ({mine[each]})" for each in others) or "none"
+    raise ConfigError(
+        f"{name!r}, by which the other hosts are to find this one, leads to {' and '.join(found) or 'no address'} here, which they "
+        f"cannot reach; give one of this host's addresses in its place: {there}"
+    )
+
+
+def is_here(name: str) -> bool:
+    """Whether a host's name or address leads to this one."""
+    mine = {address for each in interfaces().values() for address in each}
+    return any(address in mine or is_loopback(address) for address in addresses_of(name))
+
+
+def addresses_of(name: str) -> list[str]:
+    """The addresses that a host's name leads to from here, each once; none when it is not known."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def address_towards(host: str) -> str | None:

@@ -26,7 +26,15 @@ DEFAULT_PORT = 29500
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable that tells gloo which interface to use."""
 
+SECRET = "ZEROMESH_SECRET"
+"""The variable with which launchers of several hosts prove to each other that they belong to one user."""
+
+ERRORS = "ZEROMESH_ERROR_FILE"
+"""The variable that names the file which a worker writes its error to."""
+
 _LAUNCHER = "ZEROMESH_LAUNCHER_PID"
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 _SECRET = re.compile(
@@ -166,6 +174,31 @@ def die_with_launcher() -> None:
 def launcher_variables() -> dict[str, str]:
     """What tells workers that this process is their launcher."""
     return {_LAUNCHER: str(os.getpid())}
+
+
+def rank_variables(environment: LaunchEnvironment, *, run_id: str, restart: int = 0) -> dict[str, str]:
+    """What tells a process that it is this rank. The names are torchrun's, which other libraries read too."""
+    numbers = {
+        "RANK": environment.rank,
+        "WORLD_SIZE": environment.world_size,
+        "LOCAL_RANK": environment.local_rank,
+        "LOCAL_WORLD_SIZE": environment.local_world_size,
+        "MASTER_PORT": environment.master_port,
+        "TORCHELASTIC_RESTART_COUNT": restart,
+    }
+    texts = {"MASTER_ADDR": environment.master_address, "TORCHELASTIC_RUN_ID": run_id, _AGENT_STORE: "False"}
+    return {**{name: str(number) for name, number in numbers.items()}, **texts, **launcher_variables()}
+
+
+def launch_identity(environment: LaunchEnvironment) -> str:
+    """Text that is equal in all ranks of one start, and differs between starts that go on at the same time on a host."""
+    started = (os.environ.get(name, "") for name in _RUN)
+    return " ".join((environment.master_address, str(environment.master_port), *started))
+
+
+def launcher_serves_store() -> bool:
+    """Whether the launcher, which is torchrun then, serves the store that the ranks of several hosts meet in."""
+    return os.environ.get(_AGENT_STORE) == "True"
 
 
 def available_cores() -> int:

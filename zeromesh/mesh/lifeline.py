@@ -10,7 +10,6 @@ Messages of the host stand between control characters in what its processes prin
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -18,30 +17,27 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 from zeromesh.mesh.launch import export
+from zeromesh.mesh.messages import MAX_MESSAGE, Message, MessageError, dumped, number, parsed, signal_number, variables
 
 BEGIN, END = b"\x1ezeromesh:", b"\x1e"
-MAX_MESSAGE = 1 << 20
 BEATS = 5
 """Beats within the time after which a host counts as silent."""
 _LAST_WORD_SECONDS = 1.0
 _KILLED = 128 + int(signal.SIGKILL)
 
-Message = Mapping[str, Any]
-
 
 def frame(message: Message) -> bytes:
     """A message of the host, as it stands in its output."""
-    return BEGIN + json.dumps(message).encode("ascii") + END
+    return BEGIN + dumped(message) + END
 
 
 def line(message: Message) -> bytes:
     """A message to the host."""
-    return json.dumps(message).encode("ascii") + b"\n"
+    return dumped(message) + b"\n"
 
 
 class Splitter:
@@ -85,10 +81,9 @@ def _beginning(data: bytes) -> int:
 
 def _parsed(data: bytes) -> Message | None:
     try:
-        message = json.loads(data)
-    except ValueError:
+        return parsed(data)
+    except MessageError:
         return None
-    return message if isinstance(message, dict) else None
 
 
 class Lifeline:
@@ -127,12 +122,14 @@ class Lifeline:
         while b"\n" not in self._partial:
             # The other side waits longer for a first beat than for the next ones.
             piece = os.read(self._input, 65536)
-            if not piece:
+            if not piece or len(self._partial) > MAX_MESSAGE:
                 _end_all()
             self._partial += piece
         first, _, self._partial = self._partial.partition(b"\n")
-        message = _parsed(first) or {}
-        export({str(name): str(value) for name, value in message.get("variables", {}).items()})
+        try:
+            export(variables(parsed(first)))
+        except MessageError as error:
+            self._refuse(error)
         self._heard = time.monotonic()
 
     def end(self, exit_code: int, *, text: str = "", noticed: bool = False, apart: bool = False) -> None:
@@ -161,8 +158,11 @@ class Lifeline:
     def _listen(self) -> None:
         while True:
             *whole, self._partial = self._partial.split(b"\n")
-            for each in whole:
-                self._take(_parsed(each) or {})
+            try:
+                for each in whole:
+                    self._take(parsed(each))
+            except MessageError as error:
+                self._refuse(error)
             left = self._heard + self._silence - time.monotonic()
             if left <= 0:
                 _end_all()
@@ -175,16 +175,24 @@ class Lifeline:
 
     def _take(self, message: Message) -> None:
         if "echo" in message:
-            while self._sent and self._sent[0][0] <= message["echo"]:
+            echo = number(message, "echo")
+            while self._sent and self._sent[0][0] <= echo:
                 self._heard = self._sent.popleft()[1]
         elif "signal" in message:
-            os.kill(os.getpid(), int(message["signal"]))
+            os.kill(os.getpid(), signal_number(message, "signal"))
         elif "kill" in message:
-            # Saying so may wait for a pipe that nobody empties any more.
-            last = threading.Thread(target=self.end, args=(_KILLED,), daemon=True)
-            last.start()
-            last.join(_LAST_WORD_SECONDS)
-            _end_all()
+            self._end_with(_KILLED, "")
+
+    def _refuse(self, error: MessageError) -> NoReturn:
+        """The launching side has said what makes no sense: nothing that it says can be relied on."""
+        self._end_with(1, f"what the launching side has sent makes no sense: {error}")
+
+    def _end_with(self, exit_code: int, text: str) -> NoReturn:
+        """End all here, and say so, which may wait for a pipe that nobody empties any more."""
+        last = threading.Thread(target=self.end, args=(exit_code,), kwargs={"text": text}, daemon=True)
+        last.start()
+        last.join(_LAST_WORD_SECONDS)
+        _end_all()
 
 
 def _end_all() -> NoReturn:

@@ -7,22 +7,19 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.interfaces import interface_for
 from zeromesh.mesh.launch import INTERFACE, LaunchEnvironment, export, setting
+from zeromesh.mesh.run_store import START_SECONDS, Rows, rows, run_store
 from zeromesh.mesh.watch import Watch
 
 _NUMBERS = itertools.count()
-START_SECONDS = 300
-"""Start-up may wait longer than a step: processes import and read models at different speeds."""
-
+_ROWS = itertools.count()
 
 Lane = Literal["control", "data", "reduce"]
 """What a process group is for. Calls on one group match in order, so what may come in another order has one of its own.
@@ -78,19 +75,23 @@ class Links:
         """
         prefix, environment = f"zeromesh/mesh-{next(_NUMBERS)}", self._environment
         if not dist.is_initialized():
-            return dist.distributed_c10d.PrefixStore(prefix, _rendezvous_store(environment))
+            return dist.distributed_c10d.PrefixStore(prefix, run_store(environment))
         if dist.get_world_size() != environment.world_size:
             raise ConfigError(
                 f"the process group has {dist.get_world_size()} ranks, the launch environment {environment.world_size}"
             )
         return dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
+    def rows(self) -> Rows | None:
+        """See `run_store.rows`."""
+        return rows(self._environment, next(_ROWS))
+
     def join(self, rank: int) -> None:
         """Join the default process group as `rank`, unless the process has done so."""
         if not dist.is_initialized():
             # A later group must not find the addresses that an earlier one has left in the store.
             prefix = f"zeromesh/group-{next(_NUMBERS)}"
-            store = dist.distributed_c10d.PrefixStore(prefix, _rendezvous_store(self._environment))
+            store = dist.distributed_c10d.PrefixStore(prefix, run_store(self._environment))
             _choose_interface(store, self._environment)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self._on_cuda else "gloo",
@@ -205,18 +206,3 @@ def _new_group(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
         list(ranks), backend=backend, timeout=timedelta(seconds=START_SECONDS), **as_given
     )
     return made
-
-
-@cache
-def _rendezvous_store(environment: LaunchEnvironment) -> dist.distributed_c10d.Store:
-    """The store of the launch, kept for as long as the process lives.
-
-    Rank 0 serves it where the launcher does not: were it made anew for each group, a fast rank would join the group to come in
-    the store of the one before, which is about to go.
-    """
-    address = f"tcp://{environment.master_address}:{environment.master_port}"
-    url = "env://" if environment.launcher == "torchrun" else address
-    patience = timedelta(seconds=START_SECONDS)
-    store: dist.distributed_c10d.Store
-    store, _, _ = next(rendezvous(url, environment.rank, environment.world_size, timeout=patience))
-    return store

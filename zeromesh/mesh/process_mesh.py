@@ -19,11 +19,12 @@ from zeromesh.mesh.axes import AXES, Axis, Coordinate, MeshShape
 from zeromesh.mesh.board import SharedBoard, Store, StoreBoard
 from zeromesh.mesh.clock import StepClock
 from zeromesh.mesh.launch import LaunchEnvironment
-from zeromesh.mesh.links import START_SECONDS, Lane, Link, Links
+from zeromesh.mesh.links import Lane, Link, Links
 from zeromesh.mesh.picture import mesh_picture
 from zeromesh.mesh.places import exchange_places
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.mesh.process_sets import ProcessSets
+from zeromesh.mesh.run_store import START_SECONDS
 from zeromesh.mesh.segments import Segment
 from zeromesh.mesh.topology import Order, Place, far_warning, rank_order
 from zeromesh.mesh.traffic import Account, Traffic
@@ -142,6 +143,7 @@ class ProcessMesh:
             if segment is not None:
                 return Watch(SharedBoard(segment, self.rank), self.rank, timeout_seconds, compare_events=True)
             self._one_host = self._shares_memory = False
+        store = self._links.rows() or store
         board = StoreBoard(store, store.clone(), self.rank, stale_seconds=timeout_seconds)
         dist.barrier()
         return Watch(board, self.rank, timeout_seconds, compare_events=False)

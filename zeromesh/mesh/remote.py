@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import IO
 
+from zeromesh.mesh import messages
 from zeromesh.mesh.hostfile import Host
-from zeromesh.mesh.lifeline import Message, Splitter, line
+from zeromesh.mesh.lifeline import Splitter, line
+from zeromesh.mesh.messages import MAX_EXIT_CODE, Message, MessageError
 from zeromesh.mesh.output import Lines, Output
+from zeromesh.mesh.signals import Requests
 
 SSH = (
     *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
@@ -169,9 +172,13 @@ class HostLine:
             self._lines[number].flush()
             return False
         if number == 1:
-            data, messages = self._splitter.feed(data)
-            for message in messages:
-                self._take(message)
+            data, found = self._splitter.feed(data)
+            try:
+                for message in found:
+                    self._take(message)
+            except MessageError as error:
+                self.kill()
+                self._lose(f"what it has sent makes no sense: {error}")
         self._lines[number].feed(data)
         return True
 
@@ -182,19 +189,22 @@ class HostLine:
         if "beat" in message:
             if self._state is _State.STARTING:
                 self._go(_State.RUNNING)
-            self.send({"echo": message["beat"]})
+            self.send({"echo": messages.number(message, "beat")})
         elif "end" in message:
+            code = messages.number(message, "end", most=MAX_EXIT_CODE)
+            failure = HostFailure(
+                host=self.host,
+                text=messages.text(message, "text") or f"ended with exit code {code}",
+                exit_code=code,
+                at=self._heard,
+                noticed=messages.truth(message, "noticed"),
+                apart=messages.truth(message, "apart"),
+            )
             self._go(_State.SAID)
-            code = int(message["end"])
             if code and self._killed_at is None:
-                self.failure = HostFailure(
-                    host=self.host,
-                    text=str(message.get("text") or f"ended with exit code {code}"),
-                    exit_code=code,
-                    at=self._heard,
-                    noticed=bool(message.get("noticed")),
-                    apart=bool(message.get("apart")),
-                )
+                self.failure = failure
+        else:
+            raise MessageError(f"a message has neither 'beat' nor 'end': {', '.join(map(repr, message)) or 'nothing'}")
 
     def check(self, reading: bool) -> None:
         """See whether the host is over: ended, or lost. `reading`: its pipes are still open."""
@@ -239,24 +249,6 @@ class HostLine:
                 self._process.wait(timeout=2.0)
         for number in (1, 2):
             self._pipes[number].close()
-
-
-class Requests:
-    """Signals that this process has got, and whether hosts have been told of one."""
-
-    def __init__(self) -> None:
-        self.first = 0
-        self.told = False
-        self.pending: list[int] = []
-
-    def receive(self, number: int, frame: object) -> None:
-        """Note one; a signal handler."""
-        self.first = self.first or number
-        self.pending.append(number)
-
-    def exit_code(self) -> int:
-        """128 plus the number of the first signal, or 0."""
-        return self.first and 128 + self.first
 
 
 def watch(lines: Sequence[HostLine], requests: Requests, silence_seconds: float) -> Outcome:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import random
-import signal
+import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.hostfile import Host
+from zeromesh.mesh.launch import SECRET
 from zeromesh.mesh.output import Output
-from zeromesh.mesh.remote import HostFailure, HostLine, Outcome, Reach, Requests, watch
+from zeromesh.mesh.remote import HostFailure, HostLine, Outcome, Reach, watch
+from zeromesh.mesh.signals import Requests, noted_signals
 
 _PORTS = range(20000, 30000)
 """Below the ports that systems hand out to connections."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _USERS_MISTAKE = 2
 
 
@@ -73,7 +73,7 @@ def supervise(plan: Plan, tell: Callable[[str], None]) -> HostFailure | int:
         ConfigError: when the command of `Reach.ssh` cannot be started, or `check` refuses the hosts.
     """
     failures = 0
-    with _noted_signals() as requests:
+    with noted_signals() as requests:
         while True:
             plan.check(plan.hosts)
             outcome = _start(plan, requests)
@@ -108,9 +108,10 @@ def _start(plan: Plan, requests: Requests) -> Outcome:
 
 def _open_lines(plan: Plan, output: Output) -> list[HostLine]:
     lines: list[HostLine] = []
+    reach = replace(plan.reach, variables={SECRET: secrets.token_hex(), **plan.reach.variables})
     try:
         for host, arguments in zip(plan.hosts, plan.arguments(), strict=True):
-            lines.append(HostLine(host, arguments, plan.reach, output))
+            lines.append(HostLine(host, arguments, reach, output))
     except OSError as error:
         for line in lines:
             line.close()
@@ -129,16 +130,3 @@ def _goes_on(left: Sequence[Host]) -> str:
         f"going on from the newest checkpoint with {len(left)} host{'s' * (len(left) != 1)} "
         f"({', '.join(host.name for host in left)}) and {processes} process{'es' * (processes != 1)}"
     )
-
-
-@contextmanager
-def _noted_signals() -> Iterator[Requests]:
-    """Note signals to stop instead of ending, and put the handlers back."""
-    requests = Requests()
-    kept = {number: signal.signal(number, requests.receive) for number in _SIGNALS}
-    try:
-        yield requests
-    finally:
-        for number, handler in kept.items():
-            if handler is not None:
-                signal.signal(number, handler)

@@ -6,11 +6,11 @@ try_exchange()      starts them; each is `python -m zeromesh.mesh.trial`
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import IO
@@ -24,13 +24,16 @@ from zeromesh.mesh.launch import (
     LOOPBACK,
     die_with_launcher,
     exported,
-    launcher_variables,
     python_arguments,
+    rank_variables,
     read_environment,
     worker_environment,
 )
+from zeromesh.mesh.ranks import Place
 
 _RANKS = 2
+_PORT = 29500
+"""Nothing listens there: the two are on one host."""
 _NBYTES = 1 << 20
 _TIMES = 9
 _WAIT_SECONDS = 20.0
@@ -47,23 +50,20 @@ class Trial:
 
 def try_exchange(timeout_seconds: float = 60.0) -> Trial:
     """Start two processes, and let them find each other over the loopback as the workers of a launch on one host do."""
-    with socket.create_server((LOOPBACK, 0)) as server:
-        port = server.getsockname()[1]
+    place = Place(
+        first=0,
+        processes=_RANKS,
+        world_size=_RANKS,
+        master_address=LOOPBACK,
+        master_port=_PORT,
+        run_id=uuid.uuid4().hex,
+    )
     workers = []
     with ExitStack() as files:
         said, *errors = [files.enter_context(tempfile.TemporaryFile()) for _ in range(1 + _RANKS)]
         for rank in range(_RANKS):
-            place: dict[str, object] = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": _RANKS,
-                "LOCAL_WORLD_SIZE": _RANKS,
-                "MASTER_PORT": port,
-            }
-            # A launcher that this process runs under has a store of its own, which the two would ask else.
-            variables = {**worker_environment(_RANKS), **launcher_variables(), "TORCHELASTIC_USE_AGENT_STORE": ""}
-            place |= {"MASTER_ADDR": LOOPBACK}
-            with exported({**variables, **{name: str(value) for name, value in place.items()}}):
+            variables = rank_variables(place.environment(rank), run_id=place.run_id)
+            with exported({**worker_environment(_RANKS), **variables}):
                 arguments = [sys.executable, *python_arguments("zeromesh.mesh.trial", ())]
                 workers.append(subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=said, stderr=errors[rank]))
         in_time = _end(workers, timeout_seconds)

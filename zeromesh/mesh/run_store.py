@@ -1,0 +1,170 @@
+"""The store in which the ranks of a run find each other. No other user of the machine reaches that of one host.
+
+Ranks of one host keep the store in memory without a name. Rank 0 makes it and passes its descriptor to the others over a Unix
+socket; both ends compare the user of the other end with their own. Nothing of it listens on a network.
+
+Ranks of several hosts use torch's `TCPStore`, at the one address by which the other hosts know that of rank 0. It asks nobody for
+a password, so these hosts belong on a closed network. What is read from either store is text or numbers; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import struct
+import threading
+import time
+import zlib
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache
+
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
+
+from zeromesh.errors import CollectiveError, ConfigError
+from zeromesh.mesh.interfaces import listen
+from zeromesh.mesh.launch import LaunchEnvironment, launch_identity, launcher_serves_store
+
+START_SECONDS = 300
+"""Start-up may wait longer than a step: processes import and read models at different speeds."""
+_RANK_SECONDS = 10.0  # for a rank to say which one it is, once it is connected
+_RANK_BYTES = 16
+_USER = struct.Struct("3i")  # struct ucred of unix(7): process, user, group
+_ROW_BYTES = 1 << 15
+_ROW_HEAD = struct.Struct("<II")  # length and checksum
+
+
+class Rows:
+    """The store of a `StoreBoard` for ranks of one host that cannot map each other's memory: one row per rank, written in place.
+
+    A `FileStore` is a log, which would grow with every row that is published. `mesh` counts the meshes of the process.
+    """
+
+    def __init__(self, descriptor: int, mesh: int, world_size: int) -> None:
+        self._descriptor = descriptor
+        self._first = mesh * world_size
+
+    def set(self, key: str, value: str) -> None:
+        """Write the row of the rank that `key` ends in."""
+        text = value.encode()[: _ROW_BYTES - _ROW_HEAD.size]
+        os.pwrite(self._descriptor, _ROW_HEAD.pack(len(text), zlib.crc32(text)) + text, self._offset(key))
+
+    def get(self, key: str) -> bytes:
+        """The row, once there is a whole one. Raises `RuntimeError`, as torch's stores do, when there is none in time."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            data = os.pread(self._descriptor, _ROW_BYTES, self._offset(key))
+            if len(data) > _ROW_HEAD.size:
+                length, checksum = _ROW_HEAD.unpack_from(data)
+                text = data[_ROW_HEAD.size : _ROW_HEAD.size + length]
+                # A row that is being written differs from its checksum.
+                if length and zlib.crc32(text) == checksum:
+                    return text
+            time.sleep(0.001)
+        raise RuntimeError(f"nothing was stored under {key} within {START_SECONDS} seconds")
+
+    def clone(self) -> Rows:
+        """Access for another thread: nothing is kept between calls, so this object serves several."""
+        return self
+
+    def _offset(self, key: str) -> int:
+        return (self._first + int(key.rpartition("/")[2])) * _ROW_BYTES
+
+
+@cache
+def run_store(environment: LaunchEnvironment) -> Store:
+    """The store of the launch, kept for as long as the process lives. All ranks of a launch call this.
+
+    Were it made anew for each group, a fast rank would join the group to come in the store of the one before, which is about to go.
+
+    Raises:
+        ConfigError: when the address of rank 0 leads to no address of its host at which others could reach it.
+        CollectiveError: when the others cannot be reached.
+    """
+    patience = timedelta(seconds=START_SECONDS)
+    if _one_host(environment):
+        store = FileStore(f"/proc/self/fd/{_descriptors(environment)[0]}", -1)
+        store.set_timeout(patience)
+        return store
+    host, port, serves = environment.master_address, environment.master_port, environment.rank == 0
+    descriptor = None
+    if serves and not launcher_serves_store():
+        listener = listen(host, port)
+        host, port = listener.getsockname()[:2]
+        descriptor = listener.detach()
+    return TCPStore(
+        host, port, None, descriptor is not None, timeout=patience, wait_for_workers=False, master_listen_fd=descriptor
+    )
+
+
+def rows(environment: LaunchEnvironment, mesh: int) -> Rows | None:
+    """Where the ranks publish their rows, in the order of meshes; None: in the store itself, which is that of several hosts."""
+    if not _one_host(environment):
+        return None
+    return Rows(_descriptors(environment)[1], mesh, environment.world_size)
+
+
+def _one_host(environment: LaunchEnvironment) -> bool:
+    return environment.local_world_size == environment.world_size
+
+
+@cache
+def _descriptors(environment: LaunchEnvironment) -> tuple[int, int]:
+    """Two files in memory that all ranks of the host have open: for the store, and for `Rows`."""
+    name = (
+        b"\0zeromesh-" + hashlib.sha256(f"{os.geteuid()} {launch_identity(environment)}".encode()).hexdigest().encode()
+    )
+    if environment.rank:
+        return _receive(name, environment.rank)
+    made = os.memfd_create("zeromesh-store"), os.memfd_create("zeromesh-rows")
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(name)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"port {environment.master_port}: another run on this host uses this MASTER_PORT; give this run another one"
+        ) from error
+    listener.listen(environment.world_size)
+    others = set(range(1, environment.world_size))
+    threading.Thread(target=_hand_out, args=(listener, made, others), name="zeromesh-store", daemon=True).start()
+    return made
+
+
+def _hand_out(listener: socket.socket, descriptors: tuple[int, int], others: set[int]) -> None:
+    """Give the descriptors to the other ranks, and to no process of another user."""
+    with listener:
+        while others:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError, ValueError):
+                if _user_at(connection) == os.geteuid():
+                    connection.settimeout(_RANK_SECONDS)
+                    rank = int(connection.recv(_RANK_BYTES))
+                    socket.send_fds(connection, [b"."], descriptors)
+                    others.discard(rank)
+
+
+def _receive(name: bytes, rank: int) -> tuple[int, int]:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        with socket.socket(socket.AF_UNIX) as connection, suppress(ConnectionError):
+            connection.connect(name)
+            if (user := _user_at(connection)) != os.geteuid():
+                raise ConfigError(
+                    f"the name of this run's store is taken by a process of user {user}; set another MASTER_PORT"
+                )
+            connection.sendall(str(rank).encode())
+            found = socket.recv_fds(connection, 1, 2, socket.MSG_CMSG_CLOEXEC)[1]
+            if len(found) == 2:
+                return found[0], found[1]
+        time.sleep(0.02)
+    raise CollectiveError(
+        f"rank {rank} has not heard of rank 0 within {START_SECONDS} seconds; it has ended, or not started"
+    )
+
+
+def _user_at(connection: socket.socket) -> int:
+    """The user of the process at the other end, from the kernel."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _USER.size)
+    return int(_USER.unpack(data)[1])
