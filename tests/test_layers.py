@@ -180,7 +180,6 @@ def test_files_are_written_in_one_file() -> None:
         "zeromesh/files.py",
         "offload/swapfile.py",
         "trainer/profiling.py",
-        "zeromesh/mesh/launcher.py",
         "zeromesh/faults.py",
     )
     found = [

@@ -96,6 +96,7 @@ class Leader:
     def __init__(self, nodes: Nodes, processes: int, tell: Tell, stopped: Stopped) -> None:
         self._nodes, self._processes = nodes, processes
         self._tell, self._stopped = tell, stopped
+        self._secret = setting(SECRET) or ""
         self._listener = None if nodes.alone else listen(*nodes.where)
         if self._listener is not None:
             self._listener.setblocking(False)
@@ -268,7 +269,7 @@ class Leader:
                 connection.close()
                 continue
             drawn = secrets.token_hex(16)
-            line = Line(connection, setting(SECRET) or "", serves=True)
+            line = Line(connection, self._secret, serves=True)
             line.send({"zeromesh": 1, "drawn": drawn})
             self._members.append(_Member(line=line, drawn=drawn, heard=now))
         beats, self._beat = now > self._beat + _BEAT_SECONDS, max(self._beat, now - _BEAT_SECONDS)

@@ -213,5 +213,8 @@ def _record(error: BaseException, trace: str, exit_code: int) -> None:
         "exit_code": exit_code,
         "distance": int(isinstance(error, CollectiveError)),
     }
-    with open(path, "wb") as file:
-        file.write(json.dumps(details).encode())
+    descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC)
+    try:
+        os.write(descriptor, json.dumps(details).encode())
+    finally:
+        os.close(descriptor)
