@@ -26,6 +26,7 @@ class Purpose(Enum):
     PARAMETERS = "parameters in the compute dtype"
     MASTER = "master weights"
     MOMENTS = "optimizer moments"
+    AVERAGES = "averaged weights"
     GRADIENTS = "gradient shards"
     PARTIAL_GRADIENTS = "gradients summed over microbatches"
     GRADIENT_BUCKETS = "gradient buckets in flight"

@@ -50,6 +50,7 @@ def add_checkpoint_command(commands: Any) -> None:
         action="store_true",
         help="merge adapters into the weights of the model, instead of writing the adapter alone",
     )
+    export.add_argument("--ema", action="store_true", help="write the averaged weights of a run with ema.decay")
 
     merge = actions.add_parser("merge", help="one checkpoint from the parts that hosts without a shared disk wrote")
     merge.add_argument("parts", nargs="+", type=Path, metavar="PART", help="the part of each host")
@@ -150,7 +151,7 @@ def _export(options: argparse.Namespace) -> int:
     console.status("loading transformers")
     from zeromesh.trainer.checkpoint_export import export_checkpoint
 
-    export_checkpoint(directory, options.out, options.dtype, console, merge=options.merge)
+    export_checkpoint(directory, options.out, options.dtype, console, merge=options.merge, ema=options.ema)
     return 0
 
 

@@ -34,7 +34,7 @@ from zeromesh.trainer.console import RunConsole
 from zeromesh.trainer.hf.quiet import quiet_library
 from zeromesh.trainer.hf.revert import HubNames
 from zeromesh.trainer.hf.save import ADAPTER_WEIGHTS
-from zeromesh.trainer.state import EVALUATED, NAME
+from zeromesh.trainer.state import EVALUATED, NAME, name_in
 from zeromesh.trainer.throughput import Throughput, one_core
 
 _WINDOW = 32 << 20
@@ -56,22 +56,26 @@ class _Place:
         return self.begin + self.source.spec.numel * self.dtype.itemsize
 
 
-def export_checkpoint(directory: Path, out: Path, dtype: str, console: RunConsole, *, merge: bool = False) -> None:
+def export_checkpoint(
+    directory: Path, out: Path, dtype: str, console: RunConsole, *, merge: bool = False, ema: bool = False
+) -> None:
     """Write the model of a checkpoint to `out`: `dtype` is a name, or `keep` for the weights that the model computes with.
 
     Otherwise weights are converted from the master weights, where there are any. Of a model with adapters the adapters alone are
-    written; with `merge`, the model with them merged into its weights.
+    written; with `merge`, the model with them merged into its weights. `ema`: averaged weights.
 
     Raises:
         ConfigError: where `out` exists, or the dtype cannot hold a weight.
         CheckpointError, StorageError: when the checkpoint is damaged, or `out` cannot be written.
     """
     reader = CheckpointReader(directory)
-    chosen = _chosen(reader, dtype)
+    chosen = _chosen(reader, dtype, ema=ema)
     nbytes = sum(source.spec.numel * to.itemsize for source, to in chosen.values())
     adapted = has_adapter(reader)
     if merge and not adapted:
         raise ConfigError(f"--merge is for runs with adapters, and {directory} has none; leave it out")
+    if ema and adapted and not merge:
+        raise ConfigError("--ema writes whole models: with adapters, give --merge too")
     with fresh_directory(out, nbytes) as folder:
         _copy_documents(reader, folder)
         if adapted:
@@ -97,16 +101,21 @@ def export_checkpoint(directory: Path, out: Path, dtype: str, console: RunConsol
     console.note(f"{out}: step {reader.manifest.step}, {dtype}, {count} file{'' if count == 1 else 's'}, read {moved}")
 
 
-def _chosen(reader: CheckpointReader, dtype: str) -> dict[str, tuple[StoredTensor, torch.dtype]]:
+def _chosen(reader: CheckpointReader, dtype: str, *, ema: bool = False) -> dict[str, tuple[StoredTensor, torch.dtype]]:
     """For every tensor of the model, from what it is made and the dtype that it gets, in the order of what is read."""
-    kinds = ("model",) if dtype == "keep" else ("model", "master")
+    kinds: tuple[str, ...] = ("model",) if dtype == "keep" else ("model", "master")
+    kept = {t.spec.name: t.spec.dtype for t in reader.manifest.tensors if t.spec.kind == "model"}
+    if ema:
+        kinds += ("ema",)
+        if not reader.document(name_in(reader.manifest.files)).get("averages"):
+            raise ConfigError(f"{reader.directory} has no averaged weights (ema.decay); leave --ema out")
     found = {t.spec.name: t for kind in kinds for t in reader.manifest.tensors if t.spec.kind == kind}
     if not found:
         raise CheckpointError(f"{reader.directory} holds no model")
     ordered = sorted(found.values(), key=lambda tensor: (tensor.path, tensor.begin))
     wanted = _DTYPES.get(dtype)
     return {
-        t.spec.name: (t, wanted if wanted is not None and t.spec.dtype.is_floating_point else t.spec.dtype)
+        t.spec.name: (t, wanted if wanted is not None and t.spec.dtype.is_floating_point else kept[t.spec.name])
         for t in ordered
     }
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from zeromesh import __version__
-from zeromesh.checkpoint.loader import Loader
+from zeromesh.checkpoint.loader import Loader, Opened
 from zeromesh.checkpoint.reader import CheckpointReader
 from zeromesh.checkpoint.saver import Content, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
@@ -24,7 +24,7 @@ from zeromesh.trainer.hf.save import gathered_adapter, save_configuration
 from zeromesh.trainer.sections.checkpoint import CheckpointSection
 from zeromesh.trainer.state import EVALUATED, NAME, TrainerState, differences, name_in
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.holdings import WEIGHTS
+from zeromesh.zero.holdings import AVERAGE, WEIGHTS
 
 FOLDER = "checkpoints"
 
@@ -147,9 +147,7 @@ class RunCheckpoints:
         for line in differ:
             self._note(f"resumed with another setting: {line}")
         self._engine.flags.restore(state.trained, state.updates)
-        holdings = self._engine.holdings
-        with self._engine.loading():
-            loader.fill(reader, holdings.tensors(reading=True), holdings.wanted())
+        _fill(loader, reader, self._engine, state.averages, lambda kind: True)
         self._engine.updater.scaler.load(state.loss_scale, state.good_steps)
         if state.metric is not None:
             self._metrics[state.step] = state.metric
@@ -334,10 +332,24 @@ def load_weights(path: Path, engine: ZeroEngine, mesh: Mesh) -> int:
     """
     loader = Loader(mesh)
     reader = loader.open(path)
-    tensors = [spec for spec in engine.holdings.tensors(reading=True) if spec.kind in WEIGHTS]
-    with engine.loading():
-        loader.fill(reader, tensors, [each for each in engine.holdings.wanted() if each.spec.kind in WEIGHTS])
+    state = loader.document(reader, name_in(reader.manifest.files))
+    _fill(loader, reader, engine, state.get("averages", 0), lambda kind: kind in WEIGHTS)
     return reader.manifest.step
+
+
+def _fill(loader: Loader, reader: Opened, engine: ZeroEngine, count: int, wanted: Callable[[str], bool]) -> None:
+    """Load the kinds of tensors that are wanted. `count` updates are in the averages of weights; without any they begin anew."""
+    averages = engine.updater.averages
+    averaged = any(tensor.spec.kind == AVERAGE for tensor in reader.manifest.tensors)
+
+    def taken(kind: str) -> bool:
+        return wanted(kind) and (averaged or kind != AVERAGE)
+
+    tensors = [spec for spec in engine.holdings.tensors(reading=True) if taken(spec.kind)]
+    with engine.loading():
+        loader.fill(reader, tensors, [each for each in engine.holdings.wanted() if taken(each.spec.kind)])
+    if averages is not None:
+        averages.count = count if averaged else 0
 
 
 _NONE = float("inf")

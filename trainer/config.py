@@ -18,6 +18,7 @@ from zeromesh.trainer.config_yaml import plain_scalar
 from zeromesh.trainer.sections.batch import BatchSection
 from zeromesh.trainer.sections.checkpoint import CheckpointSection
 from zeromesh.trainer.sections.data import DataSection
+from zeromesh.trainer.sections.ema import EmaSection
 from zeromesh.trainer.sections.hub import HubSection
 from zeromesh.trainer.sections.model import ModelSection
 from zeromesh.trainer.sections.offload import OffloadSection
@@ -42,6 +43,7 @@ class TrainerConfig(Section):
     precision: PrecisionSection = Field(default_factory=PrecisionSection)
     offload: OffloadSection = Field(default_factory=OffloadSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    ema: EmaSection = Field(default_factory=EmaSection)
     schedule: ScheduleSection = Field(default_factory=ScheduleSection)
     batch: BatchSection = Field(default_factory=BatchSection)
     run: RunSection = Field(default_factory=RunSection)

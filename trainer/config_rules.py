@@ -205,6 +205,11 @@ def _best(config: TrainerConfig) -> Iterator[str]:
         yield "run.load_best keeps the best weights in a checkpoint, and checkpoint.every_steps is 0; set it, or load_best to false"
 
 
+def _ema(config: TrainerConfig) -> Iterator[str]:
+    if config.ema.evaluate and not config.ema.decay:
+        yield "ema.evaluate: true needs averaged weights; set ema.decay, such as 0.999"
+
+
 def _profile(config: TrainerConfig) -> Iterator[str]:
     steps = config.profile.steps
     if steps is not None and steps[0] > steps[1]:
@@ -260,6 +265,7 @@ _RULES = (
     Rule(keys=("batch.micro_size", "batch.global_size"), find=_batch),
     Rule(keys=("schedule.warmup_steps", "schedule.warmup_ratio", "run.max_steps", "run.epochs"), find=_warmup),
     Rule(keys=("run.load_best", "run.patience", "run.eval_every", "checkpoint.every_steps"), find=_best),
+    Rule(keys=("ema.evaluate", "ema.decay"), find=_ema),
     Rule(keys=("profile.steps",), find=_profile),
     Rule(keys=(*(f"schedule.{key}" for key in _CURVE_KEYS), "run.max_steps"), find=_curve),
 )

@@ -12,13 +12,14 @@ from zeromesh.offload import FileSettings, TierChoice
 from zeromesh.optim.sharded import OptimizerSettings
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.hf.decay import biases_and_norms
+from zeromesh.zero.average import AverageSettings
 from zeromesh.zero.options import OffloadOptions, Precision, ZeroOptions
 from zeromesh.zero.scaler import ScalerSettings
 
 
 def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
     """What the engine is told."""
-    precision, optimizer = config.precision, config.optimizer
+    precision, optimizer, ema = config.precision, config.optimizer, config.ema
     scale = precision.loss_scale
     settings = ScalerSettings(
         initial=scale.initial_scale,
@@ -48,6 +49,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
             no_decay=optimizer.no_decay,
         ),
         offload=_offload(config),
+        average=AverageSettings(decay=ema.decay, every=ema.every_steps, start=ema.start_step) if ema.decay else None,
         accumulation=accumulation,
         clip_norm=config.run.clip_norm,
         on_nonfinite=config.run.on_nonfinite,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -120,7 +121,8 @@ class Evaluator:
             run.call("on_prediction_step", done, total)
             return not stop()
 
-        return run.trained.stepper.evaluate(feed, go_on, collector)
+        with run.trained.averaged() if run.config.ema.evaluate else nullcontext():
+            return run.trained.stepper.evaluate(feed, go_on, collector)
 
     def _metrics(self, result: EvaluationResult, prefix: str) -> Values:
         """What `compute_metrics` makes of all samples; every rank computes it."""
@@ -151,6 +153,7 @@ class Evaluator:
         run = self._run
         loss = values["eval_loss"]
         text = f"step {run.step}: evaluation loss {loss:.4f}"
+        text += " with averaged weights" if run.config.ema.evaluate else ""
         if self._targets is not None:
             text += f" over {human_count(self._targets)} targets"
         measured = ("_loss", "_runtime", "_per_second")

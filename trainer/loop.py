@@ -291,6 +291,7 @@ class TrainingLoop:
             updates=engine.updater.updates,
             skipped=run.progress.skipped,
             trained=engine.flags.changes(),
+            averages=engine.updater.averages.count if engine.updater.averages is not None else 0,
             loss=run.progress.last_loss,
             eval_loss=self.eval_loss,
             metric=run.latest_metric if latest else None,

@@ -48,6 +48,8 @@ class TrainerState:
     learning_rate: float = 0.0
     passed_over: int = 0
     """Steps whose data was left out, because a callback ended an epoch early."""
+    averages: int = 0
+    """Updates of the weights that the average of them has taken in (`ema`)."""
     trained: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Parameters that are not trained as the model was built, or not in all updates: whether they
     are, and in how many they were."""
@@ -80,7 +82,15 @@ class TrainerState:
             state = cls(**values)
         except TypeError as error:
             raise CheckpointError(f"{where}: {NAME} has other fields than this version writes ({error})") from None
-        counters = (state.samples, state.tokens, state.updates, state.skipped, state.good_steps, state.seed)
+        counters = (
+            state.averages,
+            state.samples,
+            state.tokens,
+            state.updates,
+            state.skipped,
+            state.good_steps,
+            state.seed,
+        )
         steps = (state.step, state.max_steps, state.passed_over)
         numbers = [value for value in (state.loss, state.eval_loss, state.metric) if value is not None]
         numbers += [state.loss_scale, state.learning_rate]
@@ -106,6 +116,7 @@ def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mappin
     """
     optimizer = config.optimizer.model_dump(mode="json", exclude={"in_backward", "granularity"})
     schedule = config.schedule.model_dump(mode="json")
+    ema = config.ema.model_dump(mode="json", exclude={"evaluate"})
     sections = {"model": model, "data": data, "optimizer": optimizer, "schedule": schedule}
     flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
     return flat | {
@@ -116,6 +127,7 @@ def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mappin
         LENGTH: config.run.max_steps,
         "run.seed": config.run.seed,
         "run.clip_norm": config.run.clip_norm,
+        **({f"ema.{key}": value for key, value in ema.items()} if config.ema.decay else {}),
         **({} if config.data.seed is None else {"data.seed": config.data.seed}),
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zeromesh.errors import PhaseError, StorageError
+from zeromesh.errors import ConfigError, PhaseError, StorageError
 from zeromesh.generators import seed_all
 from zeromesh.mesh.select import choose_transport
 from zeromesh.offload import Tiers, available_bytes, settle_heap
@@ -61,6 +61,8 @@ class TrainedModel:
         self._kept = KeptAttributes(self.model)
         self._gradients_ready = False
         self._generations = 0
+        self._averages: dict[str, Tensor] = {}
+        """Of the weights, by name, once the model is whole."""
         tiers = open_tiers(run.mesh, options)
         try:
             engine = self._build(built, options, tiers)
@@ -138,19 +140,52 @@ class TrainedModel:
         with run.guarded("trainer.generate()" if divided else ""):
             return generate(self.model, mesh, arguments, seed=sow, engine=self.engine, pipeline=self.divided.pipeline)
 
-    def state_dict(self) -> Iterator[tuple[str, Tensor]]:
+    def state_dict(self, *, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer.state_dict`."""
+        self._require_average(ema)
+        if self.engine is None and ema:
+            own = self.model.named_parameters()
+            yield from ((name, self._averages.get(name, parameter.detach())) for name, parameter in own)
+            return
         if self.engine is None:
             yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
             return
         with self._run.mesh.call("trainer.state_dict()"):
-            yield from self.engine.state.parameters()
+            yield from (self.engine.averaged_state if ema else self.engine.state).parameters()
 
-    def save(self, path: Path) -> None:
+    def _require_average(self, wanted: bool) -> None:
+        if wanted and not self._run.config.ema.decay:
+            raise ConfigError(
+                "there are no averaged weights: set ema.decay, such as 0.999, for the run that makes them"
+            )
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside the block the model has its averaged weights; all ranks enter it."""
+        if self.engine is not None:
+            with self.engine.averaged():
+                yield
+            return
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Let a whole model's weights and their averages change places."""
+        for name, average in self._averages.items():
+            parameter = self.model.get_parameter(name)
+            self._averages[name], parameter.data = parameter.data, average
+
+    def save(self, path: Path, *, ema: bool = False) -> None:
         """See `Trainer.save`."""
         run = self._run
-        with run.guarded("trainer.save()"):
-            state = self.engine.state if self.engine is not None else None
+        self._require_average(ema)
+        with run.guarded("trainer.save()"), self.averaged() if ema and self.engine is None else nullcontext():
+            state = None
+            if self.engine is not None:
+                state = self.engine.averaged_state if ema else self.engine.state
             failure = save_model(self.model, state, path, run.mesh, processing_class=run.processing_class)
         if failure:
             raise StorageError(failure)
@@ -228,9 +263,12 @@ class TrainedModel:
         state = engine.state
         nbytes = state.numel * master.itemsize
         free = self._least_available()
-        if free is not None and 2 * nbytes > free:
+        averaged = engine.updater.averages is not None
+        if free is not None and (3 if averaged else 2) * nbytes > free:
             run.tell("the model does not fit in one rank's memory and stays partitioned; use save()")
             return
+        if averaged:
+            self._averages = {name: tensor.clone() for name, tensor in engine.averaged_state.parameters()}
         state.make_whole(self.divided.restore)
         engine.close()
         self.engine = None

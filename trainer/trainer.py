@@ -188,13 +188,16 @@ class Trainer(TransformersNames):
         """
         return self._prepare().predict(test_dataset, metric_key_prefix, ignore_keys)
 
-    def save(self, path: str | PathLike[str]) -> None:
+    def save(self, path: str | PathLike[str], *, ema: bool = False) -> None:
         """Write the model as a Hugging Face model directory, one parameter at a time; all ranks call it.
 
+        `ema`: with averaged weights, before and after the end of `fit`.
+
         Raises:
+            ConfigError: for `ema` in a run without `ema.decay`.
             StorageError: when it cannot be written.
         """
-        self._prepare().trained.save(Path(path).expanduser())
+        self._prepare().trained.save(Path(path).expanduser(), ema=ema)
 
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, seed: int | None = None, **arguments: Any
@@ -223,13 +226,16 @@ class Trainer(TransformersNames):
             {name: value for name, value in given.items() if value is not None}, seed
         )
 
-    def state_dict(self) -> Iterator[tuple[str, Tensor]]:
+    def state_dict(self, *, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
         """`(name, tensor)` of whole parameters, one bucket in memory at a time; all ranks iterate over it to its end.
 
         Values are master weights. A tensor may change with the next step: copy it to keep it. `dict(trainer.state_dict())`
-        holds the whole model on every rank.
+        holds the whole model on every rank. `ema`: averaged weights instead.
+
+        Raises:
+            ConfigError: for `ema` in a run without `ema.decay`.
         """
-        return self._prepare().trained.state_dict()
+        return self._prepare().trained.state_dict(ema=ema)
 
     def gathered(self, names: Iterable[str]) -> AbstractContextManager[None]:
         """Inside the block the named parameters are whole on every rank, in the compute dtype, to be read; all ranks enter it.

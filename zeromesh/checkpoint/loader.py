@@ -20,8 +20,8 @@ from zeromesh.errors import CheckpointError, LayoutError, StorageError, Zeromesh
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
 
-_FALLBACKS = {"master": "model"}
-"""Where master weights equal the parameters they are stored once, as parameters."""
+_FALLBACKS = {"master": "model", "ema": "model"}
+"""What equals the parameters is stored once, as parameters: master weights of their dtype, averages of what was never trained."""
 _NAMED = 5
 
 

@@ -18,6 +18,7 @@ from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.flat.layout import Slot
 from zeromesh.flat.split import Interval
 from zeromesh.mesh.groups import Mesh
+from zeromesh.offload import TieredTensor
 from zeromesh.zero.holdings import MODEL, buffers_of_stages, saved_buffers
 from zeromesh.zero.rest import set_values
 from zeromesh.zero.unit import Bucket, Unit, all_buckets
@@ -46,7 +47,16 @@ class StateAccess:
     Its methods are collective: all ranks call them alike.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], mesh: Mesh, gradient_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        mesh: Mesh,
+        gradient_dtype: torch.dtype,
+        weights_of: Callable[[Bucket], TieredTensor] = lambda bucket: bucket.master,
+    ) -> None:
+        """`weights_of` gives the shard that stands for a bucket's parameters."""
+        self._weights_of = weights_of
         self._model = model
         self._units = units
         self._mesh = mesh
@@ -289,7 +299,7 @@ class StateAccess:
         return made
 
     def _weights(self, bucket: Bucket) -> torch.Tensor:
-        return self._whole(bucket, bucket.master.load(self._mesh.device))
+        return self._whole(bucket, self._weights_of(bucket).load(self._mesh.device))
 
     def _gradients(self, bucket: Bucket) -> torch.Tensor | None:
         shard = bucket.grad

@@ -22,7 +22,7 @@ from zeromesh.flat.placement import Placement
 from zeromesh.mesh.clock import Span
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
-from zeromesh.offload import Tiers
+from zeromesh.offload import TieredTensor, Tiers
 from zeromesh.optim.sharded import GroupRules, Rates
 from zeromesh.zero.access import StateAccess
 from zeromesh.zero.build import Built, build_units, open_tiers
@@ -35,7 +35,7 @@ from zeromesh.zero.phase import Phase
 from zeromesh.zero.plan import ModelCuts, ModelPlan, plan_model
 from zeromesh.zero.randomness import Streams
 from zeromesh.zero.sources import BuiltSource, ParameterSource
-from zeromesh.zero.unit import Unit, all_buckets
+from zeromesh.zero.unit import Bucket, Unit, all_buckets
 from zeromesh.zero.update import StepOutcome, Updater
 from zeromesh.zero.walk import Microbatch, Mode
 
@@ -59,6 +59,8 @@ class ZeroEngine:
         self._sharded = options.placements.parameters is Placement.SHARDED
         self.updater = Updater(self.units, mesh, options, built.tiers)
         self.passes = Passes(built, mesh, options, self.updater, _chunks(self.units, cuts or ModelCuts()))
+        self._exchanged = False
+        """Whether averaged weights and master weights have changed places."""
         self._mixed = False
         """Whether some weights may be of one state and some of another."""
         if mesh.watch is not None:
@@ -113,7 +115,21 @@ class ZeroEngine:
     @property
     def state(self) -> StateAccess:
         """Whole parameters and gradients by name."""
-        return StateAccess(self.model, self.units, self.mesh, self.options.precision.reduce)
+        return self._access(averaged=False)
+
+    @property
+    def averaged_state(self) -> StateAccess:
+        """The same with averaged weights, which are the weights themselves where no average is kept."""
+        return self._access(averaged=True)
+
+    def _access(self, *, averaged: bool) -> StateAccess:
+        averages = self.updater.averages if averaged != self._exchanged else None
+
+        def weights_of(bucket: Bucket) -> TieredTensor:
+            average = averages.of(bucket) if averages is not None and averages.count else None
+            return average or bucket.master
+
+        return StateAccess(self.model, self.units, self.mesh, self.options.precision.reduce, weights_of)
 
     @property
     def holdings(self) -> StateHoldings:
@@ -252,6 +268,32 @@ class ZeroEngine:
         """Forward passes under no_grad, on all ranks alike; units are gathered around use as in training. What is drawn in them is
         of `streams`; None: of the generators as they are."""
         return self.passes.evaluation(streams)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside the block the model has its averaged weights, and their memory has the others; on all ranks alike.
+
+        After an error of several ranks together they stay exchanged: no rank can go on then.
+        """
+        self._exchange()
+        try:
+            yield
+        except BaseException:
+            if self.mesh.world_size == 1:
+                self._exchange()
+            raise
+        self._exchange()
+
+    def _exchange(self) -> None:
+        averages = self.updater.averages
+        if averages is None or not averages.count:
+            return
+        with self.loading():
+            for bucket in all_buckets(self.units):
+                if averages.of(bucket) is not None:
+                    self.updater.before_change(bucket)
+                    averages.exchange(bucket)
+        self._exchanged = not self._exchanged
 
     def gathered(self, fqns: Sequence[str]) -> AbstractContextManager[None]:
         """Inside the block these parameters are whole on every rank, in the compute dtype, to be read; see `StateAccess.whole`."""

@@ -7,6 +7,7 @@ For a bucket of P elements (padded) over W ranks, `own` = P / W elements, or P w
                         c P / W            the same where ranks share pages: they are counted once over all of them
     master weights      m own              nothing where the kept parameters themselves are of the master dtype
     moments             k m own            k of them by optimizer
+    averaged weights    m own              where there is an average of them (`ema`)
     gradient shards     r own              or, where they live only inside backward, the largest few of them
     partial gradients   r P                where microbatches are summed before one reduction
     buckets in flight   slots x largest    twice over gloo, which receives into buffers of its own
@@ -153,6 +154,8 @@ def _resting(layout: BucketLayout, setting: _Setting, *, stays: bool) -> Iterato
     if spec.requires_grad:
         for _ in moment_names(options.optimizer):
             yield _Rest(purpose=Purpose.MOMENTS, numel=own, dtype=options.precision.master, choice=offload.optimizer)
+        if options.average is not None:
+            yield _Rest(purpose=Purpose.AVERAGES, numel=own, dtype=options.precision.master, choice=offload.optimizer)
         if not options.gradients_pass_through:
             yield _Rest(
                 purpose=Purpose.GRADIENTS, numel=own, dtype=options.precision.reduce, choice=offload.gradients_at

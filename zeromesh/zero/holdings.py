@@ -20,8 +20,8 @@ from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.unit import Bucket, Unit, all_buckets
 from zeromesh.zero.update import Updater
 
-MODEL, MASTER = "model", "master"
-WEIGHTS = (MODEL, MASTER)
+MODEL, MASTER, AVERAGE = "model", "master", "ema"
+WEIGHTS = (MODEL, MASTER, AVERAGE)
 """Kinds of tensors that weights are made of again."""
 
 
@@ -117,7 +117,9 @@ class StateHoldings:
         if not (reading and bucket.trainable):
             found.insert(0, (MODEL, bucket.dtype, master if reading else bucket.copy or master))
         optimizer = self._updater.optimizer_of(bucket)
-        moments = optimizer.moments if optimizer is not None else {}
+        moments = dict(optimizer.moments) if optimizer is not None else {}
+        average = self._updater.averages.of(bucket) if self._updater.averages is not None else None
+        moments |= {AVERAGE: average} if average is not None else {}
         return [*found, *((name, moment.dtype, moment) for name, moment in moments.items())]
 
     def _of(self, bucket: Bucket, interval: Interval, *, reading: bool = False) -> Iterator[Holding]:
@@ -134,8 +136,8 @@ class StateHoldings:
 
 def _has(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool) -> bool:
     """Whether a checkpoint has a kind of tensor of a parameter; one that never was trained has weights alone, which become its
-    master weights where others of its bucket are trained."""
-    return kind == MODEL or (reading and kind == MASTER) or bucket.learned(spec.fqn)
+    master weights, and averages of them, where others of its bucket are trained."""
+    return kind == MODEL or (reading and kind in (MASTER, AVERAGE)) or bucket.learned(spec.fqn)
 
 
 def _of_piece(kind: str, dtype: torch.dtype, values: TensorSlice, piece: Piece, owner: int) -> Holding:

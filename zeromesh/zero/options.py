@@ -12,6 +12,7 @@ from zeromesh.flat.placement import Placement, Placements, placements_of
 from zeromesh.mesh.select import TransportName
 from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 from zeromesh.optim.sharded import OptimizerSettings
+from zeromesh.zero.average import AverageSettings
 from zeromesh.zero.scaler import ScalerSettings
 from zeromesh.zero.update_place import UpdateOn
 
@@ -97,6 +98,8 @@ class ZeroOptions:
     precision: Precision = field(default_factory=Precision)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
+    average: AverageSettings | None = None
+    """Of the weights, beside them."""
     accumulation: int = 1
     """Microbatches of a step on each rank."""
     clip_norm: float = 0.0

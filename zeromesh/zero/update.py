@@ -21,6 +21,7 @@ from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.watch import Activity
 from zeromesh.offload import Mode, Purpose, Row, Stream, Tier, TieredTensor, Tiers, Use, Waits
 from zeromesh.optim.sharded import BucketOptimizer, GroupRules, Rates
+from zeromesh.zero.average import WeightAverages
 from zeromesh.zero.norm import clip_factor, global_norm
 from zeromesh.zero.options import ZeroOptions
 from zeromesh.zero.scaler import LossScaler
@@ -58,6 +59,9 @@ class Updater:
         """Those that are trained in the present step."""
         self._units = {id(bucket): unit for unit in units for bucket in unit.buckets}
         self._optimizers: dict[int, BucketOptimizer] = {}
+        at = options.offload.optimizer
+        self.averages = None if options.average is None else WeightAverages(options.average, tiers, at)
+        """Of the weights, where options ask for it."""
         self._make_optimizers()
         self._sums: dict[int, Callable[[], None]] = {}
         self._ready: deque[Bucket] = deque()
@@ -94,6 +98,8 @@ class Updater:
             if bucket.trainable and id(bucket) not in self._optimizers:
                 groups = GroupRules(settings).groups
                 self._optimizers[id(bucket)] = BucketOptimizer(bucket, settings, groups, self._tiers, at)
+                if self.averages is not None:
+                    self.averages.begin(bucket)
 
     def follow(self) -> None:
         """Other parameters are trained than before, between two steps."""
@@ -110,7 +116,7 @@ class Updater:
 
     def _missing(self, device: torch.device) -> int:
         """The most tensors of an update that are not in the memory of `device`."""
-        uses = map(self._uses, self._buckets)
+        uses = (self._uses(bucket, averaging=True) for bucket in self._buckets)
         return max((sum(use.tensor.whole(device) is None for use in each) for each in uses), default=0)
 
     def _make_stream(self, device: torch.device, tiers: Tiers) -> Stream:
@@ -237,9 +243,31 @@ class Updater:
             for number, bucket in enumerate(self._buckets):
                 self._update(bucket, factor, self._buckets[number + 1 :])
             self._stream.settle()
+        if finite:
+            self._end_averages()
         self.updates += finite
         waited = {tier: waits.take() for tier, waits in self._tiers.waited().items()}
         return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale, cause=cause, waited=waited)
+
+    @property
+    def _averaging(self) -> bool:
+        """Whether the update at hand counts for the averages of weights."""
+        return self.averages is not None and self.averages.due(self.updates + 1)
+
+    def _end_averages(self) -> None:
+        """All weights are updated, and with them their averages; those that rest now count too."""
+        averages = self.averages
+        if averages is None or not self._averaging:
+            return
+        for bucket in self._all:
+            average = averages.of(bucket)
+            if average is not None and not any(bucket.training):
+                self.before_change(bucket)
+                uses = [Use(tensor=bucket.master, mode=Mode.READ), Use(tensor=average, mode=Mode.UPDATE)]
+                rows = list(self._stream.rows(id(bucket), bucket.interval.length, uses))
+                self._stream.run(rows, lambda _row, tensors: averages.blend(tensors[1], tensors[0]))
+        self._stream.settle()
+        averages.count += 1
 
     def _cause(self, norm: float, loss_finite: bool) -> str:
         """Where the gradients are not finite, and on which ranks the loss is not; all ranks say the same."""
@@ -324,29 +352,34 @@ class Updater:
         optimizer = self._optimizers[id(bucket)]
         optimizer.begin()
         grad = gradient_of(bucket) if self._in_backward else None
-        copied = bucket.copy is not None
+        copied, averages = bucket.copy is not None, self.averages if self._averaging else None
 
         def compute(row: Row, tensors: list[torch.Tensor]) -> None:
             copy = tensors.pop() if copied else None
             part = tensors.pop() if grad is None else grad[row.start : row.end].to(self._stream.device)
             if factor != 1.0:
                 part.mul_(factor)
+            average = tensors.pop() if averages is not None else None
             master, *moments = tensors
             optimizer.step(row.start, row.end, master, part, moments, self._rates)
             if copy is not None:
                 copy.copy_(master)
+            if averages is not None and average is not None:
+                averages.blend(average, master)
 
         ahead = chain.from_iterable(self._rows(each) for each in following)
         self._stream.run(list(self._rows(bucket)), compute, ahead)
         bucket.buffer.end_write()
 
     def _rows(self, bucket: Bucket) -> Iterator[Row]:
-        return self._stream.rows(id(bucket), bucket.interval.length, self._uses(bucket))
+        return self._stream.rows(id(bucket), bucket.interval.length, self._uses(bucket, averaging=self._averaging))
 
-    def _uses(self, bucket: Bucket) -> list[Use]:
-        """What an update reads and writes of a bucket: master weights, moments, gradients (inside backward they are just there, and
-        nobody knows when), and the copy that is gathered."""
+    def _uses(self, bucket: Bucket, *, averaging: bool) -> list[Use]:
+        """What an update reads and writes of a bucket: master weights, moments, averages that take them in, gradients (inside
+        backward they are just there, and nobody knows when), and the copy that is gathered."""
         states = [bucket.master, *self._optimizers[id(bucket)].moments.values()]
+        average = self.averages.of(bucket) if self.averages is not None and averaging else None
+        states += [average] if average is not None else []
         uses = [Use(tensor=tensor, mode=Mode.UPDATE) for tensor in states]
         if not self._in_backward:
             rest = bucket.grad_rest if bucket.grad is None else TieredTensor.of(bucket.grad)
