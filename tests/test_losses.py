@@ -385,7 +385,7 @@ def test_a_users_loss_gives_its_own_count() -> None:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (torch.tensor(1.0), r"should give \(sum, count\)"),
+        (torch.tensor(1.0), r"must return \(sum, count\)"),
         ((1.0, 2), "tensor of one element"),
         ((torch.ones(2), 2), "tensor of one element"),
         ((torch.tensor(1.0), 1.5), "whole number"),

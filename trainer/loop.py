@@ -124,9 +124,10 @@ class TrainingLoop:
             run.console.note(f"step {number}: no update on any rank: {result.cause}")
         self._metrics = metrics
         if due.log:
+            metrics = self._metrics = self._with_scalars(metrics)
             self._write(metrics)
         run.events.wishes |= due
-        run.call("on_step_end", number, metrics.record())
+        self._announce("on_step_end", metrics)
         run.agree()
         if not self._log():
             run.console.advance(number)
@@ -162,6 +163,19 @@ class TrainingLoop:
             save=config.checkpoint.every_steps == "epoch",
         )
 
+    def _with_scalars(self, metrics: StepMetrics) -> StepMetrics:
+        """The line with what losses, callbacks and `trainer.log` have given since the last one."""
+        found = self._run.trained.stepper.scalars.take(self._run.mesh)
+        return replace(metrics, extras={**metrics.extras, **found}) if found else metrics
+
+    def _announce(self, event: str, metrics: StepMetrics) -> None:
+        """Tell callbacks of a step's line; what they add to it is logged with the next one."""
+        record = metrics.record()
+        before = dict(record)
+        self._run.call(event, metrics.step, record)
+        added = {name: value for name, value in record.items() if value is not before.get(name)}
+        self._run.trained.stepper.scalars.add(added)
+
     def _write(self, metrics: StepMetrics) -> None:
         """Before callbacks see the step's end, so that a line is there whatever they do."""
         run = self._run
@@ -177,12 +191,13 @@ class TrainingLoop:
         if not run.events.wishes.log or metrics is None:
             return False
         if self._written != metrics.step:
-            metrics = replace(metrics, peak_memory_bytes=RankFigures.of(run.mesh).peak_bytes)
+            peak = RankFigures.of(run.mesh).peak_bytes
+            metrics = self._with_scalars(replace(metrics, peak_memory_bytes=peak))
             self._write(metrics)
         self._metrics = None
         run.events.wishes.log = False
         run.history.step(metrics, run.epoch)
-        run.call("on_log", metrics.step, metrics.record())
+        self._announce("on_log", metrics)
         return True
 
     def _fulfil(self) -> None:

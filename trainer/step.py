@@ -31,6 +31,7 @@ from zeromesh.trainer.collate import Collate, MapDataset, fetch_microbatch
 from zeromesh.trainer.hf.losses import Loss
 from zeromesh.trainer.predictions import Collector, Prediction
 from zeromesh.trainer.same_batches import require_same
+from zeromesh.trainer.scalars import Scalars
 from zeromesh.trainer.streamed import StreamedDataset
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.randomness import Streams, data_randomness
@@ -159,6 +160,9 @@ class Stepper:
         self._engine = engine
         self._pipeline = pipeline
         self._modes = TrainingModes(model)
+        self._scalars_found: list[Mapping[str, Any]] = []
+        self.scalars = Scalars()
+        """What losses and users want to have logged."""
         self.gradient_factor = 1.0
         """What gradients have to be multiplied by, between the last backward and the update, to be the loss's."""
 
@@ -188,6 +192,7 @@ class Stepper:
         seed = 1.0 if count is None else 1.0 / max(1, count)
         engine.begin_step(step, rates)
         self._modes.restore()
+        self._scalars_found = []
         sums = torch.tensor([0, 0, 0, vote.terminate, vote.interrupt], dtype=torch.float64)
         where = _positions(step, microbatches)
         seeds = [seed * part * each.weight for part, each in zip(parts, microbatches, strict=True)]
@@ -197,6 +202,7 @@ class Stepper:
         ):
             if each.weight and self._speaks:
                 sums[:3] += torch.tensor([float(loss) * part, targets, _tokens(batch)], dtype=torch.float64)
+                self.scalars.add(self._scalars_found[number - 1])
             if number < rounds:
                 events.substep_end()
                 self._modes.restore()
@@ -336,6 +342,7 @@ class Stepper:
 
     def _loss_of(self, batch: Mapping[str, Any], seed: float) -> Tensor:
         loss = self._loss(self._model, batch, seed=seed)
+        self._scalars_found.append(self._loss.last_scalars)
         if self._loss.last_count and not loss.requires_grad:
             raise ConfigError(
                 "the loss does not depend on any trained parameter: it was computed under no_grad, detached, or made into a "

@@ -111,7 +111,10 @@ class TransformersCallbacks(Callback):
         self._call(trainer, "on_step_end")
 
     def on_log(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-        self._call(trainer, "on_log", logs=trainer.run.history.latest())
+        logs = trainer.run.history.latest()
+        known = frozenset(logs)
+        self._call(trainer, "on_log", logs=logs)
+        trainer.run.trained.stepper.scalars.add({name: value for name, value in logs.items() if name not in known})
 
     def on_evaluate(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         self._call(trainer, "on_evaluate", metrics=trainer.run.history.latest())

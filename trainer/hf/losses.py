@@ -25,9 +25,14 @@ from zeromesh.trainer.hf.local_head import LocalHead
 from zeromesh.trainer.hf.loss_check import Verdict, examine, shifted
 from zeromesh.trainer.hf.quiet import quiet_library
 from zeromesh.trainer.hf.task_losses import SpanLoss, TranscriptLoss
+from zeromesh.trainer.scalars import require_free_names, scalars_of
 
-ComputeLoss = Callable[[nn.Module, Mapping[str, Any]], tuple[torch.Tensor, int | torch.Tensor]]
-"""A user's `(model, batch) -> (sum, count)`: the sum of the losses, a scalar, and how many they are."""
+ComputeLoss = Callable[
+    [nn.Module, Mapping[str, Any]],
+    tuple[torch.Tensor, int | torch.Tensor] | tuple[torch.Tensor, int | torch.Tensor, Mapping[str, Any]],
+]
+"""A user's `(model, batch) -> (sum, count)`: the sum of the losses, a scalar, and how many they are; a third element, if there is
+one, holds scalars by name, which are logged."""
 
 # The library's names for what a class computes (`model.loss_type`).
 _LANGUAGE = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
@@ -63,6 +68,11 @@ class Loss(Protocol):
     @property
     def last_count(self) -> int:
         """Targets of the batch that was computed last."""
+        ...
+
+    @property
+    def last_scalars(self) -> Mapping[str, Any]:
+        """What else the batch that was computed last gave, to be logged: numbers by name."""
         ...
 
     def count(self, batch: Mapping[str, Any]) -> int | None:
@@ -234,6 +244,7 @@ class LabelLoss:
         self._ignored = ignored
         self.notes = notes
         self.last_count = 0
+        self.last_scalars: Mapping[str, Any] = {}
         self._head = head
         # Training and evaluation read each position once: a cache of keys and values would only take memory.
         self._fixed = {"use_cache": False} if "use_cache" in _arguments(model) else {}
@@ -262,7 +273,9 @@ class LabelLoss:
         if isinstance(self._head, ChunkedHead) or (self._head is not None and self._head.divided):
             targets = shifted(labels) if self.causal else labels
             return self._head.run(model, inputs, targets=targets, seed=seed, count=count)
-        loss: torch.Tensor = model(**self._with_some_target(inputs, count)).loss
+        outputs = model(**self._with_some_target(inputs, count))
+        self.last_scalars = scalars_of(outputs)
+        loss: torch.Tensor = outputs.loss
         return loss * count
 
     def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
@@ -316,6 +329,7 @@ class ExampleLoss:
         where = "; tensor ranks gather all its logits" if gathered else ""
         self.notes = (f"{what} is taken for a mean over examples; pass compute_loss to count otherwise{where}",)
         self.last_count = 0
+        self.last_scalars: Mapping[str, Any] = {}
 
     def count(self, batch: Mapping[str, Any]) -> int:
         """Examples of the batch. Raises `DataError` if it holds no tensor."""
@@ -332,6 +346,7 @@ class ExampleLoss:
         """See `Loss`. Raises `ConfigError` if the module returns no scalar loss."""
         self.last_count = self.count(batch)
         outputs = model(**batch)
+        self.last_scalars = scalars_of(outputs)
         return _scalar(outputs, type(model).__name__) * self.last_count, outputs
 
 
@@ -362,6 +377,7 @@ class UserLoss:
         self.notes = notes
         self._compute = compute_loss
         self._count: int | None = None
+        self.last_scalars: Mapping[str, Any] = {}
 
     @property
     def last_count(self) -> int:
@@ -377,13 +393,19 @@ class UserLoss:
     def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> torch.Tensor:
         """See `Loss`. Raises `ConfigError` unless `compute_loss` gives a scalar and a whole number of 0 or more."""
         result = self._compute(model, batch)
-        if not isinstance(result, tuple) or len(result) != 2:
+        if (
+            not isinstance(result, tuple)
+            or len(result) not in (2, 3)
+            or not isinstance(result[-1], Mapping | int | torch.Tensor)
+        ):
             raise ConfigError(
                 f"compute_loss returned a {type(result).__name__}; it must return (sum, count): the sum of the losses and the "
                 "number of targets, so that microbatches of different sizes add up. If `loss` is a mean over n targets: "
                 "return loss * n, n"
             )
-        total, count = result
+        total, count = result[:2]
+        self.last_scalars = result[2] if len(result) == 3 else {}
+        require_free_names(self.last_scalars, "compute_loss")
         if not isinstance(total, torch.Tensor) or total.numel() != 1:
             raise ConfigError("compute_loss: the sum must be a tensor of one element")
         number = count.item() if isinstance(count, torch.Tensor) and count.numel() == 1 else count

@@ -30,6 +30,7 @@ from zeromesh.trainer.hf.shown_state import bring_up_to_date
 from zeromesh.trainer.hf.surroundings import Batches
 from zeromesh.trainer.metrics import strict
 from zeromesh.trainer.report import FitReport
+from zeromesh.trainer.scalars import require_free_names
 
 if TYPE_CHECKING:
     from zeromesh.trainer.config import TrainerConfig
@@ -224,9 +225,20 @@ class TransformersNames:
         if self.is_world_process_zero():
             write_model_card(self._self, self._directory(), values)
 
-    def log(self, logs: Mapping[str, Any], start_time: float | None = None) -> None:
-        """Note values of one's own in `state.log_history`, and tell callbacks of them; all ranks do."""
-        self._self.run.log_values(logs)
+    def log(self, logs: Mapping[str, Any] | None = None, start_time: float | None = None, **named: Any) -> None:
+        """Log scalars of one's own, as a mapping or as `log(name=value)`, at any time during `fit` and on any rank.
+
+        The next line of `metrics.jsonl` and of the trackers has the mean of all values that any rank has given for a name since the
+        line before. A mapping also becomes a line of `state.log_history`, of which callbacks are told, as in transformers.
+
+        Raises:
+            ConfigError: for names that a step's line has already.
+        """
+        run, given = self._self.run, {**(logs or {}), **named}
+        require_free_names(given, "trainer.log")
+        run.trained.stepper.scalars.add(given)
+        if logs:
+            run.log_values(logs)
 
     def _directory(self) -> Path:
         directory = self._self.run_directory

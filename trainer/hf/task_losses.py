@@ -26,6 +26,7 @@ class SpanLoss:
 
     def __init__(self) -> None:
         self.last_count = 0
+        self.last_scalars: Mapping[str, Any] = {}
 
     def count(self, batch: Mapping[str, Any]) -> int:
         """Positions inside their sequences. Raises `DataError` where the batch has none."""
@@ -87,6 +88,7 @@ class TranscriptLoss:
         self._sums = reduction == "sum"
         self.notes = ("loss: the mean over examples of their alignments with transcripts (CTC)",)
         self.last_count = 0
+        self.last_scalars: Mapping[str, Any] = {}
 
     def count(self, batch: Mapping[str, Any]) -> int:
         """Examples. Raises `DataError` where the batch has no labels."""
