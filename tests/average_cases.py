@@ -18,6 +18,7 @@ from trainer_cases import distance, llama, plain_fit, seeded, sentences, setting
 
 from zeromesh import Trainer
 from zeromesh.mesh.groups import Mesh
+from zeromesh.offload import Purpose, Tier
 
 STEPS = 6
 Flags = Callable[[Any, int], None]
@@ -70,6 +71,8 @@ def averaged(
     def look(trainer: Any, step: int) -> None:
         state = {name: value.clone() for name, value in trainer.state_dict(ema=True)}
         found["state"] = max(found["state"], distance(state, plain.states[step]))
+        counted = trainer.engine.ledger.by_purpose(*Tier)
+        found["bytes"] = float(abs(2 * counted[Purpose.AVERAGES] - counted[Purpose.MOMENTS]))
         found["loss"] = max(found["loss"], abs(trainer.evaluate()["eval_loss"] - plain.losses[step]))
 
     config = {**case.settings(folder, Layout(**layout)), "checkpoint": {"every_steps": 1}}

@@ -12,6 +12,7 @@ from workers import Workers
 
 from zeromesh.flat.layout import ParameterSpec
 from zeromesh.offload import Purpose
+from zeromesh.zero.average import AverageSettings
 from zeromesh.zero.footprint import predict_memory
 from zeromesh.zero.options import Precision, ZeroOptions
 from zeromesh.zero.plan import ModelPlan, UnitPlan
@@ -95,6 +96,12 @@ class TestByHand:
             Purpose.PARTIAL_GRADIENTS
             not in predict_memory(plan(), options(2, accumulation=4), parts=2, transport="shared").terms
         )
+
+    def test_averages_are_as_large_as_one_moment(self) -> None:
+        found = predict_memory(
+            plan(), options(3, average=AverageSettings(decay=0.9)), parts=2, transport="shared"
+        ).terms
+        assert found[Purpose.AVERAGES] == found[Purpose.MOMENTS] // 2
 
     def test_the_optimizer_inside_backward_needs_few_gradients(self) -> None:
         inside = options(3, optimizer_in_backward=True, on_nonfinite="stop")
