@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.metrics import read_metrics
+from zeromesh.trainer.tokenizers import ByteTokenizer
 
 SMALL = {
     "model": {"config": {"model_type": "llama", **LLAMA, "vocab_size": 256}},
@@ -81,3 +83,26 @@ def again(mesh: Mesh, folder: str) -> list[dict[str, Any]]:
                 print(error)
         found.append({"losses": losses, "said": out.getvalue()})
     return found
+
+
+def tokenized(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """How many texts this rank tokenised in three runs over one text, the last with longer sequences; their losses."""
+    root, texts, counts, losses = Path(folder), [], [], []
+    if mesh.rank == 0:
+        (root / "text.jsonl").write_text("".join(json.dumps({"text": f"row {n} " * 9}) + "\n" for n in range(40)))
+    mesh.world.barrier("text")
+    encode = ByteTokenizer.encode
+
+    def counted(self: ByteTokenizer, given: Sequence[str]) -> Any:
+        texts.extend(given)
+        return encode(self, given)
+
+    with mock.patch.object(ByteTokenizer, "encode", counted):
+        for name, length in (("a", 16), ("b", 16), ("c", 24)):
+            texts.clear()
+            data = {"train": str(root / "text.jsonl"), "cache": str(root / "cache"), "sequence_length": length}
+            model = {"config": {"model_type": "llama", **LLAMA, "vocab_size": 256}}
+            with Trainer(None, settings(folder, data=data, model=model, run={"name": name, "max_steps": 2})) as trainer:
+                losses.append(trainer.fit().losses)
+            counts.append(len(texts))
+    return {"texts": counts, "losses": losses}

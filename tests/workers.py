@@ -68,6 +68,7 @@ class Zygote:
     def __init__(self, folder: Path) -> None:
         variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         variables |= {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        variables["XDG_CACHE_HOME"] = str(folder / "cache")
         variables["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
         self.folder = folder
         self._log = (folder / "zygote.log").open("wb")

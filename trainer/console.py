@@ -24,7 +24,7 @@ from zeromesh.trainer.metrics import StepMetrics
 
 _LOG = logging.getLogger(__name__)
 _REFRESH_SECONDS = 0.25
-_SILENCE_SECONDS = 10.0  # after which a log file gets a line of status
+_SILENCE_SECONDS = 5.0  # after which a log file gets a line of status
 _DISPLAY_ERRORS = (OSError, ValueError, ConsoleError)
 
 

@@ -2,28 +2,30 @@
 
     find_text -> documents -> held out or not -> token ids -> packed sequences
 
-Every rank does the same, and gets the same: nothing here knows a rank. The order in which a run reads the
-sequences is `batching.SampleOrder`'s.
+Token ids are kept in a cache on disk, and mapped into memory (`token_cache.py`). Every rank does the same, and gets the same:
+nothing here knows a rank. The order in which a run reads the sequences is `batching.SampleOrder`'s.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from zeromesh.errors import DataError
+from zeromesh.trainer.console import human_bytes
 from zeromesh.trainer.documents import Source, find_text
-from zeromesh.trainer.packing import (
-    PackedDataset,
-    TokenBuffer,
-    byte_pair_entropy,
-    encode_documents,
-    pack,
-)
-from zeromesh.trainer.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from zeromesh.trainer.packing import PackedDataset, TokenWriter, byte_pair_entropy, encode_documents, pack
+from zeromesh.trainer.token_cache import Amount, StoredText, TokenCache
+from zeromesh.trainer.tokenizers import ByteTokenizer, TokenArray, Tokenizer, load_tokenizer
+
+_VERSION = 1
+"""Of how text becomes tokens here. Tokens that another version has cached are not taken."""
 
 
 class DataSection(Protocol):
@@ -92,8 +94,16 @@ class _Part:
     note: str
 
 
-def load_datasets(section: DataSection, *, tokenizer: Tokenizer | None = None) -> LoadedData:
+def load_datasets(
+    section: DataSection,
+    *,
+    tokenizer: Tokenizer | None = None,
+    cache: TokenCache | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> LoadedData:
     """Read, tokenise and pack what `section` names; a `tokenizer` given replaces the section's.
+
+    Text that `cache` has is not read again. `tell` is called every few documents, with a line about how far it is.
 
     Without `data.eval`, `data.eval_fraction` of the documents are held out, chosen by a hash of their names:
     the same ones for every seed and machine. Where that leaves less than a sequence (few documents), it is
@@ -104,24 +114,24 @@ def load_datasets(section: DataSection, *, tokenizer: Tokenizer | None = None) -
         raise DataError(f"data.eval_fraction is {section.eval_fraction}; give 0 (nothing held out) to below 1")
     tokenizer = load_tokenizer(section.tokenizer) if tokenizer is None else tokenizer
     source = find_text(section.train, text_field=section.text_field, where="data.train")
+    reader = _Reader(tokenizer, cache or TokenCache(None), tell)
     evaluation: _Part | None
     if section.eval is None:
-        train, evaluation = _hold_out(source, tokenizer, section.sequence_length, section.eval_fraction)
+        text = reader.read(source, section.eval_fraction)
+        train, evaluation = _hold_out(text, source, section.sequence_length, section.eval_fraction)
     else:
         eval_source = find_text(section.eval, text_field=section.text_field, where="data.eval")
-        kept, _ = _read(source, tokenizer, 0.0)
-        train = _pack(kept, section.sequence_length, f"data.train {source.name!r}")
-        held, _ = _read(eval_source, tokenizer, 0.0)
-        evaluation = _pack(held, section.sequence_length, f"data.eval {eval_source.name!r}")
+        text, held = reader.read(source, 0.0), reader.read(eval_source, 0.0)
+        train = _pack(text, 0, text.kept, section.sequence_length, f"data.train {source.name!r}")
+        evaluation = _pack(held, 0, held.kept, section.sequence_length, f"data.eval {eval_source.name!r}")
     if section.separate_documents:
         train = _apart(train, tokenizer.end_of_text)
         evaluation = None if evaluation is None else _apart(evaluation, tokenizer.end_of_text)
     notes = [train.note] + ([evaluation.note] if evaluation is not None else [])
-    if source.skipped:
-        notes.append(
-            f"data.train: left out {len(source.skipped)} files that are not text, such as {source.skipped[0]!r}"
-        )
-    entropy = byte_pair_entropy(train.dataset.tokens) if isinstance(tokenizer, ByteTokenizer) else None
+    skipped = text.remarks["skipped"]
+    if skipped:
+        notes.append(f"data.train: left out {len(skipped)} files that are not text, such as {skipped[0]!r}")
+    entropy = text.remarks["entropy of all" if train.text.tokens > text.kept.tokens else "entropy"]
     if entropy is not None:
         notes.append(f"byte-pair entropy of the training text: {entropy:.4f} nats per byte, the loss to beat")
     return LoadedData(
@@ -149,16 +159,13 @@ def is_held_out(key: str, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2.0**64
 
 
-def _hold_out(
-    source: Source, tokenizer: Tokenizer, sequence_length: int, fraction: float
-) -> tuple[_Part, _Part | None]:
+def _hold_out(text: StoredText, source: Source, sequence_length: int, fraction: float) -> tuple[_Part, _Part | None]:
     """Training and held-out sequences of one source."""
     where = f"data.train {source.name!r}"
-    kept, held = _read(source, tokenizer, fraction)
-    if len(held) >= sequence_length and len(kept) >= sequence_length:
-        return _pack(kept, sequence_length, where), _pack(held, sequence_length, f"{where}, held out")
-    kept.extend(held)
-    whole = _pack(kept, sequence_length, where)
+    if text.held.tokens >= sequence_length and text.kept.tokens >= sequence_length:
+        held = _pack(text, text.kept.tokens, text.held, sequence_length, f"{where}, held out")
+        return _pack(text, 0, text.kept, sequence_length, where), held
+    whole = _pack(text, 0, text.kept + text.held, sequence_length, where)
     if fraction == 0.0:
         return whole, None
     if len(whole.dataset) < 2:
@@ -168,29 +175,61 @@ def _hold_out(
     return replace(whole, dataset=front), _Part(dataset=tail, text=whole.text, note=note)
 
 
-def _read(source: Source, tokenizer: Tokenizer, fraction: float) -> tuple[TokenBuffer, TokenBuffer]:
-    """The tokens of a source: those kept, and those of the `fraction` of documents that is held out."""
-    kept, held = TokenBuffer(tokenizer.vocab_size), TokenBuffer(tokenizer.vocab_size)
-    for document, tokens in encode_documents(source.documents(), tokenizer):
-        buffer = held if is_held_out(document.key, fraction) else kept
-        text_bytes = len(document.text.encode("utf-8", errors="replace"))
-        buffer.append(tokens, end_of_text=tokenizer.end_of_text, text_bytes=text_bytes)
-    return kept, held
+class _Reader:
+    """Reads and tokenises sources that the cache does not have."""
+
+    def __init__(self, tokenizer: Tokenizer, cache: TokenCache, tell: Callable[[str], None]) -> None:
+        self._tokenizer, self._cache, self._tell = tokenizer, cache, tell
+        self._digest = tokenizer.digest()
+
+    def read(self, source: Source, fraction: float) -> StoredText:
+        """The tokens of a source: of those documents that are kept, and of the `fraction` that is held out."""
+        key = None
+        if self._digest is not None:
+            described = json.dumps([_VERSION, self._digest, fraction, source.description()])
+            key = hashlib.blake2b(described.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+
+        skipped: list[str] = []
+
+        def remarks(tokens: TokenArray, count: int) -> dict[str, Any]:
+            found: dict[str, Any] = {"skipped": skipped}
+            for name, part in {"entropy": tokens[:count], "entropy of all": tokens}.items():
+                counted = isinstance(self._tokenizer, ByteTokenizer) and part.size > 1
+                found[name] = byte_pair_entropy(part) if counted else None
+            return found
+
+        return self._cache.get(
+            key, self._tokenizer.vocab_size, partial(self._write, source, fraction, skipped), remarks
+        )
+
+    def _write(self, source: Source, fraction: float, skipped: list[str], kept: TokenWriter, held: TokenWriter) -> None:
+        tokenizer, began = self._tokenizer, time.monotonic()
+        total = human_bytes(sum(file.path.stat().st_size for file in source.files))
+        for document, tokens in encode_documents(source.documents(skipped), tokenizer):
+            out = is_held_out(document.key, fraction)
+            text_bytes = len(document.text.encode("utf-8", errors="replace"))
+            (held if out else kept).append(tokens, end_of_text=tokenizer.end_of_text, text_bytes=text_bytes)
+            done = kept.text_bytes + held.text_bytes
+            speed = done / max(time.monotonic() - began, 1e-3)
+            self._tell(f"tokenizing {source.name}: {human_bytes(done)} of {total}, {human_bytes(speed)}/s")
 
 
-def _pack(buffer: TokenBuffer, sequence_length: int, where: str) -> _Part:
-    """Sequences of a text. Raises `DataError` where it is shorter than one."""
-    dataset, dropped = pack(buffer, sequence_length)
-    text = TextStatistics(documents=buffer.documents, text_bytes=buffer.text_bytes, tokens=len(buffer), dropped=dropped)
+def _pack(text: StoredText, first: int, amount: Amount, sequence_length: int, where: str) -> _Part:
+    """Sequences of a part of a text. Raises `DataError` where it is shorter than one."""
+    dataset = pack(text.tokens[first : first + amount.tokens], sequence_length, text, first)
     if len(dataset) == 0:
         raise DataError(
-            f"{where} holds {text.tokens} tokens in {text.documents} documents, less than one sequence of "
+            f"{where} holds {amount.tokens} tokens in {amount.documents} documents, less than one sequence of "
             f"{sequence_length}; give more text, or lower data.sequence_length"
         )
+    dropped = amount.tokens - dataset.tokens.size
     note = (
-        f"{where}: {text.text_bytes:,} bytes of text in {text.documents:,} documents, {text.tokens:,} "
+        f"{where}: {amount.text_bytes:,} bytes of text in {amount.documents:,} documents, {amount.tokens:,} "
         f"tokens, {len(dataset):,} sequences of {sequence_length}"
     )
     if dropped:
         note += f"; the last {dropped} tokens are no whole sequence and are dropped"
-    return _Part(dataset=dataset, text=text, note=note)
+    statistics = TextStatistics(
+        documents=amount.documents, text_bytes=amount.text_bytes, tokens=amount.tokens, dropped=dropped
+    )
+    return _Part(dataset=dataset, text=statistics, note=note)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -22,47 +23,48 @@ _PAIRS_AT_ONCE = 1 << 18
 _PAIR_VOCABULARY = 1024  # a table of pairs takes 8 bytes x its square
 
 
-class TokenBuffer:
-    """Tokens of a text that grows, in the narrowest dtype that holds `vocab_size` ids.
+class TokenWriter:
+    """Writes the tokens of a text into a file, document by document, in the narrowest dtype that holds `vocab_size` ids."""
 
-    Memory is a `bytearray`, which grows in place where the C library can (Linux moves pages, not bytes), so
-    that a text is never held twice.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        self._dtype = np.dtype(token_dtype(vocab_size))
+    def __init__(self, file: BinaryIO, vocab_size: int) -> None:
+        self.dtype = np.dtype(token_dtype(vocab_size))
+        self._file = file
         self._vocab_size = vocab_size
-        self._content = bytearray()
         self.documents = 0
         self.text_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._content) // self._dtype.itemsize
+        self.tokens = 0
+        self.largest = 0
 
     def append(self, tokens: TokenArray, *, end_of_text: int, text_bytes: int) -> None:
         """Add one document and the end-of-text token.
 
         Raises `DataError` for an id that the vocabulary does not have.
         """
-        if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size):
+        least, largest = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
+        if least < 0 or largest >= self._vocab_size:
             raise DataError(
-                f"the tokenizer gave ids from {int(tokens.min())} to {int(tokens.max())}, but says that its "
-                f"vocabulary has {self._vocab_size} tokens"
+                f"the tokenizer gave ids from {least} to {largest}, but says that its vocabulary has {self._vocab_size} tokens"
             )
-        self._content += tokens.astype(self._dtype).tobytes()
-        self._content += np.asarray([end_of_text], dtype=self._dtype).tobytes()
+        self._file.write(tokens.astype(self.dtype).tobytes())
+        self._file.write(np.asarray([end_of_text], dtype=self.dtype).tobytes())
         self.documents += 1
         self.text_bytes += text_bytes
+        self.tokens += tokens.size + 1
+        self.largest = max(self.largest, largest, end_of_text)
 
-    def extend(self, other: TokenBuffer) -> None:
-        """Add all documents of another buffer of the same vocabulary."""
-        self._content += other._content
-        self.documents += other.documents
-        self.text_bytes += other.text_bytes
 
-    def tokens(self) -> TokenArray:
-        """All tokens, without a copy. The buffer cannot grow while the array lives."""
-        return np.frombuffer(self._content, dtype=self._dtype)
+class CheckedText(Protocol):
+    """Where tokens lie that are verified as they are read; `digest` is equal for equal tokens, `largest` is the largest id."""
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def largest(self) -> int: ...
+
+    def check(self, first: int, end: int) -> None:
+        """Verify the tokens from `first` to `end`. Raises `DataError`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -76,6 +78,9 @@ class PackedDataset:
 
     tokens: TokenArray
     sequence_length: int
+    text: CheckedText | None = None
+    """The text that the tokens are a part of, from its token `first` on."""
+    first: int = 0
     separator: int | None = None
     """The token that ends a document, if documents are to be apart: positions begin anew after it, by which transformers' attention
     knows documents, and what comes first in a document is no target."""
@@ -100,6 +105,8 @@ class PackedDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         start = index * self.sequence_length
+        if self.text is not None:
+            self.text.check(self.first + start, self.first + start + self.sequence_length)
         ids = torch.from_numpy(self.tokens[start : start + self.sequence_length].astype(np.int64))
         if self.separator is None:
             return {"input_ids": ids, "labels": ids.clone()}
@@ -119,15 +126,17 @@ class PackedDataset:
         cut = (len(self) - tail) * self.sequence_length
         return (
             replace(self, tokens=self.tokens[:cut]),
-            replace(self, tokens=self.tokens[cut:]),
+            replace(self, tokens=self.tokens[cut:], first=self.first + cut),
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `DataError` for the first sequence with an id that a model of `vocab_size` does not have.
 
-        One pass over all tokens: some milliseconds for 10 million.
+        Tokens of a text whose largest id is known are looked at only where that is too large.
         """
-        if self.tokens.size == 0 or int(self.tokens.max()) < vocab_size:
+        if self.tokens.size == 0 or (self.text is not None and self.text.largest < vocab_size):
+            return
+        if int(self.tokens.max()) < vocab_size:
             return
         position = int(np.argmax(self.tokens >= vocab_size))
         raise DataError(
@@ -139,15 +148,16 @@ class PackedDataset:
     def fingerprint(self) -> str:
         """A hash (xxh3, 16 hexadecimal digits) of the tokens and their length, equal for equal data."""
         digest = xxhash.xxh3_64(f"{self.tokens.dtype.str} {self.sequence_length} ".encode())
-        digest.update(self.tokens.data)
+        digest.update(
+            self.tokens.data if self.text is None else f"{self.text.digest} {self.first} {self.tokens.size}".encode()
+        )
         return digest.hexdigest()
 
 
-def pack(buffer: TokenBuffer, sequence_length: int) -> tuple[PackedDataset, int]:
-    """Cut a text into sequences, and say how many tokens at its end are left over and dropped."""
-    tokens = buffer.tokens()
-    dropped = tokens.size % sequence_length if sequence_length > 0 else 0
-    return PackedDataset(tokens=tokens[: tokens.size - dropped], sequence_length=sequence_length), dropped
+def pack(tokens: TokenArray, sequence_length: int, text: CheckedText | None = None, first: int = 0) -> PackedDataset:
+    """Cut tokens into sequences; those at the end that are no whole sequence are left out."""
+    whole = tokens.size - (tokens.size % sequence_length if sequence_length > 0 else 0)
+    return PackedDataset(tokens=tokens[:whole], sequence_length=sequence_length, text=text, first=first)
 
 
 def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, TokenArray]]:

@@ -86,7 +86,9 @@ class Run:
         self.tell(*config.notes)
         self._say_what_comes(options.precision.table(config.optimizer.name))
         self.console.status("reading the data")
-        self.data = setup.prepare_data(config, given.train_dataset, given.eval_dataset, given.processing_class)
+        self.data = setup.prepare_data(
+            config, given.train_dataset, given.eval_dataset, given.processing_class, mesh, self.console
+        )
         self.tell(*self.data.notes)
         self.config, self.plan = setup.over_data(config, self.plan, self.data.train)
         self.schedule = setup.learning_rate_schedule(self.config, given.lr_scheduler)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.mesh.axes import MeshShape
 from zeromesh.mesh.groups import Mesh, pick_device
-from zeromesh.mesh.launch import read_environment
+from zeromesh.mesh.launch import read_environment, setting
+from zeromesh.mesh.watch import Activity
 from zeromesh.parallel import Divided, ParallelOptions, divide
 from zeromesh.trainer.batching import BatchPlan
 from zeromesh.trainer.collate import MapDataset, Spread, check_dataset
 from zeromesh.trainer.config import TrainerConfig
+from zeromesh.trainer.console import RunConsole
 from zeromesh.trainer.data import LoadedData, load_datasets
 from zeromesh.trainer.hf.adapters import description_of_adapters, is_adapted, require_adapters_that_fit
 from zeromesh.trainer.hf.build import build_model
@@ -28,6 +31,7 @@ from zeromesh.trainer.hf.layer_drop import require_no_layer_drop
 from zeromesh.trainer.hf.lora import add_lora
 from zeromesh.trainer.schedules import Schedule
 from zeromesh.trainer.streamed import StreamedDataset, is_stream
+from zeromesh.trainer.token_cache import TokenCache
 from zeromesh.trainer.tokenizers import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.torch_schedule import MakeScheduler, TorchSchedule
 from zeromesh.trainer.wrapped import Compile, unwrapped
@@ -206,8 +210,12 @@ def prepare_data(
     train: MapDataset | None,
     evaluation: MapDataset | Mapping[str, MapDataset] | None,
     tokenizer: Any,
+    mesh: Mesh,
+    console: RunConsole,
 ) -> Data:
-    """Datasets as given, or made of the text that the configuration names, by `tokenizer` if that is not None.
+    """Datasets as given, or made of the text that the configuration names, by `tokenizer` if that is not None; all ranks call it.
+
+    One rank of each host tokenizes text that the cache does not have, while the others wait.
 
     Raises:
         DataError: for an empty or unusable dataset, file or tokenizer.
@@ -220,8 +228,25 @@ def prepare_data(
             check_dataset(dataset, name=name)
         return _limited(data, config.data.eval_samples)
     given: Tokenizer | None = PretrainedTokenizer(tokenizer=tokenizer) if tokenizer is not None else None
-    loaded = load_datasets(config.data, tokenizer=given)
+    cache = TokenCache(_cache_directory(config), console.note)
+
+    def tell(text: str) -> None:
+        mesh.post(Activity.IDLE)
+        console.status(text)
+
+    if mesh.environment.local_rank:
+        mesh.meet("tokens of the text")
+    loaded = load_datasets(config.data, tokenizer=given, cache=cache, tell=tell)
+    if not mesh.environment.local_rank:
+        mesh.meet("tokens of the text")
     return _limited(Data(train=loaded.train, eval=loaded.eval, loaded=loaded), config.data.eval_samples)
+
+
+def _cache_directory(config: TrainerConfig) -> Path:
+    """Where tokens of texts are kept."""
+    if config.data.cache is not None:
+        return Path(config.data.cache).expanduser()
+    return Path(setting("XDG_CACHE_HOME") or "~/.cache").expanduser() / "zeromesh" / "tokens"
 
 
 def _limited(data: Data, count: int | None) -> Data:

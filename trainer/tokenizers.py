@@ -5,8 +5,11 @@ No hub, ever.
 
 from __future__ import annotations
 
+import hashlib
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +37,10 @@ class Tokenizer(Protocol):
         """The ids of each text, with no special tokens added."""
         ...
 
+    def digest(self) -> str | None:
+        """Equal for tokenizers that give equal ids; None where that cannot be told."""
+        ...
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`; what is not text becomes U+FFFD."""
         ...
@@ -53,6 +60,10 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         """The UTF-8 bytes of each text, uint8. Lone surrogates, which have no bytes, become '?'."""
         return [np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8) for text in texts]
+
+    def digest(self) -> str:
+        """See `Tokenizer`."""
+        return BYTES
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens` up to the first end-of-text token; broken UTF-8 becomes U+FFFD."""
@@ -95,6 +106,19 @@ class PretrainedTokenizer:
         """The ids of each text, int64."""
         encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+
+    def digest(self) -> str | None:
+        """Of what `save_pretrained` writes, and of the versions of the libraries. None for a tokenizer that has no such method."""
+        if not hasattr(self.tokenizer, "save_pretrained"):
+            return None
+        versions = " ".join(version(package) for package in ("transformers", "tokenizers"))
+        kind = f"{type(self.tokenizer).__qualname__} {versions} {self.end_of_text}"
+        found = hashlib.blake2b(kind.encode(), digest_size=16)
+        with tempfile.TemporaryDirectory(prefix="zeromesh-tokenizer-") as folder:
+            self.tokenizer.save_pretrained(folder)
+            for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+                found.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode() + path.read_bytes())
+        return found.hexdigest()
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`, special tokens left out."""

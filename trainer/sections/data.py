@@ -16,7 +16,7 @@ class DataSection(Section):
     train: Text | Texts = Field(
         default="stdlib",
         description="stdlib (the source of Python's standard library), or paths of text, .jsonl, "
-        ".parquet or directories.",
+        ".parquet, .csv, .tsv or directories.",
     )
     eval: Text | Texts | None = Field(
         default=None,
@@ -30,9 +30,15 @@ class DataSection(Section):
         default=None,
         description="Samples of each evaluation set that are evaluated, spread evenly over it; null: all.",
     )
-    text_field: Text = Field(default="text", description="The column of .jsonl and .parquet files that holds the text.")
+    text_field: Text = Field(
+        default="text", description="The column of .jsonl, .parquet, .csv and .tsv files that holds the text."
+    )
     tokenizer: Text = Field(
         default="bytes", description="bytes, a local directory that save_pretrained wrote, or a name on the Hub."
+    )
+    cache: Text | None = Field(
+        default=None,
+        description="Directory where tokens of texts are kept for other runs; null: `zeromesh/tokens` in the user's cache folder.",
     )
     sequence_length: Annotated[int, Field(ge=2)] = Field(default=256, description="Tokens in a packed sequence.")
     shuffle: bool = Field(
