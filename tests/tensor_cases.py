@@ -13,10 +13,10 @@ from zeromesh.mesh.exchange import Exchange, Pending
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.select import open_exchange
 from zeromesh.tensor.apply import Parallelized, load_parts, parallelize
-from zeromesh.tensor.cross_entropy import chunked_cross_entropy
+from zeromesh.tensor.cross_entropy import UNCHANGED, LogitChange, chunked_cross_entropy
 from zeromesh.tensor.heads import balanced
 from zeromesh.tensor.planner import plan_tensor
-from zeromesh.tensor.vocab_loss import logits_cross_entropy, vocab_parallel_cross_entropy
+from zeromesh.tensor.vocab_loss import vocab_parallel_cross_entropy
 from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
 from zeromesh.trainer.hf.loss_check import InFloat64
 from zeromesh.zero.plan import block_modules
@@ -264,34 +264,14 @@ def learns_in_chunks(mesh: Mesh, name: str, sequence: bool = False) -> dict[str,
     return {"wrong": problems, "most": most, "hidden": hidden.numel(), "calls": calls, "kept": count}
 
 
-def learns_with_soft_capping(mesh: Mesh) -> dict[str, float]:
-    """A model that changes its logits before the loss gets this rank's alone."""
-    exchange = Counting(open_exchange(mesh.shard, mesh.device, "auto"))
-    inputs = batch()
-    with InFloat64():
-        whole = build("gemma2")
-        expected = whole(**inputs)
-        expected.loss.backward()
-        model, parallel = divided("gemma2", exchange)
-        head, most = parallel.head, [0]
-
-        def loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            most[0] = logits.shape[-1]
-            targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
-            total = logits_cross_entropy(logits.flatten(0, 1), targets, sizes=head.sizes, exchange=exchange)
-            return total / (targets != -100).sum()
-
-        model.loss_function = loss
-        with head.local_logits():
-            found = model(**inputs)
-        found.loss.backward()
-    assert most[0] == head.sizes[exchange.index] < 67
-    problems = differences(gradients(whole), assembled(model, parallel, exchange))
-    return problems | differences({"loss": expected.loss}, {"loss": found.loss})
-
-
 def losses_of_halves(mesh: Mesh, dtype: str, chunk_tokens: int) -> list[float]:
-    """Differences of the loss and its gradients from those of the whole head, with an odd vocabulary and masked targets."""
+    changes = (UNCHANGED, LogitChange(scale=0.3), LogitChange(scale=1.5, cap=2.0))
+    return [each for change in changes for each in _losses_of_halves(mesh, dtype, chunk_tokens, change)]
+
+
+def _losses_of_halves(mesh: Mesh, dtype: str, chunk_tokens: int, change: LogitChange) -> list[float]:
+    """Differences of the loss and its gradients from those of the whole head, with an odd vocabulary and masked targets, of
+    logits that are changed or not."""
     exchange = open_exchange(mesh.shard, mesh.device, "auto")
     kind = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(3)
@@ -302,14 +282,16 @@ def losses_of_halves(mesh: Mesh, dtype: str, chunk_tokens: int) -> list[float]:
     targets = torch.randint(0, 51, (29,), generator=generator)
     targets[[0, 7]] = -100
     wholes = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
-    expected = chunked_cross_entropy(*wholes, targets, seed=2.0, chunk_tokens=chunk_tokens)
+    expected = chunked_cross_entropy(*wholes, targets, seed=2.0, chunk_tokens=chunk_tokens, change=change)
     (expected * 2.0).backward()
     sizes = [one.length for one in balanced(51, exchange.size)]
     own = balanced(51, exchange.size)[exchange.index]
     halves = [
         tensor.clone().requires_grad_() for tensor in (hidden, weight[own.start : own.end], bias[own.start : own.end])
     ]
-    settings: dict[str, Any] = {"sizes": sizes, "exchange": exchange, "seed": 2.0, "chunk_tokens": chunk_tokens}
+    settings: dict[str, Any] = {
+        "sizes": sizes, "exchange": exchange, "seed": 2.0, "chunk_tokens": chunk_tokens, "change": change
+    }  # fmt: skip
     found = vocab_parallel_cross_entropy(*halves, targets, **settings)
     (found * 2.0).backward()
     with torch.no_grad():

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from zeromesh.errors import DataError, LayoutError, PhaseError
 from zeromesh.tensor import cross_entropy, products
-from zeromesh.tensor.cross_entropy import chunk_for, chunked_cross_entropy
+from zeromesh.tensor.cross_entropy import UNCHANGED, LogitChange, chunk_for, chunked_cross_entropy
 
 Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
 
@@ -25,10 +25,13 @@ def leaves(tokens: int, hidden: int, vocab: int, *, bias: bool, masked: float, d
     return h, w, b, targets
 
 
-def plain(case: Leaves) -> torch.Tensor:
+def plain(case: Leaves, change: LogitChange = UNCHANGED) -> torch.Tensor:
     h, w, b, targets = case
     logits = functional.linear(h, w, b)
     wide = logits if logits.dtype is torch.float64 else logits.float()
+    wide = change.scale * wide
+    if change.cap:
+        wide = change.cap * torch.tanh(wide / change.cap)
     return functional.cross_entropy(wide, targets, reduction="sum")
 
 
@@ -46,13 +49,14 @@ def gradients(loss: torch.Tensor, case: Leaves, seed: float) -> list[torch.Tenso
     bias=st.booleans(),
     masked=st.sampled_from([0.0, 0.4, 1.0]),
     seed=st.sampled_from([1.0, 0.125, -3.0]),
+    change=st.sampled_from([UNCHANGED, LogitChange(scale=0.3), LogitChange(cap=1.5), LogitChange(scale=-2.0, cap=0.7)]),
 )
 def test_equals_the_plain_loss_in_float64(
-    tokens: int, hidden: int, vocab: int, chunk: int, bias: bool, masked: float, seed: float
+    tokens: int, hidden: int, vocab: int, chunk: int, bias: bool, masked: float, seed: float, change: LogitChange
 ) -> None:
     case = leaves(tokens, hidden, vocab, bias=bias, masked=masked, dtype=torch.float64)
-    expected = plain(case)
-    loss = chunked_cross_entropy(*case, seed=seed, chunk_tokens=chunk)
+    expected = plain(case, change)
+    loss = chunked_cross_entropy(*case, seed=seed, chunk_tokens=chunk, change=change)
     assert loss.dtype is torch.float64
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
     got = gradients(loss, case, seed)

@@ -8,16 +8,16 @@ import pytest
 from workers import Workers
 
 CHUNKED = "loss: cross entropy in chunks of tokens, equal to the model's own in a trial"
-LOCAL = "loss: cross entropy of logits that each tensor rank has some of, equal to the model's own in a trial"
-WHOLE = "loss: the model's own, with all logits in memory of every tensor rank, because the loss differs"
+CHANGED = "loss: cross entropy in chunks of tokens, of logits changed by {}, equal to the model's own in a trial"
+WHOLE = "loss: the model's own, with all logits in memory of every tensor rank, because "
 NOTES = {
     "llama": CHUNKED,
     "bert": CHUNKED,
     "modernbert": CHUNKED,
     "t5": CHUNKED,
-    "gemma2": LOCAL,
-    "granite": LOCAL,
-    "cohere": LOCAL,
+    "gemma2": CHANGED.format("a factor of 1, capped at 0.5"),
+    "granite": CHANGED.format("a factor of 0.125"),
+    "cohere": CHANGED.format("a factor of 0.3"),
     "centred": WHOLE,
 }
 
@@ -25,7 +25,7 @@ NOTES = {
 def test_logits_of_a_divided_head_are_not_gathered(workers: Workers) -> None:
     for results in workers.run(2, "head_cases:learns", names=list(NOTES)):
         for name, result in results.items():
-            assert result["notes"] == [NOTES[name]], name
+            assert result["notes"][0].startswith(NOTES[name]), name
             assert not result["wrong"], name
             assert result["nothing"] == 0
             # Logits of 16 tokens are more than their hidden states: 67 of each, and those are 32.

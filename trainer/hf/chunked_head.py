@@ -1,13 +1,14 @@
 """A language model's head that computes the loss itself, chunk by chunk, and never returns logits.
 
-The model's own code stays as it is. While a microbatch is announced, the head module's `forward` gives the loss, as a
-tensor of one element, where logits were expected; it flows through the model to its end. Because that happens inside
-the head module's own call, hooks on it (which may gather its weight) find things as always. Otherwise, as in
-`generate`, the head does what it always did.
+The model's own code stays as it is. While a microbatch is announced, the head module's `forward` computes the loss and
+returns a few known numbers where logits were expected. They flow through the model to its end, which shows what the model
+does to its logits on the way. Because the loss is computed inside the head module's own call, hooks on it (which may
+gather its weight) find things as always. Otherwise, as in `generate`, the head does what it always did.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,12 +19,16 @@ import torch
 from torch import nn
 
 from zeromesh.errors import PhaseError
-from zeromesh.tensor.cross_entropy import chunk_for, chunked_cross_entropy
+from zeromesh.tensor.cross_entropy import UNCHANGED, LogitChange, chunk_for, chunked_cross_entropy
 from zeromesh.tensor.layers import VocabParallelHead
 from zeromesh.trainer.hf.adapters import output_layer
 
 Route = Literal["loss_function", "logits"]
-"""How the loss leaves the model: through its replaced `loss_function`, or as the logits of a call without labels."""
+"""Where the model's logits end: in its replaced `loss_function`, or in what a call without labels returns."""
+
+_TINY, _HUGE = 2.0**-26, 2.0**40
+_PROBES = (_TINY, _HUGE, -7.0, -0.5, 0.3, 1.0, 4.0, 40.0)
+"""Stand where logits were expected. What the model makes of the first two gives scale and cap; the others must agree."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,15 +50,18 @@ class ChunkedHead:
         model: a Hugging Face model whose `output_layer` is an `nn.Linear`.
         route: see `Route`.
         chunk_tokens: tokens whose logits exist at once; None: what needs the least memory.
-        strict: insist that the very tensor that the head returned arrives at the end. For trying out a model: it shows
-            that nothing is done to logits in between.
+        change: what the model does to each logit before its loss; the first run checks it.
     """
 
-    def __init__(self, model: Any, *, route: Route, chunk_tokens: int | None = None, strict: bool = False) -> None:
+    def __init__(
+        self, model: Any, *, route: Route, chunk_tokens: int | None = None, change: LogitChange = UNCHANGED
+    ) -> None:
         self._model = model
         self._route = route
         self._chunk_tokens = chunk_tokens
-        self._strict = strict
+        self._change = change
+        self.found: LogitChange | None = None
+        """What the first run has shown that the model does to its logits."""
         self._current: _Microbatch | None = None
 
     @property
@@ -67,7 +75,7 @@ class ChunkedHead:
     ) -> torch.Tensor:
         """The sum of the losses over `targets`: the model's inputs include `labels`; -100 marks what is no target.
 
-        Raises `PhaseError` if the model uses its head in a way that this cannot stand for.
+        Raises `PhaseError` if the model uses its head in a way that this cannot stand for, or changes its logits otherwise.
         """
         with self._announced(_Microbatch(targets=targets.reshape(-1), seed=seed, count=count)) as current:
             if self._route == "loss_function":
@@ -104,14 +112,18 @@ class ChunkedHead:
         targets = current.targets.to(rows.device)
         chunk = self._chunk_tokens or chunk_for(rows.shape[0], rows.shape[1], vocab, rows.dtype)
         if isinstance(self._head, VocabParallelHead):
-            total = self._head.loss(rows, targets, seed=current.seed, chunk_tokens=chunk)
+            total = self._head.loss(rows, targets, seed=current.seed, chunk_tokens=chunk, change=self._change)
         else:
             weight, bias = self._head.weight, self._head.bias
-            total = chunked_cross_entropy(rows, weight, bias, targets, seed=current.seed, chunk_tokens=chunk)
+            total = chunked_cross_entropy(
+                rows, weight, bias, targets, seed=current.seed, chunk_tokens=chunk, change=self._change
+            )
         if self._route == "loss_function":
             total = total / max(1, current.count)
-        current.result = total.reshape(1, 1, 1)
-        return current.result
+        returned = torch.cat((total.reshape(1), total.new_tensor(_PROBES))).reshape(1, 1, -1)
+        # Through what is returned, whose gradient hooks on the head listen for; a copy, as the model may write into that.
+        current.result = returned[0, 0, 0].clone()
+        return returned
 
     def _loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._arrived(args[0] if args else kwargs["logits"])
@@ -120,14 +132,37 @@ class ChunkedHead:
         current = self._announcement()
         if current.result is None:
             raise PhaseError("the model computed a loss without calling its output embedding")
-        if self._strict and logits is not current.result:
-            raise PhaseError("the model changes its logits between the head and the loss")
-        return logits.reshape(())
+        if self.found is None:
+            self.found = _change_of(logits)
+            if not self.found.close_to(self._change):
+                raise PhaseError(
+                    f"the model changes its logits before its loss by {self.found}, and a small copy of it by {self._change}; "
+                    "set model.loss: native"
+                )
+        return current.result
 
     def _announcement(self) -> _Microbatch:
         if self._current is None:
             raise PhaseError("the head was called outside of a run")
         return self._current
+
+
+def _change_of(logits: torch.Tensor) -> LogitChange:
+    """What the model has done to `_PROBES`, which follow the loss in `logits`.
+
+    Raises `PhaseError` where it is neither a scale nor a cap.
+    """
+    if logits.numel() != len(_PROBES) + 1:
+        raise PhaseError(f"{logits.numel()} logits arrive at the loss where the head gave {len(_PROBES) + 1}")
+    made = logits.detach().flatten()[1:].double().cpu()
+    scale, most = float(made[0]) / _TINY, float(made[1])
+    change = LogitChange(scale=scale, cap=0.0 if math.isclose(most, scale * _HUGE, rel_tol=1e-2) else most)
+    expected = torch.tensor(_PROBES, dtype=torch.float64)
+    change.apply_(expected)
+    rounding = 1e-12 if logits.dtype is torch.float64 else 16 * torch.finfo(logits.dtype).eps
+    if not torch.allclose(made, expected, rtol=rounding, atol=0):
+        raise PhaseError("the model changes its logits between the head and the loss")
+    return change
 
 
 def without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from zeromesh.errors import PhaseError
+from zeromesh.tensor.cross_entropy import UNCHANGED, LogitChange
 from zeromesh.trainer.collate import count_targets
 from zeromesh.trainer.hf.adapters import output_layer
 from zeromesh.trainer.hf.chunked_head import ChunkedHead, Route
-from zeromesh.trainer.hf.local_head import loss_of_halves
 from zeromesh.zero.initial import INITIALISER_ERRORS, seeded_cpu
 
 _LARGEST_COPY = 30_000_000  # parameters: 240 MB in float64, and as much for gradients
@@ -70,23 +71,20 @@ class Verdict:
     """What the trial showed.
 
     `causal`: whether the loss is a mean over shifted labels; None if over neither labels nor shifted labels, as far as
-    known. `route`: how the chunked head stands for the model's loss, or None with the `reason` why not. `changed`: logits change
-    one by one before the loss, so that not the chunked head stands for it, but a `LocalHead`, by `route`.
-    `auxiliary`: whether the loss has terms that are no mean over targets (auxiliary losses of experts).
+    known. `route`: how the chunked head stands for the model's loss, or None with the `reason` why not. `change`: what
+    the model does to its logits before its loss. `auxiliary`: whether the loss has terms that are no mean over targets
+    (auxiliary losses of experts).
     """
 
     causal: bool | None
     route: Route | None = None
     reason: str = ""
-    changed: bool = False
+    change: LogitChange = UNCHANGED
     auxiliary: bool = False
 
 
-def examine(model: Any, *, divided: bool = False) -> Verdict:
-    """Try a small copy of a Hugging Face language model, whose batch has `input_ids` and `labels` of one shape.
-
-    `divided`: where the chunked head does not stand for its loss, try too whether ranks could each have some of the logits.
-    """
+def examine(model: Any) -> Verdict:
+    """Try a small copy of a Hugging Face language model, whose batch has `input_ids` and `labels` of one shape."""
     small = _small_copy(model)
     if small is None:
         return Verdict(causal=None, reason="no small copy of it could be tried")
@@ -104,17 +102,12 @@ def examine(model: Any, *, divided: bool = False) -> Verdict:
     reasons = []
     routes: tuple[Route, ...] = ("loss_function", "logits")
     for route in routes:
-        problem = check_chunked_head(small, route, causal=causal)
-        if problem is None:
-            return Verdict(causal=causal, route=route, auxiliary=auxiliary)
-        reasons.append(problem)
-    for route in routes if divided else ():
-        problem = check_local_head(small, route, causal=causal)
-        if problem is None:
-            return Verdict(causal=causal, route=route, changed=True, auxiliary=auxiliary)
-        reasons.append(problem)
-    # Of the last trials that of the loss function says why.
-    return Verdict(causal=causal, reason=reasons[2] if divided else reasons[0], auxiliary=auxiliary)
+        found = check_chunked_head(small, route, causal=causal)
+        if isinstance(found, LogitChange):
+            return Verdict(causal=causal, route=route, change=found, auxiliary=auxiliary)
+        reasons.append(found)
+    # The trial of the loss function says why.
+    return Verdict(causal=causal, reason=reasons[0], auxiliary=auxiliary)
 
 
 def _unlike_its_class(model: Any) -> str:
@@ -127,27 +120,22 @@ def _unlike_its_class(model: Any) -> str:
     return "its head has hooks" if head._forward_hooks or head._forward_pre_hooks else ""
 
 
-def check_chunked_head(small: Any, route: Route, *, causal: bool) -> str | None:
-    """Why the chunked head does not give the loss and every gradient of `small`'s own loss; None if it does."""
-
-    def run(inputs: dict[str, Any], targets: torch.Tensor, count: int) -> torch.Tensor:
-        head = ChunkedHead(small, route=route, chunk_tokens=3, strict=True)
-        return head.run(small, inputs, targets=targets, seed=1.0, count=count)
-
-    return _try(small, run, causal=causal)
-
-
-def check_local_head(small: Any, route: Route, *, causal: bool) -> str | None:
-    """Why two ranks with half of the logits each would not have `small`'s own loss and every gradient; None if they would."""
-
-    def run(inputs: dict[str, Any], targets: torch.Tensor, count: int) -> torch.Tensor:
-        return loss_of_halves(small, route, inputs, targets=targets, count=count, name=_TRIAL)
-
-    return _try(small, run, causal=causal)
+def check_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange | str:
+    """How `small` changes its logits, where the chunked head then gives the loss and every gradient of its own loss; else why it
+    does not."""
+    change = UNCHANGED
+    while True:
+        head = ChunkedHead(small, route=route, chunk_tokens=3, change=change)
+        problem = _try(small, partial(head.run, small, seed=1.0), causal=causal)
+        if problem is None:
+            return change
+        if head.found is None or head.found == change:
+            return problem
+        change = head.found
 
 
-def _try(small: Any, run: Callable[[dict[str, Any], torch.Tensor, int], torch.Tensor], *, causal: bool) -> str | None:
-    """Why `run(inputs, targets, count)` is not the model's own loss; None if it is.
+def _try(small: Any, run: Callable[..., torch.Tensor], *, causal: bool) -> str | None:
+    """Why `run(inputs, targets=targets, count=count)` is not the model's own loss; None if it is.
 
     Both run in training mode with the same random numbers, so dropout is no difference.
     """
@@ -161,7 +149,7 @@ def _try(small: Any, run: Callable[[dict[str, Any], torch.Tensor, int], torch.Te
     try:
         with InFloat64():
             own = _gradients(small, lambda: small(**inputs).loss * count)
-            ours = _gradients(small, lambda: run(inputs, targets, count))
+            ours = _gradients(small, lambda: run(inputs, targets=targets, count=count))
     except _ERRORS as error:
         line = (str(error).splitlines() or [""])[0]
         return line if isinstance(error, PhaseError) else f"{type(error).__name__}: {line}"

@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from zeromesh.errors import ConfigError, DataError, PhaseError
+from zeromesh.tensor.cross_entropy import UNCHANGED
 from zeromesh.trainer.collate import IGNORED_LABEL, count_targets
 from zeromesh.trainer.hf.adapters import is_adapted, learns_prompts, pretrained_of
 from zeromesh.trainer.hf.chunked_head import ChunkedHead
-from zeromesh.trainer.hf.local_head import LocalHead
 from zeromesh.trainer.hf.loss_check import Verdict, examine, shifted
 from zeromesh.trainer.hf.quiet import quiet_library
 from zeromesh.trainer.hf.task_losses import SpanLoss, TranscriptLoss
@@ -158,7 +158,7 @@ def _language_loss(
     embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)
     if embeddings() is None:
         return ExampleLoss(f"the loss of {type(model).__name__} (loss_type {kind})")
-    verdict = _verdict(model, _shifts(model), divided=divided and mode == "auto")
+    verdict = _verdict(model, _shifts(model))
     if verdict.causal is None:
         return ExampleLoss(f"the loss of {type(model).__name__} ({verdict.reason})", gathered=divided)
     notes = _auxiliary_note(verdict)
@@ -198,19 +198,17 @@ def _in_parts(
         where = " of every tensor rank" if divided else ""
         line = f"loss: the model's own, with all logits in memory{where}, because {verdict.reason}"
         return LabelLoss(model, causal=causal, notes=(line, *notes))
-    if verdict.changed:
-        line = "loss: cross entropy of logits that each tensor rank has some of, equal to the model's own in a trial"
-        return LabelLoss(model, causal=causal, head=LocalHead(model, route=route), notes=(line, *notes))
-    head = ChunkedHead(model, route=route, chunk_tokens=chunk_tokens)
-    line = "loss: cross entropy in chunks of tokens, equal to the model's own in a trial"
+    head = ChunkedHead(model, route=route, chunk_tokens=chunk_tokens, change=verdict.change)
+    changed = "" if verdict.change == UNCHANGED else f", of logits changed by {verdict.change}"
+    line = f"loss: cross entropy in chunks of tokens{changed}, equal to the model's own in a trial"
     return LabelLoss(model, causal=causal, head=head, notes=(line, *notes))
 
 
-def _verdict(model: Any, causal: bool | None, *, divided: bool) -> Verdict:
+def _verdict(model: Any, causal: bool | None) -> Verdict:
     if "_loss_function" in vars(model):
         return Verdict(causal=causal, reason="its loss function was replaced")
     with quiet_library():
-        verdict = examine(model, divided=divided)
+        verdict = examine(model)
     if verdict.causal is None and causal is not None and verdict.reason.startswith("no small copy"):
         return Verdict(causal=causal, reason=verdict.reason)
     return verdict
@@ -235,7 +233,7 @@ class LabelLoss:
         model: nn.Module,
         *,
         causal: bool,
-        head: ChunkedHead | LocalHead | None = None,
+        head: ChunkedHead | None = None,
         notes: tuple[str, ...] = (),
         ignored: int = IGNORED_LABEL,
     ) -> None:
@@ -252,7 +250,7 @@ class LabelLoss:
     @property
     def chunked(self) -> bool:
         """Whether logits are computed in chunks."""
-        return isinstance(self._head, ChunkedHead)
+        return self._head is not None
 
     def count(self, batch: Mapping[str, Any]) -> int:
         """Targets among `labels`. Raises `DataError` if there are none of that name."""
@@ -270,7 +268,7 @@ class LabelLoss:
         count = self.last_count = self.count(batch)
         inputs = {**self._fixed, **batch}
         labels = inputs["labels"]
-        if isinstance(self._head, ChunkedHead) or (self._head is not None and self._head.divided):
+        if self._head is not None:
             targets = shifted(labels) if self.causal else labels
             return self._head.run(model, inputs, targets=targets, seed=seed, count=count)
         outputs = model(**self._with_some_target(inputs, count))

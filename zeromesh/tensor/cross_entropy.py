@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,42 @@ _ROW_ELEMENTS = 2**18  # of the softmax's scratch on CPU: 1 MiB in fp32, within 
 _ROW_ELEMENTS_ACCELERATOR = 2**24  # there a block has to be worth its kernel launches
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogitChange:
+    """What a model does to each logit z before its loss: `scale * z`, or `cap * tanh(scale * z / cap)` unless `cap` is 0.
+
+    Gemma 2 and 3 cap their logits (arXiv:2408.00118); Cohere and Granite scale them.
+    """
+
+    scale: float = 1.0
+    cap: float = 0.0
+
+    def __str__(self) -> str:
+        cap = f", capped at {self.cap:g}" if self.cap else ""
+        return f"a factor of {self.scale:g}{cap}"
+
+    def close_to(self, other: LogitChange) -> bool:
+        """Whether it is the same but for rounding to 16 bits."""
+        return all(
+            math.isclose(mine, theirs, rel_tol=1e-2)
+            for mine, theirs in ((self.scale, other.scale), (self.cap, other.cap))
+        )
+
+    def apply_(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Change `logits` in place. Returns the derivative of the change over `scale`, of the same shape; None where it is 1."""
+        if not self.cap:
+            if self.scale != 1:
+                logits.mul_(self.scale)
+            return None
+        logits.mul_(self.scale / self.cap).tanh_()
+        slope = logits.square().neg_().add_(1)
+        logits.mul_(self.cap)
+        return slope
+
+
+UNCHANGED = LogitChange()
+
+
 def chunked_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -34,10 +71,11 @@ def chunked_cross_entropy(
     *,
     seed: float,
     chunk_tokens: int,
+    change: LogitChange = UNCHANGED,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Sum of the cross entropy losses of `hidden @ weight.T + bias` over the targets that are not
-    `ignore_index`.
+    """Sum of the cross entropy losses of `hidden @ weight.T + bias`, changed by `change`, over the targets that are
+    not `ignore_index`.
 
     Args:
         hidden: [tokens, hidden], floating point; its dtype is the compute dtype.
@@ -47,6 +85,7 @@ def chunked_cross_entropy(
         seed: the gradient that backward will be given for the result; any other is right too, at the price of one
             more pass over the gradients.
         chunk_tokens: tokens whose logits are held at once (see `chunk_for`).
+        change: what is done to each logit before the softmax, in the dtype of the softmax.
 
     Returns a scalar: fp32, or float64 for float64 inputs. The softmax runs in that dtype, matrix products in
     the compute dtype (or a wider one where that is faster), and the weight's gradient is summed over chunks
@@ -60,7 +99,7 @@ def chunked_cross_entropy(
         weight,
         bias,
         targets,
-        run=HeadPass,
+        run=partial(HeadPass, change=change),
         vocab=weight.shape[0],
         seed=seed,
         chunk_tokens=chunk_tokens,
@@ -160,10 +199,13 @@ class HeadPass:
         seed: float,
         chunk_tokens: int,
         trained: tuple[bool, ...],
+        change: LogitChange = UNCHANGED,
     ) -> None:
         self.shape = hidden.shape
         self.hidden = hidden if rows.index is None else hidden.index_select(0, rows.index)
-        self.weight, self.bias, self.rows, self.seed = weight, bias, rows, seed
+        self.weight, self.bias, self.rows, self.change = weight, bias, rows, change
+        # The change's derivative but for its slope, which differs from logit to logit.
+        self.seed = seed * change.scale
         self.tokens, self.vocab = self.hidden.shape[0], weight.shape[0]
         self.chunk = max(1, min(chunk_tokens, self.tokens))
         self.wide = torch.float64 if hidden.dtype is torch.float64 else torch.float32
@@ -217,12 +259,14 @@ class HeadPass:
         return max(1, elements // self.vocab)
 
     def softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
-        """Write the losses; with gradients wanted, turn `logits` into softmax - onehot in place."""
+        """Write the losses; with gradients wanted, turn `logits` into their gradient in place, but for `seed`: softmax -
+        onehot, times the slope of the change."""
         rows = self.rows_at_once(logits)
         scratch = None if logits.dtype == self.wide else logits.new_empty(rows, self.vocab, dtype=self.wide)
         for start in range(0, logits.shape[0], rows):
             part = logits[start : start + rows]
             wide = part if scratch is None else scratch[: part.shape[0]].copy_(part)
+            slope = self.change.apply_(wide)
             picked = targets[start : start + rows].unsqueeze(1)
             wide.sub_(wide.amax(dim=1, keepdim=True))
             chosen = wide.gather(1, picked)
@@ -230,6 +274,8 @@ class HeadPass:
             losses[start : start + rows] = (total.log() - chosen).squeeze(1)
             if self.wants_gradients:
                 wide.div_(total).scatter_add_(1, picked, torch.full_like(chosen, -1.0))
+                if slope is not None:
+                    wide.mul_(slope)
                 if scratch is not None:
                     part.copy_(wide)
 

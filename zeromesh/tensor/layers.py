@@ -11,8 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from torch.nn import functional
 from zeromesh.flat.split import Interval
 from zeromesh.mesh.exchange import Exchange
 from zeromesh.tensor import functions
+from zeromesh.tensor.cross_entropy import UNCHANGED, LogitChange
 from zeromesh.tensor.products import linear
 from zeromesh.tensor.randomness import ShardedRandomness
 from zeromesh.tensor.shared_input import SequenceShares, SharedInput, sequence_dim
@@ -197,8 +197,7 @@ class VocabParallelEmbedding(nn.Module):
 class VocabParallelHead(ColumnParallelLinear):
     """The output embedding: logits of this rank's tokens.
 
-    A call gives the logits of all tokens, gathered. `loss` never makes them; inside `local_logits` a call gives this rank's own,
-    for a model that changes logits one by one before its loss (see `vocab_loss.logits_cross_entropy`).
+    A call gives the logits of all tokens, gathered. `loss` never makes them.
     """
 
     def __init__(
@@ -213,7 +212,15 @@ class VocabParallelHead(ColumnParallelLinear):
         """Tokens of all ranks."""
         return sum(self.sizes)
 
-    def loss(self, hidden: torch.Tensor, targets: torch.Tensor, *, seed: float, chunk_tokens: int) -> torch.Tensor:
+    def loss(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        seed: float,
+        chunk_tokens: int,
+        change: LogitChange = UNCHANGED,
+    ) -> torch.Tensor:
         """See `vocab_parallel_cross_entropy`: `hidden` [tokens, in] and `targets` [tokens], the same on all ranks."""
         return vocab_parallel_cross_entropy(
             hidden,
@@ -224,16 +231,8 @@ class VocabParallelHead(ColumnParallelLinear):
             exchange=self.exchange,
             seed=seed,
             chunk_tokens=chunk_tokens,
+            change=change,
         )
-
-    @contextmanager
-    def local_logits(self) -> Iterator[None]:
-        """Inside the block a call gives this rank's logits alone."""
-        gathered, self._gathered = self._gathered, None
-        try:
-            yield
-        finally:
-            self._gathered = gathered
 
 
 def divided_experts(

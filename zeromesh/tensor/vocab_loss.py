@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from zeromesh.errors import DataError, LayoutError
+from zeromesh.errors import LayoutError
 from zeromesh.mesh.exchange import Exchange, Pending
-from zeromesh.tensor.cross_entropy import HeadPass, summed_loss
+from zeromesh.tensor.cross_entropy import UNCHANGED, HeadPass, LogitChange, summed_loss
 
 
 def vocab_parallel_cross_entropy(
@@ -27,6 +27,7 @@ def vocab_parallel_cross_entropy(
     exchange: Exchange,
     seed: float,
     chunk_tokens: int,
+    change: LogitChange = UNCHANGED,
     ignore_index: int = -100,
 ) -> torch.Tensor:
     """`chunked_cross_entropy` over a head of which each rank has some tokens.
@@ -37,7 +38,7 @@ def vocab_parallel_cross_entropy(
         bias: [this rank's part of the vocabulary], or None.
         targets: [tokens], integers in [0, sum of sizes) or `ignore_index`, the same on all ranks.
         sizes: tokens of the vocabulary on each rank, in order.
-        seed, chunk_tokens: see `chunked_cross_entropy`.
+        seed, chunk_tokens, change: see `chunked_cross_entropy`.
 
     Returns the same scalar on all ranks. The gradient of `hidden` is whole on all of them; the sum over the ranks of one chunk goes
     on while the next one is computed. Raises as `chunked_cross_entropy` does.
@@ -48,49 +49,12 @@ def vocab_parallel_cross_entropy(
         weight,
         bias,
         targets,
-        run=partial(_PartOfHead, exchange=exchange, start=sum(sizes[: exchange.index])),
+        run=partial(_PartOfHead, change=change, exchange=exchange, start=sum(sizes[: exchange.index])),
         vocab=sum(sizes),
         seed=seed,
         chunk_tokens=chunk_tokens,
         ignore_index=ignore_index,
     )
-
-
-def logits_cross_entropy(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    sizes: Sequence[int],
-    exchange: Exchange,
-    ignore_index: int = -100,
-) -> torch.Tensor:
-    """Sum of the cross entropy losses of logits that each rank has some of, for a head whose model changes them before its loss.
-
-    Args:
-        logits: [tokens, this rank's part of the vocabulary], floating point.
-        targets: [tokens], integers in [0, sum of sizes) or `ignore_index`, the same on all ranks.
-        sizes: tokens of the vocabulary on each rank, in order.
-
-    Returns the same scalar on all ranks: fp32, or float64 for float64 logits. Raises `LayoutError` for shapes that do not fit and
-    `DataError` for a target outside of the vocabulary.
-    """
-    if logits.dim() != 2 or targets.shape != logits.shape[:1]:
-        raise LayoutError(
-            f"expected logits [tokens, part of the vocabulary] and targets [tokens]; got {list(logits.shape)} and "
-            f"{list(targets.shape)}"
-        )
-    _check_part(logits.shape[1], sizes, exchange)
-    kept = targets != ignore_index
-    bound = targets[kept]
-    if bound.numel() and not 0 <= int(bound.min()) <= int(bound.max()) < sum(sizes):
-        raise DataError(
-            f"targets lie in [{int(bound.min())}, {int(bound.max())}], but the head knows ids in [0, {sum(sizes)}); "
-            "check the tokenizer against the model's vocab_size"
-        )
-    wide = logits if logits.dtype is torch.float64 else logits.float()
-    local = targets.masked_fill(~kept, -1).long() - sum(sizes[: exchange.index])
-    losses = _LogitsCrossEntropy.apply(wide, local, exchange)  # type: ignore[no-untyped-call]
-    return cast(torch.Tensor, losses.masked_fill(~kept, 0).sum())
 
 
 def _check_part(length: int, sizes: Sequence[int], exchange: Exchange) -> None:
@@ -100,18 +64,18 @@ def _check_part(length: int, sizes: Sequence[int], exchange: Exchange) -> None:
         )
 
 
-def _statistics(part: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[3, rows]: largest logit m, sum of exp(logit - m), logit of the target or 0; and `part`, which becomes exp(logit - m).
+def _statistics(part: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """[3, rows]: largest logit m, sum of exp(logit - m), logit of the target or 0.
 
-    `part` [rows, part of the vocabulary] is written over; `local` [rows]: the target's number here, outside the part where it is
-    another rank's.
+    `part` [rows, part of the vocabulary] becomes exp(logit - m); `local` [rows]: the target's number here, outside the part
+    where it is another rank's.
     """
     own = (local >= 0) & (local < part.shape[1])
     picked = local.clamp(0, part.shape[1] - 1).unsqueeze(1)
     chosen = part.gather(1, picked).squeeze(1).masked_fill_(~own, 0)
     largest = part.amax(dim=1)
     total = part.sub_(largest.unsqueeze(1)).exp_().sum(dim=1)
-    return torch.stack((largest, total, chosen)), part
+    return torch.stack((largest, total, chosen))
 
 
 def _combine(statistics: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -132,23 +96,26 @@ def _subtract_targets(softmax: torch.Tensor, local: torch.Tensor) -> None:
 class _PartOfHead(HeadPass):
     """One evaluation of a head whose tokens from `start` on are here."""
 
-    def __init__(self, *arguments: Any, exchange: Exchange, start: int) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, change: LogitChange, exchange: Exchange, start: int) -> None:
+        super().__init__(*arguments, change=change)
         self._exchange = exchange
         self._start = start
         self._under_way: tuple[torch.Tensor, Pending] | None = None
 
     def softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
-        """Write the losses; with gradients wanted, turn `logits` into softmax - onehot in place."""
+        """See `HeadPass.softmax`."""
         local = targets - self._start
         rows = self.rows_at_once(logits)
-        scratch = None if logits.dtype == self.wide else logits.new_empty(rows, self.vocab, dtype=self.wide)
+        # A cap's slope needs the logits again after the exchange.
+        alone = logits.dtype == self.wide and not self.change.cap
+        scratch = None if alone else logits.new_empty(rows, self.vocab, dtype=self.wide)
         statistics = logits.new_empty(3, logits.shape[0], dtype=self.wide)
         blocks = [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
         for block in blocks:
             part = logits[block]
             wide = part if scratch is None else scratch[: part.shape[0]].copy_(part)
-            statistics[:, block], _ = _statistics(wide, local[block])
+            self.change.apply_(wide)
+            statistics[:, block] = _statistics(wide, local[block])
         found, largest, total = _combine(statistics, self._exchange)
         losses.copy_(found)
         if not self.wants_gradients:
@@ -159,10 +126,13 @@ class _PartOfHead(HeadPass):
                 part.mul_(((statistics[0, block] - largest[block]).exp() / total[block]).unsqueeze(1))
                 _subtract_targets(part, local[block])
                 continue
-            # 16-bit logits are still as they were: rounding exp(logit - m) as well as the softmax would round twice.
+            # Logits are still as they were: in 16 bits rounding exp(logit - m) as well as the softmax would round twice.
             wide = scratch[: part.shape[0]].copy_(part)
+            slope = self.change.apply_(wide)
             wide.sub_(largest[block].unsqueeze(1)).exp_().div_(total[block].unsqueeze(1))
             _subtract_targets(wide, local[block])
+            if slope is not None:
+                wide.mul_(slope)
             part.copy_(wide)
 
     def gradients(self, dlogits: torch.Tensor, start: int, end: int) -> None:
@@ -184,22 +154,3 @@ class _PartOfHead(HeadPass):
             mine, pending = self._under_way
             mine.copy_(pending.wait())
             self._under_way = None
-
-
-class _LogitsCrossEntropy(torch.autograd.Function):
-    """Losses [rows] of logits [rows, part of the vocabulary]; `local` is the target's number here."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, local: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-        statistics, softmax = _statistics(logits.clone(), local)
-        losses, largest, total = _combine(statistics, exchange)
-        softmax.mul_(((statistics[0] - largest).exp() / total).unsqueeze(1))
-        _subtract_targets(softmax, local)
-        ctx.save_for_backward(softmax)
-        return losses
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (dlogits,) = ctx.saved_tensors
-        return dlogits * grad.unsqueeze(1), None, None
