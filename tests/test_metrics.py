@@ -291,6 +291,7 @@ def test_ranks_above_zero_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
         (human_seconds(3723), "1:02:03"),
         (human_seconds(math.inf), "inf"),
         (step_line(metrics(3)).split("  ")[0], "step 3"),
+        (step_line(metrics(3, unit="samples")).split("  ")[4], "12.3k samples/s"),
     ],
 )
 def test_units_are_for_people(shown: str, expected: str) -> None:

@@ -250,7 +250,7 @@ def step_line(metrics: StepMetrics, *, total_steps: int = 0) -> str:
         parts.append(f"grad {metrics.grad_norm:.3g}")
     parts += [
         f"lr {metrics.lr:.3g}",
-        f"{human_count(metrics.tokens_per_second)} tokens/s",
+        f"{human_count(metrics.tokens_per_second)} {metrics.unit}/s",
         f"{human_seconds(metrics.step_seconds)}/step",
         human_bytes(metrics.peak_memory_bytes),
         *(f"{name} {value}" for name, value in metrics.extras.items() if not isinstance(value, Mapping)),
@@ -292,6 +292,6 @@ def human_seconds(seconds: float) -> str:
 def _bar_numbers(metrics: StepMetrics) -> str:
     """What stands beside the bar: short enough for 80 columns."""
     return (
-        f"loss {metrics.loss:.3f}  {human_count(metrics.tokens_per_second)} tok/s  "
+        f"loss {metrics.loss:.3f}  {human_count(metrics.tokens_per_second)} {metrics.unit.replace('tokens', 'tok')}/s  "
         f"{human_bytes(metrics.peak_memory_bytes)}"
     )

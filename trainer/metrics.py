@@ -32,10 +32,10 @@ _BLOCK = 1 << 18
 class StepMetrics:
     """What is known about one optimizer step.
 
-    `step` counts finished steps from 1. `loss` is the mean over the targets of the global batch, `grad_norm`
-    the norm before clipping (None where it was not computed). `tokens` counts all tokens since the start of
-    training. `peak_memory_bytes` is the largest of any rank. `extras` are further values, such as `skipped`
-    or `loss_scale`.
+    `step` counts finished steps from 1. `loss` is the mean over the targets of the global batch, `grad_norm` the norm before
+    clipping (None where it was not computed). `tokens` counts all tokens since the start of training; where the model takes no
+    tokens, `unit` says that these are samples. `peak_memory_bytes` is the largest of any rank. `extras` are further values, such
+    as `skipped` or `loss_scale`.
     """
 
     step: int
@@ -46,11 +46,12 @@ class StepMetrics:
     tokens_per_second: float
     step_seconds: float
     peak_memory_bytes: int
+    unit: str = "tokens"
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """The line of `metrics.jsonl`: the fields in their order, then the extras."""
-        own = {
+        own: dict[str, Any] = {
             "step": self.step,
             "loss": self.loss,
             "grad_norm": self.grad_norm,
@@ -60,6 +61,7 @@ class StepMetrics:
             "step_seconds": self.step_seconds,
             "peak_memory_bytes": self.peak_memory_bytes,
         }
+        own |= {} if self.unit == "tokens" else {"unit": self.unit}
         return own | {name: value for name, value in self.extras.items() if name not in own}
 
 

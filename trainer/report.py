@@ -58,6 +58,8 @@ class Progress:
         self._tokens = 0
         self._skipped = 0
         self._cause = ""
+        self.unit = "tokens"
+        """What the last step's throughput counts."""
         self._in_a_row = 0
         self._earlier = 0
         self._last_loss: float | None = None
@@ -92,6 +94,7 @@ class Progress:
         self._losses.append(result.loss)
         self._seconds.append(result.seconds)
         self._tokens += result.tokens
+        self.unit = result.unit
         self._skipped += result.skipped
         self._in_a_row = self._in_a_row + 1 if result.skipped else 0
         extras: dict[str, Any] = {}
@@ -114,6 +117,7 @@ class Progress:
             grad_norm=result.grad_norm,
             lr=lr,
             tokens=self._tokens,
+            unit=result.unit,
             tokens_per_second=result.tokens / result.seconds,
             step_seconds=result.seconds,
             peak_memory_bytes=peak,

@@ -304,7 +304,8 @@ class Run:
         if report.losses:
             self.console.note(
                 f"done: {report.final_step} steps, loss {report.final_loss:.4f}, "
-                f"{human_count(report.tokens_per_second)} tokens/s, peak memory {human_bytes(report.peak_memory_bytes)} a rank"
+                f"{human_count(report.tokens_per_second)} {self.progress.unit}/s, "
+                f"peak memory {human_bytes(report.peak_memory_bytes)} a rank"
             )
         self.tell(*self.progress.notes())
         self.trained.make_whole()

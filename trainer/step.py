@@ -103,6 +103,8 @@ class StepResult:
     loss: float
     targets: int
     tokens: int
+    unit: str = "tokens"
+    """What `tokens` counts: samples, where the model has no `input_ids`."""
     grad_norm: float
     skipped: bool
     loss_scale: float
@@ -217,6 +219,7 @@ class Stepper:
             loss=total / count_found if count_found else float("nan"),
             targets=count_found,
             tokens=int(sums[2]),
+            unit=_unit(batches[0]),
             votes=Votes(terminate=int(sums[3]), interrupt=int(sums[4])),
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
@@ -387,11 +390,15 @@ class Stepper:
         return self._engine
 
 
+def _unit(batch: Mapping[str, Any]) -> str:
+    """What throughput counts: tokens where a batch has `input_ids`, else samples."""
+    return "tokens" if isinstance(batch.get("input_ids"), Tensor) else "samples"
+
+
 def _tokens(batch: Mapping[str, Any]) -> int:
-    """Input elements of a batch: tokens where it has `input_ids`, else its samples."""
-    ids = batch.get("input_ids")
-    if isinstance(ids, Tensor):
-        return ids.numel()
+    """The number of input elements of a batch, in its `_unit`."""
+    if _unit(batch) == "tokens":
+        return int(batch["input_ids"].numel())
     first = next((value for value in batch.values() if isinstance(value, Tensor)), None)
     return 0 if first is None else first.shape[0]
 

@@ -35,7 +35,11 @@ _PLAIN = {
     "lr": Chart(identifier="lr", title="Learning rate", unit="plain", zero=True),
     "grad_norm": Chart(identifier="grad-norm", title="Gradient norm", unit="plain", note="before clipping"),
     "tokens_per_second": Chart(
-        identifier="throughput", title="Throughput", unit="count", zero=True, note="tokens per second, over all ranks"
+        identifier="throughput",
+        title="Throughput",
+        unit="count",
+        zero=True,
+        note="tokens (of models without tokens, samples) per second, over all ranks",
     ),
     "step_seconds": Chart(identifier="step-seconds", title="Time of a step", unit="seconds", zero=True),
     "mfu": Chart(

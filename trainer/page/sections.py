@@ -63,12 +63,13 @@ def figures_of(run: RunRecord) -> dict[str, str]:
     ]
     if any(map(math.isfinite, evaluations)):
         found["best eval loss"] = f"{min(filter(math.isfinite, evaluations)):.4f}"
+    unit = "samples" if last.get("unit") == "samples" else "tokens"
     tokens = [count for line in run.lines if (count := number(line.get("tokens")))]
     if tokens:
-        found["tokens"] = human_count(tokens[-1])
+        found[unit] = human_count(tokens[-1])
     speeds = _finite(run, "tokens_per_second")
     if any(speeds):
-        found["tokens/s"] = human_count(median(speeds))
+        found[f"{unit}/s"] = human_count(median(speeds))
     seconds = _finite(run, "step_seconds")
     if seconds:
         found["step time"] = human_seconds(median(seconds))
