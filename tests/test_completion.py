@@ -151,3 +151,9 @@ for words in (["--help"], ["completion", "bash"]):
 assert not {"torch", "transformers", "datasets", "wandb"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+def test_commands_that_only_read_load_no_torch() -> None:
+    """`zeromesh`, `zeromesh status` and `zeromesh report`: torch alone takes seconds."""
+    code = "import sys, zeromesh.trainer.cli, zeromesh.trainer.status, zeromesh.trainer.page.page; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

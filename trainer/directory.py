@@ -24,12 +24,8 @@ from zeromesh.mesh.monitor import NAME as RANKS
 from zeromesh.mesh.monitor import StateMonitor
 from zeromesh.offload.process import cpu_name
 from zeromesh.trainer.config import TrainerConfig
-from zeromesh.trainer.metrics import EVALUATIONS, METRICS, STARTS, MetricsWriter
+from zeromesh.trainer.metrics import ENDED, EVALUATIONS, LOCK, METRICS, STARTS, MetricsWriter
 from zeromesh.trainer.redaction import Redaction
-
-LOCK = "run.lock"
-"""Locked by the process of rank 0, which it names, also after a kill. After any other end it says how the run has ended."""
-ENDED = "ended"
 
 
 class RunDirectory:

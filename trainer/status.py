@@ -16,8 +16,7 @@ from rich.text import Text
 from zeromesh.errors import StorageError, printable
 from zeromesh.files import read_whole
 from zeromesh.mesh.monitor import NAME
-from zeromesh.trainer.directory import ENDED, LOCK
-from zeromesh.trainer.metrics import METRICS, read_metrics
+from zeromesh.trainer.metrics import ENDED, LOCK, METRICS, read_metrics
 
 _STALE_SECONDS = 10.0
 

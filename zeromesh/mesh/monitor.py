@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from zeromesh.files import write_whole
-from zeromesh.mesh.watch import Watch
+
+if TYPE_CHECKING:  # `zeromesh status` needs the file's name alone, and a watch needs torch.
+    from zeromesh.mesh.watch import Watch
 
 NAME = "ranks.json"
 
