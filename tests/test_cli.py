@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +67,16 @@ def test_one_process_trains_in_this_one(config: str, fitted: list[TrainerConfig]
     assert main(["train", config, "run.seed=3"]) == 0
     assert [(run.run.name, run.run.seed) for run in fitted] == [("here", 3)]
     assert not launched
+
+
+def test_a_process_that_has_trained_ends_without_another_look_at_all_objects(
+    config: str, fitted: list[TrainerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took one to two seconds after the last line of a run."""
+    registered: list[object] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    assert main(["train", config]) == 0
+    assert gc.freeze in registered
 
 
 @pytest.mark.parametrize(

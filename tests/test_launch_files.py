@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.mesh import interfaces
 from zeromesh.mesh.hostfile import Host, read_hosts
 from zeromesh.mesh.lifeline import BEGIN, END, Splitter, frame
+from zeromesh.mesh.run_store import Rows
 from zeromesh.trainer.cli import _parse, main
 
 NAMES = st.text("ab7.-_", max_size=5).map("h{}".format)
@@ -212,3 +215,55 @@ def test_this_host_has_a_loopback() -> None:
     assert interfaces.interface_of("127.0.0.1") == "lo"
     assert interfaces.interface_of("203.0.113.1") is None
     assert interfaces.address_towards("no host has this name") is None
+
+
+HOST = {"eth0": ["10.0.0.5", "fe80::1"], "lo": ["127.0.0.1", "::1"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "leads_to", "host", "found"),
+    [
+        ("gpu1", ["10.0.0.5"], HOST, "10.0.0.5"),
+        ("gpu1", ["127.0.1.1"], HOST, "10.0.0.5"),
+        ("service", ["172.20.0.9"], HOST, "10.0.0.5"),
+        ("gpu1", ["127.0.1.1", "10.0.0.5"], HOST | {"ib0": ["10.1.0.5"]}, "10.0.0.5"),
+        ("localhost", ["127.0.0.1"], HOST, "127.0.0.1"),
+        ("127.0.0.1", ["127.0.0.1"], HOST, "127.0.0.1"),
+    ],
+)
+def test_the_address_to_listen_at_is_the_one_that_others_know(
+    monkeypatch: pytest.MonkeyPatch, name: str, leads_to: list[str], host: dict[str, list[str]], found: str
+) -> None:
+    monkeypatch.setattr(interfaces, "interfaces", lambda: host)
+    monkeypatch.setattr(interfaces, "addresses_of", lambda name: leads_to)
+    assert interfaces.own_address(name) == found
+
+
+def test_an_address_that_cannot_be_told_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "interfaces", lambda: HOST | {"ib0": ["10.1.0.5"]})
+    monkeypatch.setattr(interfaces, "addresses_of", lambda name: ["127.0.1.1"])
+    with pytest.raises(ConfigError, match=r"'gpu1'.* leads to 127.0.1.1 here.*: 10.0.0.5 \(eth0\), 10.1.0.5 \(ib0\)"):
+        interfaces.own_address("gpu1")
+
+
+def test_what_listens_for_several_hosts_is_at_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the store of rank 0 and the launcher that the others find do."""
+    monkeypatch.setattr(interfaces, "own_address", lambda name: "127.0.0.2")
+    with interfaces.listen("gpu1", 0) as listener:
+        port = listener.getsockname()[1]
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+        with pytest.raises(ConfigError, match=f"gpu1:{port}: this host cannot listen there"):
+            interfaces.listen("gpu1", port)
+
+
+def test_rows_of_ranks_that_cannot_map_each_others_memory_stay_where_they_are() -> None:
+    descriptor = os.memfd_create("rows")
+    first, second = Rows(descriptor, 0, 2), Rows(descriptor, 1, 2)
+    for number in range(100):
+        first.set("zeromesh/board/1", f"row {number}")
+        second.set("zeromesh/board/1", "another mesh")
+    assert first.get("zeromesh/board/1") == b"row 99"
+    assert second.clone().get("zeromesh/board/1") == b"another mesh"
+    assert os.fstat(descriptor).st_size <= 4 << 15
+    os.close(descriptor)

@@ -9,6 +9,8 @@ number when stopped by one.
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -231,6 +233,8 @@ def _report(result: WorkersFailed | HostFailure | int) -> int:
 def _fit(config: TrainerConfig) -> int:
     from zeromesh.trainer import Trainer
 
+    # Python looks through all objects again when it ends, which takes seconds after torch and transformers were loaded.
+    atexit.register(gc.freeze)
     with Trainer(config=config) as trainer:
         trainer.fit()
     return 0
