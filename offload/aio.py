@@ -16,6 +16,7 @@ from typing import Self
 
 import torch
 
+from zeromesh.disk_calls import disk_call
 from zeromesh.errors import StorageError
 from zeromesh.files import open_regular
 
@@ -46,7 +47,8 @@ class PositionalFile:
         flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
         self._direct = -1
         try:
-            self._buffered = open_regular(self.path, flags)
+            with disk_call("opening", self.path):
+                self._buffered = open_regular(self.path, flags)
         except OSError as error:
             raise _failed("opened", self.path, error) from error
         try:
@@ -54,7 +56,8 @@ class PositionalFile:
                 if sparse:
                     os.ftruncate(self._buffered, size)
                 else:
-                    os.posix_fallocate(self._buffered, 0, size)
+                    with disk_call("fallocate", self.path):
+                        os.posix_fallocate(self._buffered, 0, size)
         except OSError as error:
             self.close()
             raise _failed(f"given {size:,} bytes", self.path, error) from error
@@ -74,9 +77,10 @@ class PositionalFile:
         """Write all bytes of `data`, 1-D uint8 on CPU, at `offset`."""
         view = memoryview(data.numpy().data)
         try:
-            done = self._direct_part(os.pwritev, view, data.data_ptr(), offset)
-            while done < len(view):
-                done += os.pwritev(self._buffered, [view[done:]], offset + done)
+            with disk_call("write", self.path):
+                done = self._direct_part(os.pwritev, view, data.data_ptr(), offset)
+                while done < len(view):
+                    done += os.pwritev(self._buffered, [view[done:]], offset + done)
         except OSError as error:
             raise _failed(f"written ({len(view):,} bytes at {offset:,})", self.path, error) from error
 
@@ -88,10 +92,11 @@ class PositionalFile:
         """
         view = memoryview(data.numpy().data)
         try:
-            for row in range(rows):
-                at, end = row * step, row * step + length
-                while at < end:
-                    at += os.pwrite(self._buffered, view[at:end], offset + row * (stride - step) + at)
+            with disk_call("write", self.path):
+                for row in range(rows):
+                    at, end = row * step, row * step + length
+                    while at < end:
+                        at += os.pwrite(self._buffered, view[at:end], offset + row * (stride - step) + at)
         except OSError as error:
             raise _failed(
                 f"written ({rows:,} runs of {length:,} bytes from {offset:,} on)", self.path, error
@@ -105,14 +110,15 @@ class PositionalFile:
         """Fill `data`, 1-D uint8 on CPU, from `offset`."""
         view = memoryview(data.numpy().data)
         try:
-            done = self._direct_part(os.preadv, view, data.data_ptr(), offset)
-            while done < len(view):
-                count = os.preadv(self._buffered, [view[done:]], offset + done)
-                if count == 0:
-                    raise StorageError(
-                        f"{self.path!r} ends after {offset + done:,} bytes; {len(view):,} were to be read at {offset:,}"
-                    )
-                done += count
+            with disk_call("read", self.path):
+                done = self._direct_part(os.preadv, view, data.data_ptr(), offset)
+                while done < len(view):
+                    count = os.preadv(self._buffered, [view[done:]], offset + done)
+                    if count == 0:
+                        raise StorageError(
+                            f"{self.path!r} ends after {offset + done:,} bytes; {len(view):,} were to be read at {offset:,}"
+                        )
+                    done += count
         except OSError as error:
             raise _failed(f"read ({len(view):,} bytes at {offset:,})", self.path, error) from error
 
@@ -137,7 +143,8 @@ class PositionalFile:
     def sync(self) -> None:
         """Return when what was written is on the disk."""
         try:
-            os.fsync(self._buffered)
+            with disk_call("fsync", self.path):
+                os.fsync(self._buffered)
         except OSError as error:
             raise _failed("brought to the disk", self.path, error) from error
 
@@ -168,11 +175,12 @@ def _open_direct(path: str, flags: int) -> int:
 def sync_directory(path: str | os.PathLike[str]) -> None:
     """Return when the names in a directory are on the disk. Raises `StorageError`."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with disk_call("fsync", path):
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
     except OSError as error:
         raise _failed("brought to the disk", os.fspath(path), error) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from workers import Workers
+from workers import PoolOptions, Workers
 
 
 @pytest.mark.parametrize(
@@ -90,3 +90,21 @@ def test_old_checkpoints_are_removed_while_training_goes_on(workers: Workers, tm
     """The disk has not removed the first file of the first old checkpoint before the last step ends."""
     for found in workers.run(2, "disk_cases:removed_late", folder=str(tmp_path)):
         assert found == {"held": False, "left": ["step-00000005"]}
+
+
+def test_a_slow_disk_is_waited_for(workers: Workers, tmp_path: Path) -> None:
+    """Each call takes three times as long as ranks may be without progress."""
+    calls = ["fsync", "pwritev", "posix_fallocate", "mkdir", "rename"]
+    arguments = {"folder": str(tmp_path), "calls": calls, "seconds": 3.0, "patience": 30.0}
+    for found in workers.run(2, "disk_cases:slow_calls", **arguments):
+        assert found == dict.fromkeys(calls, "struck")
+
+
+def test_a_disk_that_hangs_is_named(workers: Workers, tmp_path: Path) -> None:
+    arguments = {"folder": str(tmp_path), "calls": ["fsync"], "seconds": 6.0, "patience": 1.0}
+    with workers.fresh(PoolOptions(size=2)) as pool:
+        _, second = pool.run("disk_cases:slow_calls", **arguments)
+    assert second["fsync"].startswith("CollectiveError: rank 1: ")
+    assert "rank 0 (pid " in second["fsync"]
+    assert "waited for a disk: fsync of '" in second["fsync"]
+    assert "seconds, longer than checkpoint.timeout_seconds (1)" in second["fsync"]

@@ -254,7 +254,7 @@ class RunCheckpoints:
         """At the end of training: wait for the save in flight, and until old checkpoints are removed. Raises as `save` does."""
         self.finish()
         if self._saver is not None:
-            self._warn_of_old(self._saver.remove_old(_REMOVAL_SECONDS))
+            self._warn_of_old(self._saver.remove_old(self._section.timeout_seconds))
 
     def _warn_of_old(self, problem: str) -> None:
         if problem:
@@ -317,10 +317,6 @@ class RunCheckpoints:
             "compute": str(options.precision.compute).removeprefix("torch."),
             "master": str(options.precision.master).removeprefix("torch."),
         }
-
-
-_REMOVAL_SECONDS = 600.0
-"""How long the end of a run waits for old checkpoints to be removed; the next start of the run removes what is left."""
 
 
 def load_weights(path: Path, engine: ZeroEngine, mesh: Mesh) -> int:

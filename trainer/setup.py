@@ -55,7 +55,10 @@ def connect(config: TrainerConfig) -> Mesh:
         tensor=parallel.tensor,
     )
     device = pick_device(environment.local_rank)
-    return Mesh(shape, environment, device=device, timeout_seconds=parallel.timeout_seconds, order=parallel.order)
+    mesh = Mesh(shape, environment, device=device, timeout_seconds=parallel.timeout_seconds, order=parallel.order)
+    if mesh.watch is not None:
+        mesh.watch.be_patient_with_disks(config.checkpoint.timeout_seconds)
+    return mesh
 
 
 def divide_model(model: nn.Module, config: TrainerConfig, mesh: Mesh) -> Divided:

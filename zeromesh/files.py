@@ -16,6 +16,8 @@ import stat
 import struct
 from pathlib import Path
 
+from zeromesh.disk_calls import disk_call
+
 _PASSING = re.compile(r"\.zeromesh-[0-9a-f]{16}\.tmp")
 """Names of files that are not whole yet. They are short whatever the name of the file that they become: that may have 255 bytes."""
 _KINDS = (
@@ -58,7 +60,7 @@ def _require_regular(mode: int, path: str | os.PathLike[str]) -> None:
 
 def read_whole(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
     """All bytes of a file. Raises `OSError`, also for one of more than `limit` bytes, of which nothing is read."""
-    with open(open_regular(path, os.O_RDONLY), "rb") as file:
+    with disk_call("read", path), open(open_regular(path, os.O_RDONLY), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if limit is not None and size > limit:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {limit:,} are read", os.fspath(path))
@@ -76,12 +78,13 @@ def write_whole(path: str | os.PathLike[str], data: bytes, *, sync: bool = True)
     path = Path(path)
     passing = path.parent / f".zeromesh-{secrets.token_hex(8)}.tmp"
     try:
-        with open(open_regular(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-            file.write(data)
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
-        os.replace(passing, path)
+        with disk_call("write", path):
+            with open(open_regular(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                file.write(data)
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+            os.replace(passing, path)
     except OSError:
         with contextlib.suppress(OSError):
             passing.unlink()

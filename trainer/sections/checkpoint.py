@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from zeromesh.trainer.config_types import CountOrOff, Text
+from zeromesh.trainer.config_types import CountOrOff, Number, Text
 from zeromesh.trainer.sections.section import Section
 
 
@@ -30,4 +30,9 @@ class CheckpointSection(Section):
     )
     max_failures: CountOrOff = Field(
         default=3, description="Saves in a row that may fail before the run ends. 0 = it never ends for that."
+    )
+    timeout_seconds: Annotated[Number, Field(gt=0.0, le=86400.0)] = Field(
+        default=600.0,
+        description="Seconds that ranks wait for one whose disk takes that long for a single call, and that the end of a run waits "
+        "for old checkpoints to be removed.",
     )

@@ -33,6 +33,7 @@ from zeromesh.checkpoint.sharing import find_sharing
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.checkpoint.tensor_files import FileLayout, TensorSpec, index_files, plan_files
 from zeromesh.checkpoint.writer import Edge, ShardWriter, edges_of
+from zeromesh.disk_calls import disk_call
 from zeromesh.errors import CheckpointError, StorageError, ZeromeshError
 from zeromesh.files import write_whole
 from zeromesh.mesh.groups import Mesh
@@ -80,6 +81,7 @@ class _Save:
     """A save in flight."""
 
     step: int
+    directory: Path
     content: Content
     files: Sequence[FileLayout]
     writer: ShardWriter
@@ -110,7 +112,8 @@ class _Save:
             return
 
         def work() -> None:
-            self.problem = _problem(task)
+            with disk_call(stage.value, self.directory):
+                self.problem = _problem(task)
 
         self.task = threading.Thread(target=work, name=f"zeromesh-{stage.value}")
         self.task.start()
@@ -168,7 +171,15 @@ class Saver:
         writer = ShardWriter(
             directory, files, division.sources, received, content.order, self._mesh.rank, division.shares
         )
-        self._save = _Save(step=step, content=content, files=files, writer=writer, division=division, layout=layout)
+        self._save = _Save(
+            step=step,
+            directory=directory,
+            content=content,
+            files=files,
+            writer=writer,
+            division=division,
+            layout=layout,
+        )
         writer.start()
 
     def _divide(self, files: Sequence[FileLayout], holdings: Sequence[Holding]) -> Division:
@@ -193,11 +204,12 @@ class Saver:
 
     def _create(self, step: int, content: Content, files: Sequence[FileLayout], share: int | None) -> str:
         try:
-            directory = self.store.create(step, files, share)
-            if self._mesh.rank == 0:
-                content.documents(directory)
-                for path, text in index_files(files).items():
-                    write_whole(directory / path, text, sync=False)
+            with disk_call("creation", self.store.temporary(step)):
+                directory = self.store.create(step, files, share)
+                if self._mesh.rank == 0:
+                    content.documents(directory)
+                    for path, text in index_files(files).items():
+                        write_whole(directory / path, text, sync=False)
         except ZeromeshError as error:
             return str(error)
         except Exception as error:  # noqa: BLE001 - other people's `save_pretrained` among them; all ranks have to know
@@ -282,9 +294,8 @@ class Saver:
         """Complete the present stage, with all ranks; how the save ended, if it has."""
         if save.stage is _Stage.WRITING:
             return self._written(save)
-        while save.task is not None and save.task.is_alive():
-            save.task.join(timeout=1.0)
-            self._tell()
+        if save.task is not None:
+            save.task.join()
         if save.stage is _Stage.CHECKING:
             return self._commit(save, save.problem)
         retiring = save.stage is _Stage.RETIRING
@@ -302,12 +313,18 @@ class Saver:
     def amend(self, step: int, name: str, data: bytes, keep: Callable[[], set[int]]) -> Saved:
         """Put a small file into a checkpoint that is there, then remove those that `keep`, as in `Content`, no longer names."""
         saved = Saved(step=step, nbytes=0)
-        said = self._said(_problem(partial(self.store.amend, step, name, data)) if self._mesh.rank == 0 else "")
+        problem = ""
+        if self._mesh.rank == 0:
+            with disk_call("amending", self.store.path(step)):
+                problem = _problem(partial(self.store.amend, step, name, data))
+        said = self._said(problem)
         if said:
             return replace(saved, failure=said)
         problem, kept = self._kept(step, keep)
         if not problem:
-            problem = self._said(_problem(partial(self.store.retire, kept)) if self.sharing.leads else "")
+            with disk_call("retiring", self.store.root):
+                problem = _problem(partial(self.store.retire, kept)) if self.sharing.leads else ""
+            problem = self._said(problem)
         return replace(saved, warning=problem)
 
     def _kept(self, step: int, keep: Callable[[], set[int]]) -> tuple[str, list[int]]:

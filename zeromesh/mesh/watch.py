@@ -14,6 +14,7 @@ from typing import Protocol
 
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.board import HISTORY, Board, Note
+from zeromesh.mesh.pulse import Pulse
 
 
 class Activity(IntEnum):
@@ -114,8 +115,13 @@ class Watch:
         """How many things this rank has begun together with others so far."""
         self.waited = 0.0
         """Seconds that this rank has waited for others so far."""
+        self._pulse = Pulse(board, min(0.25, timeout_seconds / 4))
         self.in_doubt = False
         """Whether collectives may be in flight that will not end: a wait ended with an error, or this rank stopped amid a step."""
+
+    def be_patient_with_disks(self, seconds: float) -> None:
+        """Let this rank wait so long for a single call to a disk before the others count that as no progress."""
+        self._pulse.patience_seconds = seconds
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
@@ -330,6 +336,7 @@ class Watch:
 
     def close(self) -> None:
         """Stop publishing and give the board's memory back."""
+        self._pulse.end()
         self._board.close()
 
     def state(self, rank: int) -> RankState:
@@ -344,8 +351,9 @@ class Watch:
     def describe(self, rank: int) -> str:
         """The same as a line."""
         state = self.state(rank)
-        call = self._board.read(rank, Note.CALL)[1]
-        return f"rank {rank} (pid {state.pid}) was {state.doing} {_when(state.step)}" + (f", in {call}" if call else "")
+        call, disk = (self._board.read(rank, note)[1] for note in (Note.CALL, Note.DISK))
+        more = (f", in {call}" if call else "") + (f", and waited for a disk: {disk}" if disk else "")
+        return f"rank {rank} (pid {state.pid}) was {state.doing} {_when(state.step)}{more}"
 
     def _unit_name(self, rank: int, unit: int) -> str:
         names = self._names.get(rank, ())
