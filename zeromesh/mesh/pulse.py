@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from zeromesh.mesh.board import Board, Note
 from zeromesh.disk_calls import longest
+from zeromesh.mesh.board import Board, Note
 
 
 class Pulse:
