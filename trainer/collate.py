@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zeromesh.errors import DataError
 from zeromesh.trainer.batching import BatchPlan, Microbatch, SampleOrder
+from zeromesh.trainer.children import ending_children
 
 IGNORED_LABEL = -100
 """The label of a position that is no target, as in `torch.nn.functional.cross_entropy`."""
@@ -204,16 +205,14 @@ def fetch_microbatch(
     does.
     """
     indices = list(order.dataset_indices(microbatch))
-    samples = [_of_fields(dataset[index], kept, index) for index in indices]
-    if collate is None:
-        batch: Any = default_collate(samples, indices=indices)
-    else:
-        batch = collate(samples)
-        if not isinstance(batch, Mapping):
-            raise DataError(
-                f"data_collator gave a {type(batch).__name__} for samples {_span(indices)}; it should give a "
-                "mapping of the model's argument names to tensors"
-            )
+    with ending_children():
+        samples = [_of_fields(dataset[index], kept, index) for index in indices]
+        batch: Any = default_collate(samples, indices=indices) if collate is None else collate(samples)
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            f"data_collator gave a {type(batch).__name__} for samples {_span(indices)}; it should give a "
+            "mapping of the model's argument names to tensors"
+        )
     check_batch(batch, vocab_size=vocab_size, causal=causal, indices=indices)
     return dict(batch)
 

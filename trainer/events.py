@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.groups import Mesh
 from zeromesh.trainer.callbacks import Callback
+from zeromesh.trainer.children import ending_children
 from zeromesh.trainer.hf.callbacks import TransformersCallbacks
 from zeromesh.trainer.wishes import Wishes
 
@@ -78,7 +79,8 @@ class Events:
         """Run the method of that name of all callbacks. What one raises is raised, with a note that names it."""
         for callback in self._callbacks:
             try:
-                getattr(callback, event)(self._trainer, *arguments)
+                with ending_children():
+                    getattr(callback, event)(self._trainer, *arguments)
             except Exception as error:
                 if not isinstance(callback, TransformersCallbacks):
                     error.add_note(f"raised by callback {type(callback).__name__}.{event}")
