@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from trainer_cases import Gradients, Plain, apart, distance, seeded, settings, stacked
+from trainer_cases import Gradients, Plain, apart, seeded, settings, stacked
 from transformers import get_scheduler
 
 from zeromesh import Trainer
@@ -200,11 +200,20 @@ def _differences(case: Case, layout: Layout, folder: str) -> dict[str, float]:
         if refused:
             return {}
         found = {name: value.detach().clone() for name, value in trainer.state_dict()}
-    worst = {name: distance({name: found[name]}, {name: plain.states[-1][name]}) for name in plain.states[-1]}
+    worst = _apart_by_name(found, plain.states[-1])
     differences = {"losses": apart(report.losses, plain.losses), "skipped": float(report.skipped_steps)}
     if callbacks and isinstance(callbacks[-1], Gradients):
         differences["gradients"] = callbacks[-1].worst
     return {**differences, **{name: value for name, value in worst.items() if not value <= TOLERANCE}}
+
+
+def _apart_by_name(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Relative differences; of what is zero but for rounding, in parts of the model's largest tensor."""
+    least = 1e-3 * max(float(value.norm()) for value in wanted.values())
+    return {
+        name: float((found[name] - value).norm()) / (float(value.norm()) + least) if name in found else float("inf")
+        for name, value in wanted.items()
+    }
 
 
 @cache
@@ -218,7 +227,8 @@ def plain_loop(case: Case) -> Plain:
     config = case.settings("", LAYOUTS[0])
     run, size, data, found = config["run"], config["batch"]["global_size"], case.dataset(), Plain()
     model = seeded(case.build).double().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    eps = config["optimizer"].get("eps", 1e-8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=eps, weight_decay=0.1)
     schedule = get_scheduler("linear", optimizer, 1, case.steps)
     order = SampleOrder(length=len(data), seed=run["seed"])
     for step in range(case.steps):

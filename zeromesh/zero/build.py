@@ -70,7 +70,7 @@ def build_units(
     layouts = plan_layouts(plan, mesh.shard.size)
     flat = [layout for unit in layouts for layout in unit]
     require_equal_plans(mesh.data, flat, options)
-    _require_wide_masters([slot.spec for layout in flat for slot in layout.slots if slot.spec.requires_grad], options)
+    _require_master_weights([slot.spec for layout in flat for slot in layout.slots if slot.spec.requires_grad], options)
     kind = choose_transport(options.transport, mesh.shard, mesh.device)
     keep = _persistent(layouts, mesh, options, kind)
     trained = [layout for layout in flat if layout.slots[0].spec.requires_grad]
@@ -86,10 +86,15 @@ def build_units(
     return Built(units=tuple(units), transport=transport, reduction=reduction, tiers=tiers)
 
 
-def _require_wide_masters(specs: Sequence[ParameterSpec], options: ZeroOptions) -> None:
-    """Raises LayoutError when a parameter that is trained would be rounded to its master weight."""
+def _require_master_weights(specs: Sequence[ParameterSpec], options: ZeroOptions) -> None:
+    """Raises LayoutError when a parameter that is trained would be rounded to its master weight, or lose its imaginary part."""
     master = options.precision.master
     for spec in specs:
+        if not spec.dtype.is_floating_point:
+            raise LayoutError(
+                f"{spec.fqn} is {spec.dtype}, and master weights are real numbers; make it a real parameter with a last "
+                "dimension of 2, and use torch.view_as_complex in forward"
+            )
         if spec.dtype.itemsize > master.itemsize:
             raise LayoutError(
                 f"{spec.fqn} is {spec.dtype}, wider than precision.master {master}, which would round it; "
@@ -208,7 +213,7 @@ def make_trainable(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
         LayoutError: when a parameter is wider than its master weight would be.
         StorageError: when memory is short.
     """
-    _require_wide_masters([slot.spec for slot in bucket.layout.slots], options)
+    _require_master_weights([slot.spec for slot in bucket.layout.slots], options)
     dtype = options.precision.master
     if bucket.master.dtype != dtype:
         frozen, what = bucket.master, f"master weights of {bucket.name}"

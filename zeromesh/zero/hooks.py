@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -48,10 +50,19 @@ class _OfModule:
         self._call = call
 
     def __call__(self, _module: nn.Module, _args: Any, *output: Any) -> None:
-        self._call(*output)
+        _outside_transforms(self._call, *output)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _OfModule, (_nothing,)
+
+
+def _outside_transforms(call: Callable[..., None], *arguments: Any) -> None:
+    """Call as if no transform of `torch.func` were in force: what the engine computes is no part of a user's function."""
+    if peek_interpreter_stack() is None:
+        call(*arguments)
+        return
+    with temporarily_clear_interpreter_stack():
+        call(*arguments)
 
 
 def _nothing(*output: Any) -> None:
@@ -68,7 +79,7 @@ class Hooks:
         for unit in units:
             self._on_module(unit, listener)
             for each in unit.buckets:
-                each.on_use = partial(listener.on_use, unit)
+                each.on_use = partial(_outside_transforms, partial(listener.on_use, unit))
             for bucket in unit.trainable:
                 self.on_gradients(unit, bucket)
             if unit.index == 0:
@@ -114,7 +125,7 @@ def on_gradient_of(tensors: Iterable[torch.Tensor], call: Callable[[], None]) ->
     """Call when autograd has the gradient of any of these tensors that are computed, before it goes on. Returns those."""
 
     def hook(_gradient: torch.Tensor) -> None:
-        call()
+        _outside_transforms(call)
 
     computed = [tensor for tensor in tensors if tensor.grad_fn is not None]
     for tensor in computed:

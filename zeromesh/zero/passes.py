@@ -353,8 +353,7 @@ class Passes:
         self.writes.refuse_in_pass([unit])
         if self._sharded:
             self._keep_returned(unit, tensors)
-        if self.mode is Mode.FORWARD:
-            self._hook_backward(unit, tensors)
+        self._hook_backward(unit, tensors)
         if self._sharded and unit.index not in (0, *self._walk.held) and unit.phase is Phase.LIVE:
             unit.release()
             unit.enter(Phase.RESTING)
@@ -377,8 +376,8 @@ class Passes:
         hooked = on_gradient_of(tensors, lambda: self.before_backward(unit, place))
         if hooked:
             self._walk.calls.append((unit.index, place))
-        new = self._sharded and unit.index != 0 and self._calls.end(unit.index, hooked)
-        if new and any(map(unit.has_memory_of, tensors_on(unit.module))):
+        looked_at = self.mode is Mode.FORWARD and self._sharded and unit.index != 0
+        if looked_at and self._calls.end(unit.index, hooked) and any(map(unit.has_memory_of, tensors_on(unit.module))):
             self._hold(unit)
 
     def _end_forward(self, made: Tensors) -> None:
@@ -398,10 +397,13 @@ class Passes:
 
     def before_backward(self, unit: Unit, place: int) -> None:
         """Backward has reached the outputs of a unit's call; the calls of units after number `place` came after it."""
-        if self.mode is not Mode.BACKWARD:
+        if self.mode is Mode.IDLE:
             raise PhaseError(
                 f"backward reached unit {unit.name} outside a training step; let the trainer call backward"
             )
+        if self.mode is not Mode.BACKWARD:
+            self._hold(unit)  # The user's own `autograd.grad`, whose graph may be part of the loss.
+            return
         for index in self._walk.leave_passed(place):
             self._leave_backward(self.units[index])
         if not self._walk.reach(unit.index):
@@ -420,11 +422,18 @@ class Passes:
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """Autograd has a parameter's gradient."""
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            parameter.grad = parameter.grad.to_dense()
         if self._holding is not None:
             if parameter.grad is not None:  # Else its gradient is deferred.
                 self._holding.held.append((bucket, index, parameter.grad))
                 parameter.grad = None
             return
+        if self.mode is not Mode.BACKWARD:
+            raise PhaseError(
+                f"{unit.name_of(parameter)} got a gradient outside the backward of a training step; let the trainer call backward, "
+                "and use torch.autograd.grad for gradients that are part of a loss"
+            )
         if unit.phase is not Phase.LIVE and not self._weights_alone:
             raise PhaseError(
                 f"unit {unit.name} got a gradient of {unit.name_of(parameter)} while it was {unit.phase.value}: backward has "

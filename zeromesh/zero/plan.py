@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from inspect import getattr_static
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import ParameterSpec
@@ -84,9 +87,10 @@ def plan_model(
     those that are no floating-point numbers.
 
     Raises:
-        LayoutError: when the model has no parameters.
+        LayoutError: when the model has no parameters, or modules whose parameters cannot be gathered around their use.
     """
     cuts = cuts or ModelCuts()
+    _require_known_modules(model, compute_dtype)
     names = _names_by_parameter(model)
     if not names:
         raise LayoutError(f"{type(model).__name__} has no parameters to train")
@@ -112,6 +116,30 @@ def plan_model(
             )
         )
     return ModelPlan(units=_merge_small(members, _SMALL if cuts.chunks == 1 else 0))  # The root is in one chunk alone.
+
+
+def _require_known_modules(model: nn.Module, compute_dtype: torch.dtype) -> None:
+    """Raises LayoutError for TorchScript, which reads parameters unseen, and for spectral norms of another dtype than weights."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise LayoutError(
+                f"module {name or 'root'} is TorchScript, which reads parameters where nobody can gather them; give the Python "
+                "module, and torch.compile (model.compile) in place of TorchScript"
+            )
+        for vector in _vectors_of_spectral_norms(module):
+            if vector.dtype != compute_dtype:
+                raise LayoutError(
+                    f"module {name} has a spectral norm with {vector.dtype} vectors, which PyTorch does not multiply by weights in "
+                    f"{compute_dtype}; set precision.compute to {str(vector.dtype).removeprefix('torch.')}, or convert the model "
+                    f"before: model.to({compute_dtype})"
+                )
+
+
+def _vectors_of_spectral_norms(module: nn.Module) -> list[torch.Tensor]:
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+    if isinstance(module, _SpectralNorm):
+        return list(module.buffers(recurse=False))
+    return [module.get_buffer(f"{hook.name}_u") for hook in hooks]
 
 
 def _names_by_parameter(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
@@ -166,7 +194,7 @@ def _block_names(model: nn.Module) -> list[str]:
 
 def _called(fqn: str, module: nn.Module) -> Iterator[str]:
     """The module, or where it has no forward what it holds; parameters that it holds itself belong to what is around it."""
-    if type(module).forward is not nn.Module.forward or "forward" in vars(module):
+    if getattr_static(type(module), "forward") is not nn.Module.forward or "forward" in vars(module):
         yield fqn
         return
     for name, child in module.named_children():
