@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from trainer_cases import LLAMA, sentences
 from workers import Workers
 
+from zeromesh import Trainer
+from zeromesh.errors import ConfigError, StorageError
+from zeromesh.trainer.cli import main
 from zeromesh.trainer.config_file import load_config
+from zeromesh.trainer.directory import RunDirectory
 from zeromesh.trainer.run_name import name_of_file
 
 
@@ -48,3 +55,71 @@ def test_a_cell_can_be_run_again(workers: Workers, tmp_path: Path) -> None:
     assert third["losses"] == -1
     assert "model.config.num_hidden_layers: 2 then, 1 now" in third["said"]
     assert "give this run another run.name" in third["said"]
+
+
+# What is wrong is said before data is read
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading text fails the test."""
+
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("the data was read")
+
+    monkeypatch.setattr("zeromesh.trainer.setup.load_datasets", read)
+
+
+def _settings(folder: Path, **model: object) -> dict[str, Any]:
+    config = {"model_type": "llama", **LLAMA, "vocab_size": 256, **model}
+    return {
+        "model": {"config": config},
+        "data": {"sequence_length": 16},
+        "run": {"name": "a", "output_dir": str(folder), "max_steps": 2},
+        "batch": {"global_size": 4},
+        "checkpoint": {"every_steps": 1},
+    }
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hiden_size": 8}, "hiden_size is not a field of LlamaConfig; nearest: hidden_size"),
+        ({"model_type": "lama"}, "'lama' is not known to transformers"),
+        ({"num_attention_heads": 5}, "not a multiple of the number of attention"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
+    ],
+)
+def test_mistakes_in_the_model_come_before_the_data(
+    tmp_path: Path, change: dict[str, object], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=message), Trainer(config=_settings(tmp_path, **change)) as trainer:
+        trainer.fit()
+    (tmp_path / "a.json").write_text(json.dumps(_settings(tmp_path, **change)))
+    assert main(["config", str(tmp_path / "a.json")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_other_settings_and_a_lock_come_before_the_data(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    data = sentences()
+    config = {**_settings(tmp_path), "precision": {"compute": "float32"}}
+    with Trainer(config=config, train_dataset=data) as trainer:
+        trainer.fit()
+    request.getfixturevalue("unread")
+    with (
+        pytest.raises(ConfigError, match=r"batch\.global_size: 4 then, 8 now"),
+        Trainer(config={**config, "batch": {"global_size": 8}}) as trainer,
+    ):
+        trainer.fit()
+    with (
+        RunDirectory(tmp_path / "a", 0).locked(),
+        pytest.raises(StorageError, match="belongs to a run that is going on"),
+        Trainer(config=config) as trainer,
+    ):
+        trainer.fit()
+
+
+def test_a_path_to_go_on_from_that_is_not_there_is_a_mistake_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume: 'gone/step-1' does not exist; give auto, never, or"):
+        load_config({"checkpoint": {"resume": "gone/step-1"}})

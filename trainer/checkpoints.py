@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ from zeromesh.errors import CheckpointError, ConfigError, StorageError, Zeromesh
 from zeromesh.files import write_whole
 from zeromesh.mesh.groups import Mesh
 from zeromesh.trainer.best import Goal
+from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.console import human_bytes
 from zeromesh.trainer.hf.adapters import is_adapted
 from zeromesh.trainer.hf.checkpoint_links import renew_links
 from zeromesh.trainer.hf.save import gathered_adapter, save_configuration
 from zeromesh.trainer.sections.checkpoint import CheckpointSection
-from zeromesh.trainer.state import EVALUATED, NAME, TrainerState, differences, name_in
+from zeromesh.trainer.state import EVALUATED, NAME, TrainerState, differences, name_in, settings_of
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.holdings import AVERAGE, WEIGHTS
 
@@ -139,11 +140,7 @@ class RunCheckpoints:
             )
         differ = differences(state.settings, settings)
         if differ and strict:
-            lines = "\n".join(f"  - {line}" for line in differ)
-            raise ConfigError(
-                f"{path.parent} is of a run with other settings:\n{lines}\nundo these changes, give this run another run.name, "
-                f"or name the checkpoint to go on from it all the same: checkpoint.resume: {path}"
-            )
+            raise _of_another_run(path, differ)
         for line in differ:
             self._note(f"resumed with another setting: {line}")
         self._engine.flags.restore(state.trained, state.updates)
@@ -317,6 +314,38 @@ class RunCheckpoints:
             "compute": str(options.precision.compute).removeprefix("torch."),
             "master": str(options.precision.master).removeprefix("torch."),
         }
+
+
+def require_settings(config: TrainerConfig, directory: Path) -> None:
+    """Compare what the newest checkpoint of a run says about its settings with the configuration, as far as that alone can tell.
+
+    Raises:
+        ConfigError: where they differ; what the model and the data have to do with it, `RunCheckpoints.resume` finds later.
+    """
+    store = CheckpointStore(directory / FOLDER)
+    steps = store.steps()
+    if config.checkpoint.resume == "never" or not steps:
+        return
+    path = store.path(steps[0])
+    try:
+        reader = CheckpointReader(path, parts=True)
+        then = TrainerState.from_json(reader.document(name_in(reader.manifest.files)), str(path)).settings
+    except CheckpointError:
+        return  # Perhaps an older one can be used.
+    # A schedule over epochs is known once the data has been read.
+    later = ("model.", "data.", *(["schedule."] if config.run.epochs is not None else []))
+    now = {key: value for key, value in settings_of(config, model={}, data={}).items() if not key.startswith(later)}
+    differ = differences({key: value for key, value in then.items() if key in now}, now)
+    if differ:
+        raise _of_another_run(path, differ)
+
+
+def _of_another_run(path: Path, differ: Sequence[str]) -> ConfigError:
+    lines = "\n".join(f"  - {line}" for line in differ)
+    return ConfigError(
+        f"{path.parent} is of a run with other settings:\n{lines}\nundo these changes, give this run another run.name, "
+        f"or name the checkpoint to go on from it all the same: checkpoint.resume: {path}"
+    )
 
 
 def load_weights(path: Path, engine: ZeroEngine, mesh: Mesh) -> int:

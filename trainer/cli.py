@@ -179,6 +179,9 @@ def _train(options: argparse.Namespace) -> int:
 def _print_config(options: argparse.Namespace) -> int:
     """Every key, below lines that say how settings of another trainer became keys."""
     config = load_config(options.config, options.overrides, ranks=options.nproc)
+    from zeromesh.trainer.hf.build import check_model
+
+    check_model(config.model)
     sys.stdout.writelines(f"# {printable(note)}\n" for note in config.notes)
     sys.stdout.write(config.to_yaml())
     return 0

@@ -39,6 +39,7 @@ def missing_paths(config: TrainerConfig, *, wrong: frozenset[str] = frozenset())
         "data.train": _paths(config.data.train, builtin="stdlib"),
         "data.eval": _paths(config.data.eval, builtin="stdlib"),
         "data.tokenizer": _paths(config.data.tokenizer, builtin="bytes"),
+        "checkpoint.resume": () if config.checkpoint.resume in ("auto", "never") else (config.checkpoint.resume,),
     }
     return [
         f"{key}: {path!r} does not exist; {_CURES[key]}"
@@ -52,6 +53,7 @@ def missing_paths(config: TrainerConfig, *, wrong: frozenset[str] = frozenset())
 
 _ON_THE_HUB = ("model.source", "data.tokenizer")
 _CURES = {
+    "checkpoint.resume": "give auto, never, or the directory of a run or of a checkpoint",
     "model.source": "give a local directory with config.json and *.safetensors, or the name of a model on the Hub",
     "data.train": "give stdlib, or files and directories of this machine (hub names are not looked up)",
     "data.eval": "give null, or files and directories of this machine (hub names are not looked up)",

@@ -29,6 +29,7 @@ from zeromesh.trainer.events import Events
 from zeromesh.trainer.exhausted import explained
 from zeromesh.trainer.feeds import Given
 from zeromesh.trainer.figures import StepFigures
+from zeromesh.trainer.hf.build import check_model
 from zeromesh.trainer.hf.hub import pin_sources
 from zeromesh.trainer.history import History
 from zeromesh.trainer.loop import TrainingLoop
@@ -85,6 +86,8 @@ class Run:
         options = engine_options(config, self.plan.accumulation)
         self.tell(*config.notes)
         self._say_what_comes(options.precision.table(config.optimizer.name))
+        if given.model is None:
+            check_model(config.model)
         self.console.status("reading the data")
         self.data = setup.prepare_data(
             config, given.train_dataset, given.eval_dataset, given.processing_class, mesh, self.console
@@ -186,7 +189,9 @@ class Run:
     # Training
 
     def fit(self, directory: RunDirectory) -> FitReport:
-        """Train up to the last step. A run that was interrupted goes on where it was; one that has ended says so.
+        """Train up to the last step, in a directory that is locked.
+
+        A run that was interrupted goes on where it was; one that has ended says so.
 
         Raises:
             KeyboardInterrupt, SystemExit: after a step and its checkpoint, when some rank was told to stop.
@@ -199,7 +204,7 @@ class Run:
         if feed is None:
             raise setup.no_training_data()
         setup.require_trained_parameters(self.trained.model)
-        with self.guarded("trainer.fit()"), directory.locked(), stop_requests(self.console.note) as request:
+        with self.guarded("trainer.fit()"), stop_requests(self.console.note) as request:
             checkpoints = RunCheckpoints(
                 self.config.checkpoint,
                 directory.path,

@@ -6,7 +6,7 @@ report = Trainer(model, "configs/zero3.yaml", train_dataset=dataset).fit()
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from zeromesh.mesh.groups import Mesh
 from zeromesh.trainer import setup
+from zeromesh.trainer.checkpoints import require_settings
 from zeromesh.trainer.collate import Collate, MapDataset
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.config_file import load_config
@@ -144,13 +145,18 @@ class Trainer(TransformersNames):
             if self._run is not None:
                 self._run.config = with_resume(self._run.config, named)
         mesh = self._connect()
-        with self._beginning(mesh):
-            directory = RunDirectory(self.run_directory, mesh.rank)
-            if self.config.hub.push and self.hub_model_id is None:
-                self.init_hf_repo()
-        run = self._prepare()
-        run.evaluator.ignored_in_training = ignore_keys_for_eval
-        report = run.fit(directory)
+        with ExitStack() as stack:
+            with self._beginning(mesh):
+                # Whatever may refuse the run without data or a model comes first.
+                directory = RunDirectory(self.run_directory, mesh.rank)
+                stack.enter_context(directory.locked())
+                if mesh.rank == 0:
+                    require_settings(self.config, directory.path)
+                if self.config.hub.push and self.hub_model_id is None:
+                    self.init_hf_repo()
+            run = self._prepare()
+            run.evaluator.ignored_in_training = ignore_keys_for_eval
+            report = run.fit(directory)
         if self.config.hub.push:
             self.try_to_push("End of training")
         return report

@@ -24,6 +24,7 @@ from zeromesh.trainer.hf.key_matching import match
 from zeromesh.trainer.hf.safetensors_files import TensorFiles
 from zeromesh.trainer.hf.source import SafetensorsSource
 from zeromesh.trainer.hf.values import integer, text_part
+from zeromesh.trainer.sections.model import ModelSection
 from zeromesh.zero.deferred import BuiltModel, build_deferred
 from zeromesh.zero.initial import INITIALISER_ERRORS
 from zeromesh.zero.sources import canonical_names
@@ -70,18 +71,16 @@ def build_model(
         ConfigError: for a model type, a field or a value that does not exist, with the nearest names, and for a source that is not
             there, with what was tried.
     """
-    if head not in get_args(Head):
-        raise ConfigError(f"{head!r} is not one of {', '.join(get_args(Head))}", where="model.head")
-    settings = dict(config or {})
     directory = None if source is None else directory_of(os.fspath(source), revision)
-    if directory is None:
-        made = _from_fields(settings, vocab_size, end_of_text)
-    else:
-        made = _from_directory(directory, settings, trust_remote_code=trust_remote_code)
-        # What adapters are said to belong to, and where code is.
-        made.name_or_path = directory if trust_remote_code else source
-    _check_values(made)
-    automatic = _automatic_class(made, head, trust_remote_code=trust_remote_code)
+    made, automatic = read_configuration(
+        source,
+        directory,
+        config,
+        head,
+        trust_remote_code=trust_remote_code,
+        vocab_size=vocab_size,
+        end_of_text=end_of_text,
+    )
     files = None if directory is None else TensorFiles(directory)
 
     def build() -> Any:
@@ -98,6 +97,45 @@ def build_model(
     streamed = SafetensorsSource(directory, built.model, built.source)
     _take_generation_config(built.model, directory)
     return BuiltModel(model=built.model, source=streamed, notes=built.notes + streamed.notes)
+
+
+def read_configuration(
+    source: str | os.PathLike[str] | None,
+    directory: Path | None,
+    config: Mapping[str, Any] | None,
+    head: Head,
+    *,
+    trust_remote_code: bool = False,
+    vocab_size: int | None = None,
+    end_of_text: int | None = None,
+) -> tuple[Any, Any]:
+    """The library's configuration of a model, and the class that builds it; `directory` is where `source` is on this machine.
+
+    Builds and reads no weights. The other arguments and errors are those of `build_model`.
+    """
+    if head not in get_args(Head):
+        raise ConfigError(f"{head!r} is not one of {', '.join(get_args(Head))}", where="model.head")
+    settings = dict(config or {})
+    if directory is None:
+        made = _from_fields(settings, vocab_size, end_of_text)
+    else:
+        made = _from_directory(directory, settings, trust_remote_code=trust_remote_code)
+        # What adapters are said to belong to, and where code is.
+        made.name_or_path = directory if trust_remote_code else source
+    _check_values(made)
+    return made, _automatic_class(made, head, trust_remote_code=trust_remote_code)
+
+
+def check_model(section: ModelSection) -> None:
+    """Look at what a configuration says about its model, before anything else is read or built.
+
+    A `source` that is not on this machine is passed over. Raises `ConfigError` as `build_model` does.
+    """
+    directory = None if section.source is None else Path(section.source).expanduser()
+    if directory is None or directory.is_dir():
+        read_configuration(
+            section.source, directory, section.config, section.head, trust_remote_code=section.trust_remote_code
+        )
 
 
 def _automatic_class(made: Any, head: Head, *, trust_remote_code: bool) -> Any:
