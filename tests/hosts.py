@@ -52,6 +52,11 @@ class Hosts:
         """Pull the cable of a host."""
         _ip("-n", self.prefix, "link", "set", f"to-{name}", "down")
 
+    def listening(self, name: str) -> set[str]:
+        """The addresses at which anything listens on a host."""
+        table = _ip("netns", "exec", f"{self.prefix}-{name}", "ss", "-Hltn").splitlines()
+        return {line.split()[3].rpartition(":")[0] for line in table}
+
     def processes(self, name: str) -> list[str]:
         """The commands that run on a host, besides what makes it one."""
         found = []

@@ -83,6 +83,7 @@ def test_a_host_is_lost_and_another_joins(start: Start, tmp_path: Path) -> None:
     path, alone = config(tmp_path / "elastic"), config(tmp_path / "alone")
     options = ("run.max_steps=1000000", "--nproc", "1", "--nnodes", "1:4", "--rdzv-endpoint", endpoint)
     first = start(path, *options)
+    wait_for(lambda: listens(endpoint), tmp_path)  # it leads
     others = [start(path, *options) for _ in range(2)]
     folder = tmp_path / "elastic"
     wait_for(lambda: steps(folder) >= 15, tmp_path)
@@ -100,6 +101,13 @@ def test_a_host_is_lost_and_another_joins(start: Start, tmp_path: Path) -> None:
     assert start(alone, f"run.max_steps={len(lines)}").wait(timeout=120) == 0
     expected = read_metrics(tmp_path / "alone" / "run" / "metrics.jsonl")
     assert max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(lines, expected, strict=True)) <= 1e-9
+
+
+def listens(endpoint: str) -> bool:
+    """Whether there is a launcher at the endpoint, which takes this for a stranger."""
+    host, _, port = endpoint.partition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
 
 
 def logs(folder: Path) -> str:

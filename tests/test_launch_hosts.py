@@ -136,6 +136,10 @@ def test_a_run_goes_on_with_the_other_host(two: Hosts, start: Start, tmp_path: P
     options = ("--min-hosts", "1", "--host-timeout", "3", "parallel.timeout_seconds=5")
     process = start(*options, *FOREVER)
     wait_for(lambda: steps(tmp_path) >= 25, tmp_path)
+    for name in two.names:
+        assert two.listening(name) == {two.address(name)}, (
+            "a run listens where the other hosts find it, and nowhere else"
+        )
     two.pull(lost)
     wait_for(lambda: f"[{left}] run: ZeRO stage 3 on 1 CPU rank" in (tmp_path / "out").read_text(), tmp_path)
     assert not two.processes(lost)

@@ -20,8 +20,9 @@ from zeromesh.mesh import messages
 from zeromesh.mesh.launch import SECRET
 from zeromesh.mesh.launcher import Nodes, WorkersFailed, launch_workers
 from zeromesh.mesh.lifeline import Splitter, frame
-from zeromesh.mesh.meeting import Leader, _place
+from zeromesh.mesh.meeting import Follower, Leader, _place
 from zeromesh.mesh.messages import Line, MessageError
+from zeromesh.mesh.ranks import Place
 
 VALUES = st.recursive(
     st.none()
@@ -247,3 +248,19 @@ def test_a_mistake_of_the_users_is_not_tried_again() -> None:
     assert isinstance(failed, WorkersFailed)
     assert failed.exit_code == 2
     assert not told
+
+
+def test_a_follower_names_the_leader_that_is_gone_not_ranks_that_noticed() -> None:
+    nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{free_port()}")
+    stop = threading.Event()
+    leader = Leader(nodes, 1, lambda line: None, stop.is_set)
+    waiting = threading.Thread(target=leader.first)
+    waiting.start()
+    follower = Follower(nodes, 1, lambda: False)
+    assert isinstance(follower.first(), Place)
+    waiting.join()
+    leader.close()
+    noticed = WorkersFailed(ranks=(1,), message="rank 0 is gone", exit_code=1, noticed=True)
+    found = follower.next(noticed)
+    assert isinstance(found, WorkersFailed)
+    assert str(found) == f"the launcher at {nodes.endpoint} has ended"

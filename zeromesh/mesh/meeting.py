@@ -374,8 +374,9 @@ class Follower:
                 {"rest": code, "text": str(failure or ""), "noticed": failure.noticed if failure else False}
             )
         found = self._wait()
-        # What has happened here says more than how the others put it.
-        return failure if failure is not None and isinstance(found, WorkersFailed) else found
+        # A cause that was here says more than how the leader puts it; ranks that only noticed one say less.
+        here = failure is not None and not failure.noticed and isinstance(found, WorkersFailed)
+        return failure if failure is not None and here else found
 
     def close(self) -> None:
         """Leave."""
