@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from zeromesh import Trainer
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.trainer.cli import main
 from zeromesh.trainer.config_file import load_config
+from zeromesh.trainer.console import Console
 from zeromesh.trainer.directory import RunDirectory
+from zeromesh.trainer.metrics import StepMetrics
 from zeromesh.trainer.run_name import name_of_file
 
 
@@ -55,6 +58,29 @@ def test_a_cell_can_be_run_again(workers: Workers, tmp_path: Path) -> None:
     assert third["losses"] == -1
     assert "model.config.num_hidden_layers: 2 then, 1 now" in third["said"]
     assert "give this run another run.name" in third["said"]
+
+
+def test_the_time_left_has_the_evaluation_after_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("zeromesh.trainer.console.time.monotonic", lambda: now[0])
+    out = io.StringIO()
+    console = Console(out)
+    console.start(total_steps=4, after=3.0)
+    for step in (1, 4):
+        now[0] = step * 10.0
+        console.step(
+            StepMetrics(
+                step=step,
+                loss=1.0,
+                grad_norm=None,
+                lr=0.1,
+                tokens=1,
+                tokens_per_second=1.0,
+                step_seconds=10.0,
+                peak_memory_bytes=1,
+            )
+        )
+    assert [line.rpartition("  ")[2] for line in out.getvalue().splitlines()] == ["1:00 left", "30 s left"]
 
 
 # What is wrong is said before data is read

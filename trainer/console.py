@@ -39,8 +39,8 @@ class RunConsole(Protocol):
         """Show what goes on now, until anything else is shown."""
         ...
 
-    def start(self, *, total_steps: int, first_step: int = 0) -> None:
-        """Begin to show progress: `first_step` of `total_steps` are done."""
+    def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
+        """Begin to show progress: `first_step` of `total_steps` are done, and what comes `after` them takes as long as so many."""
         ...
 
     def advance(self, step: int) -> None:
@@ -74,7 +74,7 @@ class SilentConsole:
     def status(self, text: str) -> None:
         """Show nothing."""
 
-    def start(self, *, total_steps: int, first_step: int = 0) -> None:
+    def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
         """Show nothing."""
 
     def advance(self, step: int) -> None:
@@ -119,6 +119,7 @@ class Console(SilentConsole):
         self._task = TaskID(0)
         self._total_steps = 0
         self._first_step = 0
+        self._after = 0.0
         self._started = time.monotonic()
         self._drawn = -math.inf
         self._said = time.monotonic()
@@ -134,10 +135,11 @@ class Console(SilentConsole):
         """Show what goes on now: in the bar, on a line that the next note replaces, or now and then as a line."""
         self._attempt(lambda: self._show_status(text))
 
-    def start(self, *, total_steps: int, first_step: int = 0) -> None:
-        """Begin to show progress: `first_step` of `total_steps` are done."""
+    def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
+        """Begin to show progress: `first_step` of `total_steps` are done, and what comes `after` them takes as long as so many."""
         self._attempt(self._end_status, always=True)
         self._total_steps, self._first_step, self._started = total_steps, first_step, time.monotonic()
+        self._after = after
         if self._is_terminal and self._progress is None:
             self._attempt(self._start_bar)
 
@@ -230,7 +232,7 @@ class Console(SilentConsole):
         """A logged step as one line, with the time left at the pace since the start."""
         line = step_line(metrics, total_steps=self._total_steps)
         done = metrics.step - self._first_step
-        left = self._total_steps - metrics.step
+        left = self._total_steps + self._after - metrics.step
         if done > 0 and left > 0:
             pace = (time.monotonic() - self._started) / done
             line += f"  {human_seconds(pace * left)} left"

@@ -77,7 +77,7 @@ class TrainingLoop:
         run = self._run
         run.begin_summary()
         run.call("on_train_begin")
-        run.console.start(total_steps=self._last, first_step=run.step)
+        run.console.start(total_steps=self._last, first_step=run.step, after=self._last_evaluation())
         if run.config.run.eval_at_start and run.step == 0 and run.data.eval is not None:
             self._evaluate()
         self._begin_epoch(resumed=run.step > 0)
@@ -245,6 +245,13 @@ class TrainingLoop:
         """Whether some rank has been asked to stop; between two microbatches of an evaluation, which may be long."""
         asked = self._run.mesh.world.max_(torch.tensor([int(self._request.signal)]), "wishes to stop")
         return self._note_stop(int(asked[0]))
+
+    def _last_evaluation(self) -> float:
+        """About how many steps take as long as the evaluation after the last one: without backward a third of the work."""
+        if not self._run.config.run.eval_at_end:
+            return 0.0
+        samples = sum(len(each) for each in self._run.data.evaluated().values())
+        return samples / self._run.config.batch.global_size / 3
 
     def _evaluate(self) -> None:
         run, section = self._run, self._run.config.run
