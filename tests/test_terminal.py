@@ -104,10 +104,10 @@ HERE = socket.gethostname()
         ("ended", 1e6, True, 0, "the run has ended"),
         ("ended", 1e6, False, 0, "the run has ended"),
         ("ended by StorageError", 1.0, True, 1, "the run has ended by StorageError"),
-        (f"pid 999999999 on {HERE}", 1.0, True, 1, "the run was killed"),
-        (f"pid {os.getpid()} on {HERE}", 1.0, True, 0, ""),
-        (f"pid {os.getpid()} on {HERE}", 60.0, True, 1, "not heard of for 60 seconds"),
-        (f"pid {os.getpid()} on {HERE}", 60.0, False, 0, "its last line is 60 seconds old"),
+        ("pid 999999999 on {here}", 1.0, True, 1, "the run was killed"),
+        ("pid {own} on {here}", 1.0, True, 0, ""),
+        ("pid {own} on {here}", 60.0, True, 1, "not heard of for 60 seconds"),
+        ("pid {own} on {here}", 60.0, False, 0, "its last line is 60 seconds old"),
         ("pid 1 on elsewhere", 1.0, False, 0, ""),
         ("pid 1 on elsewhere", 60.0, True, 1, "not heard of for 60 seconds"),
     ],
@@ -115,6 +115,7 @@ HERE = socket.gethostname()
 def test_status_tells_runs_that_ended_from_those_that_are_gone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], note: str, age: float, monitored: bool, code: int, words: str
 ) -> None:
+    note = note.format(own=os.getpid(), here=HERE)
     run = run_in(tmp_path / "run", note, age=age, ranks=[] if monitored else None)
     assert main(["status", str(run)]) == code
     assert words in said(capsys).replace("\n", " ")
