@@ -226,7 +226,8 @@ class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._writes: dict[int, list[Write]] = {}
-        self._alive: list[torch.Tensor] = []  # an address is only a name while its tensor lives
+        # An address is only a name while its storage lives. Tensors are not kept: views refer to the parameters that they show.
+        self._alive: list[torch.UntypedStorage] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -235,7 +236,7 @@ class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = str(func)
         if name in ("aten._to_copy.default", "aten.clone.default") and args[0].is_meta and result.is_meta:
             # `model.double()` and the like: the copy has the values of its origin.
-            self._alive += [args[0], result]
+            self._alive += [args[0].untyped_storage(), result.untyped_storage()]
             self._writes[_address(result)] = list(self._writes.get(_address(args[0]), []))
             return result
         for spec, arg in zip(func._schema.arguments, args, strict=False):
@@ -243,7 +244,7 @@ class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if written and isinstance(arg, torch.Tensor) and arg.is_meta:
                 plain = repr([a for a in args if not isinstance(a, torch.Tensor)])
                 entry = Write(operation=name, arguments=plain, numel=arg.numel(), offset=int(arg.storage_offset()))
-                self._alive.append(arg)
+                self._alive.append(arg.untyped_storage())
                 self._writes.setdefault(_address(arg), []).append(entry)
         return result
 
