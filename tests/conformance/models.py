@@ -189,6 +189,38 @@ def reused() -> Stack:
     return Stack([Feedforward(32, 65) for _ in range(2)], [0, 1, 0], 32)
 
 
+@dataclass
+class Hidden:
+    """What a block returns that has a type of its own, unknown to PyTorch."""
+
+    hidden: torch.Tensor
+    penalty: torch.Tensor
+
+
+class Wrapping(Feedforward):
+    """Returns an object, keeps a loss of its weights on itself, and is called by a stack that takes both."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.penalty = 1e-3 * self.up.weight.pow(2).sum()
+        return Hidden(hidden=super().forward(x), penalty=1e-3 * self.down.weight.pow(2).sum())
+
+
+class ObjectStack(Stack):
+    """Blocks return objects; the first one's weight is read once more after all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__([Wrapping(32, 65) for _ in range(3)], [0, 1, 2], 32)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x, penalties = self.embedding(input_ids), []
+        for block in self.blocks:
+            made = block(x)
+            x = made.hidden
+            penalties += [block.penalty, made.penalty]
+        x = x + F.linear(F.linear(x, self.blocks[0].up.weight), self.blocks[0].down.weight)
+        return self.head(self.norm(x)) * (1 + sum(penalties))
+
+
 class Odd(nn.Module):
     """A block whose parameters no world size divides: a scalar, one element, none, primes."""
 
@@ -360,6 +392,7 @@ SUBJECTS: dict[str, Subject] = {
     "lora": _text(lora, no_decay=("*.down",)),
     "stack": _text(stack),
     "reused": _text(reused),
+    "objects": _text(ObjectStack),
     "odd": _text(odd, no_decay=("*bias", "*.scale")),
     "routed": _text(routed),
     "detached": _text(lambda: Stack([Detached(32) for _ in range(3)], [0, 1, 2], 32)),

@@ -116,6 +116,8 @@ class Bucket:
     def written(self) -> str | None:
         """The name of a parameter that was changed in place since it was shown, or since this was asked."""
         versions = [parameter._version for parameter in self.parameters]
+        if versions == self._versions and not self._digests:
+            return None
         changed = [old != new for old, new in zip(self._versions, versions, strict=True)]
         if self._digests:
             changed = [
