@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from zeromesh.checkpoint.tensor_files import is_number, is_size
 from zeromesh.errors import CheckpointError, ConfigError
 
 Goal = Literal["lowest", "highest"]
@@ -41,9 +42,11 @@ class Best:
         if not content:
             return cls()
         value, step, waited = (content.get(name) for name in ("value", "step", "waited"))
-        whole = all(type(each) is int and each >= 0 for each in (step, waited))
-        if not whole or not isinstance(value, int | float) or len(content) != 3:
-            raise CheckpointError(f"{where}: `best` is {dict(content)!r}; this version writes value, step and waited")
+        whole = all(type(each) is int and is_size(each) for each in (step, waited))
+        if not whole or not is_number(value) or len(content) != 3:
+            raise CheckpointError(
+                f"{where}: `best` is {dict(content)!r:.200}; this version writes value, step and waited"
+            )
         return cls(**content)
 
 

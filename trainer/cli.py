@@ -131,7 +131,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options, rest = parser.parse_known_args(list(arguments))
     unknown = [word for word in rest if word.startswith("-") or options.command in _BESIDE]
     if unknown:
-        parser.error(printable(f"unknown arguments: {' '.join(unknown)}"))
+        dashed = [word.lstrip("-") for word in unknown if "." in word.partition("=")[0]]
+        hint = f"; keys of the configuration have no dashes: {' '.join(dashed)}" if dashed else ""
+        parser.error(printable(f"unknown arguments: {' '.join(unknown)}{hint}"))
     if rest:
         options.overrides += rest
     return options

@@ -21,8 +21,8 @@ from zeromesh.trainer.config_words import (
     shown,
     suggestion,
 )
-from zeromesh.trainer.config_yaml import parse_yaml
-from zeromesh.trainer.redaction import Redaction
+from zeromesh.trainer.config_yaml import parse_yaml, plain_scalar
+from zeromesh.trainer.redaction import REDACTED, Redaction
 from zeromesh.trainer.run_name import name_of_file
 from zeromesh.trainer.sections.model import DEFAULT_MODEL
 from zeromesh.trainer.trackers import tracker_problems
@@ -63,7 +63,7 @@ def load_config(
     """
     found = read_source(source, arguments)
     own = found.data
-    problems = _apply(own, overrides)
+    problems, given = _apply(own, overrides)
     data, translation = with_translation(found, ranks=ranks, samples=samples)
     if isinstance(source, str | PathLike):
         run = data.get("run") or {}
@@ -71,10 +71,12 @@ def load_config(
     problems += translation.problems
     origins = {key: origin for key, origin in translation.origins.items() if not _holds(own, key)}
     config, wrong = _validate(data, unused)
-    problems += [_with_origin(problem, origins) for problem in wrong]
+    overridden = len(problems) + sum(_key_of(problem) in given for problem in wrong)
+    problems += [_with_origin(problem, origins | given) for problem in wrong]
     if config is None or problems:
         clean = Redaction(secret_values()).text
-        raise ConfigError([clean(problem) for problem in problems], where=found.where)
+        where = found.where if len(problems) > overridden or translation.problems else ""
+        raise ConfigError([clean(problem) for problem in problems], where=where)
     return config.with_notes((*found.notes, *translation.notes))
 
 
@@ -89,28 +91,52 @@ def _holds(data: Any, path: str) -> bool:
 
 def _with_origin(problem: str, origins: Mapping[str, str]) -> str:
     """A problem of a key that came from a setting of another trainer names that too."""
-    origin = origins.get(problem.partition(" ")[0].rstrip(":"))
+    origin = origins.get(_key_of(problem))
     return f"{problem} ({origin})" if origin else problem
 
 
-def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Set each override in `data`; returns the problems of those that are none."""
-    problems = []
+def _key_of(problem: str) -> str:
+    return problem.partition(" ")[0].rstrip(":")
+
+
+def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Set each override in `data`; returns the problems of those that are none, and by key where the others came from."""
+    problems, given = [], {}
     for override in overrides:
         path, equals, text = override.partition("=")
-        keys = path.strip().split(".")
+        path = path.strip()
+        keys = path.split(".")
+        name = f"the override {_override_shown(path, equals, text)}"
         if not equals or len(keys) < 2 or not all(keys):
-            problems.append(f"{shown(override, path)}: not an override; write section.key=value")
+            problems.append(f"{name}: {_override_hint(path, equals, text)}")
             continue
         try:
-            value = parse_yaml(text, where=path)
+            problem = _set(data, keys, parse_yaml(text.strip(), where=""))
         except ConfigError as error:
-            problems.append(str(error))
-            continue
-        problem = _set(data, keys, value)
+            problem = str(error)
         if problem:
-            problems.append(problem)
-    return problems
+            problems.append(f"{name}: {problem}")
+        given[path] = name
+    return problems, given
+
+
+def _override_shown(path: str, equals: str, text: str) -> str:
+    """An override as it was given, but for a secret in it."""
+    hidden = shown(path, text) == REDACTED
+    return shown("", f"{path}{equals}{REDACTED if hidden else text}")
+
+
+def _override_hint(path: str, equals: str, text: str) -> str:
+    """What to write in the place of something that is no override."""
+    value = shown(path, text).strip("'") if equals else "VALUE"
+    field = known_paths().get(path)
+    section = section_of(field) if field is not None else None
+    if section is not None:
+        return f"{path} is a section; write {path}.KEY=VALUE, with one of its keys: {', '.join(section.model_fields)}"
+    if field is not None:
+        return f"it has no value; write {path}=VALUE"
+    near = suggestion(path)
+    return f"did you mean {near.partition(' ')[0]}={value}?" if near else "write section.key=value"
 
 
 def _set(data: dict[str, Any], keys: list[str], value: Any) -> str | None:
@@ -197,7 +223,18 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
     hint = f"; did you mean {near}?" if near else ""
     if kind == "string_type" and isinstance(value, bool | int | float):
         hint = "; write it in quotes"
+    elif isinstance(value, str) and "a list" in allowed(field):
+        hint = f"; write a list: [{shown(path, value).strip(chr(39))}]"
+    elif isinstance(value, str) and not hint and isinstance(_unquoted(value), bool | int | float):
+        hint = "; write it without quotes"
     return f"{path}: got {shown(path, value)}; allowed is {allowed(field)}{hint}"
+
+
+def _unquoted(text: str) -> Any:
+    try:
+        return plain_scalar(text.strip())
+    except ValueError:
+        return text
 
 
 def _siblings(path: str) -> Iterator[str]:

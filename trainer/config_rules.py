@@ -42,13 +42,19 @@ def missing_paths(config: TrainerConfig, *, wrong: frozenset[str] = frozenset())
         "checkpoint.resume": () if config.checkpoint.resume in ("auto", "never") else (config.checkpoint.resume,),
     }
     return [
-        f"{key}: {path!r} does not exist; {_CURES[key]}"
+        f"{key}: {path!r} does not exist{_looked_at(path)}; {_CURES[key]}"
         for key, paths in named.items()
         if key not in wrong
         for path in paths
         if path is not None and not Path(path).expanduser().exists()
         if not (key in _ON_THE_HUB and REPOSITORY.fullmatch(path))
     ]
+
+
+def _looked_at(path: str) -> str:
+    """Where a relative path was looked for, and what one with commas may mean."""
+    found = "" if Path(path).expanduser().is_absolute() else f" in {Path.cwd()}"
+    return found + (f", and several paths are a list: [{path}]" if "," in path else "")
 
 
 _ON_THE_HUB = ("model.source", "data.tokenizer")

@@ -133,9 +133,13 @@ def _plain(source: ConfigSource) -> tuple[str, dict[str, Any]]:
         )
     path = Path(source).expanduser()
     text = _read_text(path)
-    value = (parse_json if path.suffix == ".json" else parse_yaml)(text, where=str(source))
+    parse = parse_json if path.suffix == ".json" and text.strip() else parse_yaml
+    value = parse(text, where=str(source))
     if value is None:
-        return str(source), {}
+        raise ConfigError(
+            "is empty; write what is to be trained, such as `model: {source: DIRECTORY}`, or {} for all defaults",
+            where=str(source),
+        )
     if not isinstance(value, dict):
         sections = ", ".join(TrainerConfig.model_fields)
         message = f"holds {shown('', value)}; allowed is a mapping of sections ({sections})"

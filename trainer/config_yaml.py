@@ -17,10 +17,14 @@ from typing import Any, NoReturn
 import yaml
 
 from zeromesh.errors import ConfigError
+from zeromesh.trainer.config_mistakes import json_mistake, line_of, unreadable, yaml_mistake
 
 MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 32
 MAX_VALUES = 20_000
+_MOST_BITS = 1000
+"""Of an integer: it can still become a float."""
+_MOST_DIGITS = 1000
 
 _NULL = frozenset({"", "~", "null", "Null", "NULL"})
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
@@ -45,19 +49,22 @@ def parse_yaml(text: str, *, where: str) -> Any:
         # The mark's own text would quote the line, which may hold a secret.
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"{place}not YAML: {error.problem or error.context}", where=where) from None
+        raise ConfigError(f"{place}{yaml_mistake(error)}", where=where) from None
     except yaml.YAMLError as error:
-        reason = getattr(error, "reason", "it cannot be read")
-        raise ConfigError(f"not YAML: {reason}", where=where) from None
+        raise ConfigError(unreadable(error, text), where=where) from None
 
 
 def parse_json(text: str, *, where: str) -> Any:
     """The value of `text` as strict JSON, under the same limits and with the same errors as `parse_yaml`."""
     _check_size(text, where)
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_int=_integer)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}", where=where) from None
+        place = f"line {error.lineno}, column {error.colno}: "
+        raise ConfigError(place + json_mistake(error), where=where) from None
+    except _TooLongError as error:
+        line = line_of(text, text.find(error.digits))
+        raise ConfigError(f"line {line}: {error}", where=where) from None
     except RecursionError:
         raise ConfigError(f"nested deeper than {MAX_DEPTH} levels", where=where) from None
     except ValueError as error:
@@ -73,7 +80,7 @@ def plain_value(value: Any, *, where: str) -> Any:
     """
     count = 0
 
-    def copy(value: Any, depth: int) -> Any:
+    def copy(value: Any, depth: int, path: str) -> Any:
         nonlocal count
         count += 1
         if depth > MAX_DEPTH:
@@ -84,13 +91,16 @@ def plain_value(value: Any, *, where: str) -> Any:
             for key in value:
                 if not isinstance(key, str):
                     raise ConfigError(f"key {key!r} is not text; write it in quotes", where=where)
-            return {_whole_text(key, where): copy(item, depth + 1) for key, item in value.items()}
+            below = f"{path}." if path else ""
+            return {_whole_text(key, where): copy(item, depth + 1, f"{below}{key}") for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [copy(item, depth + 1) for item in value]
+            return [copy(item, depth + 1, path) for item in value]
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            raise ConfigError(f"{path}: an integer of {value.bit_length():,} bits, which no key takes", where=where)
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         return _whole_text(value, where) if isinstance(value, str) else value
 
-    return copy(value, 1)
+    return copy(value, 1, "")
 
 
 def _whole_text(text: str, where: str) -> str:
@@ -102,13 +112,13 @@ def _whole_text(text: str, where: str) -> str:
 
 
 def plain_scalar(text: str) -> str | int | float | bool | None:
-    """What an unquoted scalar means. Raises `ValueError` for an integer of thousands of digits."""
+    """What an unquoted scalar means. Raises `ValueError` for an integer of hundreds of digits."""
     if text in _NULL:
         return None
     if text in _BOOL:
         return _BOOL[text]
     if _INTEGER.fullmatch(text):
-        return int(text.replace("_", ""))
+        return _integer(text.replace("_", ""))
     if _BASED.fullmatch(text):
         return int(text, 0)
     if _FLOAT.fullmatch(text):
@@ -170,8 +180,8 @@ class _Builder:
         plain, _ = event.implicit
         try:
             return plain_scalar(event.value) if plain else event.value
-        except ValueError:
-            self._refuse(event, "an integer of thousands of digits")
+        except ValueError as error:
+            self._refuse(event, str(error))
 
     def _mapping(self, depth: int) -> dict[str, Any]:
         mapping: dict[str, Any] = {}
@@ -181,7 +191,7 @@ class _Builder:
             key = self._value(event, depth + 1)
             if not isinstance(key, str):
                 self._refuse(event, "a key that is not text; write it in quotes")
-            if key == "<<":
+            if key == "<<" and isinstance(event, yaml.ScalarEvent) and event.implicit[0]:
                 self._refuse(event, "merge keys (<<) are not supported; write the keys out")
             if key in lines:
                 self._refuse(event, f"key {key!r} is given twice, first in line {lines[key]}")
@@ -217,6 +227,20 @@ def _line(event: yaml.Event) -> int:
 def _check_size(text: str, where: str) -> None:
     if len(text) > MAX_BYTES:
         raise ConfigError(f"larger than {MAX_BYTES} bytes, which no configuration is", where=where)
+
+
+class _TooLongError(ValueError):
+    """An integer that is not even made: `digits` are those of its text."""
+
+    def __init__(self, digits: str) -> None:
+        super().__init__(f"an integer of {len(digits):,} digits, which no key takes")
+        self.digits = digits
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise _TooLongError(text)
+    return int(text)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -98,7 +98,8 @@ def _disagreements(reading: Reading) -> Iterator[str]:
     if (
         name in given
         and "schedule.warmup_ratio" not in below
-        and given[name] != max(1, below.get("schedule.warmup_steps", given[name]))
+        and "schedule.warmup_steps" in below
+        and given[name] != max(1, below["schedule.warmup_steps"])
     ):
         yield f"{name}: {given[name]}, but warmup_steps of TrainingArguments is {below['schedule.warmup_steps']}; {cure}"
     for section, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from zeromesh.trainer.config_words import shown
 from zeromesh.trainer.sections.batch import BatchSection
 from zeromesh.trainer.sections.optimizer import OptimizerSection
 from zeromesh.trainer.translation import Join, Reading
@@ -55,7 +56,7 @@ def _tensor(of: Reading) -> int:
     return max([1, *(size for size in sizes if type(size) is int)])
 
 
-def _count(of: Reading, name: str, least: int = 1) -> int | None:
+def _count(of: Reading, name: str, least: int = 1, most: int = 1 << 53) -> int | None:
     """A whole number, as 1e3 is too; None where it is not there or wrong."""
     value = of(name)
     if value is None:
@@ -63,8 +64,9 @@ def _count(of: Reading, name: str, least: int = 1) -> int | None:
     whole = (
         isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value == int(value)
     )
-    if not whole or value < least:
-        of.refuse(name, f"got {value!r}; allowed is an integer >= {least}")
+    if not whole or not least <= value <= most:
+        limit = "" if most == 1 << 53 else f" and <= {most}"
+        of.refuse(name, f"got {shown('', value)}; allowed is an integer >= {least}{limit}")
         return None
     return int(value)
 
@@ -149,7 +151,7 @@ def _schedule(of: Reading) -> Pairs:
             yield "schedule.name", "constant"
             yield "schedule.warmup_steps", 0
         return
-    kind = of("scheduler.type")
+    kind = str(of("scheduler.type", ""))
     curves = {"WarmupLR": _constant, "WarmupDecayLR": _linear, "WarmupCosineLR": _cosine, "OneCycle": _one_cycle}
     if kind not in curves:
         of.refuse("scheduler.type", f"{kind or 'no type'} is not available; allowed are {', '.join(curves)}")
@@ -252,7 +254,10 @@ def _precision(of: Reading) -> Pairs:
         compute = "float32"
         yield "precision.compute", compute
     if compute == "float16":
-        yield "precision.loss_scale.initial_scale", 2.0 ** (_count(of, "fp16.initial_scale_power", 0) or _SCALE_POWER)
+        yield (
+            "precision.loss_scale.initial_scale",
+            2.0 ** (_count(of, "fp16.initial_scale_power", 0, 126) or _SCALE_POWER),
+        )
         yield "precision.loss_scale.growth_interval", _count(of, "fp16.loss_scale_window") or _SCALE_WINDOW
 
 
@@ -283,8 +288,8 @@ def _offload(of: Reading) -> Pairs:
     ):
         device = of(f"zero_optimization.{name}.device")
         device = ("cpu" if of(f"zero_optimization.{old}") else "none") if device is None else device
-        if device not in _TIERS:
-            of.refuse(f"zero_optimization.{name}.device", f"got {device!r}; allowed are {', '.join(_TIERS)}")
+        if not isinstance(device, str) or device not in _TIERS:
+            of.refuse(f"zero_optimization.{name}.device", f"got {shown('', device)}; allowed are {', '.join(_TIERS)}")
             continue
         ratio = of(f"zero_optimization.{name}.ratio", 1.0)
         tier = _TIERS[device] if ratio else "none"

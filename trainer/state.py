@@ -11,6 +11,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from zeromesh.checkpoint.tensor_files import check_plain, is_number
 from zeromesh.errors import CheckpointError
 from zeromesh.trainer.config import TrainerConfig
 from zeromesh.trainer.sections.schedule import default_warmup
@@ -22,6 +23,8 @@ LENGTH = "run.max_steps"
 _WARMUP = "schedule.warmup_steps"
 _SCHEMA = 1
 _ABSENT = "(absent)"
+_MOST = 1 << 53
+"""Of a counter: up to here floats, too, count one by one."""
 _MAPPINGS = ("trained", "best", "callbacks", "stream", "tracker", "settings")
 
 
@@ -77,28 +80,24 @@ class TrainerState:
         values = dict(content)
         schema = values.pop("schema", None)
         if type(schema) is not int or schema > _SCHEMA:
-            raise CheckpointError(f"{where}: {NAME} has schema {schema!r}; this version reads {_SCHEMA}")
+            raise CheckpointError(f"{where}: {NAME} has schema {schema!r:.50}; this version reads {_SCHEMA}")
+        check_plain(where, NAME, values)
         try:
             state = cls(**values)
         except TypeError as error:
             raise CheckpointError(f"{where}: {NAME} has other fields than this version writes ({error})") from None
-        counters = (
-            state.averages,
-            state.samples,
-            state.tokens,
-            state.updates,
-            state.skipped,
-            state.good_steps,
-            state.seed,
-        )
+        counters = (state.averages, state.samples, state.tokens, state.updates, state.skipped, state.good_steps)
         steps = (state.step, state.max_steps, state.passed_over)
         numbers = [value for value in (state.loss, state.eval_loss, state.metric) if value is not None]
         numbers += [state.loss_scale, state.learning_rate]
         if (
-            not all(type(count) is int and count >= 0 for count in (*steps, *counters))
-            or not all(isinstance(number, int | float) for number in numbers)
+            not all(type(count) is int and 0 <= count < _MOST for count in (*steps, *counters))
+            or not (type(state.seed) is int and 0 <= state.seed < 1 << 63)
+            or not all(is_number(number) for number in numbers)
+            or state.loss_scale <= 0
             or not all(isinstance(getattr(state, name), dict) for name in _MAPPINGS)
             or not isinstance(state.log_history, list | tuple)
+            or not all(isinstance(line, dict) for line in state.log_history)
         ):
             raise CheckpointError(f"{where}: {NAME} has fields of other types than this version writes")
         return state

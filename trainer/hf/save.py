@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -205,7 +206,9 @@ def save_adapter(model: Any, held: dict[str, Tensor], path: Path, mesh: Mesh, *,
 
 def _beside(path: Path) -> Path:
     """Where what becomes `path` is written first."""
-    return path.with_name(f".{path.name}.zeromesh-tmp")
+    # Short, since the name of `path` may be the longest that there is.
+    name = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
+    return path.with_name(f".zeromesh-{name}.tmp")
 
 
 def _begin(path: Path) -> None:

@@ -40,7 +40,7 @@ def find_damage(reader: CheckpointReader, tell: Callable[[int], None]) -> Iterat
             yield Damage(path=path, reasons=(problem,), tensors=_named(members, record.pieces))
             continue
         bad, reasons = _bad_pieces(reader, record.pieces, tell)
-        if not (problem or reasons) and members and path.endswith(_SUFFIX) and reader.manifest.part[1] == 1:
+        if not (problem or reasons) and path.endswith(_SUFFIX) and reader.manifest.part[1] == 1:
             reasons = _disagreement(reader.directory / path, members)
         if problem or reasons:
             first = [problem] if problem else []
@@ -82,6 +82,8 @@ def _disagreement(path: Path, tensors: list[StoredTensor]) -> list[str]:
     except (ZeromeshError, OSError) as error:
         return [str(error)]
     wanted = {tensor.spec.name: (tensor.spec.dtype, tensor.spec.shape, tensor.begin) for tensor in tensors}
+    if not wanted:
+        return []  # A document, such as adapters for other programs: the manifest says nothing of its tensors.
     names = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
     return [f"{path}: its header and the manifest do not agree about {', '.join(names[:3])}"] if names else []
 

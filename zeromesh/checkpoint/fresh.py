@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,11 +28,12 @@ def fresh_directory(out: Path, nbytes: int) -> Iterator[Path]:
         StorageError: where there is no room, or it cannot be written.
     """
     out = Path(os.path.realpath(out))
-    temporary = out.with_name(f".{out.name}.zeromesh-tmp")
+    # Short, since `out` may have the longest name; its own, since another process may be writing the same directory.
+    temporary = out.with_name(f".zeromesh-{secrets.token_hex(8)}.tmp")
+    taken = f"{out} exists and is not an empty directory; give another one, or remove it first"
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"{out} exists and is not an empty directory; give another one, or remove it first")
-        shutil.rmtree(temporary, ignore_errors=True)
+            raise ConfigError(taken)
         temporary.mkdir(parents=True)
         free = shutil.disk_usage(temporary).free
         if free < nbytes + _SPARE_BYTES:
@@ -38,9 +41,11 @@ def fresh_directory(out: Path, nbytes: int) -> Iterator[Path]:
         yield temporary
         for folder in {temporary, *(path for path in temporary.rglob("*") if path.is_dir())}:
             sync_directory(folder)
-        temporary.rename(out)
+        temporary.rename(out)  # Only where there is nothing yet, or an empty directory.
         sync_directory(out.parent)
     except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and error.filename == str(temporary):
+            raise ConfigError(f"{taken}: something else has been written there meanwhile") from error
         raise StorageError(f"{error.filename or str(out)!r} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -30,6 +30,7 @@ from zeromesh.checkpoint.tensor_files import (
     MAX_DIMS,
     TensorSpec,
     check_names,
+    check_plain,
     is_size,
     parse_json,
 )
@@ -165,6 +166,7 @@ def parse(path: Path, raw: bytes) -> Manifest:
     if len(files) > _MAX_FILES:
         raise CheckpointError(f"{path} names {len(files):,} files; at most {_MAX_FILES:,} are allowed")
     records = {name: _file(path, name, value, whole=part[1] == 1) for name, value in files.items()}
+    check_plain(path, "layout", fields.mapping("layout"))
     return Manifest(
         step=fields.integer("step"),
         files=records,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ from zeromesh.offload.aio import BLOCK
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMS = 64
+_MOST_LEVELS = 64
+_MOST_BITS = 1000
+"""Of an integer: it can still become a float."""
 _MAX_NAME = 1000
 DTYPES = {
     "F64": torch.float64,
@@ -217,6 +221,26 @@ def check_names(path: Path, names: Iterable[str]) -> None:
             raise CheckpointError(
                 f"{path} has a tensor called {name[:100]!r}; names are of at most {_MAX_NAME:,} printable characters"
             )
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a finite number that a float can hold."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def check_plain(where: object, name: str, content: Any) -> None:
+    """Raise `CheckpointError` where JSON that was read is nested deeply or has huge integers, which who uses it may not bear."""
+    level = [content]
+    for _ in range(_MOST_LEVELS):
+        if any(isinstance(value, int) and value.bit_length() > _MOST_BITS for value in level):
+            raise CheckpointError(f"{where}: {name} has an integer of more than {_MOST_BITS} bits")
+        below = [
+            value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)
+        ]
+        level = [value for values in below for value in values]
+        if not level:
+            return
+    raise CheckpointError(f"{where}: {name} is nested deeper than {_MOST_LEVELS} levels")
 
 
 def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
