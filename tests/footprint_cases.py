@@ -16,7 +16,7 @@ from mesh_cases import resident
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.select import choose_transport
 from zeromesh.offload import Purpose
-from zeromesh.optim.sharded import GroupRules
+from zeromesh.optim.sharded import GroupRules, Rates
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.footprint import predict_memory
 from zeromesh.zero.options import ZeroOptions
@@ -88,7 +88,7 @@ def lead(mesh: Mesh, transports: list[str]) -> list[dict[str, int]]:
 
         gradients.begin, gradients.take = late, watched
         tokens = torch.arange(8).view(1, 8) % VOCABULARY
-        engine.begin_step(0, 1.0)
+        engine.begin_step(0, Rates())
         where = Microbatch(step=0, first_sample=mesh.rank, first=True, last=True)
         engine.forward_backward(lambda model=model, tokens=tokens: model(tokens).square().sum(), 1.0, where)
         engine.finish_step()

@@ -21,6 +21,7 @@ from zeromesh.mesh.axes import MeshShape
 from zeromesh.mesh.groups import Mesh
 from zeromesh.mesh.launch import read_environment
 from zeromesh.offload import reuse_freed_memory, settle_heap
+from zeromesh.optim.sharded import Rates
 from zeromesh.parallel import Divided, ParallelOptions, divide
 from zeromesh.pipeline.executor import Bubble
 from zeromesh.pipeline.runner import Work
@@ -93,7 +94,7 @@ class Training:
         parts = [{"input_ids": part, "labels": part} for part in tokens.split(micro)]
         count = sum(self.loss.count(part) or 0 for part in parts)
         seed, last = 1.0 / count, len(parts) - 1
-        self.engine.begin_step(number, 1.0)
+        self.engine.begin_step(number, Rates())
         where = [
             Microbatch(step=number, first_sample=place * micro, first=place == 0, last=place == last)
             for place in range(len(parts))
