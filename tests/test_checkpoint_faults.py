@@ -178,7 +178,8 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_step(fresh: Any, tmp
     for outcome in fresh("cramped", folder=str(tmp_path), free=1 << 20):
         assert outcome.error == "StorageError"
         assert re.search(
-            r"rank 0: .*a checkpoint takes [0-9,]+ bytes and 1,048,576 are free; make room", outcome.message
+            r"rank 0: .*a checkpoint takes [0-9,]+ bytes, 16,777,216 more are kept free, and 1,048,576 are free; make room",
+            outcome.message,
         )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

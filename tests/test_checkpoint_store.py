@@ -169,7 +169,9 @@ def test_files_are_made_at_their_full_sizes_over_what_was_left(tmp_path: Path) -
 def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = plan_files([spec("w", (1 << 18,))], 1)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 20))
-    with pytest.raises(StorageError, match=r"takes 17,829,888 bytes and 1,048,576 are free; make room"):
+    with pytest.raises(
+        StorageError, match=r"takes 1,052,672 bytes, 16,777,216 more are kept free, and 1,048,576 are free; make room"
+    ):
         CheckpointStore(tmp_path).create(1, files)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 

@@ -37,7 +37,9 @@ def fresh_directory(out: Path, nbytes: int) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         free = shutil.disk_usage(temporary).free
         if free < nbytes + _SPARE_BYTES:
-            raise StorageError(f"{str(out)!r} takes {nbytes + _SPARE_BYTES:,} bytes and {free:,} are free; make room")
+            raise StorageError(
+                f"{str(out)!r} takes {nbytes:,} bytes, {_SPARE_BYTES:,} more are kept free, and {free:,} are free; make room"
+            )
         yield temporary
         for folder in {temporary, *(path for path in temporary.rglob("*") if path.is_dir())}:
             sync_directory(folder)

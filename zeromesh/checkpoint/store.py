@@ -125,7 +125,8 @@ class CheckpointStore:
             raise StorageError(f"{str(self.root)!r} cannot be read: {error.strerror or error}") from error
         if free < needed:
             raise StorageError(
-                f"{str(self.root)!r}: a checkpoint takes {needed:,} bytes and {free:,} are free; make room, lower "
+                f"{str(self.root)!r}: a checkpoint takes {nbytes:,} bytes, {_SPARE_BYTES:,} more are kept free, and "
+                f"{free:,} are free; make room, lower "
                 "checkpoint.keep_last, or set run.output_dir to a larger disk"
             )
 
