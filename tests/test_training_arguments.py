@@ -173,7 +173,7 @@ OTHER: dict[str, Any] = {
     "do_train": True,
     "do_eval": True,
     "do_predict": True,
-    "resume_from_checkpoint": "runs/old",
+    "resume_from_checkpoint": str(Path(__file__).parent),  # a directory that is there
     "local_rank": 3,
     "sortish_sampler": True,
     "predict_with_generate": True,

@@ -140,7 +140,7 @@ class RunCheckpoints:
             )
         differ = differences(state.settings, settings)
         if differ and strict:
-            raise _of_another_run(path, differ)
+            raise ConfigError(_of_another_run(path, differ))
         for line in differ:
             self._note(f"resumed with another setting: {line}")
         self._engine.flags.restore(state.trained, state.updates)
@@ -316,33 +316,43 @@ class RunCheckpoints:
         }
 
 
-def require_settings(config: TrainerConfig, directory: Path) -> None:
+def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None:
     """Compare what the newest checkpoint of a run says about its settings with the configuration, as far as that alone can tell.
 
+    Rank 0 looks, as its host may be the only one that sees the directory.
+
     Raises:
-        ConfigError: where they differ; what the model and the data have to do with it, `RunCheckpoints.resume` finds later.
+        ConfigError: on all ranks, where they differ; what the model and the data have to do with it, `RunCheckpoints.resume`
+            finds later.
     """
+    problem = _changed_settings(config, directory) if mesh.rank == 0 else ""
+    problem = mesh.world.gather_bytes(problem.encode(), "settings of the run's checkpoints")[0].decode()
+    if problem:
+        raise ConfigError(problem)
+
+
+def _changed_settings(config: TrainerConfig, directory: Path) -> str:
+    """What a person reads about settings that have changed since the newest checkpoint; empty where none has."""
     store = CheckpointStore(directory / FOLDER)
     steps = store.steps()
     if config.checkpoint.resume == "never" or not steps:
-        return
+        return ""
     path = store.path(steps[0])
     try:
         reader = CheckpointReader(path, parts=True)
         then = TrainerState.from_json(reader.document(name_in(reader.manifest.files)), str(path)).settings
     except CheckpointError:
-        return  # Perhaps an older one can be used.
+        return ""  # Perhaps an older one can be used.
     # A schedule over epochs is known once the data has been read.
     later = ("model.", "data.", *(["schedule."] if config.run.epochs is not None else []))
     now = {key: value for key, value in settings_of(config, model={}, data={}).items() if not key.startswith(later)}
     differ = differences({key: value for key, value in then.items() if key in now}, now)
-    if differ:
-        raise _of_another_run(path, differ)
+    return _of_another_run(path, differ) if differ else ""
 
 
-def _of_another_run(path: Path, differ: Sequence[str]) -> ConfigError:
+def _of_another_run(path: Path, differ: Sequence[str]) -> str:
     lines = "\n".join(f"  - {line}" for line in differ)
-    return ConfigError(
+    return (
         f"{path.parent} is of a run with other settings:\n{lines}\nundo these changes, give this run another run.name, "
         f"or name the checkpoint to go on from it all the same: checkpoint.resume: {path}"
     )

@@ -36,10 +36,12 @@ def dress_model(
         ConfigError: for blocks to be compiled that are not known.
         StorageError: when there is no directory for inputs that are to rest on files.
     """
-    if (
-        not model.training
-    ):  # As `from_pretrained` leaves it. Else modules in evaluation mode are meant to be: frozen statistics.
-        model.train()
+    # A model in evaluation mode is as `from_pretrained` leaves it; single modules are meant to be in it: frozen statistics.
+    # In either case a `train` of the model's own is called, as every training loop calls it.
+    meant = [module for module in model.modules() if model.training and not module.training]
+    model.train()
+    for module in meant:
+        module.training = False
     compute = options.precision.compute
     notes = []
     if widened := use_fastest_products(model, compute, tiers.device.type):

@@ -150,8 +150,7 @@ class Trainer(TransformersNames):
                 # Whatever may refuse the run without data or a model comes first.
                 directory = RunDirectory(self.run_directory, mesh.rank)
                 stack.enter_context(directory.locked())
-                if mesh.rank == 0:
-                    require_settings(self.config, directory.path)
+                require_settings(self.config, directory.path, mesh)
                 if self.config.hub.push and self.hub_model_id is None:
                     self.init_hf_repo()
             run = self._prepare()

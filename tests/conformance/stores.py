@@ -104,7 +104,8 @@ def _save(run: Run, folder: Path, step: int) -> int:
 
 
 def _saved(run: Run, folder: Path, step: int) -> tuple[Saved, int]:
-    saver, holdings = Saver(CheckpointStore(folder), run.mesh), run.engine.holdings
+    store, holdings = CheckpointStore(folder), run.engine.holdings
+    saver = Saver(store, run.mesh)
     content = Content(
         tensors=holdings.tensors(),
         holdings=holdings.written(),
@@ -119,6 +120,7 @@ def _saved(run: Run, folder: Path, step: int) -> tuple[Saved, int]:
     bands = len(saver._save.division.shares)
     saved = saver.finish()
     assert saved is not None
+    assert store.trash.wait(seconds=30)
     return saved, bands
 
 

@@ -394,7 +394,8 @@ class UserLoss:
         if (
             not isinstance(result, tuple)
             or len(result) not in (2, 3)
-            or not isinstance(result[-1], Mapping | int | torch.Tensor)
+            or not isinstance(result[1], int | float | str | torch.Tensor)
+            or not isinstance(result[-1], Mapping | int | float | str | torch.Tensor)
         ):
             raise ConfigError(
                 f"compute_loss returned a {type(result).__name__}; it must return (sum, count): the sum of the losses and the "

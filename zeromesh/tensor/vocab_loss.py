@@ -96,8 +96,8 @@ def _subtract_targets(softmax: torch.Tensor, local: torch.Tensor) -> None:
 class _PartOfHead(HeadPass):
     """One evaluation of a head whose tokens from `start` on are here."""
 
-    def __init__(self, *arguments: Any, change: LogitChange, exchange: Exchange, start: int) -> None:
-        super().__init__(*arguments, change=change)
+    def __init__(self, *arguments: Any, exchange: Exchange, start: int, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
         self._exchange = exchange
         self._start = start
         self._under_way: tuple[torch.Tensor, Pending] | None = None

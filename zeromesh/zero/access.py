@@ -218,8 +218,10 @@ class StateAccess:
         """Let the model's parameter, or one that stands in for it, hold a copy of `value`; `restore` gets what undoes that."""
         names = (known.name, *known.other_names)
         modules = [(self._model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
-        here = next((found for module, leaf in modules if (found := module._parameters.get(leaf)) is not None), None)
-        if here is not None and here.shape == value.shape:
+        here, *others = [module._parameters.get(leaf) for module, leaf in modules]
+        # What other stages have is on meta here, perhaps under one of several names alone.
+        alone = all(each is here for each in others)
+        if here is not None and alone and not here.is_meta and here.shape == value.shape:
             set_values(here, value.to(here.dtype, copy=True))
             return here
         made = nn.Parameter(
