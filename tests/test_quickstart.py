@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -102,16 +103,35 @@ def check_run(folder: Path, path: Path, said: str) -> None:
     for start in ("batch: global", "precision: parameters and gradients", "data.train", "step 1/3", "done: 3 steps"):
         assert [line for line in lines if line.startswith(start)], said
     assert not [line for line in lines if "Warning" in line or "[transformers]" in line]
+    check_start(folder, lines)
+
+
+def check_start(folder: Path, lines: list[str]) -> float:
+    """One line, after that of step 1, has the parts of the start; returns their sum in seconds."""
+    first = next(number for number, line in enumerate(lines) if line.startswith("step 1/"))
+    (line,) = (line for line in lines if line.startswith("start: "))
+    assert lines[first + 1] == line
+    parts = read_metrics(folder / "metrics.jsonl")[0]["start"]
+    assert list(parts)[-1] == "first step"
+    total, *shown = map(float, re.findall(r"\d+\.\d", line))
+    assert total == pytest.approx(sum(parts.values()), abs=0.06)
+    hidden = len(parts) - len(shown)
+    assert total == pytest.approx(sum(shown), rel=0.1, abs=0.1 + 0.05 * (hidden + len(shown)))
+    return total
 
 
 @pytest.mark.full
 def test_a_command_with_two_processes(here: Path) -> None:
     words = [sys.executable, "-m", "zeromesh", "train", str(ROOT / "configs/quickstart.yaml"), "--nproc", "2"]
     small = {"model__config__hidden_size": 64, "model__config__num_hidden_layers": 1, "run__name": "two"}
+    began = time.time()
     done = subprocess.run(
         [*words, *shortened(here, **small)], capture_output=True, text=True, env=ENVIRONMENT, timeout=240, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+    first = read_metrics(here / "two/metrics.jsonl")[0]
+    assert {"launch", "imports", "rendezvous", "data"} <= set(first["start"])
+    assert check_start(here / "two", done.stdout.splitlines()) == pytest.approx(first["time"] - began, rel=0.1)
     assert done.stdout.splitlines()[0] == "two: ZeRO stage 3 on 2 CPU ranks: shard 2"
     assert [line.split("  ")[0] for line in done.stdout.splitlines() if line.startswith("step ")][:3] == [
         *("step 1/3", "step 2/3", "step 3/3"),

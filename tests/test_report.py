@@ -177,7 +177,13 @@ def test_a_run_says_how_large_how_long_and_on_what(tmp_path: Path) -> None:
     facts = {"parameters": 8_030_000_000, "hardware": "8 ranks on Abacus 9000", "versions": {"torch": "2.13.0"}}
     starts = [{"step": 0, "time": 1.79e9, **facts}, {"step": 2, "time": 1.79e9 + 60, **facts}]
     (run / "starts.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in starts))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"step": 5, "loss": 1.0, "start": {"imports": 3.5, "data": 0.01, "odd": "x", "first step": 1.0}})
+        )
+        file.write("\n")
     text = shown(run).text
+    assert "start: 4.5 s (imports 3.5, first step 1.0)" in text
     assert "8.0G" in text
     assert "1:05" in text, "30 seconds of the first start and 35 of the second"
     assert "hardware: 8 ranks on Abacus 9000" in text

@@ -43,7 +43,8 @@ def check_files(folder: Path, found: dict[str, Any], size: int) -> None:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     more = [*["communication"] * (size > 1), "mfu", "phases", "memory"]
-    assert [list(record) for record in records] == [[*FIELDS, *more, "time"]] * 4
+    first = [[*FIELDS, *more, "start", "time"]]
+    assert [list(record) for record in records] == first + [[*FIELDS, *more, "time"]] * 3
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert [record["tokens"] for record in records] == [96, 192, 288, 384]
     assert [record["lr"] for record in records] == pytest.approx([0.0, 0.01, 0.01 * 2 / 3, 0.01 / 3])

@@ -13,12 +13,21 @@ import atexit
 import gc
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from zeromesh import __version__
 from zeromesh.errors import ConfigError, ZeromeshError, printable, printable_lines
-from zeromesh.mesh.launch import LaunchEnvironment, die_with_launcher, python_arguments, read_environment
+from zeromesh.mesh.launch import (
+    BEGAN,
+    LaunchEnvironment,
+    command_began,
+    die_with_launcher,
+    exported,
+    python_arguments,
+    read_environment,
+)
 from zeromesh.trainer.checkpoint_cli import add_checkpoint_command, run_checkpoint
 from zeromesh.trainer.completion import add_completion_command, run_completion
 from zeromesh.trainer.config import TrainerConfig
@@ -28,6 +37,7 @@ from zeromesh.trainer.evaluate_cli import Subject, add_evaluate_command, evaluat
 from zeromesh.trainer.init_cli import add_init_command, run_init
 from zeromesh.trainer.launch_cli import add_launch_command, check_mesh, natural, nodes, positive, run_launch
 from zeromesh.trainer.report_cli import add_report_command, run_report
+from zeromesh.trainer.start_times import StartTimes, now, process_began
 
 if TYPE_CHECKING:
     from zeromesh.mesh.launcher import WorkersFailed
@@ -36,7 +46,9 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. Errors of zeromesh are one message, all others a traceback."""
+    began = process_began() if arguments is None else now()
     options = _parse(sys.argv[1:] if arguments is None else arguments)
+    options.began = began
     try:
         if options.command == "config":
             return _print_config(options)
@@ -175,7 +187,7 @@ def _train(options: argparse.Namespace) -> int:
         return _report(_launch(options, processes))
     if not options.worker and environment.rank == 0:
         _hint("loading torch and transformers")
-    return evaluate(config, subject.checkpoint) if options.command == "evaluate" else _fit(config)
+    return evaluate(config, subject.checkpoint) if options.command == "evaluate" else _fit(config, options.began)
 
 
 def _print_config(options: argparse.Namespace) -> int:
@@ -222,7 +234,8 @@ def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:
     meeting = {"endpoint": options.rdzv_endpoint, "run_id": options.rdzv_id} if options.rdzv_endpoint else {}
     where = Nodes(least=least, most=most, max_restarts=restarts, rank=options.node_rank, **meeting)
     command = (options.command, "--worker", "--", options.config, *options.overrides)
-    return launch_workers(python_arguments("zeromesh", command), processes=processes, nodes=where, tell=_say)
+    with exported({BEGAN: str(options.began)}):
+        return launch_workers(python_arguments("zeromesh", command), processes=processes, nodes=where, tell=_say)
 
 
 def _report(result: WorkersFailed | HostFailure | int) -> int:
@@ -235,14 +248,37 @@ def _report(result: WorkersFailed | HostFailure | int) -> int:
     return result
 
 
-def _fit(config: TrainerConfig) -> int:
-    from zeromesh.trainer import Trainer
-
+def _fit(config: TrainerConfig, began: float) -> int:
+    launched = command_began()
+    times = StartTimes(began if launched is None else launched)
+    if launched is not None:
+        times.end("launch", at=began)
+    with _uncollected():
+        from zeromesh.trainer import Trainer
+    times.end("imports")
     # Python looks through all objects again when it ends, which takes seconds after torch and transformers were loaded.
     atexit.register(gc.freeze)
     with Trainer(config=config) as trainer:
+        trainer.start_times = times
         trainer.fit()
     return 0
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python looks for garbage again and again among what is imported inside the block, where next to none is: not here.
+
+    Afterwards what was imported is not looked at any more.
+    """
+    if "torch" in sys.modules or not gc.isenabled():  # There is nothing to save, or not for us.
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def _rank_prefix() -> str:

@@ -80,6 +80,7 @@ class TrainingLoop:
         run.console.start(total_steps=self._last, first_step=run.step, after=self._last_evaluation())
         if run.config.run.eval_at_start and run.step == 0 and run.data.eval is not None:
             self._evaluate()
+            run.start_times.end("evaluation")
         self._begin_epoch(resumed=run.step > 0)
         while not self._over:
             self._train_one()
@@ -112,6 +113,7 @@ class TrainingLoop:
         with self._profile.step(number), self._memory.recorded(number, run.trained.require_engine().ledger):
             result = run.trained.stepper.train_step(feed, run.step, rates, events, Votes.of(self._request.signal))
         run.step, run.reached = number, position + 1
+        start = run.start_times.finish()
         self._note_stop(result.votes.number)
         run.call("on_optimizer_step", number)
         self._stragglers.took(result.seconds, result.idle)
@@ -126,6 +128,7 @@ class TrainingLoop:
         if due.log:
             metrics = self._metrics = self._with_scalars(metrics)
             self._write(metrics)
+        run.tell(start)
         run.events.wishes |= due
         self._announce("on_step_end", metrics)
         run.agree()
@@ -180,7 +183,7 @@ class TrainingLoop:
         """Before callbacks see the step's end, so that a line is there whatever they do."""
         run = self._run
         if self._writer is not None:
-            self._writer.write(metrics)
+            self._writer.write({**metrics.record(), **run.start_times.take()})
         self._tracking.log(metrics)
         run.console.step(metrics)
         self._written = metrics.step

@@ -39,6 +39,7 @@ from zeromesh.trainer.run_state import RunState
 from zeromesh.trainer.sameness import require_same_data, require_same_settings
 from zeromesh.trainer.schedules import STEADY
 from zeromesh.trainer.signals import leave, stop_requests
+from zeromesh.trainer.start_times import StartTimes
 from zeromesh.trainer.state import settings_of
 from zeromesh.trainer.stragglers import RankFigures
 from zeromesh.trainer.streamed import StreamedDataset
@@ -51,8 +52,10 @@ from zeromesh.zero.options import ZeroOptions
 class Run:
     """A model on a mesh with its data, from before the first step to after the last."""
 
-    def __init__(self, config: TrainerConfig, mesh: Mesh, given: Given, events: Events) -> None:
-        self.mesh, self.given, self.events = mesh, given, events
+    def __init__(
+        self, config: TrainerConfig, mesh: Mesh, given: Given, events: Events, start_times: StartTimes
+    ) -> None:
+        self.mesh, self.given, self.events, self.start_times = mesh, given, events, start_times
         self.call = events.call
         require_same_settings(mesh, config, {**given.names(), "callbacks": "some" if events else "none"})
         config = pin_sources(config, mesh, model_given=given.model is not None)
@@ -99,10 +102,13 @@ class Run:
         mesh.meet("comparison of data")
         require_same_data(mesh, self.data.sets(), self._decided_by_the_data())
         self.evaluator = Evaluator(self)
+        start_times.end("data")
         self.console.status("building the model")
         self.trained = TrainedModel(self, options)
+        start_times.end("engine")
         try:
             self.figures = self._make_figures(options)
+            start_times.end("figures")
         except BaseException:
             self.trained.close()
             raise
@@ -204,6 +210,7 @@ class Run:
         if feed is None:
             raise setup.no_training_data()
         setup.require_trained_parameters(self.trained.model)
+        self.start_times.begin()
         with self.guarded("trainer.fit()"), stop_requests(self.console.note) as request:
             checkpoints = RunCheckpoints(
                 self.config.checkpoint,
@@ -216,6 +223,7 @@ class Run:
                 linked=self.history.kept,
             )
             eval_loss = self._resume(checkpoints) if self.step == 0 else None
+            self.start_times.end("checkpoints")
             stopped = 0
             if not self.finished or self.owes_evaluation:
                 if not self.finished:
@@ -228,6 +236,7 @@ class Run:
                     self._tracking(directory) as tracking,
                     Profile(self.config.profile, directory.path, self.mesh, self.console.note) as profile,
                 ):
+                    self.start_times.end("files and trackers")
                     loop = TrainingLoop(
                         self,
                         feed,

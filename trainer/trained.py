@@ -90,6 +90,7 @@ class TrainedModel:
         # Of the whole model, so that all ranks take the same batches, count alike and refuse alike.
         takes = Takes.of(model, users_loss=given.compute_loss is not None)
         self.flops, self.parameters = ModelFlops.of(model), parameters_of(model)
+        run.start_times.end("model")
         run.console.status("trying the loss on a small copy")
         self.loss = make_loss(
             model,
@@ -98,6 +99,7 @@ class TrainedModel:
             divided=mesh.tensor.size > 1,
             smoothing=config.run.label_smoothing,
         )
+        run.start_times.end("loss")
         self.divided = setup.divide_model(model, config, mesh)
         dressed = dress_model(model, config.model, options, tiers, built.compile)
         run.tell(*self.divided.notes, *dressed.notes)

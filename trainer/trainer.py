@@ -34,6 +34,7 @@ from zeromesh.trainer.predictions import PreprocessLogits
 from zeromesh.trainer.report import FitReport
 from zeromesh.trainer.run import Run
 from zeromesh.trainer.run_state import RunState
+from zeromesh.trainer.start_times import StartTimes
 from zeromesh.trainer.torch_schedule import MakeScheduler
 from zeromesh.trainer.wishes import Wishes
 from zeromesh.zero.engine import ZeroEngine
@@ -115,6 +116,8 @@ class Trainer(TransformersNames):
             processing_class=processing_class,
             of_transformers=self.training_arguments is not None,
         )
+        self.start_times = StartTimes()
+        """What the time before the end of the first step goes to."""
         self._mesh: Mesh | None = None
         self._run: Run | None = None
         self.events.call("on_init_end")
@@ -345,18 +348,21 @@ class Trainer(TransformersNames):
 
     def _connect(self) -> Mesh:
         if self._mesh is None:
+            self.start_times.begin()
             self._mesh = setup.connect(self.config)
+            self.start_times.end("rendezvous")
         return self._mesh
 
     def _prepare(self) -> Run:
         if self._run is None:
             mesh = self._connect()
+            self.start_times.begin()
             with (
                 self._beginning(mesh),
                 said_once(mesh.rank),
                 mesh.call("the first method of the trainer that needs a run"),
             ):
-                self._run = Run(self.config, mesh, self.given, self.events)
+                self._run = Run(self.config, mesh, self.given, self.events, self.start_times)
         self._run.require_sound()
         return self._run
 

@@ -15,8 +15,9 @@ from zeromesh.trainer.page.chart import COLORS
 from zeromesh.trainer.page.figures import median
 from zeromesh.trainer.page.markup import Html, element
 from zeromesh.trainer.page.runs import Key, RunRecord, number
+from zeromesh.trainer.start_times import sentence
 
-_SENTENCES = ("hardware", "versions")
+_SENTENCES = ("start", "hardware", "versions")
 """Figures that are too long for a card."""
 _STEPS_NAMED = 20
 _NOTES = 100
@@ -90,6 +91,10 @@ def _facts(run: RunRecord) -> dict[str, str]:
     if not run.starts:
         return {}
     found, last = {}, run.starts[-1]
+    parts = next((line["start"] for line in reversed(run.lines) if isinstance(line.get("start"), dict)), {})
+    seconds = {part: value for part, each in parts.items() if (value := number(each)) is not None}
+    if seconds:
+        found["start"] = sentence(seconds)
     if parameters := number(last.get("parameters")):
         found["parameters"] = human_count(parameters)
     begins = [begin for start in run.starts if (begin := number(start.get("time"))) is not None]

@@ -32,6 +32,9 @@ SECRET = "ZEROMESH_SECRET"
 ERRORS = "ZEROMESH_ERROR_FILE"
 """The variable that names the file which a worker writes its error to."""
 
+BEGAN = "ZEROMESH_BEGAN"
+"""The variable that tells workers when their command began, in seconds since the machine was started."""
+
 _LAUNCHER = "ZEROMESH_LAUNCHER_PID"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
@@ -188,6 +191,12 @@ def rank_variables(environment: LaunchEnvironment, *, run_id: str, restart: int 
     }
     texts = {"MASTER_ADDR": environment.master_address, "TORCHELASTIC_RUN_ID": run_id, _AGENT_STORE: "False"}
     return {**{name: str(number) for name, number in numbers.items()}, **texts, **launcher_variables()}
+
+
+def command_began() -> float | None:
+    """When the command began that started this process as a worker; None for other processes, and for workers started again."""
+    began = setting(BEGAN)
+    return float(began) if began is not None and setting(_RUN[1]) == "0" else None
 
 
 def launch_identity(environment: LaunchEnvironment) -> str:

@@ -1,0 +1,73 @@
+"""How long a run takes to begin: from its command to the end of its first step, by what the time goes to."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+_LEAST_SHOWN = 0.05
+"""Seconds. Shorter parts are left out of the sentence."""
+
+
+def now() -> float:
+    """Seconds since the machine was started; all processes of a machine have the same clock."""
+    return time.clock_gettime(_CLOCK)
+
+
+def process_began() -> float:
+    """When the operating system started this process, on the clock of `now`; where that is not known, the present."""
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return min(now(), int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+    return now()
+
+
+class StartTimes:
+    """Seconds by part, in the order of the parts, until the first step of a run in this process has been made.
+
+    `began`: when the first part did, on the clock of `now`.
+    """
+
+    def __init__(self, began: float | None = None) -> None:
+        self._last = now() if began is None else began
+        self._parts: dict[str, float] = {}
+        self._over = False
+        self._given = False
+
+    def begin(self) -> None:
+        """The next part begins now: what the caller of the trainer did since the last one belongs to none."""
+        self._last = now()
+
+    def end(self, part: str, at: float | None = None) -> None:
+        """What went on since the last part ended was `part`, up to `at` (default: the present)."""
+        if not self._over:
+            at = now() if at is None else at
+            self._parts[part] = self._parts.get(part, 0.0) + max(0.0, at - self._last)
+            self._last = at
+
+    def finish(self) -> str | None:
+        """The first step has ended now. Returns the sentence for a person; None when called again."""
+        if self._over:
+            return None
+        self.end("first step")
+        self._over = True
+        return f"start: {sentence(self._parts)}"
+
+    def take(self) -> Mapping[str, dict[str, float]]:
+        """`start` for the first line of metrics that is written once the first step is over, and nothing for the others."""
+        if self._given or not self._over:
+            return {}
+        self._given = True
+        return {"start": {part: round(seconds, 3) for part, seconds in self._parts.items()}}
+
+
+def sentence(parts: Mapping[str, float]) -> str:
+    """The total and its parts: `5.8 s (imports 3.6, data 1.1, first step 1.1)`."""
+    shown = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items() if seconds >= _LEAST_SHOWN)
+    return f"{sum(parts.values()):.1f} s" + (f" ({shown})" if shown else "")
+
+
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
