@@ -91,7 +91,9 @@ def _facts(run: RunRecord) -> dict[str, str]:
     if not run.starts:
         return {}
     found, last = {}, run.starts[-1]
-    parts = next((line["start"] for line in reversed(run.lines) if isinstance(line.get("start"), dict)), {})
+    parts: Mapping[str, Any] = next(
+        (each for line in reversed(run.lines) if isinstance(each := line.get("start"), dict)), {}
+    )
     seconds = {part: value for part, each in parts.items() if (value := number(each)) is not None}
     if seconds:
         found["start"] = sentence(seconds)
