@@ -253,7 +253,7 @@ def _fit(config: TrainerConfig, began: float) -> int:
     times = StartTimes(began if launched is None else launched)
     if launched is not None:
         times.end("launch", at=began)
-    with _uncollected():
+    with without_collection():
         from zeromesh.trainer import Trainer
     times.end("imports")
     # Python looks through all objects again when it ends, which takes seconds after torch and transformers were loaded.
@@ -265,7 +265,7 @@ def _fit(config: TrainerConfig, began: float) -> int:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """Python looks for garbage again and again among what is imported inside the block, where next to none is: not here.
 
     Afterwards what was imported is not looked at any more.

@@ -148,6 +148,7 @@ class Trainer(TransformersNames):
             if self._run is not None:
                 self._run.config = with_resume(self._run.config, named)
         mesh = self._connect()
+        self.start_times.begin()
         with ExitStack() as stack:
             with self._beginning(mesh):
                 # Whatever may refuse the run without data or a model comes first.
@@ -156,6 +157,7 @@ class Trainer(TransformersNames):
                 require_settings(self.config, directory.path, mesh)
                 if self.config.hub.push and self.hub_model_id is None:
                     self.init_hf_repo()
+            self.start_times.end("directory")
             run = self._prepare()
             run.evaluator.ignored_in_training = ignore_keys_for_eval
             report = run.fit(directory)
