@@ -29,7 +29,7 @@ _PARAMETERS_BYTES = 160
 
 _EXACT_BYTES = 1024
 """glibc keeps free blocks below this by their exact size."""
-_RESERVED_BYTES = 256 << 10
+_RESERVED_BYTES = 16 << 10
 """Of every size, and at least `_FEWEST` blocks, at most `_MOST`."""
 _FEWEST, _MOST = 8, 512
 _LARGEST_SMALL = 64 << 10
@@ -53,7 +53,7 @@ def settle_heap() -> bool:
 
     Then small blocks that were just freed are no longer the first to be used again: they are what glibc before 2.38 has split off
     an aligned block, and an object in one of them keeps two large blocks apart for its life. Small objects come from blocks that
-    are reserved here, before glibc cuts them out of a hole that is large enough for a tensor; those take about 15 MiB.
+    are reserved here, before glibc cuts them out of a hole that is large enough for a tensor; those take about 2 MiB.
 
     Returns False where that is not needed, or where glibc's parameters are not where they are expected: then nothing was changed.
     """

@@ -4,7 +4,8 @@ For each configuration zeromesh trains in fresh processes. Bytes by purpose of t
 ledger's, which must be equal. States, activations (measured alone, without an engine) and a constant stand beside the highest
 proportional set size that the system saw above imports, which must be within 10 %. The constant is measured once per dtype, on the
 default workload at stage 3 over shared memory. Then the peak's growth from 8 to 32 layers, blocks recomputed, stands beside that of
-states and activations. The exit code is 1 where something is not as predicted. Progress goes to the standard error.
+states and activations, and the peak beside those of FSDP2 and of DeepSpeed, if it is installed; both with the update after
+backward, as by default. The exit code is 1 where something is not as predicted. Progress goes to the standard error.
 
     --sizes     layers and width, as 8x1 (the default workload), 16x1, 8x2
     --update    inside backward (`optimizer.in_backward`), where gradient shards come and go, or after it, where they stay
@@ -18,12 +19,13 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from bench import memory_tables
+from bench import beside, memory_tables
 from bench.account import Case, Growth, Line
+from bench.beside import Beside
 from bench.launch import RunError
 from bench.measure import MANY_LAYERS, Measurements
 from bench.options import list_of
@@ -38,6 +40,8 @@ def main() -> int:
     options = _arguments()
     workload = _workload(options)
     measurements = Measurements(workload)
+    by_default = Measurements(replace(workload, in_backward=False))
+    peers: list[Beside] = []
     lines: list[Line] = []
     grown: list[Growth] = []
     failures: list[str] = []
@@ -47,10 +51,13 @@ def main() -> int:
                 lines.append(measurements.line(case))
         if not options.no_growth:
             with _noted(failures):
-                grown.append(measurements.growth(dtype))
-    print(page(workload, lines, grown))
-    _write(options.out, workload, lines, grown)
-    failures += problems(lines, grown)
+                grown.append(by_default.growth(dtype))
+        if not options.no_peers:
+            with _noted(failures):
+                peers += beside.measure(workload, dtype)
+    print(page(workload, lines, grown, peers))
+    _write(options.out, workload, lines, grown, peers)
+    failures += problems(lines, grown) + [problem for each in peers for problem in each.problems]
     for failure in failures:
         print(failure, file=sys.stderr)
     return 1 if failures else 0
@@ -62,7 +69,7 @@ def problems(lines: Iterable[Line], grown: Iterable[Growth]) -> list[str]:
     return found + [f"growth to {each.many.case}: {problem}" for each in grown for problem in each.problems]
 
 
-def page(workload: Workload, lines: Sequence[Line], grown: Sequence[Growth]) -> str:
+def page(workload: Workload, lines: Sequence[Line], grown: Sequence[Growth], peers: Sequence[Beside] = ()) -> str:
     """All tables, in MiB of the rank that needed most."""
     parts = [f"{workload.ranks} ranks, {workload.steps} steps; MiB of the rank that needed most"]
     for title, group in _groups(lines).items():
@@ -71,6 +78,8 @@ def page(workload: Workload, lines: Sequence[Line], grown: Sequence[Growth]) -> 
         parts += [f"At the peak, with a constant of {constant:.1f}:", memory_tables.peaks(group)]
     if grown:
         parts += ["### More layers, blocks recomputed", memory_tables.growth(grown)]
+    if peers:
+        parts += ["### Beside others, updates after backward", beside.table(peers)]
     return "\n\n".join(parts)
 
 
@@ -91,6 +100,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", type=_sizes, default=[(8, 1), (16, 1), (8, 2)], metavar="8x1,16x1,8x2")
     parser.add_argument("--update", choices=("inside", "after"), default="inside")
     parser.add_argument("--no-growth", action="store_true", help=f"do not run {MANY_LAYERS} layers")
+    parser.add_argument("--no-peers", action="store_true", help="do not run other systems")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument(
@@ -134,7 +144,9 @@ def _groups(lines: Iterable[Line]) -> dict[str, list[Line]]:
     return found
 
 
-def _write(folder: Path, workload: Workload, lines: Sequence[Line], grown: Sequence[Growth]) -> None:
+def _write(
+    folder: Path, workload: Workload, lines: Sequence[Line], grown: Sequence[Growth], peers: Sequence[Beside]
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     everything = {
         "workload": asdict(workload),
@@ -142,6 +154,7 @@ def _write(folder: Path, workload: Workload, lines: Sequence[Line], grown: Seque
         "machine": f"{platform.system()} {platform.machine()}",
         "lines": [memory_tables.record(line) for line in lines],
         "growth": [asdict(each) for each in grown],
+        "peers": [asdict(each) for each in peers],
     }
     (folder / "memory.json").write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
     if lines:

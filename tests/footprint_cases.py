@@ -46,6 +46,7 @@ def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any]) -> dict
             unit.buckets[0].buffer.wait()
     result = {
         "predicted": _named(predicted.terms),
+        "stay": options.gradients_stay(CPU),
         "predicted_peak": predicted.total,
         "built": built,
         "ledger": _named(ledger.by_purpose()),

@@ -178,8 +178,12 @@ def in_short_run() -> list[Any]:
 def test_the_ledger_is_as_predicted(workers: Workers, name: str) -> None:
     for found in account(workers, SETTINGS[name]):
         predicted = found["predicted"]
+        if found["stay"]:
+            assert found["ledger_peak"] == found["predicted_peak"]
+        else:  # All gradient shards are there before the update, but perhaps not while most is gathered.
+            assert sum(predicted.values()) <= found["ledger_peak"] <= found["predicted_peak"]
+            predicted = without(predicted, Purpose.GRADIENTS)
         assert found["ledger"] == predicted
-        assert found["ledger_peak"] == found["predicted_peak"]
         assert found["built"] == predicted
         assert found["tensors"] == without(predicted, Purpose.GRADIENT_BUCKETS)
 

@@ -51,7 +51,7 @@ class TestLine:
         assert line(passed=11).problems == ("more came and went than the formula allows",)
 
 
-@pytest.mark.parametrize(("system", "far"), [(280, False), (290, True), (272, True)])
+@pytest.mark.parametrize(("system", "far"), [(280, False), (290, True), (281, True), (272, True)])
 def test_growth_is_that_of_states_and_activations(system: int, far: bool) -> None:
     """By 70 and 10 MiB; the constant does not matter."""
     few = line(constant=1000)
@@ -83,7 +83,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 
 def report(monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
-    words = ["--dtype", "bf16", "--transport", "gloo", "--stages", "2", "--sizes", "16x1", "--no-growth"]
+    words = ["--dtype", "bf16", "--transport", "gloo", "--stages", "2", "--sizes", "16x1", "--no-growth", "--no-peers"]
     monkeypatch.setattr(sys, "argv", ["memory_report.py", *words, "--out", str(folder)])
     return memory_report.main()
 
@@ -131,4 +131,5 @@ def test_the_prediction_for_the_default_workload() -> None:
     }
     assert (found.passing, found.activations) == (2 * 4 * embedding // 2, 7)
     after = predict(Workload(transport="shared", in_backward=False), 3, activations=7)
-    assert (after.staying["GRADIENTS"], after.passing) == (2 * count, 0)
+    assert "GRADIENTS" not in after.staying
+    assert after.passing == 2 * count  # from reduction to update

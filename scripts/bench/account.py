@@ -16,6 +16,8 @@ from bench.workload import Dtype
 
 TOLERANCE = 0.1
 """Of the system's figure."""
+MOST_OF_STATES = 1.15
+"""Of the states that more layers add, processes may grow by so much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +138,8 @@ class Growth:
     @property
     def problems(self) -> tuple[str, ...]:
         """What is not as predicted."""
-        return _apart(self.difference)
+        over = self.peak > MOST_OF_STATES * self.states
+        return (*_apart(self.difference), *((f"more than {MOST_OF_STATES} of the states",) if over else ()))
 
 
 def _apart(difference: float) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ def predict(name: str, workload: Workload, rank: int) -> Prediction:
     plan = plan_model(model, workload.compute, GroupRules(options.optimizer).group_of, cuts)
     footprint = predict_memory(plan, options, parts=1, transport="local")
     staying = {purpose.name: nbytes for purpose, nbytes in footprint.terms.items()}
-    shards = staying.pop(Purpose.GRADIENTS.name) if options.gradients_pass_through else 0
+    shards = staying.pop(Purpose.GRADIENTS.name) if not options.gradients_stay(torch.device("cpu")) else 0
     activations = measure_activations(workload, part=(name, rank)).peak
     return Prediction(staying=staying, passing=footprint.gathered + shards, activations=activations)
 

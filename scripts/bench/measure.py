@@ -35,8 +35,11 @@ class Measurements:
 
     def growth(self, dtype: Dtype) -> Growth:
         """The same with few and with many layers."""
-        few, many = (Case(dtype=dtype, layers=layers, **_GROWN) for layers in (FEW_LAYERS, MANY_LAYERS))
-        return Growth(few=self.line(few), many=self.line(many))
+        cases = [Case(dtype=dtype, layers=layers, **_GROWN) for layers in (FEW_LAYERS, MANY_LAYERS)]
+        few, many = (
+            Line(case=case, predicted=self.predicted(case), measured=self.measured(case), constant=0) for case in cases
+        )
+        return Growth(few=few, many=many)
 
     def constant(self, dtype: Dtype) -> int:
         """Bytes that are neither states nor activations."""

@@ -51,12 +51,13 @@ def peaks(lines: Sequence[Line]) -> str:
 
 def growth(found: Sequence[Growth]) -> str:
     """Markdown: by how much the peak grows with more layers, and what grows."""
-    rows = ["| configuration | states | activations | sum | system | difference |", "|---|---|---|---|---|---|"]
+    rows = ["| configuration | states | activations | sum | system | of states | difference |", "|---|" + "---|" * 6]
     for each in found:
         case = each.many.case
         name = f"{case.dtype}, {case.transport}, stage {case.stage}, {each.few.case.layers} to {case.layers} layers"
         terms = (each.states, each.activations, each.states + each.activations, each.peak)
-        rows.append(f"| {name} | " + " | ".join(_mib(nbytes) for nbytes in terms) + f" | {_difference(each)} |")
+        numbers = " | ".join(_mib(nbytes) for nbytes in terms)
+        rows.append(f"| {name} | {numbers} | {each.peak / each.states:.2f} | {_difference(each)} |")
     return "\n".join(rows)
 
 

@@ -23,5 +23,5 @@ def predict(workload: Workload, stage: int, activations: int) -> Prediction:
     plan = plan_model(model, workload.compute, GroupRules(options.optimizer).group_of)
     footprint = predict_memory(plan, options, parts=workload.ranks, transport=workload.transport)
     staying = {purpose.name: nbytes for purpose, nbytes in footprint.terms.items()}
-    shards = staying.pop(Purpose.GRADIENTS.name) if options.gradients_pass_through else 0
+    shards = staying.pop(Purpose.GRADIENTS.name) if not options.gradients_stay(torch.device("cpu")) else 0
     return Prediction(staying=staying, passing=footprint.gathered + shards, activations=activations)

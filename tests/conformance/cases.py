@@ -183,7 +183,7 @@ def train(
 def in_arena(mesh: Mesh, problem: dict[str, Any], layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Two steps by each layout on a device that has room for three quarters of its shards: the loss, or why it cannot be."""
     task, results = Problem(**problem), []
-    resident = Run.start(mesh, task, Layout())
+    resident = Run.start(mesh, task, Layout(accumulation=2))  # whose gradients stay
     states = resident.engine.ledger.by_purpose(Tier.DEVICE)
     arena = (states[Purpose.MASTER] + states[Purpose.MOMENTS] + states[Purpose.GRADIENTS]) * 3 // 4
     resident.close()

@@ -239,7 +239,7 @@ def _adopt(model: nn.Module, fqn: str, device: torch.device) -> nn.Parameter:
 
 def _allocate_gradients(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
     dtype, length, padded = options.precision.reduce, bucket.interval.length, bucket.layout.padded
-    if not options.gradients_pass_through:
+    if options.gradients_stay(tiers.device):
         what = f"gradients of {bucket.name}"
         rest = tiers.allocate(length, dtype, options.offload.gradients_at, Purpose.GRADIENTS, what)
         bucket.grad = rest.whole(tiers.device)

@@ -137,6 +137,14 @@ class ZeroOptions:
         """Whether a gradient shard is needed only from its reduction to its update, within one backward."""
         return self.optimizer_in_backward and self.accumulation == 1
 
+    def gradients_stay(self, device: torch.device) -> bool:
+        """Whether gradient shards have memory from step to step on a rank that computes on `device`: sums over several
+        microbatches, and what rests on another tier. Else they have it from reduction to update, which activations have
+        just left.
+        """
+        resting = not self.optimizer_in_backward and self.offload.gradients_at.leaves(device)
+        return self.accumulation > 1 or resting
+
     @property
     def sums_before_reducing(self) -> bool:
         """Whether microbatches before the last are summed on each rank by itself."""

@@ -28,10 +28,20 @@ class GradientShards:
     def __init__(self, options: ZeroOptions, tiers: Tiers) -> None:
         self._dtype = options.precision.reduce
         self._tiers = tiers
+        self._stay = options.gradients_stay(tiers.device)
+        self._pass_through = options.gradients_pass_through
         self._first = True
         self._arriving: dict[int, tuple[torch.Tensor, Transfer]] = {}
         self._leaving: deque[tuple[Transfer, int]] = deque()
         self._norms: dict[int, torch.Tensor] = {}
+
+    def require_room(self, buckets: Iterable[Bucket]) -> None:
+        """Raise `StorageError` before training where a step's shards would not fit beside all other states."""
+        if self._stay or self._pass_through:
+            return
+        nbytes = sum(bucket.interval.length for bucket in buckets) * self._dtype.itemsize
+        self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, nbytes)
+        self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -nbytes)
 
     def begin_step(self) -> None:
         """Nothing is known of gradients any more."""
@@ -99,8 +109,10 @@ class GradientShards:
         transfer.wait()
 
     def drop(self, bucket: Bucket) -> None:
-        """A bucket's gradients are used up: their memory may go, if it is not kept for the next step."""
-        grad = gradient_of(bucket)
+        """A bucket's gradients are used up, if there are any: their memory goes, unless it is kept for the next step."""
+        grad = bucket.grad
+        if grad is None or (self._stay and bucket.grad_rest is None):
+            return
         bucket.grad = None
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -grad.nbytes)
 
@@ -126,8 +138,7 @@ class GradientShards:
             self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -memory.nbytes)
             transfer.end()  # What could not be read is not wanted any more.
         for bucket in buckets:
-            if bucket.grad_rest is not None and bucket.grad is not None:
-                self.drop(bucket)
+            self.drop(bucket)
         self.settle()
 
 

@@ -27,6 +27,7 @@ from zeromesh.offload import Ledger, Purpose, Tier, TieredTensor
 from zeromesh.zero.phase import Phase, advance
 from zeromesh.zero.rest import resting_class, set_values
 
+_DIGEST_WORDS = 1 << 18
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers as wide as a parameter's elements."""
 
@@ -235,9 +236,10 @@ class Unit:
 
 
 def _digest(values: torch.Tensor) -> int:
-    """A number that changes with the values: the sum of their bits."""
+    """A number that changes with the values: the sum of their bits, in parts, as a sum of integers makes a wide copy."""
     flat = values.reshape(-1)
-    return int(flat.view(_WORDS[flat.element_size()]).sum()) if flat.numel() else 0
+    words = flat.view(_WORDS[flat.element_size()]) if flat.numel() else flat
+    return int(sum(part.sum() for part in torch.split(words, _DIGEST_WORDS)))
 
 
 def no_engine(name: str) -> None:

@@ -63,6 +63,7 @@ class Updater:
         self.averages = None if options.average is None else WeightAverages(options.average, tiers, at)
         """Of the weights, where options ask for it."""
         self._make_optimizers()
+        self.shards.require_room(self._buckets)
         self._sums: dict[int, Callable[[], None]] = {}
         self._ready: deque[Bucket] = deque()
         self._tied: list[Bucket] = []
@@ -243,6 +244,8 @@ class Updater:
             for number, bucket in enumerate(self._buckets):
                 self._update(bucket, factor, self._buckets[number + 1 :])
             self._stream.settle()
+        for bucket in self._buckets:
+            self.shards.drop(bucket)
         if finite:
             self._end_averages()
         self.updates += finite
@@ -335,8 +338,7 @@ class Updater:
             self._squares += square if self.sharing.counts(bucket) else 0.0
             done = {id(bucket), *map(id, self.last_order)}
             self._update(bucket, 1.0, [each for each in self._order if id(each) not in done])
-            if self._options.gradients_pass_through or bucket.grad_rest is not None:
-                self.shards.drop(bucket)
+            self.shards.drop(bucket)
 
     def _update(self, bucket: Bucket, factor: float, following: Sequence[Bucket]) -> None:
         """Update a bucket's shard; `following` are those whose turn comes next, if that is known."""
