@@ -1,0 +1,201 @@
+"""Cases about loops: how losses call the model, what callbacks do between steps, what datasets do when samples are asked for."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from trainer_cases import Plain
+
+from contract.cases_units import Block, Stack
+from contract.harness import CLASSES, FEATURES, WIDTH, Batch, Case, cross_entropy, plain_loop, samples
+from zeromesh import Callback, Trainer
+
+Found = tuple[torch.Tensor, int]
+
+
+def _of(logits: torch.Tensor, batch: Batch) -> Found:
+    return F.cross_entropy(logits, batch["classes"], reduction="sum"), len(batch["classes"])
+
+
+# Losses
+
+
+def two_views(model: Any, batch: Batch) -> Found:
+    """The model runs twice, and both results are in the loss."""
+    first, second = model(batch["values"]), model(-batch["values"])
+    total, count = _of(first, batch)
+    return total + (first - second).square().mean(dim=1).sum(), count
+
+
+def own_teacher(model: Any, batch: Batch) -> Found:
+    """The model runs under `no_grad` first, and is to agree with what it said then."""
+    with torch.no_grad():
+        wanted = model(batch["values"].flip(1)).softmax(dim=1)
+    logits = model(batch["values"])
+    total, count = _of(logits, batch)
+    return total - (wanted * logits.log_softmax(dim=1)).sum(), count
+
+
+def half_known(model: Any, batch: Batch) -> Found:
+    """Parts of the model are called one by one, by a loss that knows them."""
+    hidden = model.stem(batch["values"])
+    for block in model.blocks:
+        hidden = block(hidden)
+    return _of(model.head(hidden) + model.head(hidden.detach()), batch)
+
+
+def recomputed(model: Any, batch: Batch) -> Found:
+    """The whole model is recomputed in backward."""
+    logits: torch.Tensor = checkpoint(model, batch["values"], use_reentrant=False)
+    return _of(logits, batch)
+
+
+def drawn_beside(model: Any, batch: Batch) -> Found:
+    """Numbers are drawn before and after the model, from every generator, by a loss that they leave alone."""
+    drawn = torch.rand(3).sum() + random.random() + np.random.rand()
+    total, count = cross_entropy(model, batch)
+    return total + 0 * (drawn + torch.randn(()).double()), count
+
+
+def weighted(model: Any, batch: Batch) -> Found:
+    """Samples weigh differently, and the count is that of the weights."""
+    weights = 1 + batch["classes"]
+    losses = F.cross_entropy(model(batch["values"]), batch["classes"], reduction="none")
+    return (losses * weights).sum(), int(weights.sum())
+
+
+def in_place(model: Any, batch: Batch) -> Found:
+    """The loss changes the batch and the logits in place."""
+    logits = model(batch["values"].mul_(0.5).add_(0.1))
+    return _of(logits.mul_(2), batch)
+
+
+# Models whose way depends on the data
+
+
+class EarlyExit(Stack):
+    """Blocks after the first are left out in every second step, on all ranks alike."""
+
+    odd = True
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.stem(values))
+        for block in self.blocks[1:] if self.odd else []:
+            x = block(x)
+        return self.head(x)
+
+
+class Reversed(Stack):
+    """Blocks run in another order in every second step."""
+
+    odd = True
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        x = self.stem(values)
+        for block in list(self.blocks)[:: 1 if self.odd else -1]:
+            x = block(x)
+        return self.head(x)
+
+
+def choose(model: Any, step: int) -> None:
+    """Say which kind of step comes."""
+    model.odd = step % 2 == 1
+
+
+class Recurrent(nn.Module):
+    """One block is applied until it has run five times; its weights get five gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(FEATURES, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        x = self.stem(values)
+        for _ in range(5):
+            x = torch.tanh(self.blocks[0](x))
+        return self.head(self.blocks[1](x))
+
+
+# Callbacks
+
+
+class Choosing(Callback):
+    """Says which kind of step comes."""
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        choose(trainer.model, step)
+
+
+class Busy(Callback):
+    """Evaluates and reads between steps, and forgets to go back to training mode."""
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        held = samples(5)
+        trainer.evaluate(held)
+        with trainer.gathered(["head.weight"]):
+            assert not trainer.model.get_parameter("head.weight").isnan().any()
+        assert all(not value.isnan().any() for _, value in trainer.state_dict())
+        trainer.model.eval()
+
+
+class Failing(Callback):
+    """Has errors of its own, which it catches."""
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        for wrong in (lambda: trainer.gradient("nothing"), lambda: trainer.evaluate(3)):  # type: ignore[arg-type]
+            try:
+                wrong()
+            except (ValueError, RuntimeError, TypeError):
+                continue
+            raise AssertionError("nothing was refused")
+
+
+# Datasets
+
+
+class Forking:
+    """Each sample is looked at by a child of the process first."""
+
+    def __init__(self) -> None:
+        self.samples = samples()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        child = os.fork()
+        if child == 0:
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        return self.samples[index]
+
+
+def _plain_of_a_list(case: Case) -> Plain:
+    return plain_loop(Case(name=case.name, build=case.build, loss=case.loss, steps=case.steps, config=case.config))
+
+
+CASES = [
+    Case(name="two calls of the model", build=Stack, loss=two_views),
+    Case(name="the model as its own teacher", build=Stack, loss=own_teacher),
+    Case(name="parts called by the loss", build=Stack, loss=half_known),
+    Case(name="the whole model recomputed", build=Stack, loss=recomputed),
+    Case(name="numbers drawn beside the model", build=Stack, loss=drawn_beside),
+    Case(name="weighted samples", build=Stack, loss=weighted),
+    Case(name="a batch changed in place", build=Stack, loss=in_place),
+    Case(name="early exits", build=EarlyExit, before_step=choose, callbacks=lambda: [Choosing()]),
+    Case(name="another order of blocks", build=Reversed, before_step=choose, callbacks=lambda: [Choosing()]),
+    Case(name="a block in a loop", build=Recurrent),
+    Case(name="evaluations in callbacks", build=Stack, callbacks=lambda: [Busy()]),
+    Case(name="errors caught in callbacks", build=Stack, callbacks=lambda: [Failing()]),
+    Case(name="a dataset that forks", build=Stack, dataset=Forking, plain=_plain_of_a_list),  # type: ignore[arg-type]
+]
