@@ -265,7 +265,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
         ("metrics.jsonl", b"", "has no step yet"),
         ("metrics.jsonl", b"\xff\xfe\n" * 9, "6 more lines of metrics.jsonl cannot be read"),
         ("metrics.jsonl", b"[" * 100_000 + b"\n", "line 1 is not JSON"),
-        ("config.resolved.yaml", b"run: [", "not YAML"),
+        ("config.resolved.yaml", b"run: [", "the text ends where something is still open"),
         ("config.resolved.yaml", b"\xff", "no UTF-8"),
         ("config.resolved.yaml", b"- 1", "holds no mapping"),
         ("ranks.json", b"{", "ranks.json cannot be read"),

@@ -228,7 +228,7 @@ def test_forms_of_a_dataset_are_all_the_same(workers: Workers, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "wanted", "code"),
     [
-        ("zero.stage=5", "run.yaml: zero.stage: got 5", 2),
+        ("zero.stage=5", "zero.stage: got 5", 2),
         pytest.param(
             "run.output_dir={here}/file",
             "file/run' cannot be written (Not a directory)",

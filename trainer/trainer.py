@@ -154,7 +154,9 @@ class Trainer(TransformersNames):
                 # Whatever may refuse the run without data or a model comes first.
                 directory = RunDirectory(self.run_directory, mesh.rank)
                 stack.enter_context(directory.locked())
-                require_settings(self.config, directory.path, mesh)
+                if self._run is None:
+                    with mesh.call("trainer.fit()"):
+                        require_settings(self.config, directory.path, mesh)
                 if self.config.hub.push and self.hub_model_id is None:
                     self.init_hf_repo()
             self.start_times.end("directory")
