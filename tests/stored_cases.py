@@ -203,6 +203,7 @@ def write(
         (directory / path).write_bytes(text)
     found = written(directory, files, divisions_of(files, dealt, hosts))
     store.commit(step, alter(manifest_of(step, files, found)))
+    assert store.trash.wait(seconds=20)  # An older checkpoint of the step is removed in a thread.
     return CheckpointReader(store.path(step))
 
 
