@@ -52,7 +52,14 @@ class GradientShards:
         self._first = first
 
     def expect(self, bucket: Bucket) -> None:
-        """The bucket's gradients are about to arrive: what there is of earlier microbatches is read in meanwhile."""
+        """The bucket's gradients are about to arrive: what there is of earlier microbatches is read in meanwhile.
+
+        A shard that comes and goes has its memory from now on, before a block is recomputed: between what that allocates it would
+        leave holes.
+        """
+        if not (self._stay or self._pass_through) and bucket.layout.parts > 1:
+            bucket.grad = self._memory_for(bucket) if bucket.grad is None else bucket.grad
+            return
         rest = bucket.grad_rest if bucket.grad is None and bucket.partial is None else None
         if rest is not None and not self._first and id(bucket) not in self._arriving:
             memory = self._memory_for(bucket)
