@@ -110,7 +110,7 @@ def dies() -> None:
 
 
 def interrupts() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,9 @@ class Leader:
         for each in self._known:
             each.line.send({"over": said})
         while self._members:
-            self._members.pop().line.connection.close()
+            line = self._members.pop().line
+            line.read()  # A connection that is closed before all was read is reset, and what was sent may be lost.
+            line.connection.close()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -368,6 +370,7 @@ class Follower:
         """See `Leader.next`."""
         if self._nodes.rank is not None:
             return failure or 0
+        self._hear()  # What is sent to a leader that has ended would cost what it said last.
         if self._line is not None:
             code = min(failure.exit_code, MAX_EXIT_CODE) if failure else 0
             self._line.send(
@@ -426,10 +429,6 @@ class Follower:
         if self._line is None:
             return
         now = time.monotonic()
-        if now > self._beat + _BEAT_SECONDS:
-            self._beat = now
-            self._line.send({"beat": True})
-        self._line.flush()
         lines = self._line.read()
         try:
             for data in lines or ():
@@ -442,6 +441,11 @@ class Follower:
         if self._result is not None:
             self._stop = True
             self.close()
+            return
+        if now > self._beat + _BEAT_SECONDS:
+            self._beat = now
+            self._line.send({"beat": True})
+        self._line.flush()
 
     def _take(self, message: Message) -> None:
         if "start" in message:
