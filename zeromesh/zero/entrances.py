@@ -26,6 +26,7 @@ _VIEWS = frozenset(
     UnsqueezeBackward0 ViewBackward0
     """.split()  # noqa: SIM905 - a table of words
 )
+_COPIES = frozenset({"CloneBackward0"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,12 +105,22 @@ def find_entrances(roots: Iterable[Edge], calls: Sequence[Call]) -> list[Entranc
         node: Any = edge[0]
         place = bisect_right(firsts, node._sequence_nr()) - 1
         inside = place if place >= 0 and node._sequence_nr() < calls[place].end else -1
-        if inside not in (-1, before) and edge not in calls[inside].hooked:
+        if inside not in (-1, before) and not _hooked(edge, calls[inside]):
             found.setdefault(edge, Entrance(unit=calls[inside].unit, parameter=_viewed(node)))
         if node not in visited:
             visited.add(node)
             stack += [(inside, each) for each in node.next_functions if each[0] is not None]
     return list(found.values())
+
+
+def _hooked(edge: Edge, call: Call) -> bool:
+    """Whether a hook runs before backward reads a parameter: the edge has one, or is of a view or a copy of what has one."""
+    while edge not in call.hooked:
+        node = edge[0]
+        if node.name() not in _VIEWS | _COPIES or len(node.next_functions) != 1 or node.next_functions[0][0] is None:
+            return False
+        edge = (node.next_functions[0][0], node.next_functions[0][1])
+    return True
 
 
 def _viewed(node: Any) -> torch.Tensor | None:

@@ -213,15 +213,19 @@ def _kept(
 
 
 def _passing_gradients(layouts: Sequence[Sequence[BucketLayout]], setting: _Setting) -> int:
-    """Gradient shards that live from reduction to update: as many as reductions in flight, or with nothing to reduce those of the
-    root and of the unit that backward is in. Stage 0 completes them all at the end."""
-    units = [[setting.own(layout) for layout in unit if _spec(layout).requires_grad] for unit in layouts]
-    lengths = [length for unit in units for length in unit]
+    """Gradient shards that live from reduction to update: those in flight, and beside them those of the root, which are updated
+    last. With nothing to reduce, those of the root and of the unit that backward is in. Stage 0 completes them all at the end."""
+    root, *units = [[setting.own(layout) for layout in unit if _spec(layout).requires_grad] for unit in layouts]
+    largest = max((length for unit in units for length in unit), default=0)
     if setting.parts == 1:
-        lengths = [sum(units[0]), max((sum(unit) for unit in units[1:]), default=0)]
-    elif not setting.replicated:
-        lengths = [max(lengths, default=0)] * min(len(lengths), setting.options.gradient_slots)
-    return sum(lengths) * setting.options.precision.reduce.itemsize
+        count = sum(root) + max(map(sum, units), default=0)
+    elif setting.replicated:
+        count = sum(root) + sum(map(sum, units))
+    else:
+        flying = min(sum(map(len, units)), setting.options.gradient_slots) * largest
+        # One of the root's is in flight itself when all of them are there.
+        count = sum(root) + flying - min(largest, *root) if root else flying
+    return count * setting.options.precision.reduce.itemsize
 
 
 def _partial_bytes(layout: BucketLayout, setting: _Setting) -> int:
