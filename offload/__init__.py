@@ -7,37 +7,35 @@
 Useful by itself; knows no rank and no model.
 """
 
-from zeromesh.offload.device import PassingMemory, allocate_lasting
-from zeromesh.offload.file import FileTier, Slot
-from zeromesh.offload.heap import reuse_freed_memory, settle_heap
-from zeromesh.offload.host import PinnedBudget, pinned_limit
-from zeromesh.offload.ledger import Ledger, Purpose, Tier
-from zeromesh.offload.process import (
+from zeromesh.offload.io.file_tier import FileSlot, FileTier
+from zeromesh.offload.io.swap_file import remove_leftovers
+from zeromesh.offload.io.transfer import DONE, Transfer, Waits
+from zeromesh.offload.memory.allocation import PassingMemory, PinnedBudget, allocate_lasting, pinned_limit
+from zeromesh.offload.memory.glibc_malloc import reuse_freed_memory, settle_heap
+from zeromesh.offload.memory.ledger import Ledger, Purpose, Tier
+from zeromesh.offload.memory.memory_usage import (
     available_bytes,
     peak_bytes,
     proportional_bytes,
     resident_bytes,
     swap_bytes,
 )
-from zeromesh.offload.stream import Mode, Row, Stream, Use, stream_bytes
-from zeromesh.offload.swapfile import remove_leftovers
-from zeromesh.offload.tiered import TensorSlice, TierChoice, TieredTensor, TierName
+from zeromesh.offload.tiered_tensor import TensorSlice, TierChoice, TieredTensor, TierName
 from zeromesh.offload.tiers import STAGING_BYTES, FileSettings, Tiers
-from zeromesh.offload.transfer import DONE, Transfer, Waits
+from zeromesh.offload.update_stream import Access, StreamRow, UpdateStream, Use, stream_bytes
 
 __all__ = [
     "DONE",
     "STAGING_BYTES",
+    "Access",
     "FileSettings",
+    "FileSlot",
     "FileTier",
     "Ledger",
-    "Mode",
     "PassingMemory",
     "PinnedBudget",
     "Purpose",
-    "Row",
-    "Slot",
-    "Stream",
+    "StreamRow",
     "TensorSlice",
     "Tier",
     "TierChoice",
@@ -45,6 +43,7 @@ __all__ = [
     "TieredTensor",
     "Tiers",
     "Transfer",
+    "UpdateStream",
     "Use",
     "Waits",
     "allocate_lasting",

@@ -10,13 +10,11 @@ from pathlib import Path
 import torch
 
 from zeromesh.errors import StorageError
-from zeromesh.offload.device import allocate_lasting
-from zeromesh.offload.file import PIECE, THREADS, FileTier
-from zeromesh.offload.host import PinnedBudget, pinned_pages
-from zeromesh.offload.ledger import Ledger, Purpose, Tier
-from zeromesh.offload.pool import pages
-from zeromesh.offload.tiered import Part, TierChoice, TieredTensor
-from zeromesh.offload.transfer import Waits
+from zeromesh.offload.io.file_tier import PIECE, THREADS, FileTier
+from zeromesh.offload.io.transfer import Waits, pages
+from zeromesh.offload.memory.allocation import PinnedBudget, allocate_lasting, pinned_pages
+from zeromesh.offload.memory.ledger import Ledger, Purpose, Tier
+from zeromesh.offload.tiered_tensor import TierChoice, TieredPart, TieredTensor
 
 STAGING_BYTES = 64 << 20
 
@@ -58,15 +56,17 @@ class Tiers:
             StorageError: where there is no room, or no directory to make it in.
         """
         cut = choice.cut(numel)
-        parts: list[Part] = []
+        parts: list[TieredPart] = []
         if cut and choice.tier == "file":
             slot = self.file().allocate(cut * dtype.itemsize, label)
-            parts.append(Part(start=0, end=cut, tier=Tier.FILE, slot=slot))
+            parts.append(TieredPart(start=0, end=cut, tier=Tier.FILE, slot=slot))
         elif cut:
-            parts.append(Part(start=0, end=cut, tier=Tier.HOST, memory=self._memory(Tier.HOST, cut, dtype, label)))
+            parts.append(
+                TieredPart(start=0, end=cut, tier=Tier.HOST, memory=self._memory(Tier.HOST, cut, dtype, label))
+            )
         if cut < numel or not parts:
             memory = self._memory(Tier.DEVICE, numel - cut, dtype, label)
-            parts.append(Part(start=cut, end=numel, tier=Tier.DEVICE, memory=memory))
+            parts.append(TieredPart(start=cut, end=numel, tier=Tier.DEVICE, memory=memory))
         for part in parts:
             self.ledger.add(part.tier, purpose, (part.end - part.start) * dtype.itemsize)
         return TieredTensor(dtype, parts)

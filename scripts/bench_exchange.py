@@ -14,10 +14,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from zeromesh.mesh.axes import MeshShape
-from zeromesh.mesh.groups import Mesh
-from zeromesh.mesh.launch import read_environment
-from zeromesh.mesh.select import open_exchange
+from zeromesh.comm.select import open_exchange
+from zeromesh.environment import read_environment
+from zeromesh.mesh.mesh_shape import MeshShape
+from zeromesh.mesh.process_mesh import Mesh
 
 _SIZES = (0.25, 1, 4, 8)
 _ROUNDS = 15

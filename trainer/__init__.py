@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from zeromesh.trainer.callbacks import Callback
-from zeromesh.trainer.config import TrainerConfig
+from zeromesh.trainer.callbacks.callback import Callback
+from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
-    from zeromesh.trainer.report import FitReport
+    from zeromesh.trainer.monitoring.progress import FitReport
     from zeromesh.trainer.trainer import Trainer
 
 __all__ = ["Callback", "FitReport", "Trainer", "TrainerConfig"]
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
         return Trainer
     if name == "FitReport":
-        from zeromesh.trainer.report import FitReport
+        from zeromesh.trainer.monitoring.progress import FitReport
 
         return FitReport
     raise AttributeError(f"module 'zeromesh.trainer' has no attribute {name!r}")

@@ -12,48 +12,46 @@ from transformers.trainer_utils import PredictionOutput
 
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import PhaseError
-from zeromesh.mesh.axes import AXES
-from zeromesh.mesh.groups import Mesh
+from zeromesh.kernels.cpu_matmul import take_product_buffers
+from zeromesh.mesh.mesh_shape import AXES
+from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import reuse_freed_memory
-from zeromesh.tensor.products import take_product_buffers
-from zeromesh.trainer import setup
-from zeromesh.trainer.best import Best, goal_of, value_of
-from zeromesh.trainer.checkpoints import FOLDER, RunCheckpoints, load_weights
-from zeromesh.trainer.collate import MapDataset
-from zeromesh.trainer.config import TrainerConfig
-from zeromesh.trainer.console import RunConsole, human_bytes, human_count, make_console
-from zeromesh.trainer.directory import RunDirectory, start_facts
-from zeromesh.trainer.engine_options import engine_options
-from zeromesh.trainer.evaluation import Evaluator, Values
-from zeromesh.trainer.events import Events
-from zeromesh.trainer.exhausted import explained
-from zeromesh.trainer.feeds import Given
-from zeromesh.trainer.figures import StepFigures
-from zeromesh.trainer.hf.build import check_model
-from zeromesh.trainer.hf.hub import pin_sources
-from zeromesh.trainer.history import History
-from zeromesh.trainer.loop import TrainingLoop
-from zeromesh.trainer.profiling import Profile
-from zeromesh.trainer.report import FitReport, Progress
-from zeromesh.trainer.run_state import RunState
-from zeromesh.trainer.sameness import require_same_data, require_same_settings
-from zeromesh.trainer.schedules import STEADY
-from zeromesh.trainer.signals import leave, stop_requests
-from zeromesh.trainer.start_times import StartTimes
-from zeromesh.trainer.state import settings_of
-from zeromesh.trainer.stragglers import RankFigures
-from zeromesh.trainer.streamed import StreamedDataset
-from zeromesh.trainer.tracking import Tracking
-from zeromesh.trainer.trained import TrainedModel
-from zeromesh.trainer.wishes import Wishes
-from zeromesh.zero.options import ZeroOptions
+from zeromesh.options import ZeroOptions
+from zeromesh.trainer.callbacks.control import RunState, TrainerControl
+from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
+from zeromesh.trainer.checkpoints.best_metric import Best, goal_of, value_of
+from zeromesh.trainer.checkpoints.manager import FOLDER, RunCheckpoints, load_weights
+from zeromesh.trainer.checkpoints.trainer_state import settings_of
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.data.collate import MapDataset
+from zeromesh.trainer.data.streaming import StreamedDataset
+from zeromesh.trainer.loop.evaluation import Evaluator, Values
+from zeromesh.trainer.loop.stop_signals import leave, stop_requests
+from zeromesh.trainer.loop.training_loop import TrainingLoop
+from zeromesh.trainer.lr_schedule import STEADY
+from zeromesh.trainer.models.build import check_model
+from zeromesh.trainer.models.hub_download import pin_sources
+from zeromesh.trainer.monitoring.console import RunConsole, human_bytes, human_count, make_console
+from zeromesh.trainer.monitoring.log_history import LogHistory
+from zeromesh.trainer.monitoring.oom_report import explained
+from zeromesh.trainer.monitoring.profiler import Profile
+from zeromesh.trainer.monitoring.progress import FitReport, Progress
+from zeromesh.trainer.monitoring.run_directory import RunDirectory, start_facts
+from zeromesh.trainer.monitoring.start_times import StartTimes
+from zeromesh.trainer.monitoring.step_stats import RankStats, StepStats
+from zeromesh.trainer.setup import build
+from zeromesh.trainer.setup.engine_options import engine_options
+from zeromesh.trainer.setup.first_batch_checks import UserInputs
+from zeromesh.trainer.setup.model import TrainedModel
+from zeromesh.trainer.setup.rank_agreement import require_same_data, require_same_settings
+from zeromesh.trainer.tracking.tracking import Tracking
 
 
 class Run:
     """A model on a mesh with its data, from before the first step to after the last."""
 
     def __init__(
-        self, config: TrainerConfig, mesh: Mesh, given: Given, events: Events, start_times: StartTimes
+        self, config: TrainerConfig, mesh: Mesh, given: UserInputs, events: CallbackDispatcher, start_times: StartTimes
     ) -> None:
         self.mesh, self.given, self.events, self.start_times = mesh, given, events, start_times
         self.call = events.call
@@ -73,7 +71,7 @@ class Run:
         """Of the latest evaluation, what `run.metric` names."""
         self.goal = goal_of(config.run.metric, config.run.metric_goal)
         self.learning_rate = 0.0
-        self.history = History(kept=given.of_transformers or events.has_theirs)
+        self.history = LogHistory(kept=given.of_transformers or events.has_theirs)
         self._summary: dict[str, float] = {}
         self._began = (time.perf_counter(), 0)
         """When this process began to train, and after how many samples."""
@@ -84,20 +82,20 @@ class Run:
         self.owes_evaluation = False
         """Whether the run was stopped in the evaluation after its last step."""
         self._broken = ""
-        setup.set_determinism(config.run.deterministic)
-        self.config, self.plan = config, setup.batch_plan(config, mesh)
+        build.set_determinism(config.run.deterministic)
+        self.config, self.plan = config, build.batch_plan(config, mesh)
         options = engine_options(config, self.plan.accumulation)
         self.tell(*config.notes)
         self._say_what_comes(options.precision.table(config.optimizer.name))
         if given.model is None:
             check_model(config.model)
         self.console.status("reading the data")
-        self.data = setup.prepare_data(
+        self.data = build.prepare_data(
             config, given.train_dataset, given.eval_dataset, given.processing_class, mesh, self.console
         )
         self.tell(*self.data.notes)
-        self.config, self.plan = setup.over_data(config, self.plan, self.data.train)
-        self.schedule = setup.learning_rate_schedule(self.config, given.lr_scheduler)
+        self.config, self.plan = build.over_data(config, self.plan, self.data.train)
+        self.schedule = build.learning_rate_schedule(self.config, given.lr_scheduler)
         self._described = self.data.description(shuffle=self.config.data.shuffle)
         mesh.meet("comparison of data")
         require_same_data(mesh, self.data.sets(), self._decided_by_the_data())
@@ -150,9 +148,9 @@ class Run:
         """The learning rate of step `step`, counted from 0."""
         return self.config.optimizer.lr * self.schedule.factor(step)
 
-    def fresh_wishes(self) -> Wishes:
+    def fresh_wishes(self) -> TrainerControl:
         """What is wished for when nothing is, but that a run which is to stop still is."""
-        return Wishes(stop=self.events.wishes.stop)
+        return TrainerControl(stop=self.events.wishes.stop)
 
     def agree(self) -> None:
         """Make what any rank's callbacks ask for the wish of all."""
@@ -170,9 +168,9 @@ class Run:
             "schedule": self.schedule.factor(0),
         }
 
-    def _make_figures(self, options: ZeroOptions) -> StepFigures:
+    def _make_figures(self, options: ZeroOptions) -> StepStats:
         ledger, samples = self.trained.require_engine().ledger, self.config.batch.global_size
-        figures = StepFigures(self.trained.flops, self.mesh, options.precision.compute, samples, ledger)
+        figures = StepStats(self.trained.flops, self.mesh, options.precision.compute, samples, ledger)
         self.tell(*figures.notes)
         return figures
 
@@ -208,8 +206,8 @@ class Run:
             return self.report
         feed = self.trained.feeds.train()
         if feed is None:
-            raise setup.no_training_data()
-        setup.require_trained_parameters(self.trained.model)
+            raise build.no_training_data()
+        build.require_trained_parameters(self.trained.model)
         self.start_times.begin()
         with self.guarded("trainer.fit()"), stop_requests(self.console.note) as request:
             checkpoints = RunCheckpoints(
@@ -314,7 +312,7 @@ class Run:
 
     def _end(self, eval_loss: float | None) -> FitReport:
         metrics = self._summary or self._values_of_the_run()
-        report = self.progress.report(self.step, eval_loss, RankFigures.of(self.mesh).peak_bytes, metrics)
+        report = self.progress.report(self.step, eval_loss, RankStats.of(self.mesh).peak_bytes, metrics)
         if report.losses:
             self.console.note(
                 f"done: {report.final_step} steps, loss {report.final_loss:.4f}, "
@@ -363,7 +361,7 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """What another process that goes on with this run must have the same."""
-        return settings_of(self.config, model=setup.description_of(self.trained.model), data=self._described)
+        return settings_of(self.config, model=build.description_of(self.trained.model), data=self._described)
 
     @property
     def processing_class(self) -> Any:

@@ -16,27 +16,26 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import PredictionOutput
 
-from zeromesh.mesh.groups import Mesh
-from zeromesh.trainer import setup
-from zeromesh.trainer.checkpoints import require_settings
-from zeromesh.trainer.collate import Collate, MapDataset
-from zeromesh.trainer.config import TrainerConfig
-from zeromesh.trainer.config_file import load_config
-from zeromesh.trainer.config_sources import ConfigSource
-from zeromesh.trainer.directory import RunDirectory
-from zeromesh.trainer.evaluation import Values
-from zeromesh.trainer.events import Events
-from zeromesh.trainer.feeds import Given
-from zeromesh.trainer.hf.losses import ComputeLoss
-from zeromesh.trainer.hf.quiet import said_once
-from zeromesh.trainer.hf.surface import TransformersNames, collator_of, loss_of
-from zeromesh.trainer.predictions import PreprocessLogits
-from zeromesh.trainer.report import FitReport
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.callbacks.control import RunState, TrainerControl
+from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
+from zeromesh.trainer.checkpoints.manager import require_settings
+from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config.loading.sources import ConfigSource
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.data.collate import Collate, MapDataset
+from zeromesh.trainer.hf_api import TransformersNames, collator_of, loss_of
+from zeromesh.trainer.loop.evaluation import Values
+from zeromesh.trainer.loop.prediction import PreprocessLogits
+from zeromesh.trainer.losses.losses import ComputeLoss
+from zeromesh.trainer.monitoring.progress import FitReport
+from zeromesh.trainer.monitoring.run_directory import RunDirectory
+from zeromesh.trainer.monitoring.start_times import StartTimes
 from zeromesh.trainer.run import Run
-from zeromesh.trainer.run_state import RunState
-from zeromesh.trainer.start_times import StartTimes
-from zeromesh.trainer.torch_schedule import MakeScheduler
-from zeromesh.trainer.wishes import Wishes
+from zeromesh.trainer.setup import build
+from zeromesh.trainer.setup.first_batch_checks import UserInputs
+from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
+from zeromesh.trainer.weights.library_logging import said_once
 from zeromesh.zero.engine import ZeroEngine
 
 _STOOD_IN_FOR = frozenset({"data.train", "data.eval", "data.sequence_length"})
@@ -103,8 +102,8 @@ class Trainer(TransformersNames):
             samples=_length_of(train_dataset),
         )
         self.training_arguments = next((each for each in (args, config) if isinstance(each, TrainingArguments)), None)
-        self.events = Events(self, callbacks or ())
-        self.given = Given(
+        self.events = CallbackDispatcher(self, callbacks or ())
+        self.given = UserInputs(
             model=model if model is not None else model_init,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -287,7 +286,7 @@ class Trainer(TransformersNames):
         return run.state(self.run_directory)
 
     @property
-    def wishes(self) -> Wishes:
+    def wishes(self) -> TrainerControl:
         """What is to be done after the present step; callbacks may change it."""
         return self.events.wishes
 
@@ -353,7 +352,7 @@ class Trainer(TransformersNames):
     def _connect(self) -> Mesh:
         if self._mesh is None:
             self.start_times.begin()
-            self._mesh = setup.connect(self.config)
+            self._mesh = build.connect(self.config)
             self.start_times.end("rendezvous")
         return self._mesh
 

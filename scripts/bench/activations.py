@@ -17,10 +17,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from bench.workload import Workload
-from zeromesh.trainer.hf import checkpointing
-from zeromesh.trainer.hf.checkpointing import enable_activation_checkpointing
-from zeromesh.trainer.hf.losses import make_loss
-from zeromesh.trainer.hf.products import use_fastest_products
+from zeromesh.trainer.losses.losses import make_loss
+from zeromesh.trainer.models import activation_checkpointing
+from zeromesh.trainer.models.activation_checkpointing import enable_activation_checkpointing
+from zeromesh.trainer.models.prepare import use_fastest_linear
 
 RESULT = "ACTIVATIONS "
 
@@ -39,9 +39,9 @@ def measure(workload: Workload) -> Activations:
     """One step after a first one, which fills the libraries' caches."""
     torch.manual_seed(workload.seed)
     model = workload.build_model().to(workload.compute).train()
-    use_fastest_products(model, workload.compute, "cpu")
+    use_fastest_linear(model, workload.compute, "cpu")
     # The profiler sees PyTorch's allocator alone, so what recomputed blocks keep comes from it here.
-    checkpointing.allocate_lasting = _ordinary  # type: ignore[attr-defined]
+    activation_checkpointing.allocate_lasting = _ordinary  # type: ignore[attr-defined]
     enable_activation_checkpointing(model, "block" if workload.checkpointing else "none")
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(forget)

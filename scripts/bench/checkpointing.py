@@ -22,9 +22,9 @@ import torch.distributed as dist
 from bench.probe import memory_now
 from bench.worker import RESULT, die_with_parent
 from bench.workload import Workload
-from zeromesh.checkpoint.blocks import GRID
-from zeromesh.offload.aio import PositionalFile
-from zeromesh.offload.pool import StagingPool
+from zeromesh.checkpoint.io.blocks import GRID
+from zeromesh.offload.io.direct_io import PositionalFile
+from zeromesh.offload.io.transfer import StagingPool
 
 _BYTES_PER_PARAMETER = 12  # fp32: the parameter and two moments
 
@@ -136,15 +136,15 @@ def _plain(workload: Workload) -> System:
 
 def _zeromesh(workload: Workload, tensor: int = 1) -> System:
     from zeromesh.checkpoint.loader import Loader
-    from zeromesh.checkpoint.saver import Content, Saver
+    from zeromesh.checkpoint.saver import SaveContent, Saver
     from zeromesh.checkpoint.store import CheckpointStore
-    from zeromesh.mesh.axes import MeshShape
-    from zeromesh.mesh.groups import Mesh
-    from zeromesh.mesh.launch import read_environment
-    from zeromesh.parallel import ParallelOptions, divide
-    from zeromesh.zero.deferred import build_deferred
+    from zeromesh.environment import read_environment
+    from zeromesh.mesh.mesh_shape import MeshShape
+    from zeromesh.mesh.process_mesh import Mesh
+    from zeromesh.options import Precision, ZeroOptions
+    from zeromesh.parallelize import ParallelOptions, divide
+    from zeromesh.weight_init.meta_init import build_deferred
     from zeromesh.zero.engine import ZeroEngine
-    from zeromesh.zero.options import Precision, ZeroOptions
 
     environment = read_environment()
     shape = MeshShape.resolve(environment.world_size, pipeline=1, replicate=1, shard="auto", tensor=tensor)
@@ -156,7 +156,7 @@ def _zeromesh(workload: Workload, tensor: int = 1) -> System:
 
     def save(folder: Path) -> None:
         saver, holdings = Saver(CheckpointStore(folder), mesh), engine.holdings
-        content = Content(
+        content = SaveContent(
             tensors=holdings.tensors(),
             holdings=holdings.written(),
             order={},

@@ -17,24 +17,24 @@ from torch import Tensor, nn
 from bench.ours import configuration
 from bench.probe import Probe
 from bench.workload import Workload
-from zeromesh.mesh.axes import MeshShape
-from zeromesh.mesh.groups import Mesh
-from zeromesh.mesh.launch import read_environment
+from zeromesh.environment import read_environment
+from zeromesh.kernels.cpu_matmul import take_product_buffers
+from zeromesh.mesh.mesh_shape import MeshShape
+from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import reuse_freed_memory, settle_heap
-from zeromesh.optim.sharded import Rates
-from zeromesh.parallel import Divided, ParallelOptions, divide
+from zeromesh.optim.fused_optimizer import Rates
+from zeromesh.options import ZeroOptions
+from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.pipeline.executor import Bubble
-from zeromesh.pipeline.runner import Work
-from zeromesh.tensor.products import take_product_buffers
-from zeromesh.trainer.config_file import load_config
-from zeromesh.trainer.engine_options import engine_options
-from zeromesh.trainer.hf.losses import Loss, make_loss
-from zeromesh.trainer.hf.products import use_fastest_products
-from zeromesh.zero.deferred import build_deferred
+from zeromesh.pipeline.zero_runner import MicrobatchWork
+from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.losses.losses import Loss, make_loss
+from zeromesh.trainer.models.prepare import use_fastest_linear
+from zeromesh.trainer.setup.engine_options import engine_options
+from zeromesh.weight_init.meta_init import build_deferred
+from zeromesh.weight_init.weight_sources import materialize_buffers
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.options import ZeroOptions
-from zeromesh.zero.sources import materialize_buffers
-from zeromesh.zero.walk import Microbatch
+from zeromesh.zero.pass_progress import MicrobatchPosition
 
 CHUNKS = {"interleaved": 2}
 
@@ -83,7 +83,7 @@ class Training:
         self.divided: Divided = divide(self.model, self.mesh, form.parallel(workload))
         self.loss: Loss = loss if form.tensor == 1 else make_loss(self.model)
         self.model.train()
-        use_fastest_products(self.model, workload.compute, "cpu")
+        use_fastest_linear(self.model, workload.compute, "cpu")
         options, cuts = form.options(workload), self.divided.cuts
         self.engine = ZeroEngine.build(self.model, self.mesh, options, built.source, cuts=cuts)
         settle_heap()
@@ -96,12 +96,12 @@ class Training:
         seed, last = 1.0 / count, len(parts) - 1
         self.engine.begin_step(number, Rates())
         where = [
-            Microbatch(step=number, first_sample=place * micro, first=place == 0, last=place == last)
+            MicrobatchPosition(step=number, first_sample=place * micro, first=place == 0, last=place == last)
             for place in range(len(parts))
         ]
         total = torch.zeros(1, dtype=torch.float64)
         if pipeline is not None:
-            work = [Work(batch=part, where=at, seed=seed) for part, at in zip(parts, where, strict=True)]
+            work = [MicrobatchWork(batch=part, where=at, seed=seed) for part, at in zip(parts, where, strict=True)]
             losses = pipeline.train(self.engine.passes, work, self._sum)
             total += torch.stack(losses).double().sum()
             self.mesh.pipeline.sum_(total, "loss")

@@ -21,16 +21,16 @@ from torch.profiler import ProfilerActivity, profile
 from bench.activations import RESULT, Activations, forget, running
 from bench.divided import CHUNKS, Form
 from bench.workload import Workload
-from zeromesh.mesh.exchange import Arriving, Pending
-from zeromesh.pipeline.deferred import WeightQueue, defer_weights
-from zeromesh.pipeline.plain import PlainRunner
-from zeromesh.pipeline.probe import examine
-from zeromesh.pipeline.schedule import Action, Kind, make_schedule, received_by
-from zeromesh.pipeline.stage import Stages, plan_cut
-from zeromesh.tensor.apply import Parallelized, load_parts, parallelize
-from zeromesh.tensor.planner import plan_tensor
-from zeromesh.trainer.hf.losses import make_loss
-from zeromesh.trainer.hf.products import use_fastest_products
+from zeromesh.comm.activation_collectives import Arriving, Pending
+from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
+from zeromesh.pipeline.plain_runner import PlainRunner
+from zeromesh.pipeline.schedule.actions import Action, Kind, make_schedule, received_by
+from zeromesh.pipeline.stages.build import Stages, plan_cut
+from zeromesh.pipeline.stages.model_anatomy import examine
+from zeromesh.tensor.parallelize_module import Parallelized, load_parts, parallelize
+from zeromesh.tensor.plan.planner import plan_tensor
+from zeromesh.trainer.losses.losses import make_loss
+from zeromesh.trainer.models.prepare import use_fastest_linear
 
 
 class AloneExchange:
@@ -136,7 +136,7 @@ def _carry_out(runner: PlainRunner, action: Action, given: list[Tensor]) -> None
 
 
 def _loss(model: Any, workload: Workload) -> Any:
-    use_fastest_products(model, workload.compute, "cpu")
+    use_fastest_linear(model, workload.compute, "cpu")
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(forget)
     return make_loss(model)

@@ -14,9 +14,9 @@ from bench.launch import Run, measure_activations
 from bench.measure import Measurements
 from bench.workload import Workload
 from zeromesh.offload import Purpose
-from zeromesh.optim.sharded import GroupRules
-from zeromesh.zero.footprint import predict_memory
-from zeromesh.zero.plan import ModelCuts, plan_model
+from zeromesh.optim.fused_optimizer import GroupRules
+from zeromesh.units.plan import ModelCuts, plan_model
+from zeromesh.zero.memory_model import predict_memory
 
 MEBIBYTE = 1 << 20
 

@@ -11,7 +11,7 @@ import torch
 from bench.workload import TORCH_DTYPES
 from zeromesh.offload import Tier, peak_bytes
 from zeromesh.trainer import Trainer
-from zeromesh.trainer.metrics import read_metrics
+from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
 _VOCABULARY, _LENGTH = 32000, 512
 

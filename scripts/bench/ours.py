@@ -14,7 +14,7 @@ from bench.probe import Probe
 from bench.timeline import Recorder
 from bench.workload import Workload
 from zeromesh.trainer import Trainer
-from zeromesh.trainer.callbacks import Callback
+from zeromesh.trainer.callbacks.callback import Callback
 
 
 class Tokens:

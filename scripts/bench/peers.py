@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.workload import Workload
-from zeromesh.zero.sources import SeededSource
+from zeromesh.weight_init.weight_sources import SeededSource
 
 Step = Callable[[Tensor], Tensor]
 """One training step on `[micro, sequence]` token ids; gives this rank's loss."""

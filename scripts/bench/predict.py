@@ -8,11 +8,11 @@ from bench.account import Prediction
 from bench.ours import configuration
 from bench.workload import Workload
 from zeromesh.offload import Purpose
-from zeromesh.optim.sharded import GroupRules
-from zeromesh.trainer.config_file import load_config
-from zeromesh.trainer.engine_options import engine_options
-from zeromesh.zero.footprint import predict_memory
-from zeromesh.zero.plan import plan_model
+from zeromesh.optim.fused_optimizer import GroupRules
+from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.setup.engine_options import engine_options
+from zeromesh.units.plan import plan_model
+from zeromesh.zero.memory_model import predict_memory
 
 
 def predict(workload: Workload, stage: int, activations: int) -> Prediction:

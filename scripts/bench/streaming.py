@@ -17,21 +17,21 @@ from pathlib import Path
 import torch
 
 from zeromesh.offload import (
+    Access,
     FileSettings,
     Ledger,
-    Mode,
     Purpose,
-    Row,
-    Stream,
+    StreamRow,
     TierChoice,
     TieredTensor,
     Tiers,
     Transfer,
+    UpdateStream,
     Use,
     Waits,
 )
-from zeromesh.offload.pool import StagingPool
-from zeromesh.optim.sharded import OptimizerGroup, OptimizerSettings, fused_update
+from zeromesh.offload.io.transfer import StagingPool
+from zeromesh.optim.fused_optimizer import OptimizerGroup, OptimizerSettings, fused_update
 
 _CPU = torch.device("cpu")
 _FILE = TierChoice(tier="file")
@@ -63,9 +63,9 @@ class Bench:
         self._numel = numel
         names = ("master", "exp_avg", "exp_avg_sq", "gradients")
         self._tensors = [self._make(name) for name in names]
-        uses = [Use(tensor=tensor, mode=Mode.UPDATE) for tensor in self._tensors[:_WRITES]]
-        uses.append(Use(tensor=self._tensors[-1], mode=Mode.READ))
-        self._stream = Stream(_CPU, width=_READS, longest=4 * numel, nbytes=_STAGING, waits=Waits())
+        uses = [Use(tensor=tensor, mode=Access.UPDATE) for tensor in self._tensors[:_WRITES]]
+        uses.append(Use(tensor=self._tensors[-1], mode=Access.READ))
+        self._stream = UpdateStream(_CPU, width=_READS, longest=4 * numel, nbytes=_STAGING, waits=Waits())
         self._rows = list(self._stream.rows(0, numel, uses))
         self._nbytes = (_READS + _WRITES) * 4 * numel
 
@@ -98,7 +98,7 @@ class Bench:
             busy_seconds=statistics.median(busy),
         )
 
-    def _pass(self, compute: Callable[[Row, list[torch.Tensor]], None]) -> None:
+    def _pass(self, compute: Callable[[StreamRow, list[torch.Tensor]], None]) -> None:
         self._stream.run(self._rows, compute)
         for tensor in self._tensors:
             tensor.settle()
@@ -142,7 +142,7 @@ class Bench:
         self._tiers.close()
 
 
-def _update(row: Row, tensors: list[torch.Tensor]) -> None:
+def _update(row: StreamRow, tensors: list[torch.Tensor]) -> None:
     _repeat(tensors, 1)
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from zeromesh.mesh.watch import Watch
 from zeromesh.offload import FileTier, Transfer
-from zeromesh.offload.pool import StagingPool
-from zeromesh.optim.sharded import BucketOptimizer
+from zeromesh.offload.io.transfer import StagingPool
+from zeromesh.optim.fused_optimizer import BucketOptimizer
+from zeromesh.telemetry.watchdog import Watchdog
 from zeromesh.zero.engine import ZeroEngine
 
 Event = tuple[str, float, float, int]
@@ -50,7 +50,7 @@ class Recorder:
             (BucketOptimizer, "step", "optimizer", False),
             (Transfer, "end", "waiting for files", True),
             (StagingPool, "take", "waiting for files", True),
-            (Watch, "wait", "waiting for a peer", True),
+            (Watchdog, "wait", "waiting for a peer", True),
             (FileTier, "read", "read", False),
             (FileTier, "write", "write", False),
         )

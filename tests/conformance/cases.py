@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import save_file
 
 from zeromesh.errors import StorageError
-from zeromesh.mesh.groups import Mesh
+from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Ledger, Purpose, Tier
-from zeromesh.optim.sharded import Rates
-from zeromesh.parallel import Divided, ParallelOptions, divide
-from zeromesh.pipeline.runner import Work
-from zeromesh.zero.build import open_tiers
+from zeromesh.optim.fused_optimizer import Rates
+from zeromesh.optim.optimizer_step import StepOutcome
+from zeromesh.parallelize import Divided, ParallelOptions, divide
+from zeromesh.pipeline.zero_runner import MicrobatchWork
+from zeromesh.units.build import open_tiers
+from zeromesh.weight_init.weight_sources import BuiltSource
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.sources import BuiltSource
-from zeromesh.zero.update import StepOutcome
-from zeromesh.zero.walk import Microbatch
+from zeromesh.zero.pass_progress import MicrobatchPosition
 
 from . import reference
 from .models import SUBJECTS, Batch
@@ -77,7 +77,7 @@ class Run:
         total = torch.zeros(1, dtype=torch.float64)
         self.engine.begin_step(number, Rates())
         where = [
-            Microbatch(
+            MicrobatchPosition(
                 step=number,
                 first_sample=number * self.problem.samples + start,
                 first=place == 0,
@@ -86,7 +86,9 @@ class Run:
             for place, (start, _) in enumerate(parts)
         ]
         if self.divided.pipeline is not None:
-            work = [Work(batch=m, where=at, seed=1.0 / count) for (_, m), at in zip(parts, where, strict=True)]
+            work = [
+                MicrobatchWork(batch=m, where=at, seed=1.0 / count) for (_, m), at in zip(parts, where, strict=True)
+            ]
             with self.problem.arithmetic():
                 losses = self.divided.pipeline.train(self.engine.passes, work, lambda m, _: self.loss_of(m, factor))
             total += torch.stack(losses).double().sum()
@@ -111,7 +113,9 @@ class Run:
         """Loss of the whole first batch, by this rank, with the parameters as they are now."""
         subject, batch = SUBJECTS[self.problem.model], reference.batch_of(self.problem, 0)
         if self.divided.pipeline is not None:
-            work = [Work(batch=batch, where=Microbatch(step=0, first_sample=0, first=True, last=True))]
+            work = [
+                MicrobatchWork(batch=batch, where=MicrobatchPosition(step=0, first_sample=0, first=True, last=True))
+            ]
             passes, around = self.engine.passes, self.engine.evaluation()
             with self.problem.arithmetic():
                 losses = self.divided.pipeline.evaluate(passes, work, lambda m, _: self.loss_of(m, 1.0), around)

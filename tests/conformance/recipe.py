@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import torch
 
 from zeromesh.offload import FileSettings, TierChoice
-from zeromesh.optim.sharded import OptimizerSettings
-from zeromesh.trainer.hf.loss_check import InFloat64
-from zeromesh.zero.options import OffloadOptions, Precision, ZeroOptions
-from zeromesh.zero.scaler import ScalerSettings
+from zeromesh.optim.fused_optimizer import OptimizerSettings
+from zeromesh.optim.gradient_scaling import ScalerSettings
+from zeromesh.options import OffloadOptions, Precision, ZeroOptions
+from zeromesh.trainer.losses.trial import InFloat64
 
 from .models import SUBJECTS
 

@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zeromesh.errors import LayoutError, PhaseError, ZeromeshError
-from zeromesh.mesh.groups import Mesh
+from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import resident_bytes
-from zeromesh.optim.sharded import Rates
+from zeromesh.optim.fused_optimizer import Rates
+from zeromesh.units.unit import Phase
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.phase import Phase
-from zeromesh.zero.walk import Microbatch
+from zeromesh.zero.pass_progress import MicrobatchPosition
 
 from . import reference
 from .cases import Run, digest
@@ -207,8 +207,8 @@ def phases(mesh: Mesh, stage: int, transport: str) -> dict[str, Any]:
     return found
 
 
-def _microbatch() -> Microbatch:
-    return Microbatch(step=0, first_sample=0, first=True, last=True)
+def _microbatch() -> MicrobatchPosition:
+    return MicrobatchPosition(step=0, first_sample=0, first=True, last=True)
 
 
 def looking(mesh: Mesh, stage: int, transport: str, budget: int | None) -> dict[str, Any]:

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from zeromesh.checkpoint.holding import Holding
+from zeromesh.checkpoint.io.tensor_shard import TensorShard
 from zeromesh.checkpoint.loader import Loader
-from zeromesh.checkpoint.regions import Region
-from zeromesh.checkpoint.saver import Content, Saved, Saver
+from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.mesh.groups import Mesh
-from zeromesh.trainer.hf.save import save_configuration
+from zeromesh.flat.regions import Region
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.models.save_pretrained import save_configuration
 
 from .cases import Run
 from .recipe import DTYPES, Layout, Problem
@@ -73,7 +73,7 @@ def unwritten(mesh: Mesh, folder: str) -> dict[str, Any]:
     """The disk of rank 1 of two forgets what it is given of bands: how the save ends, what is left, how the next one ends."""
     run = Run.start(mesh, Problem(samples=8), Layout(stage=1))
     run.step(0)
-    lost = patch("zeromesh.checkpoint.writer.Share.write", lambda self, data, file: None)
+    lost = patch("zeromesh.checkpoint.io.writer.Share.write", lambda self, data, file: None)
     with lost if mesh.rank == 1 else nullcontext():
         failure = _saved(run, Path(folder), 1)[0].failure
     mesh.world.barrier("end of the save")
@@ -106,7 +106,7 @@ def _save(run: Run, folder: Path, step: int) -> int:
 def _saved(run: Run, folder: Path, step: int) -> tuple[Saved, int]:
     store, holdings = CheckpointStore(folder), run.engine.holdings
     saver = Saver(store, run.mesh)
-    content = Content(
+    content = SaveContent(
         tensors=holdings.tensors(),
         holdings=holdings.written(),
         order=holdings.order(),
@@ -114,7 +114,7 @@ def _saved(run: Run, folder: Path, step: int) -> tuple[Saved, int]:
         keep=lambda: set(range(100)),
         aliases=holdings.aliases(),
     )
-    with patch("zeromesh.checkpoint.bands.LEAST_TENSOR", 0):  # Others are larger than these.
+    with patch("zeromesh.checkpoint.io.interleaved.LEAST_TENSOR", 0):  # Others are larger than these.
         saver.begin(step, content)
     assert saver._save is not None
     bands = len(saver._save.division.shares)
@@ -145,7 +145,7 @@ def _differences(run: Run, wanted: Tensors) -> list[str]:
     return [f"{each.spec.kind} {each.spec.name}" for each in holdings if not _is(each, wanted)]
 
 
-def _is(holding: Holding, wanted: Tensors) -> bool:
+def _is(holding: TensorShard, wanted: Tensors) -> bool:
     name = holding.spec.name
     whole = wanted.get((holding.spec.kind, name), wanted.get(("model", name)))
     assert whole is not None, name

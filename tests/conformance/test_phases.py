@@ -9,7 +9,7 @@ import pytest
 from workers import Pool, Workers
 
 from zeromesh.errors import PhaseError
-from zeromesh.zero.phase import Phase, advance
+from zeromesh.units.unit import Phase, advance
 
 LEGAL = {
     (Phase.RESTING, Phase.GATHERING),

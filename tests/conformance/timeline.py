@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.mesh.groups import Mesh
-from zeromesh.mesh.transport import Reduction
+from zeromesh.comm.transport import Reduction
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.units.unit import Bucket, Phase, Unit
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.phase import Phase
-from zeromesh.zero.unit import Bucket, Unit
 
 from .cases import Run
 from .models import Detached, Stack, lora, stack

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from contract.cases_units import Block, Stack
 from contract.harness import WIDTH, Case
-from zeromesh.trainer.callbacks import Callback
+from zeromesh.trainer.callbacks.callback import Callback
 
 Flags = Callable[[Any, int], None]
 """Sets `requires_grad` of a model before a step, counted from 1."""

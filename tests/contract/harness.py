@@ -39,8 +39,8 @@ from trainer_cases import Gradients, Plain, apart, seeded, settings, stacked
 from transformers import get_scheduler
 
 from zeromesh import Trainer
-from zeromesh.mesh.groups import Mesh
-from zeromesh.trainer.batching import SampleOrder
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.data.sampler import SampleOrder
 
 WIDTH = 48
 """A block of two linear layers of this size has more than 4096 elements."""

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from zeromesh.checkpoint import manifest as manifests
-from zeromesh.checkpoint.holding import Holding
-from zeromesh.checkpoint.manifest import Manifest, StoredTensor
-from zeromesh.checkpoint.merge import check_parts
-from zeromesh.checkpoint.parts import PartsReader
-from zeromesh.checkpoint.reader import CheckpointReader, Target
+from zeromesh.checkpoint.format import manifest as manifests
+from zeromesh.checkpoint.format.manifest import Manifest, StoredTensor
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
+from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
+from zeromesh.checkpoint.io.tensor_shard import TensorShard
+from zeromesh.checkpoint.multi_host.merge import check_parts
+from zeromesh.checkpoint.multi_host.partial_reader import PartsReader
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.checkpoint.tensor_files import TensorSpec
 from zeromesh.errors import CheckpointError, LayoutError, StorageError, ZeromeshError
-from zeromesh.mesh.groups import Mesh
-from zeromesh.mesh.watch import Activity
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.telemetry.watchdog import Activity
 
 _FALLBACKS = {"master": "model", "ema": "model"}
 """What equals the parameters is stored once, as parameters: master weights of their dtype, averages of what was never trained."""
@@ -33,7 +33,7 @@ class Skipped:
     reason: str
 
 
-class Opened(Protocol):
+class OpenedCheckpoint(Protocol):
     """A checkpoint that can be read, whole or in parts."""
 
     manifest: Manifest
@@ -43,7 +43,7 @@ class Opened(Protocol):
 
     def document(self, path: str) -> dict[str, Any]: ...
 
-    def read(self, targets: Iterable[Target], tell: Callable[[], None]) -> None: ...
+    def read(self, targets: Iterable[ReadTarget], tell: Callable[[], None]) -> None: ...
 
 
 class Loader:
@@ -60,7 +60,7 @@ class Loader:
         texts = self._mesh.world.gather_bytes(",".join(map(str, steps)).encode(), "choice of a checkpoint")
         return sorted({int(word) for text in texts for word in text.decode().split(",") if word}, reverse=True)
 
-    def open(self, directory: Path) -> Opened:
+    def open(self, directory: Path) -> OpenedCheckpoint:
         """The checkpoint in a directory, as all ranks see it; of one that is in parts, each host's directory has its own.
 
         Raises:
@@ -97,21 +97,21 @@ class Loader:
         ordered, by_part = [parts[number] for number in order], [ranks[number] for number in order]
         return PartsReader(directory, reader, ordered, by_part, world)
 
-    def document(self, opened: Opened, path: str) -> dict[str, Any]:
+    def document(self, opened: OpenedCheckpoint, path: str) -> dict[str, Any]:
         """A JSON object among the files. Raises `CheckpointError` on all ranks where one cannot read it."""
         found: list[dict[str, Any]] = []
         with self._together(f"reading {opened.directory / path}"):
             found.append(opened.document(path))
         return found[0]
 
-    def fill(self, reader: Opened, tensors: Sequence[TensorSpec], holdings: Sequence[Holding]) -> None:
+    def fill(self, reader: OpenedCheckpoint, tensors: Sequence[TensorSpec], holdings: Sequence[TensorShard]) -> None:
         """Fill what ranks hold of `tensors` with the checkpoint's values, of which each rank verifies what it reads.
 
         Raises:
             LayoutError: when its tensors are not those of the model and the optimizer; nothing has been read then.
             CheckpointError: when some rank found damage; the holdings are then in part those of the checkpoint.
         """
-        targets: list[Target] = []
+        targets: list[ReadTarget] = []
         with self._together("comparison with the checkpoint"):
             _compare(reader, tensors)
             targets.extend(_targets(reader, holdings))
@@ -141,7 +141,7 @@ class Loader:
         raise kind(text[1:] if len(found) == len(every) else f"rank {rank}: {text[1:]}") from failure
 
 
-def _compare(reader: Opened, tensors: Sequence[TensorSpec]) -> None:
+def _compare(reader: OpenedCheckpoint, tensors: Sequence[TensorSpec]) -> None:
     """Raise `LayoutError` that names the parameters that are missing in the checkpoint, of another shape, or too many."""
     problems: list[str] = []
     for spec in tensors:
@@ -160,7 +160,7 @@ def _compare(reader: Opened, tensors: Sequence[TensorSpec]) -> None:
         raise LayoutError(f"{reader.directory} does not fit this model and optimizer: {shown}")
 
 
-def _targets(reader: Opened, holdings: Sequence[Holding]) -> Iterator[Target]:
+def _targets(reader: OpenedCheckpoint, holdings: Sequence[TensorShard]) -> Iterator[ReadTarget]:
     """Where elements come from: what lies in columns of rows as one target, anything else by runs."""
     for holding in holdings:
         stored = _stored(reader, holding.spec.kind, holding.spec.name)
@@ -168,13 +168,13 @@ def _targets(reader: Opened, holdings: Sequence[Holding]) -> Iterator[Target]:
             raise LayoutError(f"{reader.directory} has no {holding.spec.kind} of {holding.spec.name}")
         rows = holding.region.rows()
         if rows is not None:
-            yield Target(tensor=stored, first=holding.interval.start, values=holding.values, rows=rows)
+            yield ReadTarget(tensor=stored, first=holding.interval.start, values=holding.values, rows=rows)
             continue
         for run in holding.region.runs(holding.interval):
             first = run.local - holding.interval.start
-            yield Target(tensor=stored, first=run.logical, values=holding.values.slice(first, first + run.length))
+            yield ReadTarget(tensor=stored, first=run.logical, values=holding.values.slice(first, first + run.length))
 
 
-def _stored(reader: Opened, kind: str, name: str) -> StoredTensor | None:
+def _stored(reader: OpenedCheckpoint, kind: str, name: str) -> StoredTensor | None:
     found = reader.tensor(kind, name)
     return found if found is not None or kind not in _FALLBACKS else reader.tensor(_FALLBACKS[kind], name)

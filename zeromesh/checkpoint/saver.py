@@ -25,23 +25,23 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.bands import check_bands, digests_of
-from zeromesh.checkpoint.division import Divider, Division
-from zeromesh.checkpoint.holding import Holding
-from zeromesh.checkpoint.manifest import FileRecord, Manifest, Piece, StoredTensor
-from zeromesh.checkpoint.sharing import find_sharing
+from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest, StoredTensor
+from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, index_files, plan_files
+from zeromesh.checkpoint.io.interleaved import check_bands, digests_of
+from zeromesh.checkpoint.io.tensor_shard import TensorShard
+from zeromesh.checkpoint.io.write_planner import WritePlan, WritePlanner
+from zeromesh.checkpoint.io.writer import ShardWriter, SharedBlock, edges_of
+from zeromesh.checkpoint.multi_host.shared_storage import find_sharing
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.checkpoint.tensor_files import FileLayout, TensorSpec, index_files, plan_files
-from zeromesh.checkpoint.writer import Edge, ShardWriter, edges_of
 from zeromesh.disk_calls import disk_call
 from zeromesh.errors import CheckpointError, StorageError, ZeromeshError
 from zeromesh.files import write_whole
-from zeromesh.mesh.groups import Mesh
-from zeromesh.mesh.watch import Activity
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.telemetry.watchdog import Activity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Content:
+class SaveContent:
     """What goes into a checkpoint.
 
     `tensors` is the same on all ranks. `holdings` is what this rank writes; together the ranks' make every tensor once.
@@ -50,7 +50,7 @@ class Content:
     """
 
     tensors: Sequence[TensorSpec]
-    holdings: Sequence[Holding]
+    holdings: Sequence[TensorShard]
     order: Mapping[int, int]
     documents: Callable[[Path], None]
     keep: Callable[[], set[int]]
@@ -82,16 +82,16 @@ class _Save:
 
     step: int
     directory: Path
-    content: Content
+    content: SaveContent
     files: Sequence[FileLayout]
     writer: ShardWriter
-    division: Division
+    division: WritePlan
     layout: Mapping[str, Any]
     stage: _Stage = _Stage.WRITING
     task: threading.Thread | None = None
     problem: str = ""
     """Why the task could not do its work."""
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[ChecksumPiece] = field(default_factory=list)
     """What this rank has written, and what it has read back."""
 
     @property
@@ -151,7 +151,7 @@ class Saver:
         """The step whose checkpoint is being written."""
         return self._save.step if self._save else None
 
-    def begin(self, step: int, content: Content) -> None:
+    def begin(self, step: int, content: SaveContent) -> None:
         """Begin to write a checkpoint; none may be in flight.
 
         Raises:
@@ -182,10 +182,10 @@ class Saver:
         )
         writer.start()
 
-    def _divide(self, files: Sequence[FileLayout], holdings: Sequence[Holding]) -> Division:
+    def _divide(self, files: Sequence[FileLayout], holdings: Sequence[TensorShard]) -> WritePlan:
         """What this rank writes. Ranks may write a block together where they see one directory from one host."""
         mesh, places = self._mesh, self.sharing.places
-        divider = Divider(files=files, holdings=holdings, rank=mesh.rank)
+        divider = WritePlanner(files=files, holdings=holdings, rank=mesh.rank)
         every = mesh.world.gather_bytes(divider.said(), "who has what of divided tensors")
         names = [place.host for place in mesh.places]
         alone = (
@@ -195,14 +195,14 @@ class Saver:
         hosts = [(place_of[rank], str(rank) if alone else name) for rank, name in enumerate(names)]
         return divider.divide(every, hosts)
 
-    def _layout(self, content: Content) -> Mapping[str, Any]:
+    def _layout(self, content: SaveContent) -> Mapping[str, Any]:
         """The layout to note. That of parts says of which save they are: two of one step are not parts of one checkpoint."""
         if len(self.sharing.places) == 1:
             return content.layout
         token = self._mesh.world.gather_bytes(secrets.token_hex(8).encode(), "the name of the save")[0].decode()
         return {**content.layout, "save": token}
 
-    def _create(self, step: int, content: Content, files: Sequence[FileLayout], share: int | None) -> str:
+    def _create(self, step: int, content: SaveContent, files: Sequence[FileLayout], share: int | None) -> str:
         try:
             with disk_call("creation", self.store.temporary(step)):
                 directory = self.store.create(step, files, share)
@@ -233,7 +233,7 @@ class Saver:
         found = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text]
         return found[0] + (f" (and {len(found) - 1} more ranks)" if len(found) > 1 else "") if found else ""
 
-    def _exchange(self, edges: Sequence[Edge]) -> list[Edge]:
+    def _exchange(self, edges: Sequence[SharedBlock]) -> list[SharedBlock]:
         """Give every rank's edges to all; returns the others'."""
         head = json.dumps([[edge.file, edge.begin, len(edge.data)] for edge in edges]).encode()
         payload = len(head).to_bytes(8, "little") + head + b"".join(edge.data for edge in edges)
@@ -243,7 +243,7 @@ class Saver:
                 continue
             at = 8 + int.from_bytes(theirs[:8], "little")
             for file, begin, length in json.loads(theirs[8:at]):
-                received.append(Edge(file=file, begin=begin, data=theirs[at : at + length]))
+                received.append(SharedBlock(file=file, begin=begin, data=theirs[at : at + length]))
                 at += length
         return received
 
@@ -311,7 +311,7 @@ class Saver:
         return None
 
     def amend(self, step: int, name: str, data: bytes, keep: Callable[[], set[int]]) -> Saved:
-        """Put a small file into a checkpoint that is there, then remove those that `keep`, as in `Content`, no longer names."""
+        """Put a small file into a checkpoint that is there, then remove those that `keep`, as in `SaveContent`, no longer names."""
         saved = Saved(step=step, nbytes=0)
         problem = ""
         if self._mesh.rank == 0:
@@ -405,10 +405,12 @@ def _problem(task: Callable[[], object]) -> str:
 
 
 def _manifest(save: _Save, rows: Sequence[Sequence[Any]], part: tuple[int, int]) -> Manifest:
-    pieces: dict[int, list[Piece]] = {}
+    pieces: dict[int, list[ChecksumPiece]] = {}
     for number, begin, end, checksum, rank in sorted(rows, key=lambda row: (row[0], row[1])):
         path = save.files[number].path
-        pieces.setdefault(number, []).append(Piece(path=path, begin=begin, end=end, checksum=checksum, rank=rank))
+        pieces.setdefault(number, []).append(
+            ChecksumPiece(path=path, begin=begin, end=end, checksum=checksum, rank=rank)
+        )
     return Manifest(
         step=save.step,
         files={

@@ -16,17 +16,17 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from zeromesh import faults
-from zeromesh.checkpoint import manifest as manifests
-from zeromesh.checkpoint.blocks import pieces
-from zeromesh.checkpoint.manifest import FileRecord, Manifest, Piece, checksum
-from zeromesh.checkpoint.reader import manifest_of
+from zeromesh import fault_injection
+from zeromesh.checkpoint.format import manifest as manifests
+from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest, checksum
+from zeromesh.checkpoint.format.safetensors_layout import FileLayout
+from zeromesh.checkpoint.io.blocks import pieces
+from zeromesh.checkpoint.io.reader import manifest_of
 from zeromesh.checkpoint.remover import Remover
-from zeromesh.checkpoint.tensor_files import FileLayout
 from zeromesh.errors import StorageError
 from zeromesh.files import read_whole, write_whole
-from zeromesh.flat.split import Interval
-from zeromesh.offload.aio import PositionalFile, sync_directory
+from zeromesh.intervals import Interval
+from zeromesh.offload.io.direct_io import PositionalFile, sync_directory
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TMP = re.compile(r"step-\d{8,}\.tmp")
@@ -100,7 +100,7 @@ class CheckpointStore:
         Raises:
             StorageError: where there is no room, or it cannot be written.
         """
-        faults.visit("before-tmp")
+        fault_injection.visit("before-tmp")
         directory = self.temporary(step)
         needed = sum(file.nbytes for file in files) if share is None else share
         try:
@@ -142,18 +142,18 @@ class CheckpointStore:
         try:
             small = {path: _seal(directory / path, path) for path in _small_files(directory, manifest.files)}
             whole = replace(manifest, step=step, files={**manifest.files, **small})
-            faults.visit("before-manifest")
+            fault_injection.visit("before-manifest")
             self._put_manifest(directory, whole)
             for folder in {path.parent for path in directory.glob("*/*")}:
                 sync_directory(folder)
-            faults.visit("before-rename")
+            fault_injection.visit("before-rename")
             replaced = self._set_aside(step, final)
             directory.rename(final)
             sync_directory(self.root)
             self._discard(replaced)
         except OSError as error:
             raise StorageError(f"{str(directory)!r} cannot be written: {error.strerror or error}") from error
-        faults.visit("after-rename", *_largest(final, whole))
+        fault_injection.visit("after-rename", *_largest(final, whole))
 
     def amend(self, step: int, name: str, data: bytes) -> None:
         """Put the small file `name` into a checkpoint that is there: first the file, then a manifest with it, all at once.
@@ -208,7 +208,7 @@ class CheckpointStore:
 
     def _discard(self, trash: Path | None) -> None:
         if trash is not None:
-            faults.visit("during-retention")
+            fault_injection.visit("during-retention")
             self.trash.remove(trash)
 
 
@@ -232,7 +232,7 @@ def _record(name: str, data: bytes) -> FileRecord:
     return FileRecord(
         nbytes=len(data),
         pieces=tuple(
-            Piece(path=name, begin=cut.start, end=cut.end, checksum=checksum(data[cut.start : cut.end]), rank=0)
+            ChecksumPiece(path=name, begin=cut.start, end=cut.end, checksum=checksum(data[cut.start : cut.end]), rank=0)
             for cut in pieces(Interval(start=0, end=len(data)))
         ),
     )

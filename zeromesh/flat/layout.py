@@ -17,10 +17,10 @@ from typing import Literal
 
 import torch
 
-from zeromesh.checkpoint.regions import Region
 from zeromesh.errors import LayoutError
-from zeromesh.flat.part import ParameterPart, StageCopies
-from zeromesh.flat.split import ALIGNMENT, Interval, padded_length, round_up, shard_interval
+from zeromesh.flat.placement import ParameterPart, StageCopies
+from zeromesh.flat.regions import Region
+from zeromesh.intervals import ALIGNMENT, Interval, padded_length, round_up, shard_interval
 
 Granularity = Literal["element", "matrix"]
 
@@ -79,7 +79,7 @@ class ParameterSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slot:
+class ParameterSlot:
     """The place of one parameter in a bucket."""
 
     spec: ParameterSpec
@@ -87,7 +87,7 @@ class Slot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
+class ShardSegment:
     """A run of elements of a shard that are updated alike; `where` counts from the start of the shard."""
 
     group: int
@@ -97,7 +97,7 @@ class Segment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class ShardPiece:
     """The part of one parameter inside one shard."""
 
     spec: ParameterSpec
@@ -114,7 +114,7 @@ class BucketLayout:
     """
 
     name: str
-    slots: tuple[Slot, ...]
+    slots: tuple[ParameterSlot, ...]
     parts: int
     """Shards that the buffer is split into: the size of the shard axis."""
     alignment: int = ALIGNMENT
@@ -160,14 +160,14 @@ class BucketLayout:
             end = slot.where.end if slot is not None else self.padded
         return tuple(gaps)
 
-    def pieces(self, interval: Interval) -> tuple[Piece, ...]:
+    def pieces(self, interval: Interval) -> tuple[ShardPiece, ...]:
         """What parts of which parameters lie in `interval`; `in_shard` counts from its start. Empty parts are left out."""
         found = []
         for slot in self.slots:
             common = slot.where.intersect(interval)
             if common.length:
                 found.append(
-                    Piece(
+                    ShardPiece(
                         spec=slot.spec,
                         in_parameter=Interval(start=common.start - slot.where.start, end=common.end - slot.where.start),
                         in_shard=Interval(start=common.start - interval.start, end=common.end - interval.start),
@@ -175,7 +175,7 @@ class BucketLayout:
                 )
         return tuple(found)
 
-    def segments(self, interval: Interval, kinds: Sequence[object] | None = None) -> tuple[Segment, ...]:
+    def segments(self, interval: Interval, kinds: Sequence[object] | None = None) -> tuple[ShardSegment, ...]:
         """`interval` cut where the optimizer group changes, or what `kinds` has for each slot. Gaps go with the parameter before
         them."""
         if not self.slots or not interval.length:
@@ -188,7 +188,7 @@ class BucketLayout:
             common = Interval(start=start, end=end).intersect(interval)
             if common.length:
                 where = Interval(start=common.start - interval.start, end=common.end - interval.start)
-                segments.append(Segment(group=keys[number][0], slot=number, where=where))
+                segments.append(ShardSegment(group=keys[number][0], slot=number, where=where))
         return tuple(segments)
 
 
@@ -204,7 +204,7 @@ def build_layout(name: str, specs: Iterable[ParameterSpec], parts: int, alignmen
     for spec in ordered:
         start = round_up(end, alignment)
         end = start + spec.numel
-        slots.append(Slot(spec=spec, where=Interval(start=start, end=end)))
+        slots.append(ParameterSlot(spec=spec, where=Interval(start=start, end=end)))
     return BucketLayout(name=name, slots=tuple(slots), parts=parts, alignment=alignment)
 
 

@@ -1,4 +1,4 @@
 """The process mesh: rank arithmetic, the launch environment, process groups, transports and collectives.
 
-Nothing is re-exported here, so that `zeromesh.mesh.axes` and `zeromesh.mesh.launch` load without torch.
+Nothing is re-exported here, so that `zeromesh.mesh.mesh_shape` and `zeromesh.environment` load without torch.
 """

@@ -1,4 +1,7 @@
-"""`ProcessMesh`: the ranks of a run on named axes, joined: their process sets, board, watch and device."""
+"""`ProcessMesh`: the ranks of a run on named axes, joined: their process sets, board, watch and device.
+
+The names that the rest of the house uses: `Mesh`, short for `ProcessMesh`, its `ProcessSet`s, and this process's device.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeromesh.environment import LaunchEnvironment
 from zeromesh.errors import CollectiveError, ConfigError, LayoutError, StorageError, ZeromeshError
-from zeromesh.mesh.axes import AXES, Axis, Coordinate, MeshShape
-from zeromesh.mesh.board import SharedBoard, Store, StoreBoard
-from zeromesh.mesh.clock import StepClock
-from zeromesh.mesh.launch import LaunchEnvironment
-from zeromesh.mesh.links import Lane, Link, Links
-from zeromesh.mesh.picture import mesh_picture
-from zeromesh.mesh.places import exchange_places
+from zeromesh.mesh.host_discovery import exchange_places
+from zeromesh.mesh.mesh_shape import AXES, Axis, Coordinate, MeshShape
+from zeromesh.mesh.process_groups import Lane, Link, Links
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.mesh.process_sets import ProcessSets
+from zeromesh.mesh.process_set_registry import ProcessSets
+from zeromesh.mesh.rank_order import Order, ProcessLocation, far_warning, mesh_picture, rank_order
 from zeromesh.mesh.run_store import START_SECONDS
-from zeromesh.mesh.segments import Segment
-from zeromesh.mesh.topology import Order, Place, far_warning, rank_order
-from zeromesh.mesh.traffic import Account, Traffic
-from zeromesh.mesh.watch import Activity, Watch
+from zeromesh.offload.memory.shared_segment import SharedSegment
+from zeromesh.telemetry.comm_stats import Account, CommStats
+from zeromesh.telemetry.status_board import SharedBoard, Store, StoreBoard
+from zeromesh.telemetry.step_timer import StepTimer
+from zeromesh.telemetry.watchdog import Activity, Watchdog
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class ProcessMesh:
         mesh.coordinate, mesh.neighbour("pipeline", 1), mesh.picture()
         mesh.process_sets.add([0, 3], name="edges")
 
-    Ranks are numbered by `order` (see `mesh/topology.py`), so `rank` may differ from the number that the launcher gave this
+    Ranks are numbered by `order` (see `mesh/rank_order.py`), so `rank` may differ from the number that the launcher gave this
     process. Every rank makes the mesh, with equal arguments but for `environment` and `device`.
 
     Raises:
@@ -75,10 +77,10 @@ class ProcessMesh:
         self.world_size = environment.world_size
         self.clock = _step_clock(device)
         """Where the time of a step goes."""
-        self.traffic = Traffic(self.clock)
+        self.traffic = CommStats(self.clock)
         self.processes: tuple[int, ...] = (0,)
         """The numbers that the launch has given the ranks."""
-        self.places: tuple[Place, ...] = (Place(host="here"),)
+        self.places: tuple[ProcessLocation, ...] = (ProcessLocation(host="here"),)
         """Where the ranks run."""
         self._one_host = True
         self._shares_memory = True
@@ -137,28 +139,28 @@ class ProcessMesh:
             )
         return found
 
-    def _make_watch(self, store: Store, timeout_seconds: float) -> Watch:
+    def _make_watch(self, store: Store, timeout_seconds: float) -> Watchdog:
         if self._one_host:
             segment = self._shared_board(store)
             if segment is not None:
-                return Watch(SharedBoard(segment, self.rank), self.rank, timeout_seconds, compare_events=True)
+                return Watchdog(SharedBoard(segment, self.rank), self.rank, timeout_seconds, compare_events=True)
             self._one_host = self._shares_memory = False
         store = self._links.rows() or store
         board = StoreBoard(store, store.clone(), self.rank, stale_seconds=timeout_seconds)
         dist.barrier()
-        return Watch(board, self.rank, timeout_seconds, compare_events=False)
+        return Watchdog(board, self.rank, timeout_seconds, compare_events=False)
 
-    def _shared_board(self, store: Store) -> Segment | None:
+    def _shared_board(self, store: Store) -> SharedSegment | None:
         """Rank 0's board segment, or None when some rank cannot map it."""
-        segment: Segment | None = None
+        segment: SharedSegment | None = None
         nbytes = SharedBoard.nbytes(self.world_size)
         if self.rank == 0:
-            segment = Segment.create("board", nbytes)
+            segment = SharedSegment.create("board", nbytes)
             store.set("board-at", f"{os.getpid()} {segment.descriptor}")
         pid, descriptor = (int(part) for part in store.get("board-at").split())
         try:
             if segment is None:
-                segment = Segment.attach(pid, descriptor, nbytes, "board")
+                segment = SharedSegment.attach(pid, descriptor, nbytes, "board")
         except StorageError:
             segment = None
         mapped = torch.tensor([0 if segment is None else 1])
@@ -266,7 +268,7 @@ class ProcessMesh:
                 self.world.barrier(what)
 
     def call(self, name: str) -> AbstractContextManager[None]:
-        """The block is a call that all ranks make, such as `trainer.evaluate()`; see `Watch.call`."""
+        """The block is a call that all ranks make, such as `trainer.evaluate()`; see `Watchdog.call`."""
         return nullcontext() if self.watch is None else self.watch.call(name, self.world.ranks)
 
     @property
@@ -286,7 +288,7 @@ class ProcessMesh:
         return self.watch is not None and self.watch.in_doubt
 
     @property
-    def watch(self) -> Watch | None:
+    def watch(self) -> Watchdog | None:
         """Bounds waits for the others; None on a single rank, and once the mesh is closed."""
         return self._links.watch
 
@@ -307,10 +309,10 @@ class ProcessMesh:
         self._links.leave(default=True)
 
 
-def _step_clock(device: torch.device) -> StepClock:
+def _step_clock(device: torch.device) -> StepTimer:
     """The clock of a device: the host's, or events on the stream that computes, which nobody waits for."""
     if device.type != "cuda":
-        return StepClock()
+        return StepTimer()
 
     def mark() -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -320,4 +322,27 @@ def _step_clock(device: torch.device) -> StepClock:
     def between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
         return begin.elapsed_time(end) / 1e3 if end.query() else None  # type: ignore[no-untyped-call]
 
-    return StepClock(mark, between)
+    return StepTimer(mark, between)
+
+
+Mesh = ProcessMesh
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """The accelerator of this process's local rank, made current, if there is one; else the CPU.
+
+    Raises:
+        ConfigError: when the host has fewer accelerators than ranks.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no CUDA device: this host has {torch.cuda.device_count()}; start as many ranks"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+__all__ = ["CollectiveError", "Mesh", "ProcessSet", "pick_device"]

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.errors import CollectiveError
-from zeromesh.mesh.links import Link
-from zeromesh.mesh.traffic import Account, Collective
-from zeromesh.mesh.watch import Watch
+from zeromesh.mesh.process_groups import Link
+from zeromesh.telemetry.comm_stats import Account, Collective
+from zeromesh.telemetry.watchdog import Watchdog
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class ProcessSet:
     ranks: tuple[int, ...]
     index: int
     """This rank's position in `ranks`; -1 when it is not one of them."""
-    watch: Watch | None
+    watch: Watchdog | None
     link: Link | None
     """The process groups; None for a set of one rank, and outside of the set."""
     one_host: bool
@@ -135,12 +135,12 @@ class ProcessSet:
         if self.link is not None and self.link.left:
             raise CollectiveError(f"process set {self.name} (ranks {_listed(self.ranks)}) was removed; add it again")
 
-    def _joined(self) -> tuple[Link, Watch] | None:
+    def _joined(self) -> tuple[Link, Watchdog] | None:
         """The link to the others; None for a set of one rank."""
         self.require_member()
         return None if self.link is None or self.watch is None else (self.link, self.watch)
 
-    def _gather(self, joined: tuple[Link, Watch], mine: torch.Tensor, what: str) -> list[torch.Tensor]:
+    def _gather(self, joined: tuple[Link, Watchdog], mine: torch.Tensor, what: str) -> list[torch.Tensor]:
         link, watch = joined
         everyone = [torch.empty_like(mine) for _ in self.ranks]
         self.traffic.count(Collective.AGREEMENT, mine.nbytes * self.size)

@@ -22,9 +22,9 @@ from functools import cache
 
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
+from zeromesh.environment import LaunchEnvironment, launch_identity, launcher_serves_store
 from zeromesh.errors import CollectiveError, ConfigError
-from zeromesh.mesh.interfaces import listen
-from zeromesh.mesh.launch import LaunchEnvironment, launch_identity, launcher_serves_store
+from zeromesh.mesh.network_interfaces import listen
 
 START_SECONDS = 300
 """Start-up may wait longer than a step: processes import and read models at different speeds."""
@@ -35,7 +35,7 @@ _ROW_BYTES = 1 << 15
 _ROW_HEAD = struct.Struct("<II")  # length and checksum
 
 
-class Rows:
+class LocalRowStore:
     """The store of a `StoreBoard` for ranks of one host that cannot map each other's memory: one row per rank, written in place.
 
     A `FileStore` is a log, which would grow with every row that is published. `mesh` counts the meshes of the process.
@@ -64,7 +64,7 @@ class Rows:
             time.sleep(0.001)
         raise RuntimeError(f"nothing was stored under {key} within {START_SECONDS} seconds")
 
-    def clone(self) -> Rows:
+    def clone(self) -> LocalRowStore:
         """Access for another thread: nothing is kept between calls, so this object serves several."""
         return self
 
@@ -98,11 +98,11 @@ def run_store(environment: LaunchEnvironment) -> Store:
     )
 
 
-def rows(environment: LaunchEnvironment, mesh: int) -> Rows | None:
+def rows(environment: LaunchEnvironment, mesh: int) -> LocalRowStore | None:
     """Where the ranks publish their rows, in the order of meshes; None: in the store itself, which is that of several hosts."""
     if not _one_host(environment):
         return None
-    return Rows(_descriptors(environment)[1], mesh, environment.world_size)
+    return LocalRowStore(_descriptors(environment)[1], mesh, environment.world_size)
 
 
 def _one_host(environment: LaunchEnvironment) -> bool:
@@ -111,7 +111,7 @@ def _one_host(environment: LaunchEnvironment) -> bool:
 
 @cache
 def _descriptors(environment: LaunchEnvironment) -> tuple[int, int]:
-    """Two files in memory that all ranks of the host have open: for the store, and for `Rows`."""
+    """Two files in memory that all ranks of the host have open: for the store, and for `LocalRowStore`."""
     name = (
         b"\0zeromesh-" + hashlib.sha256(f"{os.geteuid()} {launch_identity(environment)}".encode()).hexdigest().encode()
     )

@@ -13,12 +13,12 @@ from zlib import crc32
 
 import torch
 
+from zeromesh.comm.point_to_point import Channels, Incoming, MessageSpec
 from zeromesh.errors import CollectiveError, LayoutError
-from zeromesh.mesh.channel import Channels, Incoming, TensorSpec
-from zeromesh.mesh.groups import ProcessSet
-from zeromesh.mesh.watch import Activity, Watch
-from zeromesh.pipeline.schedule import Action, Kind, Message, Schedule, received_by, sent_by
-from zeromesh.pipeline.simulate import Span, Timeline, simulate, validate
+from zeromesh.mesh.process_mesh import ProcessSet
+from zeromesh.pipeline.schedule.actions import Action, Kind, Message, PipelineSchedule, received_by, sent_by
+from zeromesh.pipeline.schedule.simulator import ActionTime, Timeline, simulate, validate
+from zeromesh.telemetry.watchdog import Activity, Watchdog
 
 
 class StageRunner(Protocol):
@@ -84,18 +84,18 @@ def _seconds(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> 
 class Measured:
     """One run of a schedule on this rank. On a device, asking for seconds waits until it has been computed."""
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     rank: int
     marks: tuple[float | torch.cuda.Event, ...]
     """The beginning, start and end of each action, the end."""
 
     @property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[ActionTime, ...]:
         """The actions' own time, in seconds since the beginning: not what was waited for before them."""
         began, *inner = self.marks[:-1]
         moments = [_seconds(began, mark) for mark in inner]
         return tuple(
-            Span(action=action, start=moments[2 * n], end=moments[2 * n + 1])
+            ActionTime(action=action, start=moments[2 * n], end=moments[2 * n + 1])
             for n, action in enumerate(self.schedule.actions[self.rank])
         )
 
@@ -126,9 +126,9 @@ class Executor:
     def __init__(self, group: ProcessSet, channels: Channels) -> None:
         self.group = group
         self._channels = channels
-        self._plans: dict[Schedule, _Plan] = {}
+        self._plans: dict[PipelineSchedule, _Plan] = {}
 
-    def run(self, schedule: Schedule, runner: StageRunner) -> Measured:
+    def run(self, schedule: PipelineSchedule, runner: StageRunner) -> Measured:
         """Carry out this rank's part of a schedule.
 
         Raises:
@@ -150,7 +150,7 @@ class Executor:
         self._channels.settle()
         return Measured(schedule=schedule, rank=self.group.index, marks=(*marks, run.clock.mark()))
 
-    def _agree(self, schedule: Schedule, shapes: Sequence[Hashable]) -> None:
+    def _agree(self, schedule: PipelineSchedule, shapes: Sequence[Hashable]) -> None:
         """Shapes that one rank remembers and another does not would end in an abort."""
         mine = [schedule.microbatches, crc32(repr((schedule.name, schedule.chunks, shapes)).encode())]
         everyone = self.group.gather_integers(mine)
@@ -173,10 +173,10 @@ class Executor:
         return bubble(measured.schedule, [[value * 1e-9 for value in row] for row in rows])
 
 
-def bubble(schedule: Schedule, times: Sequence[Sequence[float]]) -> Bubble:
+def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubble:
     """Predicted and measured. `times` has start and end of each action of each rank, in seconds."""
     spans = tuple(
-        tuple(Span(action=action, start=row[2 * n], end=row[2 * n + 1]) for n, action in enumerate(actions))
+        tuple(ActionTime(action=action, start=row[2 * n], end=row[2 * n + 1]) for n, action in enumerate(actions))
         for actions, row in zip(schedule.actions, times, strict=True)
     )
     timeline = Timeline(spans=spans)
@@ -196,7 +196,7 @@ def bubble(schedule: Schedule, times: Sequence[Sequence[float]]) -> Bubble:
 class _Plan:
     """A rank's part of a schedule: its actions, and what each neighbour sends it, in order."""
 
-    def __init__(self, schedule: Schedule, rank: int) -> None:
+    def __init__(self, schedule: PipelineSchedule, rank: int) -> None:
         self.schedule = schedule
         self.rank = rank
         self.actions = schedule.actions[rank]
@@ -225,12 +225,12 @@ class _Run:
         self._waiting: dict[Message, Incoming] = {}
         self._here: dict[Message, list[torch.Tensor]] = {}
         """What this rank sends itself."""
-        self._gradients: dict[tuple[int, int], list[TensorSpec]] = {}
+        self._gradients: dict[tuple[int, int], list[MessageSpec]] = {}
         """By stage and microbatch: the gradients that are to come back for what it has sent."""
-        self._owed: dict[tuple[int, int], list[TensorSpec]] = {}
+        self._owed: dict[tuple[int, int], list[MessageSpec]] = {}
         """The same for what it has received."""
 
-    def do(self, action: Action, watch: Watch | None) -> list[float | torch.cuda.Event]:
+    def do(self, action: Action, watch: Watchdog | None) -> list[float | torch.cuda.Event]:
         """Wait for what the action needs, carry it out, send what it makes; returns its start and end."""
         schedule, rank = self._plan.schedule, self._plan.rank
         received: Sequence[torch.Tensor] = ()
@@ -310,5 +310,5 @@ class _Run:
         self._waiting[message] = self._channels.receive(source, self._kind(message), str(message), specs)
 
 
-def _differentiable(tensors: Sequence[torch.Tensor]) -> list[TensorSpec]:
-    return [TensorSpec.of(tensor) for tensor in tensors if tensor.requires_grad]
+def _differentiable(tensors: Sequence[torch.Tensor]) -> list[MessageSpec]:
+    return [MessageSpec.of(tensor) for tensor in tensors if tensor.requires_grad]

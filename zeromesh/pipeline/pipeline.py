@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.mesh.channel import Channels
-from zeromesh.mesh.groups import Mesh
-from zeromesh.pipeline.deferred import WeightQueue, defer_weights
+from zeromesh.comm.point_to_point import Channels
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Bubble, Executor, Measured
-from zeromesh.pipeline.generate import StagedForward
-from zeromesh.pipeline.runner import LossOf, Work, ZeroRunner
-from zeromesh.pipeline.schedule import Schedule, ScheduleName, forward_only, make_schedule
-from zeromesh.pipeline.stage import Stages
+from zeromesh.pipeline.generation import StagedForward
+from zeromesh.pipeline.schedule.actions import PipelineSchedule, ScheduleName, forward_only, make_schedule
+from zeromesh.pipeline.stages.build import Stages
+from zeromesh.pipeline.zero_runner import LossOf, MicrobatchWork, ZeroRunner
 from zeromesh.zero.passes import Passes
 
 
@@ -42,11 +42,11 @@ class Pipeline:
         """Whether this rank has the last stage, which knows the loss."""
         return self.stages.is_last(self._chunks - 1)
 
-    def schedule(self, microbatches: int) -> Schedule:
+    def schedule(self, microbatches: int) -> PipelineSchedule:
         """The order in which a step of so many microbatches runs."""
         return make_schedule(self._name, ranks=self._ranks, microbatches=microbatches, chunks=self._chunks)
 
-    def train(self, passes: Passes, work: Sequence[Work], loss: LossOf) -> list[torch.Tensor]:
+    def train(self, passes: Passes, work: Sequence[MicrobatchWork], loss: LossOf) -> list[torch.Tensor]:
         """Forward and backward of a step's microbatches; returns their losses on the last stage, zeros elsewhere.
 
         Raises:
@@ -59,7 +59,7 @@ class Pipeline:
         return runner.losses
 
     def evaluate(
-        self, passes: Passes, work: Sequence[Work], loss: LossOf, around: AbstractContextManager[object]
+        self, passes: Passes, work: Sequence[MicrobatchWork], loss: LossOf, around: AbstractContextManager[object]
     ) -> list[torch.Tensor]:
         """Forward alone, inside `around`, which is a pass of the engine."""
         runner = ZeroRunner(passes, self.stages, work, loss)

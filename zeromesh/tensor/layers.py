@@ -17,14 +17,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zeromesh.flat.split import Interval
-from zeromesh.mesh.exchange import Exchange
-from zeromesh.tensor import functions
-from zeromesh.tensor.cross_entropy import UNCHANGED, LogitChange
-from zeromesh.tensor.products import linear
-from zeromesh.tensor.randomness import ShardedRandomness
+from zeromesh.comm.activation_collectives import Exchange
+from zeromesh.intervals import Interval
+from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange
+from zeromesh.kernels.cpu_matmul import linear
+from zeromesh.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
+from zeromesh.tensor import autograd_collectives
+from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.tensor.shared_input import SequenceShares, SharedInput, sequence_dim
-from zeromesh.tensor.vocab_loss import vocab_parallel_cross_entropy
 
 
 class _Linear(nn.Module):
@@ -73,7 +73,7 @@ class ColumnParallelLinear(_Linear):
         """`x` [..., in] to [..., this rank's outputs], or to [..., all outputs] where they are gathered."""
         out = self._source.project(x, self._number, self.weight, self.bias)
         if self._gathered is not None:
-            return functions.gather(out, -1, self._source.exchange, self._gathered)
+            return autograd_collectives.gather(out, -1, self._source.exchange, self._gathered)
         if self._randomness is not None and self.training:
             self._randomness.enter()
         return out
@@ -146,15 +146,15 @@ class RowParallelLinear(_Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., this rank's inputs] to [..., out]; along the sequence, a share of it."""
         if self._splits is not None:
-            x = functions.split(x, -1, self._exchange, self._splits)
+            x = autograd_collectives.split(x, -1, self._exchange, self._splits)
         if self._source is not None:
             self._source.forget()
         if self._randomness is not None:
             self._randomness.leave()
         out = linear(x, self.weight.t() if self.transposed else self.weight, None)
         if self._shares is not None and self._shares.active:
-            return functions.scatter_out(out, self.bias, sequence_dim(out), self._exchange)
-        return functions.sum_out(out, self.bias, self._exchange)
+            return autograd_collectives.scatter_out(out, self.bias, sequence_dim(out), self._exchange)
+        return autograd_collectives.sum_out(out, self.bias, self._exchange)
 
 
 def lookup_own(
@@ -166,7 +166,7 @@ def lookup_own(
     """
     foreign = (ids < tokens.start) | (ids >= tokens.end)
     vectors = lookup((ids - tokens.start).masked_fill(foreign, 0))
-    return functions.sum_out(vectors.masked_fill(foreign.unsqueeze(-1), 0), None, exchange)
+    return autograd_collectives.sum_out(vectors.masked_fill(foreign.unsqueeze(-1), 0), None, exchange)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -246,10 +246,10 @@ def divided_experts(
 
     def taken(value: torch.Tensor) -> torch.Tensor:
         tracked = isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()
-        return functions.copy_in(value, exchange) if tracked else value
+        return autograd_collectives.copy_in(value, exchange) if tracked else value
 
     out = forward(*map(taken, args), **{name: taken(value) for name, value in kwargs.items()})
-    return functions.sum_out(out, None, exchange)
+    return autograd_collectives.sum_out(out, None, exchange)
 
 
 def latent_and_rotary(
@@ -260,5 +260,5 @@ def latent_and_rotary(
     Keys are made of the latent ones by column layers, which sum the gradient; the rotary ones go to this rank's heads as they are.
     """
     out = forward(x)
-    rotary = functions.copy_in(out[..., latent:], exchange)
+    rotary = autograd_collectives.copy_in(out[..., latent:], exchange)
     return torch.cat((out[..., :latent], rotary), dim=-1)

@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import LayoutError, PhaseError
-from zeromesh.mesh.exchange import Exchange
-from zeromesh.tensor.functions import Gradients, share_of_dim, uncompiled
-from zeromesh.tensor.products import linear, linear_grad_weight, linear_grad_x
+from zeromesh.kernels.cpu_matmul import linear, linear_grad_weight, linear_grad_x
+from zeromesh.tensor.autograd_collectives import Gradients, share_of_dim, uncompiled
 
 
 class SequenceShares:

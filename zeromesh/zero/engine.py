@@ -19,25 +19,24 @@ from torch import nn
 
 from zeromesh.errors import ConfigError, LayoutError, NonFiniteError, PhaseError
 from zeromesh.flat.placement import Placement
-from zeromesh.mesh.clock import Span
-from zeromesh.mesh.groups import Mesh
-from zeromesh.mesh.watch import Activity
+from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor, Tiers
-from zeromesh.optim.sharded import GroupRules, Rates
-from zeromesh.zero.access import StateAccess
-from zeromesh.zero.build import Built, build_units, open_tiers
-from zeromesh.zero.flags import TrainedFlags
-from zeromesh.zero.holdings import StateHoldings
+from zeromesh.optim.fused_optimizer import GroupRules, Rates
+from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome
+from zeromesh.options import ZeroOptions
+from zeromesh.rng import Streams
+from zeromesh.telemetry.step_timer import StepPhase
+from zeromesh.telemetry.watchdog import Activity
+from zeromesh.units.build import Built, build_units, open_tiers
+from zeromesh.units.plan import ModelCuts, ModelPlan, plan_model
+from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets
+from zeromesh.weight_init.weight_sources import BuiltSource, ParameterSource
+from zeromesh.zero.checkpoint_state import CheckpointState
+from zeromesh.zero.full_state import FullState
 from zeromesh.zero.hooks import Hooks
-from zeromesh.zero.options import ZeroOptions
+from zeromesh.zero.pass_progress import MicrobatchPosition, PassMode
 from zeromesh.zero.passes import Passes
-from zeromesh.zero.phase import Phase
-from zeromesh.zero.plan import ModelCuts, ModelPlan, plan_model
-from zeromesh.zero.randomness import Streams
-from zeromesh.zero.sources import BuiltSource, ParameterSource
-from zeromesh.zero.unit import Bucket, Unit, all_buckets
-from zeromesh.zero.update import StepOutcome, Updater
-from zeromesh.zero.walk import Microbatch, Mode
+from zeromesh.zero.requires_grad import RequiresGradFlags
 
 _Result = TypeVar("_Result")
 
@@ -57,7 +56,7 @@ class ZeroEngine:
         self.transport = built.transport
         self._reduction = built.reduction
         self._sharded = options.placements.parameters is Placement.SHARDED
-        self.updater = Updater(self.units, mesh, options, built.tiers)
+        self.updater = OptimizerStep(self.units, mesh, options, built.tiers)
         self.passes = Passes(built, mesh, options, self.updater, _chunks(self.units, cuts or ModelCuts()))
         self._exchanged = False
         """Whether averaged weights and master weights have changed places."""
@@ -66,7 +65,7 @@ class ZeroEngine:
         if mesh.watch is not None:
             mesh.watch.name_units(_names_by_rank(mesh, self.units))
         self._hooks = Hooks(self.units, self.passes)
-        self.flags = TrainedFlags(built, mesh, options, self.updater, self.passes.gradients, self._hooks)
+        self.flags = RequiresGradFlags(built, mesh, options, self.updater, self.passes.gradients, self._hooks)
         """Which parameters are trained."""
         if not self._sharded:
             self._gather_all()
@@ -113,28 +112,28 @@ class ZeroEngine:
         return self._reduction.name
 
     @property
-    def state(self) -> StateAccess:
+    def state(self) -> FullState:
         """Whole parameters and gradients by name."""
         return self._access(averaged=False)
 
     @property
-    def averaged_state(self) -> StateAccess:
+    def averaged_state(self) -> FullState:
         """The same with averaged weights, which are the weights themselves where no average is kept."""
         return self._access(averaged=True)
 
-    def _access(self, *, averaged: bool) -> StateAccess:
+    def _access(self, *, averaged: bool) -> FullState:
         averages = self.updater.averages if averaged != self._exchanged else None
 
         def weights_of(bucket: Bucket) -> TieredTensor:
             average = averages.of(bucket) if averages is not None and averages.count else None
             return average or bucket.master
 
-        return StateAccess(self.model, self.units, self.mesh, self.options.precision.reduce, weights_of)
+        return FullState(self.model, self.units, self.mesh, self.options.precision.reduce, weights_of)
 
     @property
-    def holdings(self) -> StateHoldings:
+    def holdings(self) -> CheckpointState:
         """This rank's part of all states, by the names of whole tensors."""
-        return StateHoldings(self.model, self.units, self.updater, self.mesh, self.options)
+        return CheckpointState(self.model, self.units, self.updater, self.mesh, self.options)
 
     # A step
 
@@ -148,7 +147,9 @@ class ZeroEngine:
         self.updater.begin_step(rates)
         self.mesh.post(Activity.FORWARD, 0, step=step)
 
-    def forward_backward(self, run: Callable[[], torch.Tensor], seed: float, microbatch: Microbatch) -> torch.Tensor:
+    def forward_backward(
+        self, run: Callable[[], torch.Tensor], seed: float, microbatch: MicrobatchPosition
+    ) -> torch.Tensor:
         """Run one microbatch: `run()` gives the sum of its losses, a scalar, whose backward starts with `seed`.
 
         Returns the detached loss. Gradients are afterwards on their way to, or in, this rank's shards.
@@ -162,7 +163,7 @@ class ZeroEngine:
         try:
             loss = self.passes.train(run, seed * self.updater.scaler.scale, microbatch)
         except BaseException as error:
-            self._mixed = updates and self.passes.mode is Mode.BACKWARD
+            self._mixed = updates and self.passes.mode is PassMode.BACKWARD
             self.mesh.fail(error)
             raise
         self._mixed = updates
@@ -192,7 +193,7 @@ class ZeroEngine:
         """
         self._mixed = True
         try:
-            with self.mesh.clock.span(Span.OPTIMIZER):
+            with self.mesh.clock.span(StepPhase.OPTIMIZER):
                 outcome = self.updater.finish(self.units, factor, loss_finite=loss_finite)
                 self._next_generation()
             self.tiers.check()  # Before anything is saved of it.
@@ -217,7 +218,7 @@ class ZeroEngine:
                 for parameter in bucket.parameters:
                     parameter.grad = None
         self.updater.abandon()
-        if self.passes.mode is not Mode.IDLE:
+        if self.passes.mode is not PassMode.IDLE:
             self.passes.end()
         return True
 
@@ -296,8 +297,8 @@ class ZeroEngine:
         self._exchanged = not self._exchanged
 
     def gathered(self, fqns: Sequence[str]) -> AbstractContextManager[None]:
-        """Inside the block these parameters are whole on every rank, in the compute dtype, to be read; see `StateAccess.whole`."""
-        if self.passes.mode in (Mode.FORWARD, Mode.BACKWARD):
+        """Inside the block these parameters are whole on every rank, in the compute dtype, to be read; see `FullState.whole`."""
+        if self.passes.mode in (PassMode.FORWARD, PassMode.BACKWARD):
             raise PhaseError(
                 f"gathered() was called during {self.passes.mode.value}; call it between passes over the model"
             )

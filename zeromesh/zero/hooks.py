@@ -19,7 +19,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from zeromesh.zero.unit import Bucket, Unit, all_buckets, no_engine
+from zeromesh.units.unit import Bucket, Unit, all_buckets, no_engine
 
 _DEPTH = 4
 """Objects inside objects are looked into so far for tensors."""

@@ -17,24 +17,23 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zeromesh import faults, ranges
+from zeromesh import fault_injection, profiler_ranges
 from zeromesh.errors import PhaseError
 from zeromesh.flat.placement import Placement
-from zeromesh.mesh.clock import Span
-from zeromesh.mesh.groups import Mesh
-from zeromesh.mesh.watch import Activity
-from zeromesh.zero.build import Built
-from zeromesh.zero.entrances import Calls
-from zeromesh.zero.gathers import Gathers
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.optim.optimizer_step import OptimizerStep
+from zeromesh.options import ZeroOptions
+from zeromesh.rng import Streams, own_randomness
+from zeromesh.telemetry.step_timer import StepPhase
+from zeromesh.telemetry.watchdog import Activity
+from zeromesh.units.build import Built
+from zeromesh.units.unit import Bucket, Phase, Unit
+from zeromesh.zero.backward_entry import UnitCalls
+from zeromesh.zero.gradient_reducer import GradientReducer
 from zeromesh.zero.hooks import on_gradient_of, tensors_in, tensors_on
-from zeromesh.zero.options import ZeroOptions
-from zeromesh.zero.phase import Phase
-from zeromesh.zero.randomness import Streams, own_randomness
-from zeromesh.zero.reduction import GradientReducer
-from zeromesh.zero.unit import Bucket, Unit
-from zeromesh.zero.update import Updater
-from zeromesh.zero.walk import Microbatch, Mode, Walk
-from zeromesh.zero.writes import Writes
+from zeromesh.zero.inplace_writes import InplaceWrites
+from zeromesh.zero.pass_progress import MicrobatchPosition, PassMode, PassProgress
+from zeromesh.zero.prefetch import Prefetcher
 
 Tensors = Sequence[torch.Tensor]
 
@@ -44,10 +43,10 @@ class Forward:
     """A microbatch between its forward, of a chunk of the model, and its backward."""
 
     chunk: int
-    microbatch: Microbatch
+    microbatch: MicrobatchPosition
     outputs: Sequence[torch.Tensor | GradientEdge]
     """What backward starts from: those that need a gradient."""
-    walk: Walk
+    walk: PassProgress
     held: list[tuple[Bucket, int, torch.Tensor]] = field(default_factory=list)
     """Gradients that have come before they were wanted."""
 
@@ -60,24 +59,24 @@ class Passes:
         built: Built,
         mesh: Mesh,
         options: ZeroOptions,
-        updater: Updater,
+        updater: OptimizerStep,
         chunks: Sequence[Sequence[Unit]] = (),
     ) -> None:
         """`chunks` are the units of each part of the model that runs by itself; none: it is one."""
         self.units = built.units
         self._chunks = chunks or [built.units]
-        self.mode = Mode.IDLE
+        self.mode = PassMode.IDLE
         self._mesh = mesh
         self._options = options
         self._updater = updater
         self._transport = built.transport
         self._sharded = options.placements.parameters is Placement.SHARDED
         self._unit_of = {id(bucket): unit for unit in self.units for bucket in unit.buckets}
-        self.gathers = Gathers(self.units, mesh, options.prefetch)
+        self.gathers = Prefetcher(self.units, mesh, options.prefetch)
         self._entry: nn.Module | None = None
-        self._calls = Calls()
-        self.writes = Writes(mesh)
-        self._walk = Walk()
+        self._calls = UnitCalls()
+        self.writes = InplaceWrites(mesh)
+        self._walk = PassProgress()
         self._holding: Forward | None = None
         self._weights_alone = False
         """Whether a backward runs that computes gradients of weights from what is kept, and reads no parameter."""
@@ -96,27 +95,29 @@ class Passes:
 
     # Training
 
-    def train(self, run: Callable[[], torch.Tensor], seed: float, microbatch: Microbatch) -> torch.Tensor:
+    def train(self, run: Callable[[], torch.Tensor], seed: float, microbatch: MicrobatchPosition) -> torch.Tensor:
         """Forward and backward of a microbatch at once: `run()` gives a scalar, whose backward starts with `seed`.
 
         Returns the detached scalar.
         """
         streams = self._begin_forward("train", microbatch)
         with streams.in_force(), torch.enable_grad():
-            with self._mesh.clock.span(Span.FORWARD):
+            with self._mesh.clock.span(StepPhase.FORWARD):
                 loss = run()
             self._end_forward([loss])
             outputs, seeds = ([loss], [torch.full_like(loss, seed)]) if loss.requires_grad else ([], [])
             done = Forward(chunk=0, microbatch=microbatch, outputs=outputs, walk=self._walk)
-            self.mode = Mode.BACKWARD
+            self.mode = PassMode.BACKWARD
             self._reduce_during(done, lambda: self._run_backward(done, seeds))
         self.end()
         return loss.detach()
 
-    def forward(self, chunk: int, run: Callable[[], Tensors], microbatch: Microbatch) -> tuple[Tensors, Forward]:
+    def forward(
+        self, chunk: int, run: Callable[[], Tensors], microbatch: MicrobatchPosition
+    ) -> tuple[Tensors, Forward]:
         """Forward of a microbatch through a chunk, whose backward comes later. Returns what `run` does too."""
         streams = self._begin_forward(f"forward of chunk {chunk}", microbatch)
-        with streams.in_force(), torch.enable_grad(), self._mesh.clock.span(Span.FORWARD):
+        with streams.in_force(), torch.enable_grad(), self._mesh.clock.span(StepPhase.FORWARD):
             made = run()
             self._end_forward(made)
         # The edges alone: what was sent on need not stay until backward.
@@ -127,19 +128,19 @@ class Passes:
 
     def backward(self, forward: Forward, gradients: Tensors) -> None:
         """Backward of a microbatch, from the gradients of its outputs."""
-        self._begin(Mode.BACKWARD, f"backward of chunk {forward.chunk}", forward.walk)
+        self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward.walk)
         with own_randomness():
             self._reduce_during(forward, lambda: self._run_backward(forward, gradients))
         self.end()
 
     def backward_input(self, forward: Forward, gradients: Tensors) -> None:
         """The part of backward that others wait for. Gradients of parameters that come along are held for `backward_weight`."""
-        self._begin(Mode.BACKWARD, f"backward of chunk {forward.chunk}", forward.walk)
+        self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward.walk)
         self._holding = forward
         forward.walk.turn(dict.fromkeys(range(len(self.units)), 0))
         self._need_held()
         try:
-            with own_randomness(), self._mesh.clock.span(Span.BACKWARD):
+            with own_randomness(), self._mesh.clock.span(StepPhase.BACKWARD):
                 self._run_backward(forward, gradients)
         finally:
             self._holding = None
@@ -147,7 +148,7 @@ class Passes:
 
     def backward_weight(self, forward: Forward, run: Callable[[], None]) -> None:
         """The rest of it: `run` brings the gradients of parameters that have not come yet."""
-        self._begin(Mode.BACKWARD, f"weights of chunk {forward.chunk}", forward.walk)
+        self._begin(PassMode.BACKWARD, f"weights of chunk {forward.chunk}", forward.walk)
 
         def deliver() -> None:
             for bucket, index, gradient in forward.held:
@@ -187,10 +188,10 @@ class Passes:
         forward.walk.turn({unit.index: len(unit.trainable) for unit in self.units})
         self._updater.begin_backward(buckets, first=microbatch.first, last=microbatch.last)
         self.gradients.begin(buckets, reduce=reduce, first=microbatch.first)
-        with self._mesh.clock.span(Span.BACKWARD):
+        with self._mesh.clock.span(StepPhase.BACKWARD):
             self._need_held()
             bring()
-            ranges.turn_to(None)
+            profiler_ranges.turn_to(None)
             self.gradients.flush()
             self._updater.end_backward(units)
 
@@ -200,7 +201,7 @@ class Passes:
     def evaluation(self, streams: Streams | None = None) -> Iterator[None]:
         """Forward passes under no_grad, on all ranks alike; they draw from `streams`, or from the generators as they are."""
         with torch.no_grad(), streams.in_force() if streams is not None else nullcontext():
-            self._begin(Mode.EVALUATION, "eval", Walk(streams))
+            self._begin(PassMode.EVALUATION, "eval", PassProgress(streams))
             begun = self._mesh.begun
             try:
                 yield
@@ -224,30 +225,30 @@ class Passes:
         if self._walk.streams is not None:
             self._walk.streams.begin(self.units[0].name)
 
-    def _begin_forward(self, kind: str, microbatch: Microbatch) -> Streams:
+    def _begin_forward(self, kind: str, microbatch: MicrobatchPosition) -> Streams:
         streams = Streams(self._options.seed, microbatch.step, microbatch.first_sample)
-        self._begin(Mode.FORWARD, kind, Walk(streams))
+        self._begin(PassMode.FORWARD, kind, PassProgress(streams))
         return streams
 
-    def _begin(self, mode: Mode, kind: str, walk: Walk | None = None) -> None:
+    def _begin(self, mode: PassMode, kind: str, walk: PassProgress | None = None) -> None:
         if self._entry is not None:
             self.end()  # A call of the user's own that failed half-way.
         self.require_idle()
         self.mode = mode
-        self._walk = walk or Walk()
+        self._walk = walk or PassProgress()
         self._calls.reset()
-        if mode is not Mode.BACKWARD:
+        if mode is not PassMode.BACKWARD:
             self.writes.refuse_between_passes(self.units)
         self.gathers.begin(kind)
 
     def require_idle(self) -> None:
         """Raise `PhaseError` while a pass goes on, other than a call of the user's own."""
-        if self.mode is not Mode.IDLE and self._entry is None:
+        if self.mode is not PassMode.IDLE and self._entry is None:
             raise PhaseError(f"a pass cannot begin during {self.mode.value}")
 
     def end(self) -> None:
         """The pass is over, well or not."""
-        ranges.unwind()
+        profiler_ranges.unwind()
         for unit in self.units:
             if self._sharded and unit.phase in (Phase.GATHERING, Phase.LIVE):
                 if unit.phase is Phase.GATHERING:
@@ -255,7 +256,7 @@ class Passes:
                 unit.release()
                 unit.enter(Phase.RESTING)
         self.gathers.end()
-        self.mode = Mode.IDLE
+        self.mode = PassMode.IDLE
         self._entry = None
         self._transport.poll()
 
@@ -263,35 +264,35 @@ class Passes:
 
     def before_forward(self, unit: Unit) -> None:
         """A unit is about to run: in a pass, in recomputation during backward, or because the user called the model."""
-        if self.mode is Mode.BACKWARD:
+        if self.mode is PassMode.BACKWARD:
             self._need_in_backward(unit)
             if self._walk.streams is not None:
                 self._walk.streams.enter(unit.name, again=True)
             return
-        if self.mode is Mode.IDLE:
+        if self.mode is PassMode.IDLE:
             self._begin_users_pass(unit.module)
-        faults.visit("forward")
+        fault_injection.visit("forward")
         self._walk.visit(unit.index)
         if self.gathers.keeps(unit):
             self._walk.held.add(unit.index)
         self.gathers.need(unit)
-        if self.mode is Mode.FORWARD:
+        if self.mode is PassMode.FORWARD:
             self.writes.look_at(unit, len(self.units))
             if self._sharded and unit.index != 0:
                 self._calls.begin(unit.index)
         self._mesh.post(Activity.FORWARD, unit.index)
         if self._walk.streams is not None:
             self._walk.streams.enter(unit.name, again=False)
-        ranges.enter("forward of", unit.name)
+        profiler_ranges.enter("forward of", unit.name)
 
     def before_part(self, module: nn.Module) -> None:
         """A module that holds some of the root's parameters is about to run, perhaps without the root."""
-        if self.mode is Mode.IDLE:
+        if self.mode is PassMode.IDLE:
             self._begin_users_pass(module)
 
     def after_part(self, module: nn.Module) -> None:
         """It has run."""
-        if self._entry is module and self.mode is Mode.EVALUATION:
+        if self._entry is module and self.mode is PassMode.EVALUATION:
             self.end()
 
     def on_use(self, unit: Unit, name: str) -> None:
@@ -300,7 +301,7 @@ class Passes:
         Raises:
             PhaseError: outside of a pass, where the values are not to be had without the other ranks.
         """
-        if self.mode is not Mode.IDLE:
+        if self.mode is not PassMode.IDLE:
             self._hold(unit)
             return
         if self._sharded and self._mesh.shard.size > 1:
@@ -318,7 +319,7 @@ class Passes:
         """Have a unit live until the pass is over, and in backward; so in later passes of this kind, from its first call on."""
         self.gathers.keep(unit)
         self._walk.held.add(unit.index)
-        if self.mode is Mode.BACKWARD:
+        if self.mode is PassMode.BACKWARD:
             self._need_in_backward(unit)
         else:
             self.gathers.need(unit)
@@ -339,16 +340,16 @@ class Passes:
                 "the model was called outside a training step with gradients enabled; call it under torch.no_grad(), "
                 "or train through the trainer"
             )
-        self._begin(Mode.EVALUATION, "user")
+        self._begin(PassMode.EVALUATION, "user")
         self._entry = module
 
     def after_forward(self, unit: Unit, output: Any) -> None:
         """A unit has run: hook its outputs for backward, or rest."""
         if self._walk.streams is not None:
             self._walk.streams.leave(unit.name)
-        if self.mode is Mode.BACKWARD:
+        if self.mode is PassMode.BACKWARD:
             return
-        ranges.leave()
+        profiler_ranges.leave()
         tensors = list(tensors_in(output))
         self.writes.refuse_in_pass([unit])
         if self._sharded:
@@ -376,7 +377,7 @@ class Passes:
         hooked = on_gradient_of(tensors, lambda: self.before_backward(unit, place))
         if hooked:
             self._walk.calls.append((unit.index, place))
-        looked_at = self.mode is Mode.FORWARD and self._sharded and unit.index != 0
+        looked_at = self.mode is PassMode.FORWARD and self._sharded and unit.index != 0
         if looked_at and self._calls.end(unit.index, hooked) and any(map(unit.has_memory_of, tensors_on(unit.module))):
             self._hold(unit)
 
@@ -397,11 +398,11 @@ class Passes:
 
     def before_backward(self, unit: Unit, place: int) -> None:
         """Backward has reached the outputs of a unit's call; the calls of units after number `place` came after it."""
-        if self.mode is Mode.IDLE:
+        if self.mode is PassMode.IDLE:
             raise PhaseError(
                 f"backward reached unit {unit.name} outside a training step; let the trainer call backward"
             )
-        if self.mode is not Mode.BACKWARD:
+        if self.mode is not PassMode.BACKWARD:
             self._hold(unit)  # The user's own `autograd.grad`, whose graph may be part of the loss.
             return
         for index in self._walk.leave_passed(place):
@@ -409,7 +410,7 @@ class Passes:
         if not self._walk.reach(unit.index):
             return
         self._need_in_backward(unit)
-        ranges.turn_to(unit.name)
+        profiler_ranges.turn_to(unit.name)
         if self._options.overlap:
             self.gradients.keep_up()
         self._mesh.post(Activity.BACKWARD, unit.index)
@@ -429,7 +430,7 @@ class Passes:
                 self._holding.held.append((bucket, index, parameter.grad))
                 parameter.grad = None
             return
-        if self.mode is not Mode.BACKWARD:
+        if self.mode is not PassMode.BACKWARD:
             raise PhaseError(
                 f"{unit.name_of(parameter)} got a gradient outside the backward of a training step; let the trainer call backward, "
                 "and use torch.autograd.grad for gradients that are part of a loss"
@@ -446,7 +447,7 @@ class Passes:
 
     def _announce_reduction(self, bucket: Bucket) -> None:
         """A bucket's sum over its group is about to start."""
-        faults.visit("reduce")
+        fault_injection.visit("reduce")
         self.gathers.tell(Activity.REDUCE, self._unit_of[id(bucket)], settled=self._reductions_settled)
 
     def _on_complete(self, bucket: Bucket) -> None:

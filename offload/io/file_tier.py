@@ -1,0 +1,275 @@
+"""The file tier: flat ranges of bytes in swap files, read and written by a few threads past the page cache.
+
+    FileTier   files and threads        |  slot  |  slot  | ...
+    Slot       one range                |piece|piece|piece|..|      a piece is moved by one thread
+
+Offsets need not be whole blocks: what is not goes through a small buffer of the thread. With checksums every piece is verified when
+it is read, so that a byte that has changed on the disk is an error and no wrong number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+import torch
+import xxhash
+
+from zeromesh.errors import StorageError
+from zeromesh.offload.io.copy_streams import lane_of
+from zeromesh.offload.io.direct_io import BLOCK
+from zeromesh.offload.io.swap_file import Stripes, remove_leftovers
+from zeromesh.offload.io.transfer import Memory, StagingPool, Transfer, Waits, pages
+
+PIECE = 1 << 20
+"""Bytes that one thread moves at a time, and that one checksum covers."""
+THREADS = 4
+_Carry = Callable[[torch.Tensor, torch.Tensor], None]
+_UNWRITTEN = 0
+"""In the place of a checksum: zeros, as the file was made."""
+
+
+class FileTier:
+    """Swap files in one or several directories, and the threads that read and write them.
+
+    What dead processes have left in the directories is removed first. `close` removes the files of this one.
+
+    Raises:
+        StorageError: where a directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        label: str,
+        *,
+        checksums: bool = False,
+        threads: int = THREADS,
+        memory: Memory = pages,
+    ) -> None:
+        """`label` becomes part of the files' names: letters, digits, `.`, `_` and `-`. `memory` makes the threads' own buffers."""
+        self.freed = sum(remove_leftovers(directory) for directory in directories)
+        self.waits = Waits()
+        self._checksums = checksums
+        self._memory = memory
+        with _named():
+            self._stripes = Stripes(directories, label)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zeromesh-swap")
+        self._local = threading.local()
+
+    @property
+    def direct(self) -> bool:
+        """Whether bytes go past the page cache."""
+        return self._stripes.direct
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are reserved."""
+        return self._stripes.nbytes
+
+    @property
+    def paths(self) -> list[str]:
+        """The swap files."""
+        return self._stripes.paths
+
+    def allocate(self, nbytes: int, label: str) -> FileSlot:
+        """Reserve a range, which reads as zeros. Raises `StorageError` where a disk is full."""
+        with _named(label):
+            begin = self._stripes.take(nbytes)
+        return FileSlot(self, begin, nbytes, label, checksums=self._checksums)
+
+    def check(self) -> None:
+        """Raise `StorageError` where a file has been removed or shortened."""
+        with _named():
+            self._stripes.check()
+
+    def close(self) -> None:
+        """Wait for what threads are at, give up what they have not begun, and remove the files; closing twice is allowed."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._stripes.close()
+
+    def submit(self, work: Callable[[int, torch.Tensor], None], at: int, data: torch.Tensor) -> Future[None]:
+        """Have a thread do `work(at, data)`. Where there is none, after `close` say, the future is cancelled."""
+        try:
+            return self._threads.submit(work, at, data)
+        except RuntimeError:  # The caller may have buffers in flight: it learns of it where it waits for them.
+            refused: Future[None] = Future()
+            refused.cancel()
+            return refused
+
+    def buffer(self) -> torch.Tensor:
+        """The calling thread's own buffer, `[PIECE]` bytes on a page of its own."""
+        if not hasattr(self._local, "buffer"):
+            self._local.buffer = StagingPool(1, PIECE, self._memory).take()
+        found: torch.Tensor = self._local.buffer
+        return found
+
+    def read(self, data: torch.Tensor, offset: int) -> None:
+        """Fill `data` from the files, now. Raises `StorageError`."""
+        self._stripes.read(data, offset)
+
+    def write(self, data: torch.Tensor, offset: int) -> None:
+        """Write `data` to the files, now. Raises `StorageError`."""
+        self._stripes.write(data, offset)
+
+
+class FileSlot:
+    """`nbytes` bytes of a file tier. Reads wait for the writes before them; bytes that are being read must not be written.
+
+    Threads may share a slot: a checkpoint is written beside training.
+    """
+
+    def __init__(self, tier: FileTier, offset: int, nbytes: int, label: str, *, checksums: bool) -> None:
+        self.tier = tier
+        self.nbytes = nbytes
+        self.label = label
+        self._offset = offset
+        self._room = -(-nbytes // BLOCK) * BLOCK
+        self._grain = PIECE if checksums else BLOCK
+        count = -(-nbytes // PIECE) if checksums else 0
+        self._checksums = [_UNWRITTEN] * count if checksums else None
+        self._locks = [threading.Lock() for _ in range(count)]
+        self._order = threading.Lock()
+        self._writing: list[tuple[int, int, Transfer]] = []
+
+    def read(self, begin: int, out: torch.Tensor) -> Transfer:
+        """Start to fill `out`, 1-D uint8, from byte `begin` on. What is not on the CPU goes through the threads' buffers.
+
+        Raises:
+            StorageError: at `wait`, naming the tier, what the bytes are, and why they cannot be had.
+        """
+        with self._order:
+            return self._move(self._read_piece, begin, out)
+
+    def write(self, begin: int, data: torch.Tensor) -> Transfer:
+        """Start to write `data`, 1-D uint8, which must stay as it is until the transfer is over. Raises as `read` does."""
+        with self._order:
+            transfer = self._move(self._write_piece, begin, data)
+            self._writing.append((begin, begin + data.numel(), transfer))
+        return transfer
+
+    def settle(self) -> None:
+        """Return when all that was written is in the file. Raises `StorageError` where it is not."""
+        with self._order:
+            self._settle(0, self.nbytes)
+
+    def _settle(self, begin: int, end: int) -> None:
+        """Wait for writes that share a grain with [begin, end). One that has failed stays: what it left cannot be read."""
+        begin, end = begin - begin % self._grain, end + -end % self._grain
+        near = [transfer for first, last, transfer in self._writing if first < end and last > begin]
+        for transfer in near:
+            transfer.end()
+        self._writing = [each for each in self._writing if not each[2].done() or each[2].failed()]
+        for transfer in near:
+            transfer.wait()
+
+    def _move(self, work: Callable[[_Carry, int, torch.Tensor], None], begin: int, data: torch.Tensor) -> Transfer:
+        end = begin + data.numel()
+        if not 0 <= begin <= end <= self.nbytes:
+            raise ValueError(f"bytes [{begin}, {end}) do not lie in the {self.nbytes} of {self.label}")
+        try:
+            self._settle(begin, end)
+        except StorageError as error:  # Raised where it is waited for: whoever starts several has the others in flight.
+            return Transfer.failing(error)
+        carry = _carrier(data)
+        pieces = [self.tier.submit(partial(work, carry), at, part) for at, part in _pieces(begin, data)]
+        return Transfer(pieces, self.tier.waits, f"file tier, {self.label}: bytes [{begin:,}, {end:,})")
+
+    def _around(self, at: int, data: torch.Tensor) -> tuple[int, int]:
+        """The whole grains around a piece; the last one ends with the slot's room."""
+        end = at + data.numel()
+        return at - at % self._grain, min(end + -end % self._grain, self._room)
+
+    def _fits(self, begin: int, end: int, at: int, data: torch.Tensor) -> bool:
+        """Whether a piece is whole grains that can be moved without a detour."""
+        aligned = data.device.type == "cpu" and data.data_ptr() % BLOCK == 0
+        return (begin, end) == (at, at + data.numel()) and aligned
+
+    def _alone(self, at: int) -> AbstractContextManager[object]:
+        """A piece and its checksum change together: others read or write other bytes of it before or after."""
+        return self._locks[at // PIECE] if self._locks else contextlib.nullcontext()
+
+    def _read_piece(self, carry: _Carry, at: int, out: torch.Tensor) -> None:
+        with self._alone(at):
+            begin, end = self._around(at, out)
+            if self._fits(begin, end, at, out):
+                self._fetch(begin, out)
+                return
+            buffer = self.tier.buffer()[: end - begin]
+            self._fetch(begin, buffer)
+        carry(buffer[at - begin : at - begin + out.numel()], out)
+
+    def _write_piece(self, carry: _Carry, at: int, data: torch.Tensor) -> None:
+        with self._alone(at):
+            self._replace(carry, at, data)
+
+    def _replace(self, carry: _Carry, at: int, data: torch.Tensor) -> None:
+        begin, end = self._around(at, data)
+        if self._fits(begin, end, at, data):
+            self._put(begin, data)
+            return
+        buffer = self.tier.buffer()[: end - begin]
+        last = at + data.numel()
+        if begin < at or (last < end and last < self.nbytes):
+            self._fetch(begin, buffer)
+        else:
+            buffer[last - begin :].zero_()
+        carry(data, buffer[at - begin : last - begin])
+        self._put(begin, buffer)
+
+    def _fetch(self, begin: int, data: torch.Tensor) -> None:
+        with _named(self.label):
+            self.tier.read(data, self._offset + begin)
+        if self._checksums is not None:
+            recorded = self._checksums[begin // PIECE]
+            found = _checksum(data)
+            if recorded != found and (recorded != _UNWRITTEN or bool(data.any())):
+                raise StorageError(
+                    f"file tier, {self.label}: bytes [{begin:,}, {begin + data.numel():,}) are not what was written "
+                    f"(xxh3 {found:016x}, {recorded:016x} was recorded; {', '.join(self.tier.paths)})"
+                )
+
+    def _put(self, begin: int, data: torch.Tensor) -> None:
+        if self._checksums is not None:
+            self._checksums[begin // PIECE] = _checksum(data)
+        with _named(self.label):
+            self.tier.write(data, self._offset + begin)
+
+
+def _carrier(data: torch.Tensor) -> _Carry:
+    """What copies between a thread's buffer and bytes of `data`: on a device, after all that has been launched there by now."""
+    if data.is_cuda:
+        lane = lane_of(data.device)
+        return partial(lane.move, after=lane.now())
+    return _copy
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+@contextlib.contextmanager
+def _named(label: str = "") -> Iterator[None]:
+    """Say in errors that they are the file tier's, and of which bytes."""
+    try:
+        yield
+    except StorageError as error:
+        raise StorageError(f"file tier, {label}: {error}" if label else f"file tier: {error}") from error
+
+
+def _pieces(begin: int, data: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """`data` cut where a multiple of `PIECE` lies in the slot: no two pieces share a grain."""
+    done = 0
+    while done < data.numel():
+        length = min(PIECE - (begin + done) % PIECE, data.numel() - done)
+        yield begin + done, data[done : done + length]
+        done += length
+
+
+def _checksum(data: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(data.numpy().data) or 1

@@ -1,0 +1,193 @@
+"""Bytes on their way between tiers, and the time that somebody has waited for them.
+
+A bounded number of buffers that bytes pass through on their way to and from files or a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from queue import SimpleQueue
+
+import torch
+
+from zeromesh.errors import StorageError
+
+
+class Waits:
+    """Seconds that callers have waited for a tier."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.total = 0.0
+        """All of them, however often they were asked for."""
+
+    def take(self) -> float:
+        """Seconds since this was last asked."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+    def add(self, began: float) -> None:
+        """Count the time since `began`, of `time.perf_counter`."""
+        seconds = time.perf_counter() - began
+        self.seconds += seconds
+        self.total += seconds
+
+
+class Transfer:
+    """Pieces that threads read or write. One without pieces is over from the beginning."""
+
+    on_device = False
+    """Whether `wait` keeps what is launched on a device behind the bytes, and not the caller."""
+    crosses = False
+    """Whether bytes go between the memory of a device and the host's."""
+
+    def __init__(self, pieces: Sequence[Future[None]] = (), waits: Waits | None = None, what: str = "bytes") -> None:
+        """`what` says in errors what is moved."""
+        self._pieces = tuple(pieces)
+        self._waits = waits
+        self._what = what
+
+    @classmethod
+    def failing(cls, error: StorageError) -> Transfer:
+        """One that has failed before it began."""
+        piece: Future[None] = Future()
+        piece.set_exception(error)
+        return cls([piece])
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return all(piece.done() for piece in self._pieces)
+
+    def failed(self) -> bool:
+        """Whether a piece that has ended went wrong."""
+        return any(piece.done() and (piece.cancelled() or piece.exception() is not None) for piece in self._pieces)
+
+    def wait(self) -> None:
+        """Return when all bytes are where they were to go.
+
+        Raises:
+            StorageError: what went wrong with the first piece that failed; then all have ended.
+        """
+        self.end()
+        for piece in self._pieces:
+            if piece.cancelled():
+                raise StorageError(f"{self._what} were not moved: the tier is closed, or has no thread for them")
+            piece.result()
+
+    def ordering(self) -> AbstractContextManager[None]:
+        """Inside the block, what is launched on a device comes after these bytes; what was launched before goes on beside them.
+
+        Raises as `wait` does.
+        """
+        self.wait()
+        return nullcontext()
+
+    def end(self, *, counted: bool = True) -> None:
+        """Return when all pieces have ended, well or not. `counted`: somebody stands still for it who should compute."""
+        began = time.perf_counter()
+        late = [piece for piece in self._pieces if not piece.done()]
+        for piece in late:
+            with contextlib.suppress(CancelledError):
+                piece.exception()
+        if late and counted and self._waits is not None:
+            self._waits.add(began)
+
+    def on_end(self, call: Callable[[], None]) -> None:
+        """Call once when all pieces have ended, well or not; from another thread, or now if that is past."""
+        left = len(self._pieces)
+        if not left:
+            call()
+            return
+        lock = threading.Lock()
+
+        def one(_piece: Future[None]) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
+                call()
+
+        for piece in self._pieces:
+            piece.add_done_callback(one)
+
+
+DONE = Transfer()
+"""A transfer that is over."""
+
+
+class Together(Transfer):
+    """Several transfers as one."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        super().__init__([piece for transfer in transfers for piece in transfer._pieces])
+        self._transfers = tuple(transfers)
+        self.on_device = bool(transfers) and all(transfer.on_device for transfer in transfers)
+        self.crosses = any(transfer.crosses for transfer in transfers)
+
+    def done(self) -> bool:
+        return all(transfer.done() for transfer in self._transfers)
+
+    def wait(self) -> None:
+        for transfer in self._transfers:
+            if not transfer.on_device:
+                transfer.end()
+        for transfer in self._transfers:
+            transfer.wait()
+
+    @contextmanager
+    def ordering(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for transfer in self._transfers:
+                stack.enter_context(transfer.ordering())
+            yield
+
+    def end(self, *, counted: bool = True) -> None:
+        for transfer in self._transfers:
+            transfer.end(counted=counted)
+
+
+PAGE = mmap.PAGESIZE
+Memory = Callable[[int], torch.Tensor]
+"""Makes a buffer of so many bytes."""
+
+
+def pages(nbytes: int) -> torch.Tensor:
+    """Pages of their own, `[nbytes]` uint8, as `O_DIRECT` needs them."""
+    return torch.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+
+class StagingPool:
+    """`count` buffers of `nbytes` bytes, handed out one by one: whatever passes through, memory stays bounded.
+
+    Buffers are 1-D uint8 tensors that `memory` makes. Threads may share a pool.
+    """
+
+    def __init__(self, count: int, nbytes: int, memory: Memory = pages) -> None:
+        """Raises `ValueError` for a pool without buffers, or buffers that are not whole pages."""
+        if count < 1 or nbytes < PAGE or nbytes % PAGE:
+            raise ValueError(f"{count} buffers of {nbytes} bytes; give 1 or more, of a multiple of {PAGE} bytes")
+        self.nbytes = nbytes
+        self.total = count * nbytes
+        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
+        for _ in range(count):
+            self._free.put(memory(nbytes))
+
+    @property
+    def free(self) -> int:
+        """Buffers that `take` would give at once."""
+        return self._free.qsize()
+
+    def take(self) -> torch.Tensor:
+        """A free buffer, `[nbytes]`, waiting for one."""
+        return self._free.get()
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Hand a buffer back."""
+        self._free.put(buffer)

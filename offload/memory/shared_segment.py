@@ -1,0 +1,134 @@
+"""Shared memory between the processes of one host, from `memfd_create`.
+
+An anonymous file descriptor has no name to leak and does not live in `/dev/shm`, whose 64 MiB in a default container
+would end a run with SIGBUS. A peer opens it through `/proc/<pid>/fd/<fd>`, which the kernel allows to the same user.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from zeromesh.errors import StorageError
+from zeromesh.offload import available_bytes
+
+PAGE = mmap.PAGESIZE
+_FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
+
+
+def _libc_fallocate(descriptor: int, mode: int, offset: int, length: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(descriptor, mode, ctypes.c_long(offset), ctypes.c_long(length)) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _whole_pages(nbytes: int) -> int:
+    """At least one page: an empty range cannot be mapped."""
+    return max(PAGE, -(-nbytes // PAGE) * PAGE)
+
+
+def require_memory(label: str, nbytes: int) -> None:
+    """Refuse a reservation that the system could only answer with its out-of-memory killer.
+
+    Raises:
+        StorageError: when fewer than `nbytes` bytes are available.
+    """
+    available = available_bytes()
+    if nbytes > available > 0:
+        raise StorageError(
+            f"shared memory for {label}: {nbytes:,} bytes cannot be reserved, {available:,} are available; "
+            "more ranks, a smaller model or zero.stage: 3 need less"
+        )
+
+
+class SharedSegment:
+    """A mapped shared memory segment of `nbytes` bytes, zero at first.
+
+    Raises:
+        StorageError: when the memory is not there or a peer's segment cannot be opened.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int, label: str) -> None:
+        nbytes = _whole_pages(nbytes)
+        self.descriptor = descriptor
+        self.nbytes = nbytes
+        self.label = label
+        self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+
+    @classmethod
+    def create(cls, label: str, nbytes: int, *, reserve: bool = True) -> SharedSegment:
+        """Make a segment. `reserve` takes its memory at once, so that a lack of it is an error here and no signal later."""
+        nbytes = _whole_pages(nbytes)
+        if reserve:
+            require_memory(label, nbytes)
+        descriptor = os.memfd_create(f"zeromesh-{label}", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            if reserve:
+                os.posix_fallocate(descriptor, 0, nbytes)
+            return cls(descriptor, nbytes, label)
+        except OSError as error:
+            os.close(descriptor)
+            raise StorageError(
+                f"shared memory for {label}: {nbytes:,} bytes cannot be reserved ({os.strerror(error.errno or errno.EIO)}); "
+                "free memory or set parallel.transport: gloo"
+            ) from error
+
+    @classmethod
+    def attach(cls, pid: int, descriptor: int, nbytes: int, label: str) -> SharedSegment:
+        """Map the segment that process `pid` of this host made."""
+        path = f"/proc/{pid}/fd/{descriptor}"
+        try:
+            return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), nbytes, label)
+        except OSError as error:
+            raise StorageError(
+                f"shared memory for {label}: {path} cannot be opened ({error.strerror}); "
+                "ranks of one host must run as one user in one process namespace, or set parallel.transport: gloo"
+            ) from error
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of `numel` elements at byte `offset`, on the shared pages."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
+
+    def words(self) -> memoryview:
+        """The segment as signed 64-bit words. A store of one aligned word is atomic on the machines this is used on."""
+        return memoryview(self._map).cast("q")
+
+    def view(self) -> memoryview:
+        """The segment as bytes."""
+        return memoryview(self._map)
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Take memory for a range whose pages were given back."""
+        os.posix_fallocate(self.descriptor, offset, nbytes)
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """Return the whole pages inside a range to the system; they read as zeros afterwards."""
+        start = -(-offset // PAGE) * PAGE
+        end = (offset + nbytes) // PAGE * PAGE
+        if end > start:
+            _libc_fallocate(self.descriptor, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, start, end - start)
+
+    def close(self) -> None:
+        """Close the descriptor. The mapping goes with the last tensor that looks at it."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,200 @@
+"""Hosts without a shared disk: each has a part of every checkpoint, and a run goes on from the parts, whoever has which."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_resume import step, unequal
+from workers import CaseError, Pool, PoolOptions, Workers
+
+from zeromesh.checkpoint.io.reader import CheckpointReader
+from zeromesh.checkpoint.multi_host.merge import merge, open_parts
+from zeromesh.errors import CheckpointError, ConfigError
+from zeromesh.trainer.checkpoints.manager import _metric_of
+from zeromesh.trainer.tools.checkpoint.inspect import list_checkpoints
+from zeromesh.trainer.weights.safetensors_reader import TensorFiles
+
+STEPS = 15
+TWO = [0, 0, 1, 1]
+
+
+@pytest.fixture(scope="module")
+def apart(workers: Workers) -> Iterator[Any]:
+    """Runs a case with ranks that take themselves to be on hosts of their own; a host's disk is what `disks` says."""
+    pools: dict[int, Pool] = {}
+
+    def play(disks: list[int], folder: Path, steps: int = STEPS, case: str = "noted", **arguments: Any) -> list[Any]:
+        size = len(disks)
+        if size not in pools or not pools[size].open:
+            pools[size] = workers.fresh(PoolOptions(size=size, hosts=1, timeout_seconds=10.0))
+        given = {"folder": str(folder), "steps": steps, "disks": disks, "sections": {}, **arguments}
+        return pools[size].run(f"checkpoint_cases:{case}", **given)
+
+    yield play
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of four ranks with one disk that every other one has to become."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    workers.run(4, "checkpoint_cases:trained", folder=str(folder), steps=STEPS, sections={})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def parted(apart: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten steps of four ranks on two disks."""
+    folder = tmp_path_factory.mktemp("parted")
+    apart(TWO, folder, 10)
+    return folder
+
+
+@pytest.fixture
+def copied(parted: Path, tmp_path: Path) -> Path:
+    shutil.copytree(parted, tmp_path / "run", dirs_exist_ok=True)
+    return tmp_path / "run"
+
+
+def whole(folder: Path, number: int, out: Path) -> Path:
+    """The parts of a step put together."""
+    merge(open_parts([step(disk, number) for disk in sorted(folder.glob("disk-*"))]), out, lambda nbytes: None)
+    CheckpointReader(out).verify()
+    return out
+
+
+def test_parts_put_together_are_the_checkpoint(parted: Path, undisturbed: Path, tmp_path: Path) -> None:
+    assert unequal(whole(parted, 10, tmp_path / "out"), step(undisturbed, 10)) == []
+    ours, theirs = (
+        json.loads((path / "trainer_state.json").read_text()) for path in (tmp_path / "out", step(undisturbed, 10))
+    )
+    for each in (ours, theirs):  # The runs were to have other lengths.
+        each["max_steps"] = each["settings"]["run.max_steps"] = 0
+    assert ours == theirs
+
+
+def test_a_part_takes_no_room_for_what_others_write(parted: Path) -> None:
+    used = [
+        sum(path.stat().st_blocks * 512 for path in step(parted / f"disk-{disk}", 10).rglob("*.safetensors"))
+        for disk in (0, 1)
+    ]
+    total = sum(path.stat().st_size for path in step(parted / "disk-0", 10).rglob("*.safetensors"))
+    assert total <= sum(used) < 1.3 * total
+    assert max(used) < 0.8 * total
+
+
+@pytest.mark.parametrize(
+    "disks",
+    [TWO, [1, 0, 1], *(pytest.param(disks, marks=pytest.mark.full) for disks in ([0, 1], [0, 1, 1, 0, 1]))],
+    ids=lambda disks: "-".join(map(str, disks)),
+)
+def test_a_run_goes_on_from_parts(
+    apart: Any, copied: Path, undisturbed: Path, tmp_path: Path, disks: list[int]
+) -> None:
+    """The last of them are other numbers of ranks, which need bytes of parts that they do not see."""
+    before = whole(copied, 10, tmp_path / "before")
+    found = apart(disks, copied, mirror=str(tmp_path / "mirror"))
+    assert "resumed from step 10" in found[0]["said"]
+    assert unequal(before, tmp_path / "mirror" / "step-00000000") == []
+    if disks == TWO:
+        assert unequal(whole(copied, STEPS, tmp_path / "out"), step(undisturbed, STEPS)) == []
+    for disk in (0, 1):
+        assert sorted(path.name for path in step(copied / f"disk-{disk}", 5).parent.iterdir()) == [
+            "step-00000005", "step-00000010", "step-00000015"
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        ("flip", "are not what rank"),
+        ("absent", "part 2 of 2 is missing"),
+        ("foreign", "are not parts of one checkpoint"),
+        pytest.param("whole", "is another checkpoint on rank", marks=pytest.mark.full),
+    ],
+)
+def test_a_part_that_is_not_right_is_named_and_the_checkpoint_before_used(
+    apart: Any, copied: Path, undisturbed: Path, tmp_path: Path, harm: str, words: str
+) -> None:
+    victim = step(copied / "disk-1", 10)
+    if harm == "flip":
+        path = next(victim.glob("model-*.safetensors"))
+        piece = json.loads((victim / "manifest.json").read_text())["files"][path.name]["pieces"][0]
+        with path.open("r+b") as file:
+            file.seek(piece[0] + 1)
+            byte = file.read(1)[0]
+            file.seek(piece[0] + 1)
+            file.write(bytes([byte ^ 1]))
+    elif harm == "absent":
+        shutil.rmtree(victim)
+    elif harm == "foreign":  # of another save of the same step
+        apart(TWO, tmp_path / "again", 10)
+        shutil.rmtree(victim)
+        shutil.copytree(step(tmp_path / "again" / "disk-1", 10), victim)
+    else:
+        shutil.rmtree(victim)
+        shutil.copytree(step(undisturbed, 10), victim)
+    said = " ".join(apart(TWO, copied)[0]["said"].split())
+    assert "checkpoint of step 10 skipped" in said
+    assert any(word in said for word in words.split("|")), said
+    assert "resumed from step 5" in said
+    assert unequal(whole(copied, STEPS, tmp_path / "out"), step(undisturbed, STEPS)) == []
+
+
+@pytest.mark.parametrize("disks", [[2, 0, 1], [0, 1, 2]], ids=["first", "last"])
+def test_a_host_that_joins_with_an_empty_disk_gets_what_it_needs(
+    apart: Any, copied: Path, tmp_path: Path, disks: list[int]
+) -> None:
+    before = whole(copied, 10, tmp_path / "before")
+    found = apart(disks, copied, mirror=str(tmp_path / "mirror"))
+    assert "resumed from step 10" in found[0]["said"]
+    assert unequal(before, tmp_path / "mirror" / "step-00000000") == []
+    parts = [step(disk, STEPS) for disk in sorted(copied.glob("disk-*"))]
+    assert len(open_parts(parts)) == 3
+
+
+def test_without_a_host_no_new_run_begins(apart: Any, copied: Path) -> None:
+    shutil.rmtree(copied / "disk-0")
+    with pytest.raises(CaseError, match=r"no checkpoint in .* can be used, and a new run would replace them"):
+        apart([0, 1], copied)
+    assert step(copied / "disk-1", 10).exists()
+
+
+def test_the_metric_of_a_checkpoint_is_in_its_first_part(parted: Path) -> None:
+    """What cannot be known must not be taken for the worst, and removed."""
+    assert _metric_of(step(parted / "disk-0", 10)) == float("inf")
+    assert _metric_of(step(parted / "disk-1", 10)) is None
+
+
+def test_a_part_that_cannot_be_committed_leaves_no_sibling(apart: Any, tmp_path: Path) -> None:
+    (found, *_) = apart(TWO, tmp_path, 10, fault="disk-full@before-manifest:2:1")
+    assert "the checkpoint of step 5 was not written: rank 2" in " ".join(found["said"].split())
+    for disk in (0, 1):
+        assert [path.name for path in step(tmp_path / f"disk-{disk}", 5).parent.iterdir()] == ["step-00000010"]
+
+
+def test_a_host_that_cannot_write_is_named_before_training(apart: Any, tmp_path: Path) -> None:
+    (tmp_path / "disk-1" / "run").mkdir(parents=True)
+    (tmp_path / "disk-1" / "run" / "checkpoints").write_text("a file")
+    with pytest.raises(CaseError, match=r"rank 2: .*checkpoints' cannot be written: File exists"):
+        apart(TWO, tmp_path)
+
+
+def test_a_list_says_what_is_a_part(parted: Path) -> None:
+    text = list_checkpoints(parted / "disk-1" / "run", as_json=False)
+    assert text.count("part 2 of 2") == 2
+    assert "NOT WHOLE" not in text
+
+
+def test_a_part_is_no_model(parted: Path) -> None:
+    """Its files have holes, which would be read as zeros."""
+    with pytest.raises(ConfigError, match=r"is part 2 of 2 of a checkpoint.*zeromesh checkpoint merge"):
+        TensorFiles(step(parted / "disk-1", 10))
+    with pytest.raises(CheckpointError, match="is part 2 of 2"):
+        CheckpointReader(step(parted / "disk-1", 10))

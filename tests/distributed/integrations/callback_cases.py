@@ -1,0 +1,327 @@
+"""Cases of callbacks that workers run: the same ones under transformers' Trainer and under zeromesh's, on one process or more."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transformers as tf
+import user_callbacks
+from trainer_cases import llama, sentences
+from transformers.integrations import TensorBoardCallback, WandbCallback
+from user_callbacks import Recorder, timeless
+
+from zeromesh import Trainer
+from zeromesh.errors import ConfigError
+from zeromesh.mesh.process_mesh import Mesh
+
+_THEIRS = (tf.DefaultFlowCallback, tf.ProgressCallback, tf.PrinterCallback, tf.EarlyStoppingCallback)
+_CLASSES = {each.__name__: each for each in _THEIRS}
+
+
+def made(name: str, *values: Any) -> Any:
+    """A callback of transformers, or one of the user's."""
+    kind = _CLASSES.get(name) or getattr(user_callbacks, name)
+    return kind(*(tuple(value) if isinstance(value, list) else value for value in values))
+
+
+def whole(count: int) -> list[dict[str, torch.Tensor]]:
+    """Sentences that are all target: of these the mean of batches, which transformers takes for a loss, is that of all targets."""
+    return [{**sample, "labels": sample["input_ids"]} for sample in sentences(count, seed=4)]
+
+
+def model() -> Any:
+    torch.manual_seed(1)
+    return llama()
+
+
+def run(
+    trainer_class: Any,
+    folder: Path,
+    fields: Mapping[str, Any],
+    callbacks: Sequence[Any],
+    scores: Sequence[float] = (),
+    resume: str | None = None,
+) -> Any:
+    """A run of a few steps in the order of the data, its own evaluation and prediction after it; the trainer."""
+    arguments = tf.TrainingArguments(
+        output_dir=str(folder / "run"),
+        **{
+            "learning_rate": 1e-2, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "adam_epsilon": 1e-4,
+            "train_sampling_strategy": "sequential", "report_to": "none", "disable_tqdm": True, "seed": 5, **fields,
+        },
+    )  # fmt: skip
+    given = iter(scores)
+    trainer = trainer_class(
+        model=model(),
+        args=arguments,
+        train_dataset=sentences(22),
+        eval_dataset=whole(7),
+        compute_metrics=(lambda prediction: {"score": next(given)}) if scores else None,
+        callbacks=list(callbacks),
+    )
+    trainer.train(resume_from_checkpoint=resume and str(folder / "run" / resume))
+    return trainer
+
+
+def both(
+    mesh: Mesh,
+    folder: str,
+    fields: Mapping[str, Any],
+    callbacks: Sequence[Sequence[Any]] = (),
+    scores: Sequence[float] = (),
+    after: bool = False,
+) -> dict[str, list[Any]]:
+    """What callbacks see, the recorder last, under transformers' Trainer and under zeromesh's."""
+    found = {}
+    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+        chosen = [*(made(*each) for each in callbacks), Recorder()]
+        with quiet():
+            trainer = run(kind, Path(folder) / name, fields, chosen, scores)
+            if after:
+                trainer.evaluate()
+                trainer.predict(whole(5))
+                trainer.save_state()
+        if kind is Trainer:
+            trainer.close()
+        found[name] = [getattr(each, "seen", None) for each in chosen]
+    return found
+
+
+def ignoring(mesh: Mesh, folder: str, keys: Sequence[str] | None, never: Sequence[str]) -> dict[str, list[Any]]:
+    """Shapes of what `compute_metrics` is given before, during and after training, under transformers' Trainer and zeromesh's.
+
+    The model returns its hidden states too. `keys` are ignored in training; `never` is what its configuration says.
+    """
+    found: dict[str, list[Any]] = {}
+    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+        seen = found.setdefault(name, [])
+        arguments = tf.TrainingArguments(
+            output_dir=f"{folder}/{name}", max_steps=2, eval_strategy="steps", eval_steps=1, eval_on_start=True,
+            save_strategy="no", report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        trained = llama(output_hidden_states=True, keys_to_ignore_at_inference=list(never))
+        trainer: Any = kind(
+            model=trained,
+            args=arguments,
+            train_dataset=whole(4),
+            eval_dataset=whole(7),
+            compute_metrics=lambda prediction, seen=seen: seen.append(shapes(prediction.predictions)) or {},
+        )
+        with quiet():
+            trainer.train(ignore_keys_for_eval=keys)
+            trainer.evaluate()
+            if kind is Trainer:
+                trainer.close()
+    return found
+
+
+def shapes(tree: Any) -> Any:
+    """Of arrays in tuples."""
+    return [shapes(each) for each in tree] if isinstance(tree, tuple) else list(tree.shape)
+
+
+def recorded(mesh: Mesh, folder: str, fields: Mapping[str, Any], callbacks: Sequence[Sequence[Any]]) -> list[Any]:
+    """What callbacks see, the recorder last, under zeromesh's Trainer on all ranks."""
+    chosen = [*(made(*each) for each in callbacks), Recorder()]
+    with quiet():
+        run(Trainer, Path(folder), fields, chosen).close()
+    return [each.seen for each in chosen]
+
+
+def resumed(mesh: Mesh, folder: str, fields: Mapping[str, Any], scores: Sequence[float]) -> dict[str, list[Any]]:
+    """What the recorder sees of a run of six steps that goes on after its second, by transformers' name of the checkpoint."""
+    found = {}
+    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+        root, recorder = Path(folder) / name, Recorder()
+        with quiet():
+            first = run(kind, root, {**fields, "max_steps": 2}, [made("EarlyStoppingCallback", 2)], scores)
+            if kind is Trainer:
+                first.close()
+            stopping = made("EarlyStoppingCallback", 2)
+            second = run(
+                kind, root, {**fields, "max_steps": 6}, [recorder, stopping], scores[2:], resume="checkpoint-2"
+            )
+        found[name] = [recorder.seen[1:]]  # The first is the end of the construction.
+        if kind is Trainer:
+            second.close()
+    return found
+
+
+def linked(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """Names of checkpoints in a run's directory, where old ones are removed, and what a run says that is to begin at another."""
+    fields = {"eval_strategy": "no", "save_steps": 1, "save_total_limit": 2, "lr_scheduler_type": "constant"}
+    root = Path(folder) / "run"
+    if mesh.rank == 0:
+        (root / "checkpoint-1").mkdir(parents=True)  # Somebody's own.
+        (root / "checkpoint-2").symlink_to("nowhere")
+    mesh.world.barrier("directories that are there before")
+    found: dict[str, Any] = {"names": []}
+    for steps, resume in ((4, None), (6, "checkpoint-3")):
+        with quiet() as out:
+            trainer = run(Trainer, Path(folder), {**fields, "max_steps": steps}, [], resume=resume)
+            found["step"] = trainer.state.step
+            trainer.close()
+        links = [path for path in root.glob("checkpoint-*") if path.is_symlink()]
+        found["names"].append(sorted(path.name for path in links))
+        found["loads"] = [type(tf.AutoModelForCausalLM.from_pretrained(path)).__name__ for path in links]
+        found["said"] = [line for line in out.getvalue().splitlines() if "goes on from step" in line]
+    found["own"] = (root / "checkpoint-1").is_dir() and not (root / "checkpoint-1").is_symlink()
+    data, config = [{"input": torch.ones(2)}], {"run": {"output_dir": folder}}
+
+    def loss(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        return model(batch["input"]).sum(), 1
+
+    with quiet(), Trainer(torch.nn.Linear(2, 1), config, data, compute_loss=loss) as plain:
+        try:
+            plain.create_model_card()
+        except ConfigError as error:
+            found["card"] = str(error)
+    return found
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[io.StringIO]:
+    """Keeps what is printed."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        yield out
+
+
+def shown(mesh: Mesh, folder: str, name: str) -> dict[str, list[Any]]:
+    """What a callback of transformers prints under either; transformers' Trainer has it by itself."""
+    found = {}
+    fields = {"max_steps": 3, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
+    fields["disable_tqdm"] = name == "PrinterCallback"
+    for which, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+        with quiet() as out:
+            run(kind, Path(folder) / which, fields, [] if which == "theirs" else [made(name)])
+        lines = map(ast.literal_eval, re.findall(r"\{.*?\}", out.getvalue()))
+        found[which] = [timeless(line) for line in lines]
+    return found
+
+
+def notebook(mesh: Mesh, folder: str, fields: Mapping[str, Any]) -> dict[str, str]:
+    """The last table that the callback of notebooks shows under either; a module stands in for IPython's."""
+    found: dict[str, list[str]] = {}
+    display = ModuleType("IPython.display")
+    display.HTML = str  # type: ignore[attr-defined]
+    with patch.dict(sys.modules, {"IPython": ModuleType("IPython"), "IPython.display": display}):
+        sys.modules["IPython"].display = display  # type: ignore[attr-defined]
+        from transformers.utils.notebook import NotebookProgressCallback
+
+        for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+            shown = found[name] = []
+            display.display = lambda text, shown=shown, **_: (shown.append(text), Shown(shown))[1]  # type: ignore[attr-defined]
+            with quiet():
+                run(kind, Path(folder) / name, fields, [NotebookProgressCallback()]).predict(whole(5))
+    return {name: re.findall(r"<table.*?</table>", "".join(each), re.DOTALL)[-1] for name, each in found.items()}
+
+
+class Shown:
+    """What is shown once, and changed later."""
+
+    def __init__(self, shown: list[str]) -> None:
+        self._shown = shown
+
+    def update(self, text: str) -> None:
+        self._shown.append(text)
+
+
+class Terminate(tf.TrainerCallback):
+    """Asks its own process to end after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert Path(args.output_dir).is_dir()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminated(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """What a run leaves that SIGTERM meets, with transformers' callback for it, which waits for three seconds otherwise."""
+    from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpointCallback
+
+    found: dict[str, Any] = {}
+    fields = {"max_steps": 40, "save_strategy": "no", "enable_jit_checkpoint": True}
+    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+        root, recorder = Path(folder) / name, Recorder()
+        callbacks = [Terminate(3), recorder, *([JITCheckpointCallback()] if kind is Trainer else [])]
+        with quiet(), patch.object(CheckpointManager, "_sigterm_handler", lambda self, *_: self._enable_checkpoint()):
+            try:
+                run(kind, root, fields, callbacks)
+            except SystemExit as error:
+                found["code"] = error.code
+        last = [each["state"][0] for each in recorder.seen if each["event"] == "on_step_end"][-1]
+        kept = [path.name for path in (root / "run").glob("checkpoint-*")]
+        files = [path.name for path in (root / "run").rglob("*incomplete*")]
+        found[name] = {"last": last, "kept": kept, "files": files}
+        found[f"{name} handler"] = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return found
+
+
+def tensorboard(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """The scalars that TensorBoard's callback writes under either."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = {}
+    fields = {"max_steps": 4, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
+    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+        logs = Path(folder) / name / "logs"
+        with quiet(), patch.dict(os.environ, {"TENSORBOARD_LOGGING_DIR": str(logs)}):
+            run(kind, Path(folder) / name, fields, [TensorBoardCallback()])
+        events = EventAccumulator(str(logs))
+        events.Reload()
+        found[name] = {
+            tag: [[event.step, event.value] for event in events.Scalars(tag)]
+            for tag in events.Tags()["scalars"]
+            if not tag.endswith(("runtime", "per_second"))
+        }
+        found[f"{name} texts"] = sorted(events.Tags()["tensors"])
+    return found
+
+
+def wandb_offline(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """The rows and the configuration that wandb's callback keeps under either."""
+    import wandb
+    from wandb_log import config, files, rows
+
+    found = {}
+    fields = {"max_steps": 4, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
+    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+        directory = Path(folder) / name
+        directory.mkdir()
+        settings = {
+            "WANDB_MODE": "offline",
+            "WANDB_DIR": str(directory),
+            "WANDB_SILENT": "true",
+            "WANDB_CONSOLE": "off",
+        }
+        with quiet(), patch.dict(os.environ, settings):
+            run(kind, directory, fields, [WandbCallback()])
+            wandb.finish()
+            wandb.teardown()
+        (path,) = files(directory)
+        found[name] = [
+            {key: value for key, value in timeless(row).items() if not key.startswith("_") and value is not None}
+            for row in rows(path)
+        ]
+        found[f"{name} config"] = {
+            key: value for key, value in config(path).items() if key in ("max_steps", "model_type")
+        }
+    return found

@@ -1,0 +1,71 @@
+"""Trackers whose packages may be missing here: each holds every step once, also of a run that goes on, and no secret."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tracker_rows import NAMES, contents, kept, places
+from tracking_cases import ENVIRONMENT, IN_ARGUMENTS, IN_CONFIG
+from workers import PoolOptions, Workers
+
+from zeromesh.trainer.monitoring.step_metrics import read_metrics
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tracker_holds_every_step_once_and_no_secret(workers: Workers, tmp_path: Path, name: str) -> None:
+    """Offline, of two processes, of which the second goes on; they end in time, and leave nothing beside the run."""
+    pytest.importorskip(name)
+    arguments = {"folder": str(tmp_path), "backends": [name], "places": places(tmp_path), "timeout": 120}
+    for steps in (6, 9):
+        with workers.fresh(PoolOptions(size=2)) as pool:
+            found = pool.run("tracking_cases:planted", steps=steps, **arguments)
+        assert "WARNING: tracking" not in found[0]["said"]
+    rows, settings = kept(name, tmp_path, "train/loss")
+    losses = {line["step"]: line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")}
+    assert [step for step, _ in rows] == list(range(1, 10))
+    assert [value for _, value in rows] == pytest.approx([losses[step] for step in range(1, 10)])
+    assert set(settings) == {0.01}
+    assert [step for step, _ in kept(name, tmp_path, "eval/loss")[0]] == [3, 6, 9]
+    beside = {path.name for path in tmp_path.iterdir()} - {"run", "mlflow.db", *("clearml", "trackio")}
+    assert not beside
+    secrets = [*ENVIRONMENT.values(), IN_CONFIG, IN_ARGUMENTS, "planted"]
+    for path, content in contents(tmp_path):
+        assert [secret for secret in secrets if secret.encode() in content] == [], path
+
+
+CALLBACKS = {
+    "ClearMLCallback": "clearml",
+    "CometCallback": "comet_ml",
+    "DVCLiveCallback": "dvclive",
+    "MLflowCallback": "mlflow",
+    "SwanLabCallback": "swanlab",
+    "TrackioCallback": "trackio",
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_a_callback_of_transformers_leaves_the_same(workers: Workers, tmp_path: Path, name: str) -> None:
+    package = CALLBACKS[name]
+    pytest.importorskip(package)
+    figures = ("loss", "eval_loss") if package == "mlflow" else ("train/loss", "eval/loss")
+    found = []
+    for ours in (False, True):
+        folder = tmp_path / str(ours)
+        folder.mkdir()
+        with workers.fresh(PoolOptions(size=1)) as pool:
+            pool.run("package_callbacks:left", timeout=120, folder=str(folder), name=name, ours=ours)
+        found.append([kept(package, folder, figure, "learning_rate") for figure in figures])
+    for (theirs, their_setting), (mine, my_setting) in zip(*found, strict=True):
+        assert theirs
+        assert [step for step, _ in mine] == [step for step, _ in theirs]
+        assert [value for _, value in mine] == pytest.approx([value for _, value in theirs], rel=2e-4)
+        assert my_setting == their_setting
+
+
+def test_codecarbon_writes_its_file(workers: Workers, tmp_path: Path) -> None:
+    """Into a directory that has to be there when the trainer is made."""
+    pytest.importorskip("codecarbon")
+    with workers.fresh(PoolOptions(size=1)) as pool:
+        pool.run("package_callbacks:left", timeout=120, folder=str(tmp_path), name="CodeCarbonCallback", ours=True)
+    assert len((tmp_path / "run" / "emissions.csv").read_text().splitlines()) == 2

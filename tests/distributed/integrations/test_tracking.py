@@ -1,0 +1,553 @@
+"""Tracking: every step once with its figures, also after a kill and a resume; what fails is one warning."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import wandb_log
+import yaml
+from step_lines import check_phases
+from workers import PoolOptions, Workers
+
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config.redact import REDACTED, Redaction
+from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, StepMetrics, read_metrics
+from zeromesh.trainer.tracking import backends as kinds
+from zeromesh.trainer.tracking import tracking as tracking_module
+from zeromesh.trainer.tracking.backend_options import TrackedRun
+from zeromesh.trainer.tracking.backends import Tracker
+from zeromesh.trainer.tracking.rows import Sent, TrackedRow, missed_rows
+from zeromesh.trainer.tracking.tracking import Tracking
+from zeromesh.trainer.tracking.wandb_log import last_row
+
+CASE = "tracking_cases:tracked"
+FIGURES = {
+    *("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens"),
+    *("perf/tokens_per_second", "perf/step_seconds", "perf/mfu", "memory/peak_bytes"),
+    *("memory/device/parameters", "memory/device/moments", "memory/device/gradients", "memory/device/gradient_buckets"),
+    *("time/data", "time/forward", "time/backward", "time/communication", "time/optimizer"),
+    *("communication/shard/all-gather/bytes", "communication/shard/reduce-scatter/seconds"),
+}
+
+
+def steps_of(rows: list[dict[str, Any]], name: str) -> list[int]:
+    """The steps of the rows that have a figure, in their order."""
+    return [row["train/global_step"] for row in rows if name in row]
+
+
+# What an offline wandb run holds
+
+
+@pytest.fixture(scope="module")
+def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 7 steps on two ranks, tracked by wandb and a tracker of the user's own."""
+    folder = tmp_path_factory.mktemp("tracked")
+    found = workers.run(2, CASE, timeout=120, folder=str(folder), steps=7, backends=["wandb", "noted"], looks=True)
+    assert "WARNING" not in found[0]["said"], found[0]["said"]
+    assert found[0]["lag"] < 6  # a second, where the machine has time
+    assert [each["threads"] for each in found] == [1, 1]
+    return folder / "run"
+
+
+def test_a_run_of_wandb_has_every_step_once_with_its_figures(run: Path) -> None:
+    (path,) = wandb_log.files(run)  # of one rank alone
+    rows = wandb_log.rows(path)
+    assert steps_of(rows, "train/loss") == [1, 2, 3, 4, 5, 6, 7]
+    assert steps_of(rows, "eval/loss") == [3, 6, 7]
+    written = read_metrics(run / "metrics.jsonl")
+    trained = [row for row in rows if "train/loss" in row]
+    for row, line in zip(trained, written, strict=True):
+        assert row.keys() >= FIGURES
+        for name, field in (("loss", "loss"), ("learning_rate", "lr"), ("grad_norm", "grad_norm")):
+            assert row[f"train/{name}"] == line[field]
+        assert row["perf/mfu"] == line["mfu"] > 0
+        assert row["memory/device/moments"] == line["memory"]["device"]["moments"] > 0
+    assert [row["_step"] for row in rows] == list(range(10))
+    resolved = yaml.safe_load((run / "config.resolved.yaml").read_text())
+    assert resolved["optimizer"]["lr"] == 0.01
+    assert {key: value for key, value in wandb_log.config(path).items() if key in resolved} == resolved
+    assert wandb_log.name(path) == "a small run"
+    assert json.loads((run / "tracking.json").read_text())["id"] in path.name
+
+
+def test_a_tracker_that_was_registered_with_accelerate_gets_the_same(run: Path) -> None:
+    lines = [json.loads(line) for line in (run / "noted" / "zeromesh.jsonl").read_text().splitlines()]
+    assert lines[0]["config"]["optimizer.lr"] == 0.01
+    assert lines[-1] == {"finished": True}
+    assert [line["step"] for line in lines[1:-1] if "train/loss" in line] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line["step"] for line in lines[1:-1] if "eval/loss" in line] == [3, 6, 7]
+    assert lines[1].keys() >= FIGURES
+
+
+def test_the_phases_of_a_step_add_up_to_it(run: Path) -> None:
+    check_phases(read_metrics(run / "metrics.jsonl"))
+
+
+def test_the_last_row_is_found_in_the_newest_file_that_has_one(run: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(run / "wandb", tmp_path / "wandb", symlinks=True))
+    ident = json.loads((run / "tracking.json").read_text())["id"]
+    (path,) = wandb_log.files(tmp_path)
+    found = last_row(folder, ident, "train/global_step")
+    assert found is not None
+    assert (found.value, found.number) == (7, 9)
+    assert "eval/loss" in found.names
+    begun = tmp_path / "wandb" / f"offline-run-29990101_000000-{ident}" / path.name
+    begun.parent.mkdir()
+    begun.write_bytes(path.read_bytes()[:200])
+    assert last_row(folder, ident, "train/global_step") == found
+    cut = path.stat().st_size
+    while found is not None and found.value == 7:  # as after a kill, wherever that has cut it off
+        cut -= 20
+        os.truncate(path, cut)
+        found = last_row(folder, ident, "train/global_step")
+    assert found is not None
+    assert (found.value, found.number) == (6, 7)
+    assert last_row(folder, "another", "train/global_step") is None
+
+
+# Kills, resumes and breakdowns
+
+
+def test_after_a_kill_and_a_resume_every_step_is_there_once(workers: Workers, tmp_path: Path) -> None:
+    marker, lines = tmp_path / "started", tmp_path / "run" / "metrics.jsonl"
+    arguments = {"folder": str(tmp_path), "backends": ["wandb", "noted"]}
+    with workers.fresh(PoolOptions(size=2, timeout_seconds=3.0)) as pool:
+
+        def kill() -> None:
+            while not lines.exists() or len(lines.read_bytes().splitlines()) < 34 or not wandb_log.files(lines.parent):
+                time.sleep(0.02)
+            for pid in pool.pids:
+                os.kill(pid, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        outcomes = pool.outcomes(CASE, timeout=120, steps=500, marker=str(marker), rest=0.15, **arguments)
+        killer.join()
+    assert {outcome.error for outcome in outcomes} == {"died"}
+    made, before = len(read_metrics(lines)), wandb_log.rows(wandb_log.files(lines.parent)[0])
+    lasted = steps_of(before, "train/loss")
+    assert lasted == list(range(1, len(lasted) + 1))
+    assert made - len(lasted) <= 2 / 0.15 + 1  # at most two seconds are lost
+    assert len(lasted) > 10
+    found = workers.run(2, CASE, timeout=120, steps=made + 9, **arguments)[0]
+    assert "resumed from step" in found["said"]
+    first, second = wandb_log.files(lines.parent)
+    assert first.name == second.name
+    rows = [*wandb_log.rows(first), *wandb_log.rows(second)]
+    assert steps_of(rows, "train/loss") == list(range(1, made + 10))
+    evaluated = [*range(3, made + 10, 3)]
+    assert steps_of(rows, "eval/loss") == sorted({*evaluated, made + 9})
+    assert [row["_step"] for row in rows] == list(range(len(rows)))
+    losses = {line["step"]: line["loss"] for line in read_metrics(lines)}
+    assert all(row["train/loss"] == losses[row["train/global_step"]] for row in rows if "train/loss" in row)
+    noted = [json.loads(line) for line in (lines.parent / "noted" / "zeromesh.jsonl").read_text().splitlines()]
+    sent = [line["step"] for line in noted if "train/loss" in line]
+    # Of such a tracker nobody knows what it has kept: the one row that a kill meets may be lost, and none is there twice.
+    assert sent == sorted(set(sent))
+    assert len(set(range(1, made + 10)) - set(sent)) <= 1
+
+
+def test_the_id_comes_from_the_checkpoint_where_its_file_is_gone(workers: Workers, tmp_path: Path) -> None:
+    arguments = {"folder": str(tmp_path), "backends": ["noted"]}
+    workers.run(1, CASE, steps=5, **arguments)
+    path = tmp_path / "run" / "tracking.json"
+    ident = json.loads(path.read_text())["id"]
+    path.unlink()
+    workers.run(1, CASE, steps=7, **arguments)
+    assert json.loads(path.read_text())["id"] == ident
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    workers.run(1, CASE, steps=3, **arguments)  # From the beginning: another run.
+    assert json.loads(path.read_text())["id"] != ident
+
+
+def test_steps_that_are_computed_again_are_not_sent_again(workers: Workers, tmp_path: Path) -> None:
+    sections = {"checkpoint": {"asynchronous": False}}
+    arguments = {"folder": str(tmp_path), "backends": ["noted"], "steps": 12, "sections": sections}
+    with workers.fresh(PoolOptions(size=1)) as pool:
+        (outcome,) = pool.outcomes(CASE, breaks=9, **arguments)
+    assert outcome.error == "KeyError"
+    said = workers.run(1, CASE, **arguments)[0]["said"]
+    assert "resumed from step 5" in said
+    lines = [json.loads(line) for line in (tmp_path / "run" / "noted" / "zeromesh.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 13))
+    assert [line["step"] for line in lines if "eval/loss" in line] == [3, 6, 9, 12]
+
+
+def test_an_evaluation_that_is_computed_again_is_not_sent_again(workers: Workers, tmp_path: Path) -> None:
+    """Whatever the last row was that an earlier process has sent: here that of an evaluation."""
+    arguments = {"folder": str(tmp_path), "backends": ["wandb", "noted"], "timeout": 120}
+    workers.run(1, CASE, steps=6, **arguments)
+    run = tmp_path / "run"
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    assert "resumed from step 5" in workers.run(1, CASE, steps=9, **arguments)[0]["said"]
+    rows = [row for path in wandb_log.files(run) for row in wandb_log.rows(path)]
+    noted = [json.loads(line) for line in (run / "noted" / "zeromesh.jsonl").read_text().splitlines()]
+    assert (
+        steps_of(rows, "train/loss") == [line["step"] for line in noted if "train/loss" in line] == list(range(1, 10))
+    )
+    assert steps_of(rows, "eval/loss") == [line["step"] for line in noted if "eval/loss" in line] == [3, 6, 9]
+
+
+def cut(run: Path, step: int) -> None:
+    """Leave of trackers what a kill has left that met them just after `step`, far behind training."""
+    ident = json.loads((run / "tracking.json").read_text())["id"]
+    (path,) = wandb_log.files(run)
+    while max(steps_of(wandb_log.rows(path), "train/loss")) > step:
+        os.truncate(path, path.stat().st_size - 20)
+    for name in ("noted", "tensorboard"):
+        (run / f"tracking-{name}.json").write_text(json.dumps([ident, step, False]))
+    noted = run / "noted" / "zeromesh.jsonl"
+    lines = noted.read_text().splitlines(keepends=True)
+    noted.write_text("".join(line for line in lines if json.loads(line).get("step", 0) <= step))
+
+
+@pytest.mark.parametrize("left", [4, 0])
+def test_what_a_kill_has_kept_from_trackers_is_sent_when_the_run_goes_on(
+    workers: Workers, tmp_path: Path, left: int
+) -> None:
+    """Of steps that are not computed again, as their checkpoint is there; of all of them, where the first rows were met."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tmp_path / "run"
+    arguments = {"folder": str(tmp_path), "backends": ["wandb", "noted", "tensorboard"], "timeout": 120}
+    workers.run(1, CASE, steps=10, **arguments)
+    if left:
+        cut(run, left)
+    else:
+        (path,) = wandb_log.files(run)
+        os.truncate(path, 200)
+        shutil.rmtree(run / "noted")
+        for name in ("noted", "tensorboard"):
+            ident = json.loads((run / f"tracking-{name}.json").read_text())[0]
+            (run / f"tracking-{name}.json").write_text(json.dumps([ident, 0, False]))
+    said = workers.run(1, CASE, steps=14, **arguments)[0]["said"]
+    assert "resumed from step 10" in said
+    assert "WARNING" not in said
+    trained, evaluated = list(range(1, 15)), [3, 6, 9, 10, 12, 14]
+    rows = [row for path in wandb_log.files(run) for row in wandb_log.rows(path)]
+    noted = [json.loads(line) for line in (run / "noted" / "zeromesh.jsonl").read_text().splitlines()]
+    shown = EventAccumulator(str(run / "tensorboard")).Reload()
+    for name, steps in (("train/loss", trained), ("eval/loss", evaluated)):
+        assert steps_of(rows, name) == steps
+        assert [line["step"] for line in noted if name in line] == steps
+        assert [event.step for event in shown.Scalars(name)] == steps
+    assert [row["_step"] for row in rows] == list(range(len(rows)))
+    again, live = (
+        next(row for row in rows if row["train/global_step"] == step and "train/loss" in row) for step in (7, 13)
+    )
+    assert again.keys() == live.keys()
+    losses = {line["step"]: line["loss"] for line in read_metrics(run / "metrics.jsonl")}
+    assert all(row["train/loss"] == losses[row["train/global_step"]] for row in rows if "train/loss" in row)
+
+
+def test_what_is_missing_is_told_by_the_files_of_the_run(tmp_path: Path) -> None:
+    with (
+        MetricsWriter(tmp_path / "metrics.jsonl") as steps,
+        MetricsWriter(tmp_path / "evaluations.jsonl") as evaluations,
+    ):
+        for step in range(1, 7):
+            steps.write(metrics(step, phases={"data": math.inf if step == 4 else 0.5}))
+        for step in (0, 3, 5, 6):
+            evaluations.write({"step": step, "eval_loss": math.nan, "eval_words": "none"})
+    found = list(missed_rows(tmp_path, Sent(step=3), 5))
+    assert [(row.step, row.evaluation) for row in found] == [(3, True), (4, False), (5, False), (5, True)]
+    assert found[1].values["time/data"] == math.inf
+    assert math.isnan(found[0].values["eval/loss"])
+    assert found[0].values.keys() == {"eval/loss"}
+    assert [row.step for row in missed_rows(tmp_path, Sent(step=5, evaluated=True), 9)] == [6, 6]
+    assert not list(missed_rows(tmp_path, Sent(), 5))  # nobody knows how much that would be
+    assert not list(missed_rows(tmp_path / "nowhere", Sent(step=0), 5))
+
+
+def test_training_goes_on_when_the_service_of_wandb_is_killed(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, CASE, timeout=120, folder=str(tmp_path), steps=20, backends=["wandb", "noted"], kills=4)[0]
+    assert found["killed"] == 1
+    assert len(found["losses"]) == 20
+    said = " ".join(found["said"].split())
+    assert said.count("WARNING") == 1
+    assert "WARNING: tracking by wandb ended after step" in said
+    assert "Training goes on; metrics.jsonl has every step" in said
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 21))
+    noted = (tmp_path / "run" / "noted" / "zeromesh.jsonl").read_text().splitlines()
+    assert sum("train/loss" in line for line in noted) == 20
+
+
+def test_a_service_of_wandb_that_is_stuck_holds_nothing_up(workers: Workers, tmp_path: Path) -> None:
+    arguments = {"folder": str(tmp_path), "steps": 12, "backends": ["wandb"], "kills": 4, "stops": True}
+    found = workers.run(1, CASE, timeout=120, **arguments)[0]
+    assert (found["killed"], found["left"]) == (1, 0)
+    assert len(found["losses"]) == 12
+    said = " ".join(found["said"].split())
+    assert said.count("WARNING") == 1
+    assert "WARNING: tracking by wandb did not end within 2 seconds; metrics.jsonl has every step" in said
+
+
+def test_tensorboard_shows_every_step_once(workers: Workers, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    arguments = {"folder": str(tmp_path), "backends": ["tensorboard"], "steps": 12}
+    with workers.fresh(PoolOptions(size=1)) as pool:
+        assert pool.outcomes(CASE, breaks=9, **arguments)[0].error == "KeyError"
+    found = workers.run(1, CASE, **arguments)[0]
+    assert "WARNING" not in found["said"]
+    shown = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    losses = {line["step"]: line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")}
+    scalars = shown.Scalars("train/loss")
+    assert [event.step for event in scalars] == list(range(1, 13))
+    assert [event.value for event in scalars] == pytest.approx([losses[step] for step in range(1, 13)], rel=1e-6)
+    assert [event.step for event in shown.Scalars("eval/loss")] == [3, 6, 9, 12]
+    assert "config/text_summary" in shown.Tags()["tensors"]
+
+
+@pytest.mark.parametrize("ahead", [2, 3600])
+def test_files_of_tensorboard_are_in_the_order_in_which_they_began(tmp_path: Path, ahead: int) -> None:
+    """Also two of one second, of which the process with the lower number is the later; and where the clock was set back."""
+    pytest.importorskip("tensorboard")
+    folder = tmp_path / "tensorboard"
+    folder.mkdir()
+    (folder / "events.out.tfevents.word").touch()
+    earlier = folder / f"events.out.tfevents.{int(time.time()) + ahead}.{socket.gethostname()}.999999999.0"
+    earlier.touch()
+    run = TrackedRun(ident="x", name="x", project="x", tags=(), online=False, directory=tmp_path, step=0, config={})
+    leave = tracking_module._join_accelerate(torch.device("cpu"))
+    tracker = kinds.make_tracker("tensorboard", run)
+    try:
+        if ahead > 60:
+            with pytest.raises(RuntimeError, match=r"seconds ahead of this machine's clock.*move them away"):
+                tracker.start()
+        else:
+            tracker.start()
+            tracker.finish()
+            assert sorted(path.name for path in folder.glob("*.[0-9]*"))[0] == earlier.name
+            assert len(list(folder.iterdir())) == 3
+    finally:
+        leave()
+
+
+# Names of trackers
+
+
+def problems_of(backends: list[str]) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"tracking": {"backends": backends}, "run": {"max_steps": 0}})
+    return caught.value.problems
+
+
+def test_unknown_trackers_and_missing_packages_are_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kinds, "find_spec", lambda name: None)
+    found = "\n".join(problems_of(["wandbb", "comet_ml", "nonsense"]))
+    assert "tracking.backends: got 'wandbb'; allowed are aim, clearml, comet_ml" in found
+    assert "did you mean wandb?" in found
+    assert "comet_ml needs a package that is not installed; run: pip install comet-ml" in found
+    assert "got 'nonsense'" in found
+    assert "run.max_steps: got 0" in found  # all at once
+
+
+def test_a_folder_of_the_same_name_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "aim").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert [problem for problem in kinds.tracker_problems(["aim"]) if "pip install aim" in problem]
+
+
+# The thread
+
+
+class Fake(Tracker):
+    """A tracker that does as it is told."""
+
+    def __init__(self, name: str = "fake", log: Callable[[TrackedRow], None] = lambda row: None, **calls: Any) -> None:
+        run = TrackedRun(ident="x", name="x", project="x", tags=(), online=False, directory=Path(), step=0, config={})
+        super().__init__(name, run, sent=calls.get("sent", Sent()))
+        self._log, self._calls = log, calls
+        self.rows: list[TrackedRow] = []
+
+    def start(self) -> None:
+        self._calls.get("start", lambda: None)()
+
+    def log(self, row: TrackedRow) -> None:
+        self._log(row)
+        self.rows.append(row)
+
+    def finish(self) -> None:
+        self._calls.get("finish", lambda: None)()
+
+
+def metrics(step: int, **extras: Any) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        loss=1.0 / step,
+        grad_norm=None,
+        lr=0.1,
+        tokens=10 * step,
+        tokens_per_second=5.0,
+        step_seconds=0.1,
+        peak_memory_bytes=7,
+        extras=extras,
+    )
+
+
+def raises(error: Exception) -> Callable[..., None]:
+    def call(*_: Any) -> None:
+        raise error
+
+    return call
+
+
+def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on() -> None:
+    said: list[str] = []
+    good = Fake("good")
+    bad = [
+        Fake("first", start=raises(ImportError("no such module"))),
+        Fake("second", log=raises(ConnectionError("cannot send known-secret\nmore"))),
+        Fake("third", finish=raises(OSError("disk full"))),
+        Fake("fourth", log=raises(SystemExit(3))),
+    ]
+    tracking = Tracking([*bad, good], said.append, ident="x", redaction=Redaction(["known-secret"]))
+    with tracking:
+        for step in range(1, 6):
+            tracking.log(metrics(step))
+            tracking.evaluated(step, {"loss": 0.5, "eval_accuracy": 0.25, "eval_text": "words", "eval_parts": [0.5]})
+    assert [row.step for row in good.rows if not row.evaluation] == [1, 2, 3, 4, 5]
+    assert good.rows[1].values == {"eval/loss": 0.5, "eval/accuracy": 0.25}
+    assert len(said) == 4
+    said.sort(key=lambda line: "first second third fourth".index(line.split()[3]))
+    assert "first did not begin: ImportError: no such module. Training goes on" in said[0]
+    assert f"second ended after step 0: ConnectionError: cannot send {REDACTED}. Training" in said[1]
+    assert "third did not end well: OSError: disk full" in said[2]
+    assert "fourth ended after step 0: SystemExit: 3. Training goes on" in said[3]
+
+
+def test_the_training_thread_never_waits_and_what_does_not_fit_is_counted() -> None:
+    said: list[str] = []
+    gate = threading.Event()
+    slow = Fake(log=lambda row: (gate.wait(10), None)[1])
+    tracking = Tracking([slow], said.append, ident="x", capacity=3)
+    with tracking:
+        tracking.log(metrics(1))
+        while tracking._senders[0]._rows:
+            time.sleep(0.001)
+        began = time.monotonic()
+        for step in range(2, 11):
+            tracking.log(metrics(step))
+        assert time.monotonic() - began < 1
+        gate.set()
+    assert [row.step for row in slow.rows] == [1, 2, 3, 4]
+    assert said == ["WARNING: tracking by fake was too slow for 6 rows, which it misses; metrics.jsonl has every step"]
+
+
+def test_the_end_of_a_run_waits_for_trackers_a_bounded_time() -> None:
+    said: list[str] = []
+    gate = threading.Event()
+    stuck = Fake("stuck", finish=lambda: (gate.wait(30), None)[1])
+    began = time.monotonic()
+    with Tracking([stuck], said.append, ident="x", patience=0.3) as tracking:
+        tracking.log(metrics(1))
+    assert 0.2 < time.monotonic() - began < 5
+    assert said == ["WARNING: tracking by stuck did not end within 0.3 seconds; metrics.jsonl has every step"]
+    gate.set()
+
+
+@pytest.mark.parametrize("where", ["start", "log", "finish"])
+def test_a_tracker_that_hangs_holds_no_other_up(where: str) -> None:
+    said: list[str] = []
+    gate = threading.Event()
+
+    def hang(*_: Any) -> None:
+        gate.wait(30)
+
+    good, stuck = Fake("good"), Fake("stuck", **{where: hang})
+    tracking = Tracking([stuck, good], said.append, ident="x")
+    tracking.__enter__()
+    for step in range(1, 4):
+        tracking.log(metrics(step))
+    began = time.monotonic()
+    tracking.finish(0.3)
+    assert time.monotonic() - began < 5
+    assert [row.step for row in good.rows] == [1, 2, 3]
+    assert said == ["WARNING: tracking by stuck did not end within 0.3 seconds; metrics.jsonl has every step"]
+    gate.set()
+
+
+@pytest.mark.parametrize(
+    ("content", "known", "kept"),
+    [
+        (b'{"id": "abc123"}', {}, "abc123"),
+        (b'{"id": "abc', {"id": "def456", "run": "run"}, "def456"),
+        (b"[" * 100_000, {"id": "def456", "run": "run"}, "def456"),
+        (b'{"id": 7}', {}, None),
+        (b'{"id": "../abc"}', {}, None),
+        (b"[]", {"id": 7, "run": "run"}, None),
+        (b"", {"id": "def456", "run": "another"}, None),
+    ],
+)
+def test_an_id_that_cannot_be_read_is_a_new_one(
+    tmp_path: Path, content: bytes, known: dict[str, Any], kept: str | None
+) -> None:
+    path, said = tmp_path / "tracking.json", []
+    path.write_bytes(content)
+    found = tracking_module._ident(path, "run", 3, known, said.append)
+    assert found == kept or (kept is None and re.fullmatch("[0-9a-f]{8}", found))
+    assert json.loads(path.read_text()) == {"id": found, "run": "run"}
+    assert [each.name for each in tmp_path.iterdir()] == ["tracking.json"]
+    assert not said
+
+
+def test_rows_that_a_tracker_has_are_left_out() -> None:
+    trained, evaluated = Fake(sent=Sent(step=3)), Fake(sent=Sent(step=3, evaluated=True))
+    with Tracking([trained, evaluated], ident="x") as tracking:
+        for step in range(1, 5):
+            tracking.log(metrics(step))
+            tracking.evaluated(step, {"loss": 1.0})
+    assert [(row.step, row.evaluation) for row in trained.rows] == [(3, True), (4, False), (4, True)]
+    assert [(row.step, row.evaluation) for row in evaluated.rows] == [(4, False), (4, True)]
+
+
+def test_names_of_figures() -> None:
+    fake = Fake()
+    extras = {
+        "mfu": 0.4,
+        "skipped": True,
+        "cause": "words",
+        "phases": {"forward": 0.1},
+        "memory": {"device": {"master": 5}},
+        "communication": {"shard": {"point to point": {"bytes": 3}}},
+    }
+    with Tracking([fake], ident="x") as tracking:
+        tracking.log(metrics(2, **extras))
+    assert fake.rows[0].values == {
+        "train/loss": 0.5,
+        "train/learning_rate": 0.1,
+        "train/tokens": 20,
+        "perf/tokens_per_second": 5.0,
+        "perf/step_seconds": 0.1,
+        "memory/peak_bytes": 7,
+        "perf/mfu": 0.4,
+        "train/skipped": True,
+        "time/forward": 0.1,
+        "memory/device/master": 5,
+        "communication/shard/point-to-point/bytes": 3,
+    }
+
+
+def test_without_trackers_nothing_is_started() -> None:
+    tracking = Tracking()
+    with tracking:
+        tracking.log(metrics(1))
+        tracking.evaluated(1, {"loss": 1.0})
+    assert tracking.identity("run") == {}
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tracking")]

@@ -1,0 +1,126 @@
+"""Cases on a mesh of several axes: its sets, neighbours, torch's object for it, ranks in another order, what it has told."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mesh_cases import _open
+
+from zeromesh.comm.select import choose_transport, open_exchange
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import TieredTensor
+
+
+def axes(mesh: Mesh) -> dict[str, Any]:
+    """The sets of a mesh of pipeline 2 x tensor 2, by every name that they have."""
+    sets = {name: mesh.group(name) for name in ("world", "data", "pipeline", "replicate", "shard", "tensor")}
+    found: dict[str, Any] = {
+        "ranks": {name: list(group.ranks) for name, group in sets.items()},
+        "linked": [name for name, group in sets.items() if group.link is not None],
+        "sums": {name: group.sum_(torch.tensor([mesh.rank]), "sum").item() for name, group in sets.items()},
+        "same": [
+            mesh["tensor"] is mesh.tensor,
+            mesh["replicate", "shard"] is mesh.data,
+            mesh["pipeline"] is mesh.pipeline,
+        ],
+        "at": str(mesh.coordinate),
+        "next": [mesh.neighbour("pipeline", 1), mesh.neighbour("pipeline", 1, wrap=True), mesh.neighbour("tensor", -1)],
+        "lines": str(mesh).splitlines(),
+    }
+    stages = mesh["tensor", "pipeline"]
+    found["both"] = [
+        stages is mesh["pipeline", "tensor"],
+        list(stages.ranks),
+        stages.name,
+        stages.gather_integers([mesh.rank]),
+    ]
+    try:
+        mesh.group("tensor", "elsewhere")
+    except ValueError as error:
+        found["error"] = str(error)
+    return found
+
+
+def torch_mesh(mesh: Mesh) -> dict[str, Any]:
+    """A mesh of its own gives torch's object for it, and takes that object's groups with it when it is closed."""
+    threads = []
+    found: dict[str, Any] = {}
+    for _ in range(3):
+        other = Mesh(mesh.shape, mesh.environment, device=mesh.device, timeout_seconds=10)
+        made = other.device_mesh
+        total = torch.tensor([mesh.rank])
+        dist.all_reduce(total, group=made.get_group("tensor"))
+        found["names"], found["shape"] = list(made.mesh_dim_names or ()), list(made.mesh.shape)
+        found["coordinate"], found["sum"] = made.get_coordinate(), total.item()
+        found["sub"] = made["tensor"].mesh.tolist()
+        del made
+        other.close()
+        del other
+        gc.collect()
+        mesh.world.barrier("between two meshes")
+        threads.append(len(os.listdir("/proc/self/task")))
+    return found | {"threads": threads}
+
+
+def another_order(mesh: Mesh) -> dict[str, Any]:
+    """Processes were dealt out to two hosts in turn; ranks run through one host after the other."""
+    exchange = open_exchange(mesh.tensor, mesh.device)
+    again = Mesh(
+        mesh.shape,
+        replace(mesh.environment, rank=mesh.processes[mesh.rank]),
+        device=mesh.device,
+        timeout_seconds=10,
+    )
+    refused = ""
+    try:
+        Mesh(mesh.shape, mesh.environment, device=mesh.device, timeout_seconds=10, order=[0, 2, 1, 3])
+    except ValueError as error:
+        refused = str(error)
+    found = {
+        "rank": [mesh.rank, mesh.environment.rank, again.rank, dist.get_rank()],
+        "processes": list(mesh.processes),
+        "kinds": [choose_transport("auto", group, mesh.device) for group in (mesh.tensor, mesh.shard, mesh.world)],
+        "sum": exchange.sum(torch.tensor([float(mesh.rank)])).wait().item(),
+        "ranks": [row[0] for row in mesh.world.gather_integers([mesh.rank])],
+        "refused": refused,
+    }
+    again.world.barrier("both are there")
+    again.close()
+    return found
+
+
+def told(mesh: Mesh, kind: Any) -> dict[str, Any]:
+    """What is counted of each collective on two ranks, and that it is counted once."""
+    mesh.traffic.take()
+    exchange = open_exchange(mesh.world, mesh.device, kind)
+    mesh.world.traffic.figures()
+    tensor = torch.ones(3, 1000)
+    exchange.sum(tensor).wait()
+    exchange.maximum(tensor).wait()
+    exchange.gather(tensor, 0).wait()
+    exchange.scatter_sum(tensor, 1).wait()
+    transport = _open(mesh, kind, torch.float32, persistent=False)
+    buffer, out = transport.buffers[0], torch.zeros(buffer_length := transport.buffers[0].full.numel() // 2)
+    for sequence in range(3):
+        buffer.gather(TieredTensor.of(torch.ones(buffer_length)))
+        buffer.wait()
+        buffer.wait()
+        buffer.release()
+        slot = transport.reducer.acquire(sequence, block=True)
+        assert slot is not None
+        filled = slot[: 8 * buffer_length].view(torch.float32).fill_(1)
+        reduction = transport.reducer.launch(sequence, filled, out, add=False)
+        reduction.finish()
+        reduction.finish()
+        reduction.settle()
+    mesh.shard.start_sum(torch.ones(50), "sum")()
+    found = mesh.traffic.take()
+    rest = mesh.traffic.take()
+    mesh.world.barrier("all have looked")
+    transport.close()
+    return {"taken": found, "rest": rest, "length": buffer_length}

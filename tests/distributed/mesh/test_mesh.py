@@ -1,0 +1,404 @@
+"""Boards, watches, shared segments and transports."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import pytest
+import torch
+from workers import Workers
+
+from zeromesh.errors import CollectiveError, StorageError
+from zeromesh.offload.memory.shared_segment import PAGE, SharedSegment
+from zeromesh.telemetry.status_board import HISTORY, Note, SharedBoard, StoreBoard, process_runs
+from zeromesh.telemetry.watchdog import Activity, Watchdog
+
+Boards = tuple[SharedBoard, SharedBoard]
+
+
+@pytest.fixture
+def boards() -> Iterator[Boards]:
+    """The boards of two ranks, both in this process."""
+    segment = SharedSegment.create("board", SharedBoard.nbytes(2))
+    mapped = SharedSegment.attach(os.getpid(), segment.descriptor, SharedBoard.nbytes(2), "board")
+    yield SharedBoard(segment, 0), SharedBoard(mapped, 1)
+    segment.close()
+    mapped.close()
+
+
+def watch_of(board: SharedBoard, rank: int, timeout: float = 0.3, *, compare: bool = True) -> Watchdog:
+    watch = Watchdog(board, rank, timeout, compare_events=compare)
+    watch.name_units({each: ["unit root", "unit a", "unit b"] for each in range(8)})
+    return watch
+
+
+def gather(watch: Watchdog, units: Sequence[int]) -> None:
+    for unit in units:
+        watch.event(Activity.GATHER, unit, [0, 1])
+
+
+class TestBoards:
+    def test_a_rank_reads_what_another_posts(self, boards: Boards) -> None:
+        first, second = boards
+        first.post(7, int(Activity.BACKWARD), 3)
+        row = second.row(0)
+        assert (row.pid, row.step, row.activity, row.unit, row.failure) == (os.getpid(), 7, 2, 3, "")
+        before = second.progress(0)
+        first.post(7, int(Activity.BACKWARD), 4)
+        assert second.progress(0) > before
+
+    def test_streams_of_events_are_numbered_and_forgotten_after_a_while(self, boards: Boards) -> None:
+        first, second = boards
+        assert [first.event(0, 10 + n) for n in range(3)] == [0, 1, 2]
+        assert first.event(1, 99) == 0
+        assert [second.event_of(0, 0, n) for n in range(4)] == [10, 11, 12, None]
+        assert second.reached(0, 0, 2)
+        assert not second.reached(0, 0, 3)
+        for n in range(HISTORY):
+            first.event(0, n)
+        assert second.event_of(0, 0, 2) is None
+        assert second.event_of(0, 0, HISTORY + 2) == HISTORY - 1
+
+    def test_what_is_read_while_it_is_written_is_whole(self, boards: Boards) -> None:
+        """Another process writes all the time: an event is the one of its number, or not known any more, and neither a row nor a
+        note is half of one and half of the next."""
+        first, second = boards
+        writer = os.fork()
+        if writer == 0:
+            for n in itertools.count():
+                first.event(0, 7 * n)
+                first.post(n % 1000, n % 9, n % 1000)
+                first.write(Note.LEFT, n + 1, f"call {n + 1} " * 30)
+        seen, deadline = 0, time.monotonic() + 1.5
+        try:
+            while time.monotonic() < deadline:
+                row = second.row(0)
+                assert row.step == row.unit or row.unit == -1
+                stamp, text = second.read(0, Note.LEFT)
+                assert text == f"call {stamp} " * 30 if stamp else text == ""
+                latest = second.progress(0) // 2
+                for number in range(max(0, latest - HISTORY - 2), max(0, latest - HISTORY + 40)):
+                    word = second.event_of(0, 0, number)
+                    assert word in (None, 7 * number)
+                    seen += word is not None
+        finally:
+            os.kill(writer, signal.SIGKILL)
+            os.waitpid(writer, 0)
+        assert seen
+
+    def test_a_failure_is_told_once(self, boards: Boards) -> None:
+        first, second = boards
+        assert not second.failed(0)
+        first.fail("ValueError: " + "long " * 1000)
+        first.fail("its consequence")
+        assert second.failed(0)
+        assert second.row(0).failure.startswith("ValueError: long long")
+
+    def test_a_process_is_alive_until_it_is_reaped_or_a_zombie(self) -> None:
+        assert process_runs(os.getpid())
+        assert process_runs(0)
+        child = subprocess.Popen([sys.executable, "-c", ""])
+        deadline = time.monotonic() + 20
+        while process_runs(child.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not process_runs(child.pid)
+        child.wait()
+        assert not process_runs(child.pid)
+
+
+class DictStore:
+    """A rendezvous store of this process; `gone` makes it unreachable."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.gone = False
+
+    def set(self, key: str, value: str) -> None:
+        self.get(key)
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        if self.gone:
+            raise RuntimeError("Connection reset by peer")
+        return self.values.get(key, b"")
+
+    def clone(self) -> DictStore:
+        return self
+
+
+@pytest.fixture
+def store_boards(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StoreBoard, StoreBoard, DictStore]]:
+    monkeypatch.setattr(StoreBoard, "PERIOD_SECONDS", 0.05)
+    store = DictStore()
+    first, second = (StoreBoard(store, store, rank, stale_seconds=0.3) for rank in range(2))
+    yield first, second, store
+    first.close()
+    second.close()
+
+
+class TestStoreBoards:
+    def test_rows_are_published_in_the_background(self, store_boards: tuple[StoreBoard, StoreBoard, DictStore]) -> None:
+        first, second, _ = store_boards
+        first.post(3, int(Activity.FORWARD), 1)
+        first.event(1, 55)
+        deadline = time.monotonic() + 5
+        while second.row(0).step != 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (second.row(0).step, second.row(0).unit, second.event_of(0, 1, 0)) == (3, 1, 55)
+        assert second.reached(0, 1, 0)
+
+    def test_a_failure_is_published_at_once(self, store_boards: tuple[StoreBoard, StoreBoard, DictStore]) -> None:
+        first, second, _ = store_boards
+        first.fail("ValueError: a|b|c")
+        assert second.failed(0)
+        assert second.row(0).failure == "ValueError: a|b|c"
+
+    def test_a_rank_without_heartbeat_is_gone(self, store_boards: tuple[StoreBoard, StoreBoard, DictStore]) -> None:
+        first, second, _ = store_boards
+        assert second.alive(0)
+        first.close()
+        deadline = time.monotonic() + 5
+        while second.alive(0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not second.alive(0)
+        assert second.silent_seconds(0) >= 0.3
+
+    def test_rank_0_is_gone_with_its_store(self, store_boards: tuple[StoreBoard, StoreBoard, DictStore]) -> None:
+        first, second, store = store_boards
+        first.post(9, int(Activity.FORWARD), 2)
+        first.publish()
+        assert second.row(0).step == 9
+        store.gone = True
+        assert not second.alive(0)
+        assert second.row(0).step == 9
+        second.fail("its own failure is not replaced by the store's")
+
+
+class TestWatch:
+    def test_a_wait_ends_when_the_condition_holds(self, boards: Boards) -> None:
+        done = threading.Event()
+        threading.Timer(0.05, done.set).start()
+        watch_of(boards[0], 0).wait(done.is_set, [0, 1], "something")
+
+    def test_a_peer_without_progress_is_named(self, boards: Boards) -> None:
+        first, second = boards
+        second.post(4, int(Activity.FORWARD), 2)
+        began = time.monotonic()
+        with pytest.raises(CollectiveError, match=r"rank 1 \(pid \d+\) was in forward of unit b at step 4") as error:
+            watch_of(first, 0).wait(lambda: False, [0, 1], "the gather")
+        assert "the gather did not end within 0.3 seconds (parallel.timeout_seconds)" in str(error.value)
+        assert 0.3 <= time.monotonic() - began < 2
+
+    def test_steps_are_said_as_the_console_counts_them(self, boards: Boards) -> None:
+        first, second = watch_of(boards[0], 0), watch_of(boards[1], 1)
+        second.post(Activity.FORWARD, 1)
+        assert first.describe(1).endswith("in forward of unit a before the first step")
+        second.post(Activity.FORWARD, 1, step=0)
+        assert first.describe(1).endswith("in forward of unit a at step 1")
+        second.post(Activity.BACKWARD, 1)
+        assert first.describe(1).endswith("in backward of unit a at step 1")
+
+    def test_a_peer_with_progress_is_waited_for(self, boards: Boards) -> None:
+        first, second = boards
+        end = time.monotonic() + 0.8
+
+        def done() -> bool:
+            second.post(0, int(Activity.FORWARD), 1)
+            return time.monotonic() > end
+
+        watch_of(first, 0).wait(done, [0, 1], "a slow peer")
+
+    def test_patience_is_longer_for_a_while(self, boards: Boards) -> None:
+        watch = watch_of(boards[0], 0, timeout=0.05)
+        with watch.patience(10):
+            end = time.monotonic() + 0.3
+            watch.wait(lambda: time.monotonic() > end, [0, 1], "start-up")
+        assert watch.timeout_seconds == 0.05
+
+    def test_a_peer_that_failed_is_named_with_its_reason(self, boards: Boards) -> None:
+        first, second = boards
+        watch_of(second, 1).fail(ValueError("bad sample"))
+        with pytest.raises(CollectiveError, match="rank 1 failed with ValueError: bad sample"):
+            watch_of(first, 0).wait(lambda: False, [0, 1], "a sum")
+
+    def test_ranks_that_go_through_other_events_are_named(self, boards: Boards) -> None:
+        first, second = watch_of(boards[0], 0), watch_of(boards[1], 1)
+        for watch in (first, second):
+            watch.event(Activity.GATHER, 1, [0, 1])
+        first.event(Activity.GATHER, 2, [0, 1])
+        with pytest.raises(CollectiveError, match="rank 1 is gathering unit a where rank 0 was gathering unit b"):
+            second.event(Activity.GATHER, 1, [0, 1])
+        with pytest.raises(CollectiveError, match="rank 0 is gathering unit b where rank 1 was gathering unit a"):
+            first.wait(lambda: False, [0, 1], "a gather")
+
+    def test_gathers_and_reductions_are_two_sequences(self, boards: Boards) -> None:
+        first, second = watch_of(boards[0], 0), watch_of(boards[1], 1)
+        first.event(Activity.GATHER, 1, [0, 1])
+        first.event(Activity.REDUCE, 2, [0, 1])
+        second.event(Activity.REDUCE, 2, [0, 1])
+        second.event(Activity.GATHER, 1, [0, 1])
+
+    def test_ranks_that_have_parted_are_named_where_they_did(self, boards: Boards) -> None:
+        """Across hosts an event is compared only when a wait lasts, and by then both may do the same again."""
+        first, second = (watch_of(board, rank, compare=False) for rank, board in enumerate(boards))
+        gather(first, [1, 2, 0, 0])
+        gather(second, [1, 1, 0, 0])
+        with pytest.raises(CollectiveError, match="rank 0 is gathering unit b where rank 1 was gathering unit a"):
+            first.wait(lambda: False, [0, 1], "a gather")
+
+    def test_ranks_that_have_parted_too_far_back_to_be_remembered_still_disagree(self, boards: Boards) -> None:
+        first, second = watch_of(boards[0], 0), watch_of(boards[1], 1)
+        after = [0] * (HISTORY + 20)
+        gather(first, [1, *after])
+        gather(second, [2])
+        with pytest.raises(
+            CollectiveError, match=f"have gone through different units further back .* {HISTORY} events"
+        ):
+            gather(second, after)
+
+    def test_a_rank_that_is_far_behind_but_does_the_same_is_no_error(self, boards: Boards) -> None:
+        for watch in (watch_of(boards[0], 0), watch_of(boards[1], 1)):
+            gather(watch, [number % 3 for number in range(2 * HISTORY + 20)])
+
+    def test_a_broken_connection_is_explained_by_the_board(self, boards: Boards) -> None:
+        first, second = boards
+
+        class Broken:
+            def is_completed(self) -> bool:
+                return True
+
+            def wait(self, timeout: timedelta = timedelta()) -> bool:
+                raise RuntimeError("Connection closed by peer")
+
+        with pytest.raises(CollectiveError, match="a sum failed: Connection closed by peer"):
+            watch_of(first, 0).wait_work(Broken(), [0, 1], "a sum")
+        second.fail("KeyError: 'labels'")
+        with pytest.raises(CollectiveError, match="rank 1 failed with KeyError: 'labels'"):
+            watch_of(first, 0).wait_work(Broken(), [0, 1], "a sum")
+
+    def test_a_collective_that_ends_just_after_a_wait_has_given_up_is_done(self, boards: Boards) -> None:
+        class Late:
+            waits = 0
+
+            def is_completed(self) -> bool:
+                return True
+
+            def wait(self, timeout: timedelta = timedelta()) -> bool:
+                self.waits += 1
+                if self.waits == 1:
+                    raise RuntimeError("Operation timed out!")
+                return True
+
+        late = Late()
+        watch_of(boards[0], 0).wait_work(late, [0, 1], "a sum")
+        assert late.waits == 2
+
+
+class TestSegments:
+    def test_two_mappings_are_one_memory(self) -> None:
+        with SharedSegment.create("test", 3 * PAGE) as mine:
+            theirs = SharedSegment.attach(os.getpid(), mine.descriptor, 3 * PAGE, "test")
+            mine.tensor(64, 10, torch.float32).fill_(2.5)
+            assert theirs.tensor(64, 10, torch.float32).tolist() == [2.5] * 10
+            assert mine.tensor(0, 0, torch.float64).numel() == 0
+            theirs.words()[0] = -5
+            assert mine.words()[0] == -5
+            theirs.close()
+
+    def test_pages_given_back_read_as_zeros_and_can_be_taken_again(self) -> None:
+        with SharedSegment.create("test", 4 * PAGE) as segment:
+            everything = segment.tensor(0, 4 * PAGE, torch.uint8)
+            everything.fill_(1)
+            assert os.fstat(segment.descriptor).st_blocks * 512 == 4 * PAGE
+            segment.give_back(100, 3 * PAGE)
+            assert os.fstat(segment.descriptor).st_blocks * 512 == 2 * PAGE
+            assert int(everything.sum()) == 2 * PAGE
+            segment.reserve(0, 4 * PAGE)
+            assert os.fstat(segment.descriptor).st_blocks * 512 == 4 * PAGE
+
+    def test_a_segment_that_is_not_there_is_an_error_with_a_way_out(self) -> None:
+        with pytest.raises(StorageError, match=r"parallel\.transport: gloo"):
+            SharedSegment.attach(os.getpid(), 4321, PAGE, "parameters")
+        with pytest.raises(StorageError, match="cannot be reserved"):
+            SharedSegment.create("gradients", 1 << 50)
+        with pytest.raises(StorageError, match="cannot be reserved"):
+            SharedSegment.create("gradients", 1 << 62, reserve=False)
+
+    def test_a_tensor_outlives_its_segment(self) -> None:
+        segment = SharedSegment.create("test", PAGE)
+        tensor = segment.tensor(0, 8, torch.float64).fill_(3)
+        segment.close()
+        segment.close()
+        assert tensor.sum() == 24
+
+
+SIZES = [2, 3]
+
+
+class TestTransports:
+    @pytest.mark.parametrize("persistent", [True, False])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("name", ["shared", "gloo"])
+    @pytest.mark.parametrize("size", SIZES)
+    def test_gathers(self, workers: Workers, size: int, name: str, dtype: str, persistent: bool) -> None:
+        for equal in workers.run(size, "mesh_cases:gathers", name=name, dtype=dtype, persistent=persistent):
+            assert len(equal) == 16
+            assert all(equal)
+
+    @pytest.mark.parametrize("slots", [1, 2])
+    @pytest.mark.parametrize("whole", [True, False])
+    @pytest.mark.parametrize(("dtype", "sums"), [("float64", "float64"), ("bfloat16", "float32")])
+    @pytest.mark.parametrize("name", ["shared", "gloo"])
+    def test_sums_run_in_the_order_of_ranks(
+        self, workers: Workers, name: str, dtype: str, sums: str, whole: bool, slots: int
+    ) -> None:
+        """Every transport gives the same bits: one addition after the other, in the dtype of the sum."""
+        arguments = {"name": name, "dtype": dtype, "sums": sums, "whole": whole, "slots": slots}
+        for equal in workers.run(3, "mesh_cases:reductions", **arguments):
+            assert equal
+            assert all(equal)
+
+    @pytest.mark.parametrize("name", ["shared", "gloo"])
+    def test_a_slot_is_free_when_all_have_read_it(self, workers: Workers, name: str) -> None:
+        for found in workers.run(2, "mesh_cases:slots_are_taken", name=name):
+            assert found == {"taken": True, "free": True}
+
+    @pytest.mark.parametrize("name", ["shared", "gloo"])
+    def test_what_is_released_gives_its_memory_back(self, workers: Workers, name: str) -> None:
+        """On shared memory whole pages, and only when all ranks are done with them."""
+        for found in workers.run(2, "mesh_cases:released_memory", name=name):
+            assert found["before"] == found["released"] == 0
+            assert found["gathered"] == 2 * 2 * PAGE
+
+    def test_which_transport_can_be_had(self, workers: Workers) -> None:
+        for found in workers.run(2, "mesh_cases:refusals"):
+            assert (found["auto"], found["shared"], found["gloo"]) == ("shared", "shared", "gloo")
+            assert (found["auto on cuda"], found["nccl on cuda"]) == ("nccl", "nccl")
+            for name in ("nccl", "shared on cuda", "gloo on cuda"):
+                assert "parallel.transport is" in found[name]
+                assert "use auto" in found[name]
+
+    def test_agreements_of_four_ranks_in_two_replicas(self, workers: Workers) -> None:
+        for rank, found in enumerate(workers.run(4, "mesh_cases:agreements", replicate=2)):
+            assert found["sum"] == 10
+            assert found["max"] == 4
+            assert found["integers"] == [[0, 0], [1, -1], [2, -2], [3, -3]]
+            assert found["full"] == [float(n // 3) for n in range(12)]
+            assert found["large"] == [6.0] * 5
+            assert found["coordinates"] == [rank % 2, rank // 2, rank]
+
+    def test_two_transports_do_not_disturb_each_other(self, workers: Workers) -> None:
+        assert all(all(equal) for equal in workers.run(2, "mesh_cases:interleaved_runs"))
+
+    @pytest.mark.parametrize("end", ["closed", "refused", "forgotten"])
+    def test_a_mesh_that_is_over_keeps_no_threads(self, workers: Workers, end: str) -> None:
+        for counts in workers.run(2, "mesh_cases:threads_of_meshes", end=end):
+            assert counts == counts[:1] * 4

@@ -1,0 +1,237 @@
+"""What goes on between the processes of a run is closed to other users of the machine, and listens at no other address of it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from zeromesh.mesh.network_interfaces import interfaces, is_loopback
+
+NOBODY = 65534
+LISTEN = "0A"
+ACCEPTS = 0x10000
+WORKER = """\
+import os, sys, time, torch
+from zeromesh.mesh.mesh_shape import MeshShape
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.environment import read_environment
+environment = read_environment()
+mesh = Mesh(MeshShape(shard=2), environment, device=torch.device("cpu"), timeout_seconds=20.0)
+folder, total = sys.argv[1], torch.zeros(4, dtype=torch.float64)
+open(f"{folder}/there-{environment.rank}", "w").close()
+while not os.path.exists(f"{folder}/enough"):
+    time.sleep(0.05)
+for step in range(50):
+    part = torch.full((4,), float(step * (environment.rank + 1)), dtype=torch.float64)
+    mesh.world.sum_(part, "sum")
+    total += part
+assert total.tolist() == [3.0 * sum(range(50))] * 4, total
+mesh.close()
+"""
+DRIVER = """\
+import sys
+from zeromesh.launch.local import WorkersFailed, launch_workers
+found = launch_workers(sys.argv[1:], processes=2)
+sys.exit(str(found) if isinstance(found, WorkersFailed) else found)
+"""
+
+
+class Planted:
+    """Runs a command as whoever unpickles it: it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return os.mknod, (str(self.path),)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of two ranks that waits until it is told to go on."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def end(self) -> None:
+        """Let it go on to its end, which has to be a good one."""
+        (self.folder / "enough").touch()
+        _, errors = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, errors
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("run")
+    for name, text in (("worker.py", WORKER), ("driver.py", DRIVER)):
+        (folder / name).write_text(text)
+    command = [sys.executable, str(folder / "driver.py"), str(folder / "worker.py"), str(folder)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(folder)})
+    deadline = time.monotonic() + 60
+    while not all((folder / f"there-{rank}").exists() for rank in range(2)):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    yield Run(process, folder)
+    process.kill()
+    process.wait()
+
+
+def family(pid: int) -> list[int]:
+    """A process, its children and theirs."""
+    found = [pid]
+    for each in found:
+        for task in Path(f"/proc/{each}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def listening(pid: int) -> dict[str, list[tuple[str, int]]]:
+    """The addresses and ports at which a process and what it has started listen, and the names of their Unix sockets."""
+    links = [os.readlink(each) for child in family(pid) for each in _descriptors(child)]
+    mine = {link.partition("[")[2].rstrip("]") for link in links if link.startswith("socket:")}
+    found: dict[str, list[tuple[str, int]]] = {"tcp": [], "unix": []}
+    for name, kind in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for words in map(str.split, Path(f"/proc/net/{name}").read_text().splitlines()[1:]):
+            if words[3] == LISTEN and words[9] in mine:
+                address, _, port = words[1].partition(":")
+                raw = b"".join(bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8))
+                found["tcp"].append((socket.inet_ntop(kind, raw), int(port, 16)))
+    for words in map(str.split, Path("/proc/net/unix").read_text().splitlines()[1:]):
+        if words[6] in mine and len(words) > 7 and words[5] == "01" and int(words[3], 16) & ACCEPTS:
+            found["unix"].append((words[7], 0))
+    return found
+
+
+def _descriptors(pid: int) -> Iterator[Path]:
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        if each.is_symlink():
+            yield each
+
+
+def as_nobody(act: Callable[[], object]) -> str:
+    """What `act` returns, or the error that it ends in, as text, in a process of another user."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            said = f"{act()}"
+        except BaseException as error:  # noqa: BLE001 - the parent is told
+            said = type(error).__name__
+        os.write(writer, said.encode()[:4000])
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        said = pipe.read().decode()
+    os.waitpid(child, 0)
+    return said
+
+
+def plant(address: str, port: int, planted: bytes) -> str:
+    """Put a pickle into what listens there, as into a store of torch, under the keys of its rendezvous."""
+    store = dist.TCPStore(address, port, None, False, timedelta(seconds=2), wait_for_workers=False)
+    for key in ("torch.rendezvous.none", "torchelastic/role_info/0", "zeromesh/mesh-0/place/0"):
+        store.set(key, planted)
+    return f"stored; {store.num_keys()} keys"
+
+
+def stores(listeners: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Those that answer as a store of torch does. Each is asked by a process of its own, since asking may wait for ever."""
+    probes = {}
+    for where in listeners:
+        probe = os.fork()
+        if probe == 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            signal.alarm(2)
+            dist.TCPStore(*where, None, False, timedelta(seconds=2), wait_for_workers=False)
+            os._exit(7)
+        probes[probe] = where
+    return [where for probe, where in probes.items() if os.waitstatus_to_exitcode(os.waitpid(probe, 0)[1]) == 7]
+
+
+def second_addresses() -> list[str]:
+    """Addresses of this machine besides 127.0.0.1."""
+    mine = [each for found in interfaces().values() for each in found]
+    return ["127.0.0.2", *(each for each in mine if not is_loopback(each) and not each.startswith("fe80:"))]
+
+
+def test_no_store_of_one_host_listens_on_a_network(run: Run) -> None:
+    found = listening(run.process.pid)
+    assert found["tcp"], "gloo listens, so the search has found nothing"
+    assert {address for address, _ in found["tcp"]} == {"127.0.0.1"}
+    assert not stores(found["tcp"])
+
+
+def test_another_address_of_the_machine_leads_nowhere(run: Run) -> None:
+    reached = []
+    for address in second_addresses():
+        for _, port in listening(run.process.pid)["tcp"]:
+            with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+                probe.settimeout(2.0)
+                if probe.connect_ex((address, port)) == 0:
+                    reached.append((address, port))
+    assert not reached
+
+
+def test_another_user_can_neither_read_nor_write_the_store(run: Run, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    tmp_path.chmod(0o777)
+    mark = tmp_path / "code-of-a-stranger-was-run"
+    planted = pickle.dumps(Planted(mark))
+    found = listening(run.process.pid)
+
+    def attack() -> list[str]:
+        said = [plant(address, port, planted) for address, port in stores(found["tcp"])]
+        for name, _ in found["unix"]:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(name.replace("@", "\0", 1))
+                probe.sendall(b"1")
+                if socket.recv_fds(probe, 1, 2)[1]:
+                    said.append(f"was given files by {name}")
+        for pid in family(run.process.pid):
+            try:
+                said += [f"opened {os.readlink(each)}" for each in _descriptors(pid)]
+            except PermissionError:
+                continue
+        return said
+
+    assert as_nobody(attack) == "[]"
+    time.sleep(1.0)
+    assert not mark.exists()
+
+
+def test_garbage_in_the_sockets_of_gloo_changes_nothing(run: Run) -> None:
+    """What gloo itself listens on asks nobody who it is; it is at the loopback alone, and drops what is not of its groups."""
+    held = []
+    for address, port in listening(run.process.pid)["tcp"]:
+        for garbage in (b"", b"\xff" * 8, b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096)):
+            probe = socket.create_connection((address, port), timeout=2.0)
+            probe.sendall(garbage)
+            held.append(probe)
+    run.end()
+    for probe in held:
+        probe.close()
+    assert sorted(each.name for each in run.folder.iterdir()) == [
+        "driver.py",
+        "enough",
+        "there-0",
+        "there-1",
+        "worker.py",
+    ]

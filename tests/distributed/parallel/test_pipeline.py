@@ -1,0 +1,133 @@
+"""Pipelines of several ranks: losses and gradients are those of one process over the same microbatches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pipeline_cases import VOCABULARY, build
+from workers import PoolOptions, Workers
+
+from zeromesh.comm import point_to_point
+from zeromesh.errors import CollectiveError
+from zeromesh.telemetry.comm_stats import Account
+
+EXACT = 1e-9
+
+
+def run(workers: Workers, ranks: int, case: str, **arguments: Any) -> list[Any]:
+    return workers.run(ranks, f"pipeline_cases:{case}", **arguments)
+
+
+MATRIX = [
+    (ranks, model, schedule, microbatches, chunks)
+    for ranks in (2, 4)
+    for model in ("llama", "qwen3", "gemma", "gpt2", "mixtral")
+    for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1))
+    for microbatches in (1, 2, 4, 7)
+    if ranks * chunks <= 4
+]
+USUAL = [
+    (2, "llama", "1f1b", 4, 1),
+    (2, "gpt2", "1f1b", 7, 1),
+    (4, "llama", "1f1b", 2, 1),
+    (2, "qwen3", "gpipe", 4, 1),
+    (2, "gemma", "interleaved", 7, 2),
+    (2, "mixtral", "interleaved", 4, 2),
+    (4, "gpt2", "zero_bubble", 7, 1),
+    (2, "mixtral", "zero_bubble", 1, 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "schedule", "microbatches", "chunks"),
+    [*USUAL, *(pytest.param(*case, marks=pytest.mark.full) for case in MATRIX if case not in USUAL)],
+)
+def test_training_is_that_of_one_process(
+    workers: Workers, ranks: int, model: str, schedule: str, microbatches: int, chunks: int
+) -> None:
+    arguments = {"model": model, "schedule": schedule, "microbatches": microbatches, "chunks": chunks}
+    results = run(workers, ranks, "trains", **arguments)
+    names = [name for found in results for name in found["names"]]
+    whole = sorted(name for name, _ in build(model, 4).named_parameters(remove_duplicate=False))
+    assert sorted(names) == whole, "every parameter is on one rank, a tied one under each of its names"
+    for found in results:
+        assert found["difference"] <= EXACT
+        assert found["called"] == len(found["names"])
+        assert found["calls"] == [2 * microbatches], "gradients arrive once for each microbatch of two steps"
+        assert found["spans"] == microbatches * chunks * (3 if schedule == "zero_bubble" else 2)
+        assert all(0 <= part < 1 for part in found["bubble"])
+        tied = {"gpt2": "transformer.wte.weight", "gemma": "model.embed_tokens.weight"}.get(model)
+        last = str(ranks * chunks - 1)
+        assert found["ties"] == ([[[tied, "lm_head.weight"], {"0": tied, last: "lm_head.weight"}]] if tied else [])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_activation_checkpointing(workers: Workers, schedule: str) -> None:
+    arguments = {"model": "llama", "schedule": schedule, "microbatches": 3, "chunks": 1, "recompute": True}
+    for found in run(workers, 2, "trains", **arguments):
+        assert found["difference"] <= EXACT
+        assert found["calls"] == [6]
+
+
+@pytest.mark.parametrize(("model", "chunks"), [("mixtral", 2), ("gpt2", 1)])
+def test_evaluation_is_that_of_one_process(workers: Workers, model: str, chunks: int) -> None:
+    assert max(run(workers, 2, "evaluates", model=model, microbatches=3, chunks=chunks)) <= EXACT
+
+
+def test_channels_carry_any_tensors(workers: Workers) -> None:
+    for found in run(workers, 4, "channels_carry"):
+        assert all(found["equal"])
+        assert "float32 [2], but for inputs of the same shapes they were torch.float32 [300000]" in found["message"]
+
+
+def test_ranks_with_other_data_are_refused(workers: Workers) -> None:
+    for message in run(workers, 2, "disagrees"):
+        assert "ranks 0, 1 of the pipeline do not run the same microbatches: they have 2, 2 of them" in message
+
+
+class Failed:
+    """A collective that the other end's death has ended."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: object = None) -> bool:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_message_that_has_failed_is_named_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Named:
+        def wait_work(self, work: Failed, peers: list[int], what: str) -> None:
+            raise CollectiveError(f"rank {peers[0]} is gone; {what}")
+
+    monkeypatch.setattr(point_to_point, "_broadcast", lambda tensor, source, group: Failed())
+    line = point_to_point._Line(None, 0, 1, Named(), torch.device("cpu"), Account(2))  # type: ignore[arg-type]
+    specs = [point_to_point.MessageSpec.of(torch.ones(2))]
+    line.send("kind", [torch.ones(2)], specs, "the first")
+    with pytest.raises(CollectiveError, match="rank 1 is gone; the first"):
+        line.send("kind", [torch.ones(2)], specs, "the second")
+
+
+def test_a_rank_that_is_gone_is_named(workers: Workers) -> None:
+    with workers.fresh(PoolOptions(size=2, timeout_seconds=5)) as pool:
+        first, second = pool.outcomes("pipeline_cases:loses_a_rank")
+    assert second.error == "died"
+    assert first.error == "CollectiveError"
+    assert "rank 1 is gone" in first.message
+    assert "of microbatch" in first.message
+
+
+@pytest.mark.parametrize(
+    ("model", "chunks", "microbatches", "cached"),
+    [("llama", 1, 1, True), ("gpt2", 2, 2, True), ("gemma3", 2, 3, True), ("mixtral", 1, 2, False)],
+)
+def test_generation_is_that_of_one_process(
+    workers: Workers, model: str, chunks: int, microbatches: int, cached: bool
+) -> None:
+    arguments = {"model": model, "chunks": chunks, "microbatches": microbatches, "cached": cached}
+    for found in run(workers, 2, "generates", **arguments):
+        assert found["found"] == found["wanted"]
+        assert found["shape"] == [3, 1, VOCABULARY]
+        assert found["dtype"] == "torch.float32"

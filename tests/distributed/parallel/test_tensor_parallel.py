@@ -1,0 +1,278 @@
+"""Tensor parallelism: divided models against whole ones, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tensor_cases import MODELS
+from torch import nn
+from workers import Workers
+
+from zeromesh.errors import LayoutError
+from zeromesh.tensor.plan.attention_split import balanced, share_heads
+from zeromesh.tensor.plan.planner import plan_tensor
+from zeromesh.tensor.plan.tensor_plan import Style, TensorPlan, parts_of
+from zeromesh.tensor.sequence_parallel import check_blocks
+
+MOST = ["llama", "llama-1kv", "llama-9-3", "gpt2", "qwen3", "gemma2", "mixtral"]
+OTHERS = sorted(set(MODELS) - set(MOST))
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.02}
+
+
+@pytest.mark.parametrize(("models", "sequence"), [(MOST, False), (OTHERS, False), (MOST, True), (OTHERS, True)])
+def test_a_divided_model_is_the_whole_one(workers: Workers, models: list[str], sequence: bool) -> None:
+    for wrong in workers.run(2, "tensor_cases:equals", models=models, sequence=sequence):
+        assert not wrong
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_four_ranks(workers: Workers, sequence: bool) -> None:
+    """As many as heads: some have the same key-value head."""
+    models = ["llama", "llama-1kv", "llama-9-3", "gpt2", "falcon"]
+    for wrong in workers.run(4, "tensor_cases:equals", models=models, sequence=sequence):
+        assert not wrong
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_every_model_on_four_ranks(workers: Workers, sequence: bool, checkpointing: bool) -> None:
+    arguments = {"models": sorted(MODELS), "sequence": sequence, "checkpointing": checkpointing}
+    for wrong in workers.run(4, "tensor_cases:equals", timeout=300.0, **arguments):
+        assert not wrong
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_activations_may_be_recomputed(workers: Workers, sequence: bool) -> None:
+    models = ["llama-9-3", "gpt2", "mixtral"]
+    for wrong in workers.run(2, "tensor_cases:equals", models=models, sequence=sequence, checkpointing=True):
+        assert not wrong
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("how", ["block", "selective", "compile"])
+def test_blocks_may_be_compiled_and_keep_some_activations(workers: Workers, how: str, sequence: bool) -> None:
+    for name in ("llama", "gpt2"):
+        arguments = {"name": name, "sequence": sequence, "how": how}
+        for wrong in workers.run(2, "tensor_cases:computes_otherwise", timeout=120.0, **arguments):
+            assert not wrong
+
+
+@pytest.mark.parametrize(("name", "sequence"), [("llama", False), ("gpt2", True)])
+def test_the_loss_never_gathers_logits(workers: Workers, name: str, sequence: bool) -> None:
+    for result in workers.run(2, "tensor_cases:learns_in_chunks", name=name, sequence=sequence):
+        assert not result["wrong"]
+        # Logits of 16 tokens would be more: 67 of each, where hidden states are 32.
+        assert result["most"] <= result["hidden"]
+        assert result["calls"] == ["gather", "sum"] * -(-result["kept"] // 3)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("chunk_tokens", [4, 64])
+def test_the_loss_over_a_divided_vocabulary(workers: Workers, dtype: str, chunk_tokens: int) -> None:
+    for found in workers.run(2, "tensor_cases:losses_of_halves", dtype=dtype, chunk_tokens=chunk_tokens):
+        assert max(found) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_generation_has_a_cache_of_local_heads(workers: Workers, sequence: bool) -> None:
+    names = ["llama", "llama-1kv", "gpt2", "falcon-mq", "t5"]
+    for wrong in workers.run(2, "tensor_cases:generates", names=names, sequence=sequence):
+        assert not wrong
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_dropout_is_the_same_where_all_have_the_same(workers: Workers, sequence: bool) -> None:
+    first, second = workers.run(2, "tensor_cases:drops_out", sequence=sequence)
+    for result in (first, second):
+        assert result["again"]
+        assert result["differs"] == [{}, {}]
+    assert first["loss"] == second["loss"]
+    assert first["after"] == second["after"]
+    shapes = [shape for shape, _ in first["masks"]]
+    assert shapes == [shape for shape, _ in second["masks"]]
+    equal = [one == other for one, other in zip(first["masks"], second["masks"], strict=True)]
+    # Embedding; attention, its output and the MLP of each of two blocks.
+    assert equal == [True, *[False, not sequence, not sequence] * 2]
+    assert shapes[0] == [2, 8, 32]
+    assert shapes[1:4] == [[2, 2, 8, 8], *[[2, 4 if sequence else 8, 32]] * 2]
+    masks = [mask for _, mask in first["masks"]]
+    assert len(set(masks)) == len(masks)
+
+
+def test_frozen_parameters_and_a_model_made_whole_again(workers: Workers) -> None:
+    for result in workers.run(2, "tensor_cases:frozen_and_restored"):
+        assert result == [[], {}, [], True, {}]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_bfloat16(workers: Workers, sequence: bool) -> None:
+    for distance in workers.run(2, "tensor_cases:narrow", name="llama", sequence=sequence):
+        assert 1e-4 < distance < 0.05
+
+
+def test_layers_that_read_one_input_sum_its_gradient_once(workers: Workers) -> None:
+    for forward, backward in workers.run(2, "tensor_cases:counts_exchanges", name="llama", sequence=False):
+        assert forward == ["sum"] * 5  # embedding, and two of each block
+        assert backward == ["sum"] * 4
+    for forward, backward in workers.run(2, "tensor_cases:counts_exchanges", name="llama", sequence=True):
+        assert forward == ["sum", *["gather", "scatter_sum"] * 4, "gather"]
+        # Of the row layer's output; of the inputs, which are gathered again, while their gradients are summed.
+        assert backward == [*["gather", "gather", "scatter_sum"] * 4, "gather"]
+
+
+def test_there_is_no_more_to_a_plan_than_numbers() -> None:
+    """Every element of a divided parameter is on one rank, or on all that share it."""
+    for name, build in MODELS.items():
+        with torch.device("meta"):
+            model = build()
+        for size in (2, 3, 4):
+            plan = plan_tensor(model, size)
+            held = [parts_of(model, plan, rank, sequence=False) for rank in range(size)]
+            for fqn, parameter in model.named_parameters():
+                parts = [mine.get(fqn) for mine in held]
+                counts = torch.zeros(parameter.shape, dtype=torch.int64)
+                for rank, part in enumerate(parts):
+                    assert (part is None) == (parts[0] is None), (name, fqn)
+                    if part is not None and part.holders[0] == rank:
+                        index = torch.arange(counts.numel()).view(counts.shape)
+                        for dim, intervals in enumerate(part.region.dims):
+                            index = torch.cat([index.narrow(dim, i.start, i.length) for i in intervals], dim)
+                        counts.view(-1)[index.reshape(-1)] += 1
+                if parts[0] is not None:
+                    assert bool((counts == 1).all()), (name, size, fqn)
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 12))
+def test_heads_are_shared_out(keys: int, group: int, ranks: int) -> None:
+    queries = keys * group
+    assume(ranks <= queries)
+    shares = share_heads(queries, keys, ranks, "attention")
+    assert [query for share in shares for query in range(share.queries.start, share.queries.end)] == list(
+        range(queries)
+    )
+    for share in shares:
+        assert share.queries.length
+        assert share.queries.length % share.keys.length == 0
+        local = share.queries.length // share.keys.length  # queries of a local key-value head, as attention repeats it
+        for number, query in enumerate(range(share.queries.start, share.queries.end)):
+            assert share.keys.start + number // local == query // group
+
+
+@given(st.integers(0, 200), st.integers(1, 12))
+def test_shares_are_balanced(length: int, parts: int) -> None:
+    shares = balanced(length, parts)
+    assert [n for share in shares for n in range(share.start, share.end)] == list(range(length))
+    assert max(share.length for share in shares) - min(share.length for share in shares) <= 1
+
+
+def _llama(**changes: Any) -> Any:
+    settings = {
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "vocab_size": 67,
+    }
+    with torch.device("meta"):
+        return tf.LlamaForCausalLM(tf.LlamaConfig(**{**settings, **changes}))
+
+
+def _refusals() -> Iterator[Any]:
+    yield (
+        _llama(),
+        8,
+        {},
+        "model.layers.0.self_attn: 4 query heads cannot be divided among 8 ranks; parallel.tensor may be at most 4",
+    )
+    yield _llama(intermediate_size=3), 4, {}, "model.layers.0.mlp.gate_proj: too small to be divided among 4 ranks"
+    yield (
+        _llama(),
+        2,
+        {"*.mlp.up": "colwise"},
+        "'*.mlp.up': colwise matches no module of LlamaForCausalLM; its modules are named like",
+    )
+    yield (
+        _llama(),
+        2,
+        {"*.mlp.up_proj": "colwyse"},
+        "tensor-parallel rule '*.mlp.up_proj': there is no style 'colwyse'",
+    )
+    yield (
+        _llama(),
+        2,
+        {"*.mlp": "colwise"},
+        "model.layers.0.mlp: a LlamaMLP cannot be divided; allowed are torch.nn.Linear",
+    )
+    yield _llama(), 2, {"*.k_proj": "replicate"}, "model.layers.0.self_attn.k_proj would be whole beside projections"
+    yield nn.Sequential(nn.Linear(4, 4)), 2, {}, "there is no tensor-parallel plan for Sequential"
+
+
+@pytest.mark.parametrize(("model", "size", "rules", "message"), list(_refusals()))
+def test_what_cannot_be_divided_is_refused(model: nn.Module, size: int, rules: dict[str, str], message: str) -> None:
+    with pytest.raises(LayoutError) as raised:
+        plan_tensor(model, size, rules)
+    assert message in str(raised.value)
+
+
+def _styles(plan: TensorPlan) -> dict[str, Style]:
+    return {layer.module: layer.style for layer in plan.layers}
+
+
+def test_a_users_rules_go_first() -> None:
+    plan = plan_tensor(_llama(), 2, {"*.mlp.*_proj": "replicate", "lm_head": "replicate"})
+    styles = _styles(plan)
+    assert "model.layers.0.mlp.up_proj" not in styles
+    assert styles["model.embed_tokens"] is Style.EMBEDDING
+    assert styles["model.layers.0.self_attn.q_proj"] is Style.COLUMN
+    (note,) = plan.notes
+    assert note == "whole on all tensor ranks: model.layers.*.mlp.gate_proj, " + ", ".join(
+        ["model.layers.*.mlp.up_proj", "model.layers.*.mlp.down_proj", "lm_head"]
+    )
+
+
+def test_embeddings_that_are_tied_are_divided_together_or_not_at_all() -> None:
+    tied = _llama(tie_word_embeddings=True)
+    assert {"model.embed_tokens", "lm_head"} <= set(_styles(plan_tensor(tied, 2)))
+    plan = plan_tensor(tied, 2, {"lm_head": "replicate"})
+    assert not {"model.embed_tokens", "lm_head"} & set(_styles(plan))
+    assert "model.embed_tokens and lm_head share a parameter that not all of them can divide" in plan.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"*.self_attn.*": "replicate"}, "model.layers.0 has no attention that is divided among ranks"),
+        ({"*.mlp.up_proj": "replicate"}, "model.layers.0.mlp.up_proj (Linear) may need the whole sequence"),
+    ],
+)
+def test_a_block_that_may_need_the_whole_sequence_gets_it(rules: dict[str, str], message: str) -> None:
+    model = _llama()
+    with pytest.raises(LayoutError) as raised:
+        check_blocks(model, plan_tensor(model, 2, rules))
+    assert message in str(raised.value)
+
+
+def test_a_plain_module_by_a_users_rules() -> None:
+    model = nn.ModuleDict({"up": nn.Linear(6, 10), "down": nn.Linear(10, 6)})
+    plan = plan_tensor(model, 2, {"up": "colwise", "down": "rowwise"})
+    parts = parts_of(model, plan, 1, sequence=False)
+    assert {name: part.region.local_shape for name, part in parts.items()} == {
+        "up.weight": (5, 6), "up.bias": (5,), "down.weight": (6, 5),
+    }  # fmt: skip
+
+
+def test_a_key_value_head_of_several_ranks_has_partial_gradients() -> None:
+    model = _llama(num_key_value_heads=2)
+    part = parts_of(model, plan_tensor(model, 4), 3, sequence=False)["model.layers.0.self_attn.k_proj.weight"]
+    assert (part.holders, part.partial) == ((2, 3), True)
+    assert part.region.local_shape == (8, 32)
+    part = parts_of(model, plan_tensor(model, 4), 3, sequence=False)["model.layers.0.self_attn.q_proj.weight"]
+    assert (part.holders, part.partial) == ((3,), False)

@@ -1,0 +1,133 @@
+"""Cases on memory: what the engine allocates and what was predicted before."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from conformance import reference
+from conformance.cases import Run
+from conformance.models import VOCABULARY, stack
+from conformance.recipe import Layout, Problem
+from mesh_cases import resident
+
+from zeromesh.comm.select import choose_transport
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import Purpose
+from zeromesh.optim.fused_optimizer import GroupRules, Rates
+from zeromesh.options import ZeroOptions
+from zeromesh.units.plan import plan_model
+from zeromesh.units.unit import Bucket
+from zeromesh.weight_init.weight_sources import BuiltSource
+from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.memory_model import predict_memory
+from zeromesh.zero.pass_progress import MicrobatchPosition
+
+CPU = torch.device("cpu")
+
+
+def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
+    """Predict, then train three steps: bytes by purpose as predicted, in the ledger before the first step and after the last, and
+    of the tensors themselves."""
+    task, how = Problem(**problem), Layout(**layout)
+    options = how.options(task)
+    plan = plan_model(reference.build(task), options.precision.compute, GroupRules(options.optimizer).group_of)
+    transport = choose_transport(options.transport, mesh.shard, mesh.device)
+    predicted = predict_memory(plan, options, parts=mesh.shard.size, transport=transport, budget=how.budget)
+    run = Run.start(mesh, task, how)
+    ledger = run.engine.ledger
+    built = _named(ledger.by_purpose())
+    for step in range(3):
+        run.step(step)
+    if run.engine.transport.name != "shared":
+        for unit in run.engine.units:
+            unit.buckets[0].buffer.wait()
+    result = {
+        "predicted": _named(predicted.terms),
+        "stay": options.gradients_stay(CPU),
+        "predicted_peak": predicted.total,
+        "built": built,
+        "ledger": _named(ledger.by_purpose()),
+        "ledger_peak": ledger.peak(),
+        "tensors": _tensors(run),
+    }
+    run.close()
+    return result
+
+
+def lead(mesh: Mesh, transports: list[str]) -> list[dict[str, int]]:
+    """For each transport: the most bytes of gradients that wait where autograd has put them, on a rank whose peer begins backward
+    late, and the bytes of the largest unit and of all."""
+    found = []
+    for transport in transports:
+        torch.manual_seed(0)
+        model = stack(layers=12, size=64)
+        name: Any = transport
+        inside = transport == "inside"
+        options = ZeroOptions(
+            stage=3,
+            transport="shared" if inside else name,
+            optimizer_in_backward=inside,
+            on_nonfinite="stop" if inside else "skip",
+            clip_norm=0.0 if inside else 1.0,
+        )
+        engine = ZeroEngine.build(model, mesh, options, BuiltSource(model))
+        gradients, most = engine.passes.gradients, 0
+        begin, take = gradients.begin, gradients.take
+
+        def late(*arguments: Any, begin: Any = begin, **named: Any) -> None:
+            begin(*arguments, **named)
+            if mesh.rank == 1:
+                time.sleep(0.5)
+
+        def watched(*arguments: Any, take: Any = take, model: Any = model) -> None:
+            nonlocal most
+            take(*arguments)
+            most = max(most, sum(_bytes(p.grad) for p in model.parameters() if p.grad is not None))
+
+        gradients.begin, gradients.take = late, watched
+        tokens = torch.arange(8).view(1, 8) % VOCABULARY
+        engine.begin_step(0, Rates())
+        where = MicrobatchPosition(step=0, first_sample=mesh.rank, first=True, last=True)
+        engine.forward_backward(lambda model=model, tokens=tokens: model(tokens).square().sum(), 1.0, where)
+        engine.finish_step()
+        sizes = [sum(bucket.layout.padded * 4 for bucket in unit.trainable) for unit in engine.units]
+        found.append({"waiting": most, "largest": max(sizes), "all": sum(sizes)})
+        engine.close()
+    return found
+
+
+def _named(terms: Any) -> dict[str, int]:
+    return {purpose.name: nbytes for purpose, nbytes in terms.items()}
+
+
+def _tensors(run: Run) -> dict[str, int]:
+    """Bytes of what buckets and optimizers hold between steps."""
+    found: Counter[Purpose] = Counter()
+    for unit in run.engine.units:
+        for bucket in unit.buckets:
+            buffer = bucket.buffer
+            inside = buffer.persistent and bucket.master.load(CPU).data_ptr() == buffer.own().data_ptr()
+            found[Purpose.PARAMETERS] += _gathered_bytes(bucket, shared=run.engine.transport.name == "shared")
+            found[Purpose.MASTER] += 0 if inside else bucket.master.nbytes
+            found[Purpose.GRADIENTS] += 0 if bucket.grad is None else _bytes(bucket.grad)
+            found[Purpose.PARTIAL_GRADIENTS] += 0 if bucket.partial is None else _bytes(bucket.partial)
+            optimizer = run.engine.updater.optimizer_of(bucket) if bucket.trainable else None
+            found[Purpose.MOMENTS] += (
+                sum(moment.nbytes for moment in optimizer.moments.values()) if optimizer is not None else 0
+            )
+    return _named({purpose: nbytes for purpose, nbytes in found.items() if nbytes})
+
+
+def _gathered_bytes(bucket: Bucket, *, shared: bool) -> int:
+    """Of shared pages, this rank's own part."""
+    if shared:
+        return _bytes(bucket.buffer.own()) if bucket.buffer.persistent else 0
+    full = bucket.buffer.full
+    return full.untyped_storage().nbytes() if bucket.buffer.persistent else resident(full)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,374 @@
+"""Cases of the loop that workers run: epochs, evaluations with metrics, wishes of callbacks, streams."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as tf
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import StepLR
+from trainer_cases import apart, distance, llama, seeded, sentence_loss, sentences, settings, stacked
+from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_pt_utils import LabelSmoother
+
+from zeromesh import Callback, Trainer
+from zeromesh.errors import ZeromeshError
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.data.sampler import BatchPlan, SampleOrder
+
+
+def bert(**changes: Any) -> Any:
+    """A tiny classifier of three classes."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    config = tf.BertConfig(**sizes, vocab_size=64, num_labels=3, max_position_embeddings=32, **changes)
+    return tf.AutoModelForSequenceClassification.from_config(config)
+
+
+def ragged(count: int) -> list[dict[str, Any]]:
+    """Token ids of many lengths, each with a class."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.randint(3, 14, (count,), generator=generator).tolist()
+    return [
+        {"input_ids": torch.randint(1, 64, (length,), generator=generator), "labels": index % 3}
+        for index, length in enumerate(lengths)
+    ]
+
+
+def padded(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """A batch of ragged samples."""
+    ids = nn.utils.rnn.pad_sequence([sample["input_ids"] for sample in samples], batch_first=True)
+    labels = torch.tensor([sample["labels"] for sample in samples])
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
+
+
+def plain_epochs(config: dict[str, Any], epochs: int, last: str, smoothing: float = 0.0) -> dict[str, Any]:
+    """A plain loop over epochs, each of which ends with a smaller batch, or without it."""
+    data, size = sentences(), config["batch"]["global_size"]
+    model = seeded(llama).double().train()
+    plan = BatchPlan(global_size=size, micro_size=1, data_ranks=1, epoch_size=len(data), last=last)  # type: ignore[arg-type]
+    steps = plan.steps_of(epochs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = tf.get_scheduler("linear", optimizer, 1, steps)
+    order = SampleOrder(length=len(data), seed=5)
+    losses = []
+    for step in range(steps):
+        batch = stacked(data, [order.dataset_index(index) for index in plan.samples_of(step)])
+        loss = _mean(model, batch, smoothing)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        nn.utils.clip_grad_norm_(model.parameters(), config["run"]["clip_norm"])
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "parameters": {name: each.detach() for name, each in model.named_parameters()}}
+
+
+def _mean(model: Any, batch: dict[str, torch.Tensor], smoothing: float) -> torch.Tensor:
+    if smoothing:
+        output = model(input_ids=batch["input_ids"])
+        found: torch.Tensor = LabelSmoother(epsilon=smoothing)(output, batch["labels"], shift_labels=True)
+        return found
+    total, count = sentence_loss(model, batch)
+    return total / count
+
+
+class Diary(Callback):
+    """Notes the events of epochs, evaluations and checkpoints."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+        self.events.append(f"epoch {epoch} at {trainer.state.epoch:g}")
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+        self.events.append(f"end {epoch} after {trainer.state.step}")
+
+    def on_evaluate(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        self.events.append(f"evaluated {step}")
+
+    def on_save(self, trainer: Trainer, step: int) -> None:
+        self.events.append(f"saved {step}")
+
+    def on_substep_end(self, trainer: Trainer, step: int) -> None:
+        if step == 1:
+            self.events.append("substep")
+
+
+def epochs(mesh: Mesh, folder: str, last: str, smoothing: float = 0.0) -> dict[str, Any]:
+    """Two epochs of 23 samples by global batches of 8."""
+    config = settings(
+        folder,
+        batch={"last": last},
+        run={"epochs": 2, "eval_every": "epoch", "label_smoothing": smoothing},
+        checkpoint={"every_steps": "epoch"},
+    )
+    diary = Diary()
+    trainer = Trainer(seeded(llama), config, train_dataset=sentences(), eval_dataset=sentences(3), callbacks=[diary])
+    with trainer:
+        report = trainer.fit()
+        plain = plain_epochs(config, 2, last, smoothing)
+        return {
+            "losses": apart(report.losses, plain["losses"]),
+            "parameters": distance(dict(trainer.state_dict()), plain["parameters"]),
+            "events": diary.events,
+            "steps": [report.final_step, trainer.state.max_steps, trainer.state.epoch, trainer.state.epochs],
+        }
+
+
+def by_samples(mesh: Mesh, folder: str) -> float:
+    """A mean over samples, of microbatches of one, beside the plain mean of each sample's mean."""
+    config = settings(folder, batch={"micro_size": 1, "average": "samples"}, run={"max_steps": 3})
+    data, model = sentences(), seeded(llama).double()
+    with Trainer(copy.deepcopy(model), config, train_dataset=data) as trainer:
+        losses = trainer.fit().losses
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = tf.get_scheduler("linear", optimizer, 1, 3)
+    order, wanted = SampleOrder(length=len(data), seed=5), []
+    for step in range(3):
+        rows = [stacked(data, [order.dataset_index(index)]) for index in range(8 * step, 8 * step + 8)]
+        means = [total / count for total, count in (sentence_loss(model, row) for row in rows)]
+        loss = torch.stack(means).mean()
+        loss.backward()
+        wanted.append(float(loss.detach()))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return apart(losses, wanted)
+
+
+def accuracy(prediction: tf.EvalPrediction) -> dict[str, float]:
+    """And the order of samples, as a number."""
+    found = prediction.predictions.argmax(-1) == prediction.label_ids
+    weights = np.arange(1, len(found) + 1)
+    return {"accuracy": float(found.mean()), "order": float((weights * prediction.label_ids).sum())}
+
+
+def metrics(mesh: Mesh, folder: str, samples: int, micro: int, sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Evaluation and prediction of uneven data, beside the plain model."""
+    model, data = seeded(bert).double().eval(), ragged(samples)
+    with torch.no_grad():
+        rows = [model(**padded([sample])).logits[0] for sample in data]
+    logits = torch.stack(rows)
+    labels = torch.tensor([sample["labels"] for sample in data])
+    wanted = float(F.cross_entropy(logits, labels))
+    config = settings(folder, batch={"eval_micro_size": micro}, **sections)
+    trainer = Trainer(
+        model,
+        config,
+        train_dataset=data,
+        eval_dataset={"a": data, "b": data[: samples // 2 + 1]},
+        data_collator=padded,
+        compute_metrics=accuracy,
+    )
+    with trainer:
+        both = trainer.evaluate()
+        values = trainer.evaluate(data)
+        output = trainer.predict(data)
+    right = (logits.argmax(-1) == labels).double()
+    return {
+        "names": sorted(name for name in both if not name.endswith(("runtime", "per_second"))),
+        "loss": abs(values["eval_loss"] - wanted),
+        "accuracy": values["eval_accuracy"] == float(right.mean()) == both["eval_a_accuracy"],
+        "order": values["eval_order"] == float((torch.arange(1, samples + 1) * labels).sum()),
+        "logits": float((torch.from_numpy(output.predictions) - logits).abs().max()),
+        "labels": output.label_ids.tolist() == labels.tolist(),
+        "test": sorted(output.metrics or {}),
+    }
+
+
+class Theirs(TrainerCallback):
+    """Notes all events of transformers, and sets flags."""
+
+    def __init__(self, wishes: Mapping[str, str]) -> None:
+        self.wishes = wishes
+        self.events: list[str] = []
+        self.logs: list[dict[str, float]] = []
+
+    def _note(self, name: str, state: Any, control: Any) -> Any:
+        self.events.append(f"{name} {state.global_step}")
+        wish = self.wishes.get(f"{name} {state.global_step}")
+        if wish is not None:
+            setattr(control, wish.lstrip("-"), not wish.startswith("-"))
+            return control
+        return None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> Any:
+        self.logs.append(dict(logs))
+        return self._note("on_log", state, control)
+
+
+def _event(name: str) -> Any:
+    def method(self: Theirs, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        return self._note(name, state, control)
+
+    return method
+
+
+for _name in (
+    *("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_substep_end"),
+    *("on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_evaluate", "on_save", "on_prediction_step"),
+):
+    setattr(Theirs, _name, _event(_name))
+
+
+def theirs(mesh: Mesh, folder: str, wishes: Mapping[str, str], alone: bool, **run: Any) -> dict[str, Any]:
+    """A run with a callback of transformers; `alone`: only that of rank 1 wishes anything."""
+    config = settings(folder, batch={"last": "partial"}, run={"max_steps": 6, **run}, checkpoint={"every_steps": 4})
+    callback = Theirs({} if alone and mesh.rank != 1 else wishes)
+    trainer = Trainer(
+        seeded(llama),
+        config,
+        train_dataset=sentences(),
+        eval_dataset=sentences(3),
+        callbacks=[callback, tf.PrinterCallback],
+    )
+    with trainer:
+        report = trainer.train()
+        steps = sorted(int(each.name.split("-")[1]) for each in (trainer.run_directory / "checkpoints").glob("step-*"))
+    return {
+        "events": callback.events,
+        "steps": [report.final_step],
+        "saved": steps,
+        "losses": list(report.losses),
+        "logs": callback.logs,
+    }
+
+
+def patience(mesh: Mesh, folder: str, kind: str) -> dict[str, Any]:
+    """A run whose score falls after the second evaluation, and ends for it; the best weights are there in the end."""
+    scores = iter([0.3, 0.6, 0.5, 0.6, 0.4, 0.2, 0.1, 0.0])
+    kept: dict[int, dict[str, torch.Tensor]] = {}
+
+    class Keep(Callback):
+        def on_evaluate(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+            kept[step] = {name: tensor.clone() for name, tensor in trainer.state_dict()}
+
+    run: dict[str, Any] = {"max_steps": 9, "eval_every": 1, "load_best": True, "metric": "score"}
+    callbacks: list[Any] = [Keep()]
+    if kind == "theirs":
+        callbacks.append(EarlyStoppingCallback(early_stopping_patience=3))
+    else:
+        run["patience"] = 3
+    config = settings(folder, run=run, checkpoint={"every_steps": 100, "keep_last": 1})
+    trainer = Trainer(
+        seeded(bert),
+        config,
+        train_dataset=ragged(20),
+        eval_dataset=ragged(5),
+        data_collator=padded,
+        compute_metrics=lambda prediction: {"score": next(scores)},
+        callbacks=callbacks,
+    )
+    with trainer:
+        report, state = trainer.fit(), trainer.state
+        final = dict(trainer.state_dict())
+        same = distance(final, kept[2])
+    return {
+        "steps": report.final_step,
+        "best": [state.best_metric, state.best_step],
+        "checkpoint": (state.best_checkpoint or "").rpartition("/")[2],
+        "difference": same,
+    }
+
+
+class Stream:
+    """A stream without a length; how often it was read."""
+
+    def __init__(self, count: int) -> None:
+        self.samples = sentences(count)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)
+
+
+def streamed(mesh: Mesh, folder: str, steps: int, shuffle: bool) -> dict[str, Any]:
+    """Train on a stream up to `steps`, going on from what is there."""
+    config = settings(
+        folder,
+        data={"shuffle": shuffle, "shuffle_window": 12},
+        run={"max_steps": steps},
+        schedule={"name": "constant", "warmup_steps": 0},
+        checkpoint={"every_steps": 2},
+    )
+    with Trainer(seeded(llama), config, train_dataset=Stream(21)) as trainer:
+        losses = trainer.fit().losses
+        return {"losses": list(losses), "parameters": {n: float(p.double().norm()) for n, p in trainer.state_dict()}}
+
+
+def scheduled(mesh: Mesh, folder: str) -> list[float]:
+    """Learning rates of a scheduler of torch."""
+    rates: list[float] = []
+
+    class Rates(Callback):
+        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+            rates.append(metrics["lr"])
+
+    trainer = Trainer(
+        seeded(llama),
+        settings(folder),
+        train_dataset=sentences(),
+        callbacks=[Rates()],
+        lr_scheduler=lambda optimizer: StepLR(optimizer, 2, gamma=0.1),
+    )
+    with trainer:
+        trainer.fit()
+    return rates
+
+
+class OwnLoss(Trainer):
+    """A subclass as users of transformers write it."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        outputs = model(**inputs)
+        return 2 * F.cross_entropy(outputs.logits, inputs["labels"])
+
+
+def own_losses(mesh: Mesh, folder: str) -> dict[str, list[float]]:
+    """The same loss, twice: by a subclass, and by a function."""
+
+    def function(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        return 2 * F.cross_entropy(outputs.logits, labels)
+
+    found = {}
+    for name, kind, more in (
+        ("plain", Trainer, {}),
+        ("method", OwnLoss, {}),
+        ("function", Trainer, {"compute_loss_func": function}),
+    ):
+        config = settings(folder, run={"name": name, "clip_norm": 0.0})
+        made = kind(seeded(bert), config, train_dataset=ragged(20), data_collator=padded, **more)  # type: ignore[arg-type]
+        with made as trainer:
+            found[name] = list(trainer.fit().losses)
+    return found
+
+
+def raising(mesh: Mesh, folder: str, theirs: bool) -> list[str]:
+    """What is raised by a callback on the last rank."""
+
+    class Ours(Callback):
+        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+            if mesh.rank == mesh.world_size - 1:
+                raise ValueError("no more")
+
+    class Other(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if mesh.rank == mesh.world_size - 1:
+                raise ValueError("no more")
+
+    trainer = Trainer(
+        seeded(llama), settings(folder), train_dataset=sentences(), callbacks=[Other() if theirs else Ours()]
+    )
+    try:
+        trainer.fit()
+    except (ValueError, ZeromeshError) as error:
+        return [type(error).__name__, str(error), *getattr(error, "__notes__", [])]
+    return ["nothing was raised"]

@@ -1,0 +1,278 @@
+"""Models with adapters of PEFT that workers train: given to the trainer, or made by `model.lora`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers as tf
+from architecture_cases import differences
+from input_cases import command
+from safetensors.torch import load_file
+from trainer_cases import LLAMA, digest, llama, seeded, sentences, settings
+
+from zeromesh import Callback, Trainer
+from zeromesh.errors import ConfigError
+from zeromesh.mesh.process_mesh import Mesh
+
+TARGETS = ["q_proj", "down_proj"]
+
+
+def adapted(base: Mapping[str, Any] | None = None, **changes: Any) -> Any:
+    """A tiny Llama with adapters that already do something."""
+    model = seeded(lambda: llama(**(base or {})))
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **{"r": 3, "lora_alpha": 5, "target_modules": TARGETS, **changes})
+    torch.manual_seed(12)
+    made = peft.get_peft_model(model, config)
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name or "lora_embedding_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return made
+
+
+def as_plain(mesh: Mesh, folder: str, stage: int) -> dict[str, float]:
+    """Training a model with adapters against a plain loop over the same."""
+    return differences(folder, "lora", (adapted(), adapted()), sentences(), zero={"stage": stage})
+
+
+def variant(mesh: Mesh, folder: str, base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """One of PEFT's kinds of adapters at stage 3: against a plain loop, and what plain PEFT makes of what is saved."""
+    root, mine = Path(folder), adapted(base, **changes)
+    found: dict[str, Any] = {
+        "training": differences(
+            folder,
+            "variant",
+            (mine, adapted(base, **changes)),
+            sentences(),
+            after=lambda trainer: trainer.save(root / "adapter"),
+            zero={"stage": 3, "gathered_budget": 0},
+        )
+    }
+    ids, plain = sentences()[1]["input_ids"][None], seeded(lambda: llama(**base)).double().eval()
+    with torch.no_grad():
+        before, wanted = plain(input_ids=ids).logits.clone(), mine.double().eval()(input_ids=ids).logits
+        loaded = peft.PeftModel.from_pretrained(plain, root / "adapter").double().eval()
+        found["difference"] = _apart(loaded(input_ids=ids).logits, wanted)
+    found["change"] = _apart(before, wanted)
+    found["tensors"] = sorted(load_file(root / "adapter/adapter_model.safetensors"))
+    return found
+
+
+class Look(Callback):
+    """What the engine has of frozen and of trained parameters, and an adapter saved amid training."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.found: dict[str, Any] = {}
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        if step != 2 or trainer.engine is None:
+            return
+        trainer.save(self.folder / "during")
+        ids = sentences()[1]["input_ids"][None]
+        with torch.no_grad():
+            self.found["logits"] = trainer.model(input_ids=ids).logits.clone()
+        buckets = [bucket for unit in trainer.engine.units for bucket in unit.buckets]
+        updater = trainer.engine.updater
+        self.found["frozen"] = sum(not bucket.trainable for bucket in buckets)
+        self.found["optimized"] = sum(b.layout.padded for b in buckets if updater.optimizer_of(b) is not None)
+        self.found["shares"] = {bucket.layout.padded // bucket.interval.length for bucket in buckets}
+        self.found["trained"] = sum(slot.spec.numel for b in buckets if b.trainable for slot in b.layout.slots)
+
+
+def saved(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """At stage 3: what is saved amid training and after it, loaded by PEFT onto the base model that there was."""
+    root, model = Path(folder), adapted()
+    base = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if "lora_" not in name}
+    look, data = Look(root), sentences()
+    with Trainer(model, settings(folder), data, callbacks=[look]) as trainer:
+        trainer.fit()
+        trainer.save(root / "after")
+        ids = data[1]["input_ids"][None]
+        with torch.no_grad():
+            after = trainer.model.eval()(input_ids=ids).logits
+    found: dict[str, Any] = {key: look.found[key] for key in ("frozen", "optimized", "trained")}
+    found["shares"] = sorted(look.found["shares"])
+    found["base"] = all(
+        torch.equal(dict(model.named_parameters())[name].float(), value) for name, value in base.items()
+    )
+    found["parameters"] = sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
+    found["generated"] = list(model.generate(input_ids=ids[:, :3], max_new_tokens=2, do_sample=False).shape)
+    for name, wanted in (("during", look.found["logits"]), ("after", after)):
+        found[f"{name} files"] = sorted(path.name for path in (root / name).iterdir())
+        found[f"{name} tensors"] = sorted(load_file(root / name / "adapter_model.safetensors"))
+        plain = seeded(llama).double().eval()
+        with torch.no_grad():
+            before = plain(input_ids=ids).logits.clone()
+            loaded = peft.PeftModel.from_pretrained(plain, root / name).double().eval()
+            logits = loaded(input_ids=ids).logits
+        found[f"{name} difference"] = float((logits - wanted).norm() / wanted.norm())
+        found[f"{name} change"] = float((before - wanted).norm() / wanted.norm())
+    return found
+
+
+def added(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """Adapters that were added to a Hugging Face model itself, trained in bfloat16, saved, and loaded by PEFT."""
+    root, model = Path(folder), seeded(llama)
+    if mesh.rank == 0:
+        model.save_pretrained(root / "base")
+    mesh.world.barrier("base")
+    model.add_adapter(peft.LoraConfig(r=3, target_modules=TARGETS, init_lora_weights=False))
+    precision = {"compute": "bfloat16", "master": "float32", "reduce": "float32"}
+    with Trainer(model, settings(folder, precision=precision), sentences()) as trainer:
+        losses = trainer.fit().losses
+        trainer.save(root / "adapter")
+    ids = sentences()[1]["input_ids"][None]
+    found: dict[str, Any] = {"files": sorted(path.name for path in (root / "adapter").iterdir()), "losses": losses}
+    with torch.no_grad():
+        wanted = model.float().eval()(input_ids=ids).logits
+        # Frozen weights are what the run computes with.
+        plain = tf.AutoModelForCausalLM.from_pretrained(root / "base").bfloat16().float().eval()
+        before = plain(input_ids=ids).logits.clone()
+        found["peft"] = _apart(
+            peft.PeftModel.from_pretrained(plain, root / "adapter").eval()(input_ids=ids).logits, wanted
+        )
+    found["change"] = _apart(before, wanted)
+    return found
+
+
+def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def configured(mesh: Mesh, folder: str, stage: int, **lora: Any) -> dict[str, Any]:
+    """A configuration with `model.lora` over a directory of weights."""
+    root = Path(folder)
+    if mesh.rank == 0 and not (root / "base").exists():
+        seeded(llama).save_pretrained(root / "base")
+    mesh.world.barrier("base")
+    model = {"source": str(root / "base"), "lora": {"rank": 2, **lora}}
+    config = settings(folder, model=model, zero={"stage": stage})
+    base = tf.AutoModelForCausalLM.from_pretrained(root / "base").double().eval()
+    ids = sentences()[1]["input_ids"][None]
+    with Trainer(None, config, sentences()) as trainer, torch.no_grad():
+        before, wanted = trainer.model(input_ids=ids).logits, base(input_ids=ids).logits
+        state = {name: tensor.clone() for name, tensor in trainer.state_dict()}
+        losses = trainer.fit().losses
+        trainer.save(root / "adapter")
+        settings_written = json.loads((root / "adapter/adapter_config.json").read_text())
+    drawn = [tensor for name, tensor in state.items() if "lora_A" in name]
+    return {
+        "unchanged": float((before - wanted).norm() / wanted.norm()),
+        "weights": digest(state),
+        "adapters": len(drawn),
+        "spread": min(float(tensor.std()) for tensor in drawn),
+        "losses": losses,
+        "config": {key: settings_written[key] for key in ("r", "lora_alpha", "task_type", "base_model_name_or_path")},
+        "notes": type(trainer.config.model.lora).__name__,
+    }
+
+
+def exported(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """What PEFT and transformers make of a checkpoint with adapters, and of its exports, against the trained model."""
+    root, ids = Path(folder), sentences()[1]["input_ids"][None]
+    if mesh.rank == 0:
+        seeded(llama).save_pretrained(root / "base")
+    mesh.world.barrier("base")
+    model = {"source": str(root / "base"), "lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}}
+    config = settings(
+        folder, model=model, run={"name": "a", "max_steps": 3}, checkpoint={"every_steps": 3}, optimizer={"lr": 0.1}
+    )
+    with Trainer(None, config, sentences()) as trainer, torch.no_grad():
+        trainer.fit()
+        wanted = trainer.model.eval()(input_ids=ids).logits
+    if mesh.rank:
+        return {}
+    checkpoint = root / "a/checkpoints/step-00000003"
+    found: dict[str, Any] = {"files": sorted(path.name for path in checkpoint.iterdir())}
+    for name, words in {
+        "adapter": ["--dtype", "keep"],
+        "merged": ["--merge", "--dtype", "keep"],
+        "small": ["--merge"],
+    }.items():
+        found[f"{name} said"] = command(mesh, ["checkpoint", "export", str(root / "a"), str(root / name), *words])
+        found[f"{name} files"] = sorted(path.name for path in (root / name).iterdir())
+    found["verify"] = command(mesh, ["checkpoint", "verify", str(root / "a")])["code"]
+    plain = tf.AutoModelForCausalLM.from_pretrained(root / "base").double().eval()
+    with torch.no_grad():
+        found["change"] = _apart(plain(input_ids=ids).logits, wanted)
+        for name, directory in (("checkpoint", checkpoint), ("adapter", root / "adapter")):
+            base = tf.AutoModelForCausalLM.from_pretrained(root / "base").double()
+            loaded = peft.PeftModel.from_pretrained(base, directory).double().eval()
+            found[name] = _apart(loaded(input_ids=ids).logits, wanted)
+            by_name = tf.AutoModelForCausalLM.from_pretrained(directory).double().eval()
+            found[f"{name} by name"] = _apart(by_name(input_ids=ids).logits, wanted)
+        for name in ("merged", "small"):
+            merged, report = tf.AutoModelForCausalLM.from_pretrained(root / name, output_loading_info=True)
+            found[f"{name} report"] = [key for key, problems in report.items() if problems]
+            found[f"{name} dtype"] = str(merged.dtype)
+            found[name] = _apart(merged.double().eval()(input_ids=ids).logits, wanted)
+    return found
+
+
+def classified(mesh: Mesh, folder: str, kind: str) -> dict[str, Any]:
+    """A classifier by configuration, whose new head is trained and saved with the adapters."""
+    root = Path(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {"model_type": "bert", **sizes, "vocab_size": 64, "hidden_dropout_prob": 0.0, "num_labels": 3}
+    vit = {"model_type": "vit", **sizes, "image_size": 8, "patch_size": 4, "num_labels": 3}
+    config: dict[str, Any] = {**(text if kind == "sequence" else vit), "attention_probs_dropout_prob": 0.0}
+    lora = {"rank": 2, "targets": "all-linear" if kind == "sequence" else ["q_proj", "query"]}
+    head = f"{kind}_classification"
+    rows = sentences()
+    pixels = torch.randn(len(rows), 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    data = [
+        {
+            "labels": torch.tensor(n % 3),
+            **({"input_ids": row["input_ids"]} if kind == "sequence" else {"pixel_values": p}),
+        }
+        for n, (row, p) in enumerate(zip(rows, pixels, strict=True))
+    ]
+    with Trainer(None, settings(folder, model={"config": config, "head": head, "lora": lora}), data) as trainer:
+        start = {name: tensor.clone() for name, tensor in trainer.state_dict()}
+        trainer.fit()
+        trainer.save(root / "adapter")
+        changed = [
+            name for name, tensor in trainer.state_dict() if not torch.equal(tensor.double(), start[name].double())
+        ]
+    return {"changed": changed, "saved": sorted(load_file(root / "adapter/adapter_model.safetensors"))}
+
+
+def resumed(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """Two steps and a checkpoint, then on to four; against four at once."""
+    digests, said = [], []
+    for name, steps in (("whole", (4,)), ("parts", (2, 4))):
+        for count in steps:
+            run = {"name": name, "max_steps": count}
+            config = settings(
+                folder, run=run, checkpoint={"every_steps": 2}, schedule={"name": "constant", "warmup_steps": 0}
+            )
+            model = adapted()
+            with Trainer(model, config, sentences()) as trainer:
+                trainer.fit()
+        digests.append(digest(dict(model.named_parameters())))
+    try:
+        with Trainer(adapted(lora_alpha=7), config, sentences()) as trainer:
+            trainer.fit()
+    except ConfigError as error:
+        said.append(str(error))
+    checkpoint = Path(folder) / "parts/checkpoints/step-00000004"
+    try:
+        tf.AutoModelForCausalLM.from_pretrained(checkpoint)
+    except (OSError, ValueError) as error:
+        said.append(type(error).__name__)
+    return {"digests": digests, "said": said, "files": sorted(path.name for path in checkpoint.iterdir())}
+
+
+def divided(mesh: Mesh, folder: str) -> str:
+    """What is said about adapters under tensor parallelism."""
+    try:
+        with Trainer(adapted(), settings(folder, parallel={"tensor": 2}), sentences()) as trainer:
+            trainer.fit()
+    except ConfigError as error:
+        return str(error)
+    return str(LLAMA)

@@ -1,0 +1,82 @@
+"""Cases of runs whose states rest on files, to which something happens."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from checkpoint_cases import trained
+
+from zeromesh import Callback, Trainer
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import TieredTensor
+
+
+class Vandal(Callback):
+    """Does something to this rank's swap file when a step begins, or between its backward and its update."""
+
+    def __init__(self, how: str, step: int) -> None:
+        self._how = how
+        self._step = step
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        if step == self._step and not self._how.endswith("inside"):
+            self._strike(trainer)
+
+    def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
+        if step == self._step and self._how.endswith("inside"):
+            self._strike(trainer)
+
+    def _strike(self, trainer: Trainer) -> None:
+        engine = trainer.engine
+        assert engine is not None
+        (path,) = engine.tiers.file().paths
+        if self._how == "removed":
+            Path(path).unlink()
+        elif self._how.startswith("short"):
+            os.truncate(path, 4096)
+        else:
+            size = Path(path).stat().st_size
+            with Path(path).open("rb+") as file:
+                for at in range(0, size, 4096):
+                    file.seek(at)
+                    byte = file.read(1)[0]
+                    file.seek(at)
+                    file.write(bytes([byte ^ 64]))
+
+
+def vandalised(mesh: Mesh, *, how: str, step: int, rank: int, **arguments: Any) -> dict[str, Any]:
+    """As `trained`, while something happens to a rank's swap file."""
+    return trained(mesh, callbacks=[Vandal(how, step) if mesh.rank == rank else Callback()], **arguments)
+
+
+def full_disk(mesh: Mesh, *, room: int, **arguments: Any) -> dict[str, Any]:
+    """As `trained`; on rank 1 the disk has so many bytes for swap files, whatever was found before."""
+
+    def limited(descriptor: int, offset: int, length: int) -> None:
+        if mesh.rank == 1 and offset + length > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(descriptor, offset, length)
+
+    system = SimpleNamespace(**{**vars(os), "posix_fallocate": limited})
+    with patch("zeromesh.offload.io.swap_file.os", system):
+        return trained(mesh, **arguments)
+
+
+def pieces(mesh: Mesh, **arguments: Any) -> dict[str, Any]:
+    """As `trained`; with the most bytes of what rests on files that were asked for at once outside of training's own threads."""
+    largest = [0]
+    read = TieredTensor.read
+
+    def watched(tensor: TieredTensor, start: int, out: Any) -> Any:
+        if threading.current_thread().name == "zeromesh-save":
+            largest[0] = max(largest[0], out.nbytes)
+        return read(tensor, start, out)
+
+    with patch.object(TieredTensor, "read", watched):
+        return {**trained(mesh, **arguments), "largest": largest[0]}

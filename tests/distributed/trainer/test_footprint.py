@@ -1,0 +1,208 @@
+"""Predicted memory: by hand on a small plan, and against the ledger and the tensors of engines that train."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import pytest
+import torch
+from conformance.recipe import Layout, Problem
+from workers import Workers
+
+from zeromesh.flat.layout import ParameterSpec
+from zeromesh.offload import Purpose
+from zeromesh.optim.weight_average import AverageSettings
+from zeromesh.options import Precision, ZeroOptions
+from zeromesh.units.plan import ModelPlan, UnitPlan
+from zeromesh.zero.memory_model import predict_memory
+
+_P = 4096  # elements of each of three units: no rank count used here makes padding
+Transport = Literal["local", "shared", "gloo"]
+
+
+def plan(dtype: torch.dtype = torch.bfloat16, trained: tuple[bool, ...] = (True, True, True)) -> ModelPlan:
+    units = [
+        UnitPlan(
+            module=name, specs=(ParameterSpec(fqn=f"{name}.w", shape=(64, _P // 64), dtype=dtype, requires_grad=grad),)
+        )
+        for name, grad in zip(("", "a", "b"), trained, strict=True)
+    ]
+    return ModelPlan(units=tuple(units))
+
+
+def options(stage: int, **changes: Any) -> ZeroOptions:
+    return ZeroOptions(stage=stage, precision=Precision(compute=torch.bfloat16), **changes)
+
+
+class TestByHand:
+    """Three units of `_P` elements in bf16, masters and sums in fp32, AdamW."""
+
+    def test_one_rank_keeps_everything(self) -> None:
+        found = predict_memory(plan(), options(2), parts=1, transport="local")
+        assert found.terms == {
+            Purpose.PARAMETERS: 3 * 2 * _P,
+            Purpose.MASTER: 3 * 4 * _P,
+            Purpose.MOMENTS: 3 * 8 * _P,
+            Purpose.GRADIENTS: 3 * 4 * _P,
+        }
+        assert found.gathered == 0
+
+    def test_stage_3_over_gloo_keeps_shards_alone(self) -> None:
+        found = predict_memory(plan(), options(3), parts=4, transport="gloo")
+        assert found.terms == {
+            Purpose.MASTER: 3 * 4 * _P // 4,
+            Purpose.MOMENTS: 3 * 8 * _P // 4,
+            Purpose.GRADIENTS: 3 * 4 * _P // 4,
+            Purpose.GRADIENT_BUCKETS: 2 * 2 * 2 * _P,
+        }
+        assert found.gathered == 3 * 2 * _P  # the root, the unit that computes and the one that is fetched
+        assert predict_memory(plan(), options(3, prefetch=0), parts=4, transport="gloo").gathered == 2 * 2 * _P
+
+    def test_shared_pages_count_once_over_the_ranks(self) -> None:
+        found = predict_memory(plan(), options(3), parts=4, transport="shared")
+        assert found.terms[Purpose.PARAMETERS] == 3 * 2 * _P // 4
+        assert found.terms[Purpose.GRADIENT_BUCKETS] == 2 * 2 * _P
+        assert found.gathered == 0
+
+    def test_a_budget_keeps_the_last_units_first(self) -> None:
+        found = predict_memory(plan(), options(3), parts=2, transport="gloo", budget=2 * _P)
+        assert found.terms[Purpose.PARAMETERS] == 2 * _P
+        assert found.gathered == 2 * 2 * _P
+
+    def test_masters_of_the_compute_dtype_are_the_parameters(self) -> None:
+        def masters(stage: int) -> int:
+            terms = predict_memory(plan(torch.float32), ZeroOptions(stage=stage), parts=2, transport="gloo").terms
+            return terms.get(Purpose.MASTER, 0)
+
+        assert masters(2) == 0
+        assert masters(3) == 3 * 4 * _P // 2  # nothing stays gathered that they could be part of
+
+    def test_frozen_parameters_have_no_states(self) -> None:
+        found = predict_memory(plan(trained=(False, True, False)), options(1), parts=2, transport="gloo")
+        assert found.terms == {
+            Purpose.PARAMETERS: 3 * 2 * _P,
+            Purpose.MASTER: 4 * _P // 2,
+            Purpose.MOMENTS: 8 * _P // 2,
+            Purpose.GRADIENTS: 4 * _P // 2,
+            Purpose.GRADIENT_BUCKETS: 2 * 2 * 2 * _P,
+        }
+
+    def test_sums_before_one_reduction(self) -> None:
+        found = predict_memory(plan(), options(1, accumulation=4), parts=2, transport="shared")
+        assert found.terms[Purpose.PARTIAL_GRADIENTS] == 3 * 4 * _P
+        assert found.terms[Purpose.GRADIENT_BUCKETS] == 2 * 4 * _P
+        assert (
+            Purpose.PARTIAL_GRADIENTS
+            not in predict_memory(plan(), options(2, accumulation=4), parts=2, transport="shared").terms
+        )
+
+    def test_averages_are_as_large_as_one_moment(self) -> None:
+        found = predict_memory(
+            plan(), options(3, average=AverageSettings(decay=0.9)), parts=2, transport="shared"
+        ).terms
+        assert found[Purpose.AVERAGES] == found[Purpose.MOMENTS] // 2
+
+    def test_the_optimizer_inside_backward_needs_few_gradients(self) -> None:
+        inside = options(3, optimizer_in_backward=True, on_nonfinite="stop")
+        assert predict_memory(plan(), inside, parts=2, transport="shared").terms[Purpose.GRADIENTS] == 2 * 4 * _P // 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """A run whose bytes are counted."""
+
+    ranks: int = 2
+    problem: Problem
+    layout: Layout
+
+
+LLAMA = Problem(samples=12)
+BF16 = replace(LLAMA, precision="bfloat16")
+SETTINGS = {
+    **{
+        f"{dtype}, stage {stage}, {transport}, {accumulation} microbatches": Setting(
+            problem=replace(LLAMA, precision=dtype),
+            layout=Layout(stage=stage, transport=transport, accumulation=accumulation),
+        )
+        for dtype in ("float32", "bfloat16")
+        for stage in range(4)
+        for transport in ("shared", "gloo")
+        for accumulation in (1, 2)
+    },
+    **{
+        f"{dtype}, stage {stage}, one rank": Setting(
+            ranks=1, problem=replace(LLAMA, precision=dtype), layout=Layout(stage=stage)
+        )
+        for dtype in ("float32", "bfloat16")
+        for stage in range(4)
+    },
+    **{
+        f"{model}, stage {layout.stage}": Setting(problem=replace(LLAMA, model=model), layout=layout)
+        for model in ("gpt2", "frozen", "moe", "conv", "odd")
+        for layout in (Layout(stage=3, transport="gloo", budget=20_000), Layout(stage=1, accumulation=2))
+    },
+    "budget 0": Setting(problem=LLAMA, layout=Layout(transport="shared", budget=0)),
+    "a budget for some": Setting(problem=BF16, layout=Layout(transport="gloo", budget=40_000, prefetch=2)),
+    "three ranks, odd sizes": Setting(
+        ranks=3, problem=replace(LLAMA, model="odd"), layout=Layout(transport="gloo", budget=0)
+    ),
+    "frozen beside trained, three slots": Setting(
+        ranks=3, problem=replace(BF16, model="lora"), layout=Layout(transport="gloo", slots=3)
+    ),
+    "momentum": Setting(problem=replace(LLAMA, optimizer="sgd"), layout=Layout(transport="shared")),
+    "adagrad": Setting(problem=replace(LLAMA, optimizer="adagrad"), layout=Layout(transport="gloo", stage=1)),
+    "inside backward, accumulating": Setting(
+        problem=LLAMA, layout=Layout(transport="shared", in_backward=True, accumulation=2)
+    ),
+}
+
+
+def account(workers: Workers, setting: Setting) -> list[dict[str, Any]]:
+    arguments = {"problem": asdict(setting.problem), "layout": asdict(setting.layout)}
+    return workers.run(setting.ranks, "footprint_cases:account", **arguments)
+
+
+def without(terms: dict[str, int], purpose: Purpose) -> dict[str, int]:
+    return {name: nbytes for name, nbytes in terms.items() if name != purpose.name}
+
+
+def in_short_run() -> list[Any]:
+    """Settings, of whose products a diagonal is in the short run."""
+    products = [name for name in SETTINGS if "microbatches" in name or "one rank" in name]
+    left = {name for number, name in enumerate(products) if number % 3}
+    return [pytest.param(name, marks=pytest.mark.full) if name in left else name for name in SETTINGS]
+
+
+@pytest.mark.parametrize("name", in_short_run())
+def test_the_ledger_is_as_predicted(workers: Workers, name: str) -> None:
+    for found in account(workers, SETTINGS[name]):
+        predicted = found["predicted"]
+        if found["stay"]:
+            assert found["ledger_peak"] == found["predicted_peak"]
+        else:  # All gradient shards are there before the update, but perhaps not while most is gathered.
+            assert sum(predicted.values()) <= found["ledger_peak"] <= found["predicted_peak"]
+            predicted = without(predicted, Purpose.GRADIENTS)
+        assert found["ledger"] == predicted
+        assert found["built"] == predicted
+        assert found["tensors"] == without(predicted, Purpose.GRADIENT_BUCKETS)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_inside_backward_stay_below_what_is_predicted(workers: Workers, ranks: int, stage: int) -> None:
+    """How many are there at once depends on how ranks keep pace with each other."""
+    for found in account(
+        workers, Setting(ranks=ranks, problem=Problem(), layout=Layout(stage=stage, in_backward=True))
+    ):
+        staying = {name: nbytes for name, nbytes in found["predicted"].items() if name != Purpose.GRADIENTS.name}
+        assert found["ledger"] == staying
+        assert sum(staying.values()) < found["ledger_peak"] <= found["predicted_peak"]
+
+
+def test_a_rank_that_runs_ahead_of_its_peer_waits_instead_of_keeping_gradients(workers: Workers) -> None:
+    """It may have those of a unit that backward is in beside those of one that waits for a slot."""
+    for rank in workers.run(2, "footprint_cases:lead", transports=["shared", "gloo", "inside"]):
+        for found in rank:
+            assert found["waiting"] <= 2 * found["largest"]
+            assert found["all"] > 8 * found["largest"]

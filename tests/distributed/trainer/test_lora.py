@@ -1,0 +1,273 @@
+"""Adapters of PEFT: trained alone over frozen weights that are shared out, saved alone, and loaded by PEFT."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers as tf
+from lora_cases import TARGETS, adapted
+from torch import nn
+from trainer_cases import LLAMA, llama, sentences
+from workers import Workers
+
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config.sections.model import LoraSection
+from zeromesh.trainer.losses.losses import LabelLoss, make_loss
+from zeromesh.trainer.losses.trial import InFloat64
+from zeromesh.trainer.models.build import build_model
+from zeromesh.trainer.models.lora import add_lora
+from zeromesh.trainer.models.peft import adapter_names, is_adapted, pretrained_of
+from zeromesh.weight_init.meta_init import BuiltModel, take_given
+
+RANK = 3
+PAIRS = 2 * len(TARGETS)
+"""Of adapters: two layers, and in each the targets."""
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
+def test_adapters_train_as_in_one_process(workers: Workers, tmp_path: Path, stage: int) -> None:
+    found = workers.run(2, "lora_cases:as_plain", folder=str(tmp_path), stage=stage)[0]
+    assert all(value <= 1e-9 for value in found.values()), found
+
+
+def test_what_is_saved_is_the_adapter_as_it_was_trained(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, "lora_cases:saved", folder=str(tmp_path))[0]
+    assert found["parameters"] == found["trained"] == 2 * (RANK * (32 + 32) + RANK * (48 + 32))
+    assert found["trained"] <= found["optimized"] <= 2 * found["trained"]  # padding of tiny adapters
+    assert found["frozen"] >= 3
+    assert found["shares"] == [2]
+    assert found["base"] is True
+    assert found["generated"] == [1, 5]
+    for name in ("during", "after"):
+        assert found[f"{name} files"] == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+        assert len(found[f"{name} tensors"]) == 2 * PAIRS
+        assert not [tensor for tensor in found[f"{name} tensors"] if "lora_" not in tensor]
+        assert found[f"{name} difference"] <= 1e-9
+        assert found[f"{name} change"] > 1e-3
+
+
+TIED = {"tie_word_embeddings": True}
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "head": ({"target_modules": ["q_proj", "lm_head"]}, {}),
+    "magnitudes": ({"target_modules": ["q_proj", "lm_head"], "use_dora": True}, {}),
+    "whole modules": ({"modules_to_save": ["lm_head", "norm"]}, {}),
+    "whole tied embedding": ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, TIED),
+    "embedding": ({"target_modules": ["q_proj", "embed_tokens"]}, {}),
+    "tied embedding": ({"target_modules": ["q_proj", "embed_tokens"]}, TIED),
+    "tokens": ({"trainable_token_indices": [1, 2]}, {}),
+    "tokens of a tied head": ({"trainable_token_indices": [1, 2]}, TIED),
+    "biases": ({"bias": "lora_only"}, {"attention_bias": True}),
+    "all biases": ({"bias": "all"}, {"attention_bias": True, "mlp_bias": True}),
+    "rank-stabilised": ({"use_rslora": True, "rank_pattern": {"q_proj": 2}}, {}),
+}
+"""Changes of adapters, and of the model below them."""
+SHORT = ("head", "whole tied embedding")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.full) for name in VARIANTS]
+)
+def test_kinds_of_adapters_train_as_in_one_process_and_load_in_peft(
+    workers: Workers, tmp_path: Path, name: str
+) -> None:
+    changes, base = VARIANTS[name]
+    found = workers.run(2, "lora_cases:variant", folder=str(tmp_path), base=base, changes=changes)[0]
+    assert all(value <= 1e-9 for value in found["training"].values()), found
+    assert found["difference"] <= 1e-9, found
+    assert found["change"] > 1e-3
+
+
+def test_adapters_that_were_added_to_a_model(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, "lora_cases:added", folder=str(tmp_path))[0]
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(found["files"])
+    assert "model.safetensors" not in found["files"]
+    assert len(found["losses"]) == 4
+    assert found["peft"] <= 1e-5
+    assert found["change"] > 1e-2
+
+
+def test_adapters_by_configuration(workers: Workers, tmp_path: Path) -> None:
+    layouts = {"one": (1, 0), "two": (2, 3)}
+    found = {
+        name: workers.run(size, "lora_cases:configured", folder=str(tmp_path / name), stage=stage)[0]
+        for name, (size, stage) in layouts.items()
+    }
+    for name, each in found.items():
+        assert each["unchanged"] <= 1e-12  # B is zero at first
+        assert each["adapters"] == 4  # PEFT's own targets for Llama: q_proj and v_proj of two layers
+        assert each["spread"] > 0.05
+        base = str(tmp_path / name / "base")
+        assert each["config"] == {
+            "r": 2, "lora_alpha": 4.0, "task_type": "CAUSAL_LM", "base_model_name_or_path": base
+        }  # fmt: skip
+    assert found["one"]["weights"] == found["two"]["weights"]
+    assert found["one"]["losses"] == pytest.approx(found["two"]["losses"], rel=1e-9)
+
+
+def test_a_checkpoint_and_its_exports_are_loaded_by_peft_and_transformers(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, "lora_cases:exported", folder=str(tmp_path))[0]
+    for name in ("adapter", "merged", "small"):
+        assert found[f"{name} said"]["code"] == 0, found[f"{name} said"]
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(found["files"])
+    assert "adapter_model.safetensors" in found["adapter files"]
+    assert "base_model" not in found["adapter files"]
+    assert found["merged files"] == ["config.json", "generation_config.json", "model.safetensors"]
+    assert found["verify"] == 0
+    assert found["change"] > 1e-3
+    for name in ("checkpoint", "adapter", "merged"):
+        assert found[name] <= 1e-9, (name, found)
+        assert (
+            found.get(f"{name} by name", 0.0) <= 1e-6
+        )  # transformers loads the base model, and with it the adapter, in float32
+    assert found["small"] <= 1e-5
+    assert [found["merged report"], found["small report"]] == [[], []]
+    assert [found["merged dtype"], found["small dtype"]] == ["torch.float64", "torch.float32"]
+
+
+@pytest.mark.parametrize("kind", ["sequence", "image"])
+def test_the_head_of_a_classifier_is_trained_too(workers: Workers, tmp_path: Path, kind: str) -> None:
+    found = workers.run(2, "lora_cases:classified", folder=str(tmp_path), kind=kind)[0]
+    heads = [name for name in found["changed"] if "lora_" not in name]
+    prefix = "base_model.model.classifier"
+    assert sorted(heads) == [f"{prefix}.modules_to_save.default.{leaf}" for leaf in ("bias", "weight")]
+    assert len(found["changed"]) > len(heads)
+    assert {f"{prefix}.bias", f"{prefix}.weight"} < set(found["saved"])
+
+
+def test_a_run_with_adapters_goes_on_where_it_was(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, "lora_cases:resumed", folder=str(tmp_path))[0]
+    assert found["digests"][0] == found["digests"][1]
+    assert len(found["said"]) == 2
+    assert "adapter.default.lora_alpha: 5 then, 7 now" in found["said"][0]
+    assert "config.json" not in found["files"]
+    assert "adapter_config.json" in found["files"]
+
+
+def test_adapters_are_not_divided(workers: Workers, tmp_path: Path) -> None:
+    said = workers.run(2, "lora_cases:divided", folder=str(tmp_path), tensor=2)
+    assert all("shared out over data axes alone" in each for each in said)
+
+
+# Without processes
+
+
+def built(**changes: Any) -> BuiltModel:
+    config = {"model_type": "llama", **LLAMA, **changes}
+    return build_model(source=None, config=config, head="causal_lm", seed=3)
+
+
+def test_adapters_over_weights_that_are_nowhere_yet() -> None:
+    plain = built()
+    values = {name: plain.source.read(name, 3, 30).clone() for name, _ in plain.model.named_parameters()}
+    made = add_lora(built(), LoraSection(rank=2, targets=("o_proj",)), "causal_lm", 3)
+    inside = [name for name, parameter in made.model.named_parameters() if parameter.is_meta]
+    assert len(inside) == len(values)
+    for name in inside:
+        original = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        assert torch.equal(made.source.read(name, 3, 30), values[original]), name
+    trained = {name: p for name, p in made.model.named_parameters() if p.requires_grad}
+    assert sorted(name.split(".")[-3] for name in trained) == ["lora_A", "lora_A", "lora_B", "lora_B"]
+    for name, parameter in trained.items():
+        assert torch.equal(made.source.read(name, 0, parameter.numel()), parameter.detach().reshape(-1))
+        assert bool(parameter.eq(0).all()) == ("lora_B" in name)
+    assert adapter_names(made.model) == set(trained)
+
+
+def test_adapters_do_not_depend_on_how_the_model_was_built() -> None:
+    section = LoraSection(rank=2, targets="all-linear")
+    deferred = add_lora(built(), section, "causal_lm", 3).model
+    whole = add_lora(take_given(llama(), 3), section, "causal_lm", 3).model
+    found = {name: p for name, p in deferred.named_parameters() if p.requires_grad}
+    wanted = {name: p for name, p in whole.named_parameters() if p.requires_grad}
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_what_else_is_trained_belongs_to_the_adapter() -> None:
+    config = tf.BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, vocab_size=60
+    )
+    model = peft.get_peft_model(tf.BertModel(config), peft.LoraConfig(bias="all", target_modules=["query"]))
+    names = adapter_names(model)
+    assert {name.rpartition(".")[2] for name in names if "lora_" not in name} == {"bias"}
+    assert names == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.base_model.set_requires_grad("default", requires_grad=False)
+    assert {name for name in names if "lora_" in name} <= adapter_names(model)
+
+
+def test_the_model_inside_says_what_the_loss_is() -> None:
+    model = adapted()
+    assert is_adapted(model)
+    assert type(pretrained_of(model)).__name__ == "LlamaForCausalLM"
+    loss = make_loss(model)
+    assert isinstance(loss, LabelLoss)
+    assert loss.chunked
+    assert not is_adapted(llama())
+    assert pretrained_of(nn.Linear(1, 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "chunked"),
+    [
+        ("head", False),
+        ("magnitudes", False),
+        ("whole modules", True),
+        ("tokens of a tied head", False),
+        ("tied embedding", True),
+    ],
+)
+def test_the_loss_is_that_of_the_adapted_head(name: str, chunked: bool) -> None:
+    """A trial of the model's class knows nothing of what PEFT has made of its head."""
+    changes, base = VARIANTS[name]
+    model = adapted(base, **changes).double()
+    batch = {name: value[None] for name, value in sentences()[1].items()}
+    loss = make_loss(model)
+    assert isinstance(loss, LabelLoss)
+    assert loss.chunked == chunked, loss.notes
+    with InFloat64():
+        own = model(**batch).loss
+        found = loss(model, batch, seed=1.0 / loss.count(batch)) / loss.count(batch)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        wanted = torch.autograd.grad(own, trained, allow_unused=True)
+        gradients = torch.autograd.grad(found, trained, allow_unused=True)
+    torch.testing.assert_close(found, own, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradients, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_what_cannot_have_adapters_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = LoraSection(targets=("no_such_layer",))
+    with pytest.raises(ConfigError, match=r"model\.lora: no adapters can be added: .*no_such_layer"):
+        add_lora(built(), section, "causal_lm", 0)
+    with pytest.raises(ConfigError, match="adapters are for models of transformers, and this is a Linear"):
+        add_lora(take_given(nn.Linear(2, 2), 0), section, "base", 0)
+    twice = llama()
+    twice.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    for model in (adapted(), twice):
+        with pytest.raises(ConfigError, match=r"model\.lora: the model has adapters already; leave this out"):
+            add_lora(take_given(model, 0), LoraSection(rank=2), "causal_lm", 0)
+    prompts = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ConfigError, match="adapters that learn prompts make targets of their own"):
+        make_loss(prompts)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"adapters need the package peft: pip install peft"):
+        add_lora(built(), section, "causal_lm", 0)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"rank": 0}, r"model\.lora\.rank: got 0; allowed is an integer >= 1"),
+        ({"ranks": 4}, r"model\.lora\.ranks: unknown key \(got 4\); did you mean model\.lora\.rank\?"),
+        ({"dropout": 1.0}, r"model\.lora\.dropout"),
+        ({"targets": []}, r"model\.lora\.targets"),
+    ],
+)
+def test_settings_of_adapters_are_checked(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({"model": {"lora": section}})

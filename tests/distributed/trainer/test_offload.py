@@ -1,0 +1,291 @@
+"""Runs whose states rest on other tiers: checkpoints go from tier to tier, nothing is left behind, every fault has a name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_resume import step, unequal
+from trainer_cases import LLAMA, llama, sentences, settings
+from workers import Outcome, Pool, PoolOptions, Workers
+
+from zeromesh import Trainer
+from zeromesh.errors import StorageError
+from zeromesh.trainer.monitoring.console import human_bytes
+from zeromesh.trainer.monitoring.step_metrics import read_metrics
+from zeromesh.trainer.setup import memory_check
+
+FULL = pytest.mark.full
+BF16 = {"compute": "bfloat16", "master": "float32", "reduce": "float32"}
+FILES = {"optimizer": "file", "parameters": "file"}
+TIERS: tuple[dict[str, Any], ...] = (
+    {},
+    FILES,
+    {"optimizer": "host", "gradients": "file"},
+    {"optimizer": {"tier": "file", "fraction": 0.5}, "parameters": "host", "checksums": True},
+    {},
+)
+
+
+@pytest.fixture
+def fresh(workers: Workers) -> Iterator[Any]:
+    """Runs a case in processes of its own, in which anything may happen."""
+    pools: list[Pool] = []
+
+    def play(case: str, *, size: int = 2, **arguments: Any) -> list[Outcome]:
+        pools.append(workers.fresh(PoolOptions(size=size, timeout_seconds=3.0)))
+        return pools[-1].outcomes(case, timeout=60, **arguments)
+
+    yield play
+    for pool in pools:
+        pool.close()
+
+
+def swap_files(folder: Path) -> list[Path]:
+    return sorted((folder / "run" / "offload").glob("*"))
+
+
+@pytest.mark.parametrize("in_backward", [pytest.param(False, marks=FULL), True])
+def test_a_run_goes_on_from_any_tier_to_any_other_bit_by_bit(
+    workers: Workers, tmp_path: Path, in_backward: bool
+) -> None:
+    sections: dict[str, Any] = {"precision": BF16}
+    if in_backward:
+        sections |= {"optimizer": {"in_backward": True}, "run": {"clip_norm": 0.0, "on_nonfinite": "stop"}}
+    total = 5 * len(TIERS)
+    straight = workers.run(2, "checkpoint_cases:trained", folder=f"{tmp_path}/a", steps=total, sections=sections)[0]
+    for number, offload in enumerate(TIERS, start=1):
+        found = workers.run(
+            2,
+            "checkpoint_cases:trained",
+            folder=f"{tmp_path}/b",
+            steps=5 * number,
+            sections={**sections, "offload": offload},
+        )[0]
+    assert found["all"] == straight["all"]
+    assert unequal(step(tmp_path / "a", total), step(tmp_path / "b", total)) == []
+    assert swap_files(tmp_path / "b") == []
+
+
+def test_other_ranks_and_stages_load_what_was_on_files(workers: Workers, tmp_path: Path) -> None:
+    for number, (size, stage, offload) in enumerate(((3, 3, FILES), (2, 1, {"optimizer": "file"}), (1, 3, FILES)), 1):
+        mirror = tmp_path / f"mirror-{number}"
+        workers.run(
+            size,
+            "checkpoint_cases:trained",
+            folder=str(tmp_path),
+            steps=5 * number,
+            sections={"zero": {"stage": stage}, "offload": offload},
+            mirror=str(mirror),
+        )
+        if number > 1:
+            assert unequal(step(tmp_path, 5 * number - 5), mirror / "step-00000000") == []
+
+
+def test_a_checkpoint_streams_from_files_in_bounded_pieces(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(
+        2, "offload_cases:pieces", folder=str(tmp_path), steps=5, sections={"precision": BF16, "offload": FILES}
+    )
+    assert all(0 < rank["largest"] <= 4 << 20 for rank in found)
+
+
+def test_waits_are_in_the_metrics_and_the_console_says_what_rests_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(str(tmp_path), offload=FILES, precision=BF16)
+    with Trainer(llama(), config, sentences()) as trainer:
+        trainer.fit()
+        assert [path.suffix for path in swap_files(tmp_path)] == [".swap"]
+        assert trainer.engine is not None  # Whole, it would be in memory.
+    said = capsys.readouterr().out
+    assert "of swap files (" in said
+    assert "optimizer moments" in said
+    assert "stays partitioned; use save()" in said
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert all(line["file_wait_seconds"] >= 0 for line in lines)
+    assert sum(line["file_wait_seconds"] for line in lines) > 0
+    assert swap_files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "activations", "mode"),
+    [
+        (2, "file", "block"),
+        (1, {"tier": "file", "fraction": 0.5}, "selective"),
+        pytest.param(2, "host", "block", marks=FULL),
+    ],
+)
+def test_kept_inputs_of_blocks_rest_elsewhere_bit_by_bit(
+    workers: Workers, tmp_path: Path, size: int, activations: Any, mode: str
+) -> None:
+    sections = {"precision": BF16, "model": {"activation_checkpointing": mode}}
+    offload = {**FILES, "activations": activations}
+    found = [
+        workers.run(
+            size, "checkpoint_cases:trained", folder=f"{tmp_path}/{name}", steps=5, sections={**sections, **more}
+        )[0]["losses"]
+        for name, more in (("a", {}), ("b", {"offload": offload}))
+    ]
+    assert found[0] == found[1]
+    assert unequal(step(tmp_path / "a", 5), step(tmp_path / "b", 5)) == []
+    assert swap_files(tmp_path / "b") == []
+
+
+# Faults
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("removed", "was removed while the run was using it"),
+        ("short", "has 4,096 bytes|was shortened"),  # The latter, where a write was still on its way.
+        ("short inside", "ends after|has 4,096 bytes|was shortened"),
+    ],
+)
+def test_a_swap_file_that_somebody_damages_is_a_named_error(fresh: Any, tmp_path: Path, how: str, says: str) -> None:
+    outcomes = fresh(
+        "offload_cases:vandalised", how=how, step=2, rank=1, folder=str(tmp_path), steps=4, sections={"offload": FILES}
+    )
+    assert outcomes[1].error == "StorageError"
+    assert re.search(says, outcomes[1].message)
+    assert "zeromesh-run-rank1-" in outcomes[1].message
+    assert outcomes[0].error == "CollectiveError"
+    assert "StorageError" in outcomes[0].message
+    assert swap_files(tmp_path) == []
+
+
+def test_a_changed_byte_is_found_by_checksums(fresh: Any, tmp_path: Path) -> None:
+    sections = {"offload": {**FILES, "checksums": True}}
+    outcomes = fresh(
+        "offload_cases:vandalised", how="changed", step=2, rank=1, folder=str(tmp_path), steps=4, sections=sections
+    )
+    assert outcomes[1].error == "StorageError"
+    assert "are not what was written" in outcomes[1].message
+
+
+def test_a_disk_that_fills_up_before_training_is_a_named_error(fresh: Any, tmp_path: Path) -> None:
+    outcomes = fresh(
+        "offload_cases:full_disk", room=100_000, folder=str(tmp_path), steps=4, sections={"offload": FILES}
+    )
+    assert [outcome.error for outcome in outcomes] == ["CollectiveError", "StorageError"]
+    assert "the disk is full" in outcomes[1].message
+    assert swap_files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("site", "count"),
+    [pytest.param("forward", 40, marks=FULL), pytest.param("reduce", 40, marks=FULL), ("optimizer", 18)],
+)
+def test_a_kill_inside_a_step_resumes_cleanly(
+    workers: Workers, fresh: Any, tmp_path: Path, site: str, count: int
+) -> None:
+    sections = {"offload": FILES}
+    straight = workers.run(2, "checkpoint_cases:trained", folder=f"{tmp_path}/a", steps=10, sections=sections)[0]
+    outcomes = fresh(
+        "checkpoint_cases:struck",
+        fault=f"kill@{site}:1:{count}",
+        folder=f"{tmp_path}/b",
+        steps=10,
+        sections=sections,
+    )
+    assert outcomes[1].error == "died"
+    left = swap_files(tmp_path / "b")
+    assert [path.name.rpartition("-")[0] for path in left] == ["zeromesh-run-rank1"]
+    found = workers.run(2, "checkpoint_cases:trained", folder=f"{tmp_path}/b", steps=10, sections=sections)[0]
+    assert found["all"] == straight["all"]
+    assert unequal(step(tmp_path / "a", 10), step(tmp_path / "b", 10)) == []
+    assert swap_files(tmp_path / "b") == []
+
+
+def test_a_run_of_one_rank_goes_on_after_an_error(tmp_path: Path) -> None:
+    """A step that an exception cut short has changed nothing."""
+
+    def play(folder: str, fail_at: int) -> list[float]:
+        calls = 0
+
+        class Noisy:
+            def __len__(self) -> int:
+                return 16
+
+            def __getitem__(self, index: int, /) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == fail_at:
+                    raise RuntimeError("a sample that cannot be read")
+                return sentences()[index]
+
+        config = settings(str(tmp_path / folder), offload=FILES, batch={"global_size": 8, "micro_size": 2})
+        with Trainer(_same(), config, Noisy()) as trainer:
+            if fail_at:
+                with pytest.raises(Exception, match="a sample that cannot be read"):
+                    trainer.fit()
+            return list(trainer.fit().losses)
+
+    assert play("a", 0) == play("b", 13)
+
+
+def _same() -> Any:
+    import torch
+
+    torch.manual_seed(3)
+    return llama()
+
+
+# Before training
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, disk: int, **offload: Any) -> str:
+    monkeypatch.setattr(memory_check, "free_bytes", lambda directory: disk)
+    with pytest.raises(StorageError) as caught:
+        Trainer(llama(), settings(str(tmp_path), precision=BF16, offload=offload), sentences()).fit()
+    return str(caught.value)
+
+
+def test_a_disk_that_is_too_small_is_refused_with_what_would_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said = refused(monkeypatch, tmp_path, 200_000, **FILES)
+    assert "swap files of" in said
+    assert "195.3 KiB free" in said
+    assert "{tier: file, fraction: 0." in said
+    assert swap_files(tmp_path) == []
+
+
+def test_kept_inputs_are_counted_before_they_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sections: dict[str, Any] = {
+        "offload": {"activations": "file"},
+        "data": {"train": __file__, "sequence_length": 16},
+        "model": {"activation_checkpointing": "block", "config": {"model_type": "llama", **LLAMA, "vocab_size": 512}},
+        "precision": BF16,
+    }
+    with Trainer(None, settings(str(tmp_path), **sections)) as trainer:
+        trainer.fit()
+        assert trainer.engine is not None or swap_files(tmp_path) == []
+    blocks, samples, length, width = 2, 2, 16, 32
+    expected = blocks * samples * length * width * 2
+    assert f"({human_bytes(expected)} kept inputs of blocks)" in capsys.readouterr().out
+
+
+def test_no_disk_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "give offload.directory a larger disk" in refused(monkeypatch, tmp_path, 0, **FILES)
+
+
+def test_a_directory_that_cannot_be_made_is_a_named_error(tmp_path: Path) -> None:
+    place = tmp_path / "file"
+    place.write_text("no directory")
+    config = settings(str(tmp_path), offload={"optimizer": "file", "directory": str(place / "swap")})
+    with pytest.raises(StorageError, match=r"swap files cannot be made in .*file/swap.*offload\.directory"):
+        Trainer(llama(), config, sentences()).fit()
+
+
+def test_memory_is_asked_for_by_tier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where states do not fit into memory, the refusal says which tiers would make them fit."""
+    monkeypatch.setattr(memory_check, "available_bytes", lambda: 200 << 20)
+    monkeypatch.setattr(memory_check, "swap_bytes", lambda: 0)
+    wide = partial(llama, hidden_size=512, intermediate_size=1024, num_hidden_layers=8)
+    with pytest.raises(StorageError, match=r"set offload\.optimizer to file, which needs .* MiB, and .* MiB of disk"):
+        Trainer(wide, settings(str(tmp_path), precision=BF16), sentences()).fit()

@@ -1,0 +1,406 @@
+"""Where the time of a step goes, traces of steps with named ranges, what holds memory when it runs out, utilisation."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from hypothesis import given
+from hypothesis import strategies as st
+from step_lines import check_phases
+from torch import nn
+from workers import PoolOptions, Workers
+
+from zeromesh import profiler_ranges
+from zeromesh.errors import CollectiveError, ConfigError, StorageError
+from zeromesh.telemetry.comm_stats import Collective, CommStats
+from zeromesh.telemetry.step_timer import StepPhase, StepTimer
+from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.models.flops import ModelFlops, peak_flops
+from zeromesh.trainer.monitoring.oom_report import ran_out
+
+CASES = "profiling_cases"
+
+# The clock
+
+
+class Hand:
+    """A clock that is moved by hand, and seconds that a tier was waited for."""
+
+    def __init__(self) -> None:
+        self.now, self.waited = 0.0, 0.0
+        self.clock = StepTimer(lambda: self.now)
+
+    def go(self, seconds: float, *, waiting: float = 0.0) -> None:
+        self.now += seconds
+        self.waited += waiting
+
+
+def test_a_moment_belongs_to_the_innermost_span() -> None:
+    hand = Hand()
+    hand.clock.begin(lambda: hand.waited)
+    with hand.clock.span(StepPhase.DATA):
+        hand.go(1)
+    hand.go(2)
+    with hand.clock.span(StepPhase.FORWARD):
+        hand.go(4)
+        with hand.clock.span(StepPhase.COMMUNICATION):
+            hand.go(8, waiting=3)
+        hand.go(16, waiting=5)
+
+    def fail() -> None:
+        with hand.clock.span(StepPhase.BACKWARD), hand.clock.span(StepPhase.OPTIMIZER):
+            hand.go(32)
+            raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        fail()
+    hand.go(64)
+    assert hand.clock.take() == {
+        "data": 1,
+        "forward": 4 + 11,
+        "communication": 5,
+        "optimizer": 32,
+        "backward": 0,
+        "offload_wait": 8,
+        "other": 66,
+    }
+    assert hand.clock.take() == {}
+
+
+@given(moves=st.lists(st.tuples(st.sampled_from(["open", "close", "go"]), st.sampled_from(StepPhase)), max_size=60))
+def test_the_spans_add_up_to_the_step(moves: list[tuple[str, StepPhase]]) -> None:
+    hand = Hand()
+    hand.clock.begin()
+    went, opened = 0, []
+    for move, span in moves:
+        if move == "go":
+            went += 1
+            hand.go(1)
+        elif move == "open":
+            opened.append(hand.clock.span(span))
+            opened[-1].__enter__()
+        elif opened:
+            opened.pop().__exit__(None, None, None)
+    assert sum(hand.clock.take().values()) == went
+
+
+def test_between_steps_the_clock_stands_still() -> None:
+    hand = Hand()
+    with hand.clock.span(StepPhase.COMMUNICATION):
+        hand.go(5)
+        hand.clock.begin()
+        hand.go(1)
+    hand.go(2)
+    assert hand.clock.take() == {"other": 3}
+    with hand.clock.span(StepPhase.COMMUNICATION):
+        hand.go(5)
+    assert hand.clock.take() == {}
+
+
+def test_what_a_device_has_not_done_yet_belongs_to_the_next_step() -> None:
+    made: list[int] = []
+    reached = 2
+
+    def mark() -> int:
+        made.append(len(made))
+        return len(made)
+
+    def between(begin: int, end: int) -> float | None:
+        return 1.0 if end <= reached else None
+
+    clock = StepTimer(mark, between)
+    clock.begin()
+    with clock.span(StepPhase.FORWARD):
+        pass
+    assert clock.take() == {"other": 1.0}  # Marks 1 and 2 have come, 3 and 4 not.
+    clock.begin()
+    reached = 100
+    with clock.span(StepPhase.OPTIMIZER):
+        pass
+    assert clock.take() == {"forward": 1.0, "optimizer": 1.0, "other": 3.0}
+
+
+def test_what_is_timed_as_traffic_is_communication_of_the_step() -> None:
+    hand = Hand()
+    account = CommStats(hand.clock).open("shard", 2)
+    hand.clock.begin()
+    with account.timed(Collective.ALL_GATHER):
+        hand.go(3)
+    assert hand.clock.take() == {"communication": 3, "other": 0}
+
+
+def test_phases_of_a_run_show_where_its_time_goes(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, f"{CASES}:timed", folder=str(tmp_path))
+    for line in found[0][1:]:
+        phases = line["phases"]
+        assert list(phases) == ["data", "forward", "backward", "communication", "optimizer", "other"]
+        assert phases["data"] >= 4 * 0.004
+    check_phases(found[0][1:])
+    late = workers.run(2, f"{CASES}:timed", folder=f"{tmp_path}/late", late=1)
+    for mine, theirs in zip(late[0][1:], late[1][1:], strict=True):
+        assert mine["phases"]["communication"] > 0.09  # It has waited for the other,
+        assert theirs["phases"]["other"] > 0.09  # which was busy with something of its own.
+    assert min(line["phases"]["other"] for line in late[0]) < 0.09
+
+
+# Traces
+
+
+def trace(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "sections", "wanted"),
+    [
+        (2, "llama", {"zero": {"stage": 3, "gathered_budget": 0}}, "gather model.layers.0"),
+        (2, "gpt2", {"zero": {"stage": 2}, "parallel": {"transport": "gloo"}}, "gather transformer.h.1"),
+        (1, "llama", {"model": {"activation_checkpointing": "block"}}, "update model.layers.1/0"),
+        (2, "llama", {"parallel": {"pipeline": 2}}, "point to point over pipeline"),
+    ],
+)
+def test_traces_of_the_steps_that_were_asked_for(
+    workers: Workers, tmp_path: Path, size: int, kind: str, sections: dict[str, Any], wanted: str
+) -> None:
+    pipeline = sections.get("parallel", {}).get("pipeline", 1)
+    case = {"folder": str(tmp_path), "kind": kind}
+    profile = {"steps": [2, 3], "memory": size == 1}
+    found = workers.run(
+        size, f"{CASES}:profiled", pipeline=pipeline, sections={**sections, "profile": profile}, **case
+    )[0]
+    assert "steps 2 to 3 are recorded in" in found["said"]
+    paths = sorted((tmp_path / "run" / "profile").iterdir())
+    assert [path.name for path in paths] == [f"steps-2-3-rank-{rank}.json.gz" for rank in range(size)]
+    layer = "model.layers.0" if kind == "llama" else "transformer.h.0"
+    for rank, path in enumerate(paths):
+        events = trace(path)
+        names = Counter(event["name"] for event in events)
+        own = layer.replace("0", str(rank)) if pipeline > 1 else layer
+        assert (names["step 1"], names["step 2"], names["step 3"], names["step 4"]) == (0, 1, 1, 0)
+        for name in (wanted, f"forward of {own}", f"backward of {own}", f"update {own}/0", "data", "optimizer"):
+            assert names[name], (name, rank, sorted(names))
+        if size > pipeline:
+            reduced = {f"reduce {own}/0", f"finish reducing {own}/0", "reduce-scatter over shard"}
+            assert reduced <= names.keys(), sorted(names)
+        require_nested(events, own)
+        assert any("Input Dims" in event.get("args", {}) for event in events) is profile["memory"]
+    straight = workers.run(
+        size, f"{CASES}:profiled", pipeline=pipeline, sections=sections, **{**case, "folder": f"{tmp_path}/b"}
+    )
+    assert straight[0]["losses"] == found["losses"]
+    assert not (tmp_path / "b" / "run" / "profile").exists()
+
+
+OURS = (
+    "step ",
+    "forward",
+    "backward",
+    "gather ",
+    "wait for ",
+    "reduce ",
+    "finish reducing ",
+    "update ",
+    "data",
+    "optimizer",
+)
+
+
+def require_nested(events: list[dict[str, Any]], unit: str) -> None:
+    """Viewers drop what is neither inside another event of its row nor beside it."""
+    rows: dict[Any, list[dict[str, Any]]] = {}
+    for event in events:
+        rows.setdefault((event["pid"], event["tid"]), []).append(event)
+    checked = 0
+    for row in rows.values():
+        row.sort(key=lambda event: (event["ts"], -event["dur"]))
+        for number, event in enumerate(row):
+            end = event["ts"] + event["dur"]
+            for later in row[number + 1 :]:
+                if later["ts"] >= end - 0.002:  # Times are rounded to nanoseconds.
+                    break
+                if event["name"].startswith(OURS) or later["name"].startswith(OURS):
+                    checked += 1
+                    assert later["ts"] + later["dur"] <= end + 0.002, (event["name"], later["name"])
+    assert checked > 100
+    apart = [row for row in rows.values() if any(event["name"] == f"backward of {unit}" for event in row)]
+    assert [{event["name"].partition(" of ")[0] for event in row} for row in apart] == [{"backward"}]
+
+
+def test_a_run_that_ends_early_writes_what_it_has(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(1, f"{CASES}:profiled", folder=str(tmp_path), sections={"profile": {"steps": [3, 100]}})[0]
+    assert "steps 3 to 4 are recorded in" in found["said"]
+    (path,) = (tmp_path / "run" / "profile").iterdir()
+    assert path.name == "steps-3-4-rank-0.json.gz"
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(workers: Workers, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").write_text("a file where the folder should be")
+    found = workers.run(1, f"{CASES}:profiled", folder=str(tmp_path), sections={"profile": {"steps": [1, 2]}})[0]
+    assert "steps-1-2-rank-0.json.gz was not written: " in " ".join(found["said"].split())
+    assert len(found["losses"]) == 4
+
+
+def test_steps_that_end_before_they_begin_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"profile.steps: \[12, 10\] ends before it begins"):
+        load_config({"profile": {"steps": [12, 10]}})
+
+
+def test_ranges_are_made_while_they_are_recorded_alone() -> None:
+    assert profiler_ranges.named("gather", "unit") is profiler_ranges.named("update")
+    profiler_ranges.enter("forward of", "unit")
+    profiler_ranges.leave()
+    with torch.profiler.profile() as profiler, profiler_ranges.recording():
+        profiler_ranges.enter("forward of", "outer")
+        with profiler_ranges.named("gather", "inner"):
+            torch.ones(3).sum()
+        profiler_ranges.turn_to("b")
+        profiler_ranges.turn_to("a")
+        profiler_ranges.unwind()
+        profiler_ranges.leave()
+        profiler_ranges.enter("forward of", "cut short")
+    assert profiler_ranges.named("gather") is profiler_ranges.named("update")
+    names = Counter(event.name for event in profiler.events() or ())
+    for name in ("forward of outer", "gather inner", "backward of a", "backward of b", "forward of cut short"):
+        assert names[name] == 1, names
+
+
+# Memory that runs out
+
+
+@pytest.mark.parametrize("kind", ["torch", "python"])
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 1)])
+def test_memory_that_runs_out_leaves_a_file_that_says_what_held_it(
+    workers: Workers, tmp_path: Path, kind: str, size: int, rank: int
+) -> None:
+    with workers.fresh(PoolOptions(size=size, timeout_seconds=5.0)) as pool:
+        outcomes = pool.outcomes(f"{CASES}:exhausted", folder=str(tmp_path), kind=kind, rank=rank)
+    path = tmp_path / "run" / f"memory-rank-{rank}.json"
+    assert outcomes[rank].error == "StorageError"
+    said = outcomes[rank].message
+    assert f"rank {rank} ran out of memory after 1 whole steps (" in said
+    assert f"{path} says what holds the rest; lower batch.micro_size" in said
+    assert "KiB optimizer moments" in said
+    found = json.loads(path.read_text())
+    assert found["purposes"]["device"]["optimizer moments"] > 0
+    assert found["counted"] == sum(found["purposes"]["device"].values())
+    assert found["uncounted"] == found["process"]["resident"] - found["counted"] > 0
+    sizes = [row["bytes"] for row in found["largest"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert {row["unit"] for row in found["largest"]} >= {"model.layers.0", "model.layers.1"}
+    assert [file.name for file in (tmp_path / "run").glob("memory-*")] == [path.name]
+    if size > 1:
+        assert outcomes[0].error == "CollectiveError"
+        assert f"rank {rank} failed with StorageError" in outcomes[0].message
+        assert str(path) in outcomes[0].message
+
+
+def test_what_is_memory_that_ran_out() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 55, dtype=torch.uint8)
+    assert ran_out(caught.value)
+    assert ran_out(MemoryError())
+    assert ran_out(torch.OutOfMemoryError("CUDA out of memory"))
+    assert ran_out(StorageError("device tier, master weights: [enforce fail] can't allocate memory"))
+    assert not ran_out(CollectiveError("rank 1 failed with RuntimeError: can't allocate memory"))
+    assert not ran_out(RuntimeError("shapes differ"))
+    assert not ran_out(ValueError("out of memory"))
+
+
+# Utilisation
+
+
+def on_meta(kind: Any, config: Any) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = kind(config)
+    return model
+
+
+def test_operations_of_a_llama_are_counted_as_torch_does() -> None:
+    """Against torch's own count of what forward and backward multiply."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = tf.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        attn_implementation="eager",
+    )
+    model = tf.LlamaForCausalLM(config)
+    flops = ModelFlops.of(model)
+    assert flops is not None
+    length = 16
+    ids = torch.zeros(2, length, dtype=torch.long)
+    with FlopCounterMode(display=False) as counted:
+        logits = model(input_ids=ids, use_cache=False).logits
+        logits.sum().backward()
+    assert flops.of_step(2 * length, length) == pytest.approx(counted.get_total_flops(), rel=1e-3)
+
+
+def test_frozen_weights_experts_windows_and_tables() -> None:
+    llama = tf.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+    )
+    model = on_meta(tf.LlamaForCausalLM, llama)
+    whole = ModelFlops.of(model)
+    assert whole is not None
+    weights = sum(p.numel() for p in model.parameters() if p.ndim > 1) - 64 * 32  # without the table of embeddings
+    assert whole.dense == 6 * weights
+    model.requires_grad_(False)
+    frozen = ModelFlops.of(model)
+    assert frozen is not None
+    assert frozen.dense == 4 * weights
+    tied = on_meta(tf.LlamaForCausalLM, tf.LlamaConfig(**{**llama.to_dict(), "tie_word_embeddings": True}))
+    multiplied = ModelFlops.of(tied)
+    assert multiplied is not None
+    assert multiplied.dense == whole.dense
+    mixtral = tf.MixtralConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=64,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=5,
+    )
+    experts = on_meta(tf.MixtralForCausalLM, mixtral)
+    found = ModelFlops.of(experts)
+    assert found is not None
+    inside = sum(p.numel() for name, p in experts.named_parameters() if ".experts." in name)
+    outside = sum(p.numel() for p in experts.parameters() if p.ndim > 1) - inside - 64 * 32
+    assert found.dense == 6 * (outside + inside * 2 / 8)
+    assert found.windows == (5.0, 5.0)
+    assert found.of_step(1, 100) - found.of_step(1, 0) == 12 * 32 * 2 * 5
+
+
+def test_models_whose_samples_are_not_tokens_have_no_utilisation() -> None:
+    t5 = tf.T5Config(d_model=16, num_layers=1, num_heads=2, d_ff=16, d_kv=8, vocab_size=32)
+    assert ModelFlops.of(on_meta(tf.T5ForConditionalGeneration, t5)) is None
+    assert ModelFlops.of(nn.Linear(3, 3)) is None
+
+
+def test_the_peak_is_measured_or_from_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        peak, how = peak_flops(torch.device("cpu"), dtype)
+        assert 1e8 < peak < 1e16
+        assert how == "measured by a product of matrices"
+    assert peak_flops(torch.device("cpu"), torch.bfloat16)[0] >= peak_flops(torch.device("cpu"), torch.float32)[0]
+    for name, wanted in (
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+    ):
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda device, name=name: name)
+        assert peak_flops(torch.device("cuda", 0), torch.bfloat16)[0] == wanted

@@ -1,0 +1,138 @@
+"""Hosts come and go: launchers of one run on one machine, each with one rank, are killed and started while it trains."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from zeromesh.trainer.monitoring.step_metrics import read_metrics
+
+CONFIG = """\
+model: {config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2,
+                 num_key_value_heads: 2}}
+data: {train: FOLDER/text.txt, sequence_length: 64, eval_fraction: 0.0}
+precision: {compute: float64, master: float64, reduce: float64}
+batch: {global_size: 24, micro_size: 1}
+schedule: {name: constant, warmup_steps: 0}
+run: {name: run, output_dir: FOLDER, max_steps: STEPS}
+checkpoint: {every_steps: 10}
+parallel: {timeout_seconds: 20}
+"""
+STEPS = 160
+
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+def config(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "text.txt").write_text("What a run learns does not depend on who computes it. " * 400)
+    path = folder / "config.yaml"
+    path.write_text(CONFIG.replace("FOLDER", str(folder)).replace("STEPS", str(STEPS)))
+    return path
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts `zeromesh train` in a session of its own; all are ended afterwards."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def begin(path: Path, *options: str) -> subprocess.Popen[bytes]:
+        log = (tmp_path / f"log-{len(processes)}").open("wb")
+        command = [sys.executable, "-m", "zeromesh", "train", str(path), *options]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+        processes.append(
+            subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
+        )
+        log.close()
+        return processes[-1]
+
+    yield begin
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def steps(folder: Path) -> int:
+    """Steps that the run has logged."""
+    path = folder / "run" / "metrics.jsonl"
+    return max((line["step"] for line in read_metrics(path)), default=0) if path.exists() else 0
+
+
+def wait_for(condition: Callable[[], bool], folder: Path, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        logs = "\n".join(f"{path.name}: {path.read_text(errors='replace')[-2000:]}" for path in folder.glob("log-*"))
+        assert time.monotonic() < deadline, logs
+        time.sleep(0.05)
+
+
+@pytest.mark.full
+def test_a_host_is_lost_and_another_joins(start: Start, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    path, alone = config(tmp_path / "elastic"), config(tmp_path / "alone")
+    options = ("run.max_steps=1000000", "--nproc", "1", "--nnodes", "1:4", "--rdzv-endpoint", endpoint)
+    first = start(path, *options)
+    wait_for(lambda: listens(endpoint), tmp_path)  # it leads
+    others = [start(path, *options) for _ in range(2)]
+    folder = tmp_path / "elastic"
+    wait_for(lambda: steps(folder) >= 15, tmp_path)
+    os.killpg(others[-1].pid, signal.SIGKILL)
+    wait_for(lambda: sizes(tmp_path)[-1:] == ["2"] and steps(folder) >= 25, tmp_path)
+    start(path, *options)
+    wait_for(lambda: sizes(tmp_path).count("3") == 2, tmp_path)
+    at = steps(folder)
+    wait_for(lambda: steps(folder) >= at + 10, tmp_path)
+    os.kill(first.pid, signal.SIGTERM)
+    assert first.wait(timeout=60) == 128 + signal.SIGTERM
+    assert "stopping after this step" in logs(tmp_path)
+    lines = read_metrics(folder / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert start(alone, f"run.max_steps={len(lines)}").wait(timeout=120) == 0
+    expected = read_metrics(tmp_path / "alone" / "run" / "metrics.jsonl")
+    assert max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(lines, expected, strict=True)) <= 1e-9
+
+
+def listens(endpoint: str) -> bool:
+    """Whether there is a launcher at the endpoint, which takes this for a stranger."""
+    host, _, port = endpoint.partition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+def logs(folder: Path) -> str:
+    """What all launchers' ranks have said; who is rank 0 changes."""
+    return "".join(
+        log.read_text(errors="replace") for log in sorted(folder.glob("log-*"), key=lambda log: log.stat().st_mtime)
+    )
+
+
+def sizes(folder: Path) -> list[str]:
+    """How many ranks each start of the run had, as far as it has got to its first step."""
+    return [line.partition(" on ")[2].split()[0] for line in logs(folder).splitlines() if "ZeRO stage" in line]
+
+
+@pytest.mark.full
+def test_a_terminated_command_saves_and_goes_on(start: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "run-twice"
+    path = config(folder)
+    short = ("--nproc", "2", "run.max_steps=60")
+    command = start(path, *short)
+    wait_for(lambda: steps(folder) >= 12, tmp_path)
+    os.kill(command.pid, signal.SIGTERM)
+    assert command.wait(timeout=60) == 128 + signal.SIGTERM
+    saved = sorted(each.name for each in (folder / "run" / "checkpoints").iterdir())
+    assert saved[-1] == f"step-{steps(folder):08d}"
+    assert start(path, *short).wait(timeout=120) == 0
+    assert "resumed from step" in (tmp_path / "log-1").read_text()
+    assert steps(folder) == 60

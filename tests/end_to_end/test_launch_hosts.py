@@ -1,0 +1,158 @@
+"""`zeromesh launch` on several hosts, which are network namespaces: it trains, names the host that is lost, goes on without."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hosts import Hosts, hosts
+
+from zeromesh.trainer.monitoring.step_metrics import read_metrics
+
+CONFIG = """\
+model: {config: {model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2,
+                 num_key_value_heads: 2}}
+data: {train: FOLDER/text.txt, sequence_length: 32, eval_fraction: 0.0}
+precision: {compute: float32}
+batch: {global_size: 8, micro_size: 4}
+schedule: {name: constant, warmup_steps: 0}
+run: {name: run, output_dir: FOLDER, max_steps: 3}
+checkpoint: {every_steps: 0}
+"""
+FOREVER = ("run.max_steps=1000000", "checkpoint.every_steps=20")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with hosts(tmp_path_factory.mktemp("hosts"), "alpha", "beta") as made:
+        yield made
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("What a run learns does not depend on who computes it. " * 100)
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.replace("FOLDER", str(tmp_path)))
+    return path
+
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(two: Hosts, config: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts the launch where the hosts can be reached from; all is over afterwards."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*words: str) -> subprocess.Popen[str]:
+        hostfile = two.hostfile(tmp_path / "hosts")
+        command = [sys.executable, "-m", "zeromesh", "launch", "--hostfile", str(hostfile), "--ssh", two.ssh]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        variables.pop("GLOO_SOCKET_IFNAME", None)
+        started.append(
+            subprocess.Popen(
+                [*two.middle, *command, str(config), *words],
+                stdout=(tmp_path / "out").open("w"),
+                stderr=(tmp_path / "err").open("w"),
+                text=True,
+                env=variables,
+                start_new_session=True,
+            )
+        )
+        return started[-1]
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def steps(folder: Path) -> int:
+    path = folder / "run" / "metrics.jsonl"
+    return max((line["step"] for line in read_metrics(path)), default=0) if path.exists() else 0
+
+
+def wait_for(condition: Callable[[], bool], folder: Path, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, (folder / "out").read_text() + (folder / "err").read_text()
+        time.sleep(0.05)
+
+
+def all_over(two: Hosts) -> bool:
+    return not any(two.processes(name) for name in two.names)
+
+
+def test_two_hosts_train(two: Hosts, start: Start, tmp_path: Path) -> None:
+    """gloo left alone would bind the loopback here, where each host's own name leads."""
+    process = start()
+    assert process.wait(timeout=120) == 0, (tmp_path / "err").read_text()
+    said = (tmp_path / "out").read_text().splitlines()
+    assert said[0] == "[alpha] run: ZeRO stage 3 on 2 CPU ranks: shard 2"
+    assert [line for line in said if "over gloo" in line], said
+    assert steps(tmp_path) == 3
+    assert "zeromesh:" not in (tmp_path / "err").read_text()
+    assert all_over(two)
+
+
+@pytest.fixture
+def plugged(two: Hosts) -> Iterator[None]:
+    """Puts cables back that a test has pulled."""
+    yield
+    for name in two.names:
+        subprocess.run(["ip", "-n", two.prefix, "link", "set", f"to-{name}", "up"], check=True, timeout=30)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("noticed_first", [True, False])
+def test_a_host_that_is_lost_is_named(
+    two: Hosts, start: Start, tmp_path: Path, plugged: None, noticed_first: bool
+) -> None:
+    """Whether the ranks that are left notice it before the launcher does, or after."""
+    ranks, line = (3, 8) if noticed_first else (30, 3)
+    process = start("--host-timeout", str(line), f"parallel.timeout_seconds={ranks}", *FOREVER)
+    wait_for(lambda: steps(tmp_path) >= 5, tmp_path)
+    two.pull("beta")
+    pulled = time.monotonic()
+    assert process.wait(timeout=60) == 1
+    assert time.monotonic() - pulled < 2 * 8 + 5
+    (said,) = [line for line in (tmp_path / "err").read_text().splitlines() if not line.startswith("[")]
+    assert said.startswith("zeromesh: host beta: nothing has been heard for"), said
+    wait_for(lambda: all_over(two), tmp_path, seconds=line + 5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lost", ["alpha", "beta"])
+def test_a_run_goes_on_with_the_other_host(two: Hosts, start: Start, tmp_path: Path, plugged: None, lost: str) -> None:
+    """All had met at the first of them."""
+    left = "beta" if lost == "alpha" else "alpha"
+    options = ("--min-hosts", "1", "--host-timeout", "3", "parallel.timeout_seconds=5")
+    process = start(*options, *FOREVER)
+    wait_for(lambda: steps(tmp_path) >= 25, tmp_path)
+    for name in two.names:
+        assert two.listening(name) == {two.address(name)}, (
+            "a run listens where the other hosts find it, and nowhere else"
+        )
+    two.pull(lost)
+    wait_for(lambda: f"[{left}] run: ZeRO stage 3 on 1 CPU rank" in (tmp_path / "out").read_text(), tmp_path)
+    assert not two.processes(lost)
+    at = steps(tmp_path)
+    wait_for(lambda: steps(tmp_path) >= at + 10, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert all_over(two)
+    said = (tmp_path / "err").read_text()
+    assert f"zeromesh: host {lost}: nothing has been heard" in said
+    assert f"going on from the newest checkpoint with 1 host ({left}) and 1 process" in said
+    assert "resumed from step" in (tmp_path / "out").read_text()
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    newest = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())[-1]
+    assert newest == f"step-{len(lines):08d}"

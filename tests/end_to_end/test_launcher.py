@@ -1,0 +1,154 @@
+"""Workers that this host starts itself: they share one fate, and the rank that failed first is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zeromesh.environment import python_arguments
+from zeromesh.launch.local import WorkersFailed, launch_workers
+
+WORKER = """\
+import os, signal, sys, time
+from zeromesh.errors import CollectiveError, DataError
+from zeromesh.launch.rank_processes import become_worker
+become_worker(lambda error: 2 if isinstance(error, DataError) else 1)
+rank = int(os.environ["RANK"])
+folder = sys.argv[1]
+"""
+
+DRIVER = """\
+import sys
+from zeromesh.launch.local import launch_workers
+sys.exit(int(launch_workers(sys.argv[1:], processes=2)))
+"""
+
+
+def script(folder: Path, body: str, head: str = WORKER) -> Path:
+    path = folder / "script.py"
+    path.write_text(head + body, encoding="utf-8")
+    return path
+
+
+def launch(folder: Path, body: str) -> WorkersFailed | int:
+    return launch_workers([str(script(folder, body)), str(folder)], processes=2)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.05)
+
+
+def test_workers_get_their_place_and_a_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    handler = signal.getsignal(signal.SIGTERM)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+    body = f"open(f'{{folder}}/rank{{rank}}', 'w').write(' '.join(os.environ[name] for name in {names}))"
+    assert launch(tmp_path, body) == 0
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    for rank in range(2):
+        assert (tmp_path / f"rank{rank}").read_text() == f"{rank} 2 2 127.0.0.1 {threads}"
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_the_rank_that_failed_first_is_named_not_those_that_noticed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+if rank == 0:
+    raise CollectiveError("rank 1 is gone")
+time.sleep(0.05)
+raise DataError("data.train: no text in it")
+"""
+    failed = launch(tmp_path, body)
+    assert isinstance(failed, WorkersFailed)
+    # Should rank 1 have been stopped before it failed, rank 0 is all there is to name.
+    assert str(failed) in {"rank 1: data.train: no text in it", "rank 0: rank 1 is gone"}
+    assert failed.exit_code in {1, 2}
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.full
+def test_an_error_of_all_ranks_is_said_once(tmp_path: Path) -> None:
+    body = "time.sleep(max(0, float(open(folder + '/at').read()) - time.time())); raise DataError('no text')"
+    (tmp_path / "at").write_text(str(time.time() + 4.0))
+    failed = launch(tmp_path, body)
+    assert isinstance(failed, WorkersFailed)
+    assert failed.message == "no text"
+    assert failed.exit_code == 2
+
+
+def test_a_foreign_error_keeps_its_traceback(tmp_path: Path) -> None:
+    failed = launch(tmp_path, "time.sleep(60) if rank == 0 else {}['weights']")
+    assert isinstance(failed, WorkersFailed)
+    assert (failed.ranks, failed.exit_code) == ((1,), 1)
+    assert failed.message.startswith("KeyError\nTraceback")
+    assert "script.py" in failed.message
+
+
+@pytest.mark.parametrize(
+    ("death", "message", "code"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL; the kernel kills like this", 137),
+        pytest.param("os._exit(7)", "ended with exit code 7 and no Python error", 7, marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_that_dies_without_a_word(tmp_path: Path, death: str, message: str, code: int) -> None:
+    failed = launch(tmp_path, f"time.sleep(60) if rank == 0 else {death}")
+    assert isinstance(failed, WorkersFailed)
+    assert (failed.ranks, failed.exit_code) == ((1,), code)
+    assert failed.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.full),
+    ],
+)
+def test_no_worker_outlives_the_command(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    (tmp_path / "driver.py").write_text(DRIVER)
+    body = "open(f'{folder}/rank{rank}', 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    command = [sys.executable, str(tmp_path / "driver.py"), str(script(tmp_path, body)), str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as driver:
+        files = [tmp_path / f"rank{rank}" for rank in range(2)]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        driver.send_signal(number)
+        assert driver.wait(timeout=20) == code
+    for file in files:
+        wait_until(lambda file=file: not is_running(int(file.read_text())), seconds=10.0)
+
+
+def test_a_worker_whose_launcher_is_gone_already_leaves(tmp_path: Path) -> None:
+    """It was starting Python when the launcher was killed."""
+    command = [sys.executable, "-m", "zeromesh", "train", "--worker", "--", str(tmp_path / "none.yaml")]
+    variables = {**os.environ, "ZEROMESH_LAUNCHER_PID": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (137, "", "")
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is more than an entry that nobody has collected yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+def test_workers_search_the_working_directory_only_where_this_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["/usr/bin", *sys.path])
+    assert python_arguments("zeromesh", ["train"]) == ("-P", "-m", "zeromesh", "train")
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    assert python_arguments("zeromesh", ["train"]) == ("-m", "zeromesh", "train")

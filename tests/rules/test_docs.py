@@ -1,0 +1,236 @@
+"""Every code block of README and docs/ does what its page says: programs run, configurations load, commands are understood.
+
+A block's language is its rule. `text` alone is not tried: what is printed, and pictures made of letters. A page is gone through
+from top to bottom in a folder of its own, with the files that it names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from doc_blocks import PAGES, ROOT, anchors, blocks_of, links, scripts_of, spans
+from doc_commands import CommandError, Reader, commands
+from doc_pages import UNDER_TORCHRUN, Page, write_files
+from workers import Workers
+
+from zeromesh.errors import ConfigError, LayoutError
+from zeromesh.trainer.callbacks.callback import Callback
+
+LANGUAGES = {"python", "yaml", "json", "sh", "console", "text"}
+WITH_BLOCKS = [page for page in PAGES if blocks_of(page)]
+
+
+@pytest.fixture(scope="module")
+def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with two checkpoints."""
+    folder = tmp_path_factory.mktemp("a run")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200, encoding="utf-8")
+    changes = ["data.train=text.txt", "data.sequence_length=16", "run.max_steps=4", "checkpoint.every_steps=2"]
+    small = ["model.config.hidden_size=32", "model.config.num_hidden_layers=1", "batch.micro_size=4"]
+    words = ["train", str(ROOT / "configs/quickstart.yaml"), *changes, *small]
+    (found,) = workers.run(1, "doc_cases:commanded", words=words, folder=str(folder))
+    assert found["code"] == 0, found
+    return folder / "runs/quickstart"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", WITH_BLOCKS)
+def test_a_page_does_what_it_says(page: str, folder: Path, workers: Workers, run: Path) -> None:
+    Page(page, folder, workers, run).go_through()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", [page for page in WITH_BLOCKS if scripts_of(page)])
+def test_its_programs_run_on_two_ranks(page: str, folder: Path, workers: Workers, run: Path) -> None:
+    Page(page, folder, workers, run, size=2).go_through()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", UNDER_TORCHRUN)
+def test_a_program_that_makes_process_groups(name: str, tmp_path: Path) -> None:
+    (found,) = (script for page in PAGES for script in scripts_of(page) if script.name == name)
+    (tmp_path / name).write_text(found.code, encoding="utf-8")
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", name, UNDER_TORCHRUN[name]]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
+
+
+# What stands in the text
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_has_a_rule(page: str) -> None:
+    wrong = [block.where for block in blocks_of(page) if block.language not in LANGUAGES]
+    assert not wrong, f"{wrong}: give the block a language of {', '.join(sorted(LANGUAGES))}"
+    unnamed = [script.page for script in scripts_of(page) if not script.name]
+    assert not unnamed, "a Python block without a file's name goes on where another ends, and there is none"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_in_the_text_are_understood(page: str, tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    write_files(page, tmp_path)
+    for line, text in spans(page):
+        try:
+            reader.mention(text)
+        except Exception as error:
+            raise AssertionError(f"{page}:{line}: `{text}`: {error}") from error
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    folder = (ROOT / page).parent
+    for line, path, anchor in links(page):
+        target = (folder / path).resolve() if path else ROOT / page
+        assert target.is_file(), f"{page}:{line}: there is no {path}"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target.relative_to(ROOT).as_posix()), f"{page}:{line}: {path} has no #{anchor}"
+
+
+def test_pictures_are_current() -> None:
+    pictures = runpy.run_path(str(ROOT / "scripts/pictures.py"))
+    for name, draw in pictures["PICTURES"].items():
+        assert (pictures["FOLDER"] / name).read_text(encoding="utf-8") == draw(), "run: python scripts/pictures.py"
+
+
+def test_every_page_is_in_the_site() -> None:
+    def entries(nav: Any) -> list[str]:
+        if isinstance(nav, str):
+            return [nav]
+        return [entry for each in (nav.values() if isinstance(nav, dict) else nav) for entry in entries(each)]
+
+    patterns = entries(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    pages = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
+    assert [page for page in pages if not any(fnmatchcase(page, pattern) for pattern in patterns)] == []
+
+
+@pytest.mark.full
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings_handlers.python")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    variables = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=variables, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        loaded = re.findall(
+            r'<(?:script|img|iframe)[^>]* src="([^"]+)|<link[^>]* href="([^"]+)', page.read_text(encoding="utf-8")
+        )
+        assert not [each for pair in loaded for each in pair if each.startswith(("http:", "https:", "//"))], page
+
+
+def test_every_configuration_is_on_its_page() -> None:
+    named = [Path(path).name for _, path, _ in links("docs/howto/configurations.md") if "/configs/" in path]
+    assert sorted(named) == sorted(path.name for path in (ROOT / "configs").iterdir())
+
+
+def test_every_method_of_callbacks_is_in_the_guide() -> None:
+    named = re.findall(r"`(on_\w+)\(", (ROOT / "docs/guide.md").read_text(encoding="utf-8"))
+    assert sorted(set(named)) == sorted(name for name in vars(Callback) if name.startswith("on_"))
+
+
+def test_the_table_of_stages_is_the_same_everywhere() -> None:
+    tables = [
+        re.findall(
+            r"^\| (?:stage|[0-3]) .*sum, host.*|^\| [0-3] \| .*W.*|^\| 0 \| 2 .*",
+            (ROOT / page).read_text(),
+            re.MULTILINE,
+        )
+        for page in ("README.md", "docs/concepts/stages.md")
+    ]
+    assert tables[0] == tables[1]
+    assert len(tables[0]) == 5
+
+
+# The collector itself
+
+SAMPLE = """\
+Text.
+
+  ```yaml title="a.yaml"
+  run: {max_steps: 1}
+  ```
+
+````text
+```sh
+inside of another
+```
+````
+
+```
+nothing
+```
+
+```python
+# two.py: torchrun --nproc-per-node 2 two.py
+pass
+```
+"""
+
+
+def test_blocks_are_found_wherever_they_stand() -> None:
+    first, second, third, fourth = blocks_of("sample.md", SAMPLE)
+    assert (first.language, first.name, first.text, first.line) == ("yaml", "a.yaml", "run: {max_steps: 1}\n", 4)
+    assert second.text == "```sh\ninside of another\n```\n"
+    assert (third.language, third.text) == ("", "nothing\n")
+    assert (fourth.name, fourth.ranks) == ("two.py", 2)
+    with pytest.raises(AssertionError, match="does not end"):
+        blocks_of("sample.md", "```sh\nmake\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "zeromesh train configs/quickstart.yaml --nprocs 2",
+        "zeromesh train configs/gone.yaml",
+        "zeromesh train configs/quickstart.yaml zero.stage=5",
+        "zeromesh train configs/quickstart.yaml --nproc 3 parallel.tensor=2",
+        "zeromesh checkpoint verfy runs/quickstart",
+        "make trian",
+        "make setup PYTON=python3",
+        "python scripts/gone.py",
+        "python scripts/bench_offload.py --no-such-option",
+        "torchrun --nproc 2 -m zeromesh train configs/gone.yaml",
+        "srun --nodes 2 zeromesh train configs/gone.yaml",
+        "sbatch scripts/gone.sbatch configs/quickstart.yaml",
+        "kubectl apply -f scripts/gone.yaml",
+        "pytest tests/test_gone.py",
+        "pytest tests/rules/test_docs.py -k nosuchtest" + "whatever",
+        "pip install 'zeromesh[no_such_extra]'",
+        "unknown program",
+    ],
+)
+def test_a_command_that_is_wrong_is_found(line: str, tmp_path: Path) -> None:
+    (command,) = commands(line)
+    with pytest.raises((CommandError, ConfigError, LayoutError)):
+        Reader(tmp_path).read(command.words)
+
+
+def test_commands_of_a_line() -> None:
+    found = list(
+        commands(
+            "mkdir -p a && zeromesh completion zsh > a/_z  # for zsh\nA=1 zeromesh \\\n  config x.yaml  # exit code 2\n"
+        )
+    )
+    assert [command.words for command in found] == [
+        ("mkdir", "-p", "a"),
+        ("zeromesh", "completion", "zsh"),
+        ("A=1", "zeromesh", "config", "x.yaml"),
+    ]
+    assert [command.code for command in found] == [0, 0, 2]

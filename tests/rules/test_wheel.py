@@ -1,0 +1,86 @@
+"""The wheel as a person installs it: every file goes along, and every command runs without the checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from report_runs import write_run
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"zeromesh": "zeromesh", "trainer": "zeromesh/trainer", "offload": "zeromesh/offload"}
+"""Folders of the checkout, and what they are called in the wheel."""
+
+EVERY_COMMAND = """
+import contextlib, io, sys
+from pathlib import Path
+import zeromesh
+from zeromesh.trainer.cli.main import main, make_parser
+from zeromesh.trainer.cli.completion import commands_of
+
+assert Path(zeromesh.__file__).is_relative_to(sys.argv[1]), zeromesh.__file__
+for command in commands_of(make_parser()):
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            main([*command.words, "--help"])
+    except SystemExit as end:
+        assert end.code == 0 and "usage: zeromesh" in out.getvalue(), command.words
+for words in (["init"], ["init", "quickstart"], ["config", "quickstart.yaml"], ["completion", "bash"], ["report", "a"]):
+    assert main(words) == 0, words
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of a copy of the sources: building in the checkout leaves files there that get into the next wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("trainer", "offload", "zeromesh", "configs"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    _pip("wheel", str(folder), "--no-deps", "--no-build-isolation", "-w", str(folder / "dist"))
+    (found,) = (folder / "dist").iterdir()
+    return found
+
+
+def _pip(*words: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-cache-dir", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", *PACKAGES, "configs"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split()
+    if not tracked:
+        pytest.skip("not a git checkout")
+    wanted = {f"zeromesh/trainer/{path}" for path in tracked if path.startswith("configs/")}
+    for path in tracked:
+        top, _, rest = path.partition("/")
+        if top in PACKAGES and not (ROOT / path).is_dir():
+            wanted.add(f"{PACKAGES[top]}/{rest}")
+    assert len(wanted) > 200
+    assert wanted <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_every_command_of_an_installed_wheel_runs(wheel: Path, tmp_path: Path) -> None:
+    _pip("install", str(wheel), "--no-deps", "--target", str(tmp_path / "site"))
+    write_run(tmp_path / "a")
+    done = subprocess.run(
+        [sys.executable, "-c", EVERY_COMMAND, str(tmp_path / "site")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "<style>" in (tmp_path / "a/report.html").read_text(encoding="utf-8")
+    assert (tmp_path / "quickstart.yaml").is_file()

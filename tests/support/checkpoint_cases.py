@@ -1,0 +1,254 @@
+"""Cases of saving and resuming that workers run: each trains something tiny, with checkpoints, and says what it saw."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from trainer_cases import gpt2, llama, sentence_loss, sentences, settings
+from transformers import AutoModelForCausalLM
+
+from zeromesh import Callback, Trainer, fault_injection
+from zeromesh.checkpoint.saver import SaveContent, Saver
+from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.errors import ZeromeshError
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.monitoring.step_metrics import read_metrics
+
+MODELS = {"llama": llama, "gpt2": lambda: gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.0)}
+
+
+class Mirror(Callback):
+    """Saves again what was loaded, before the first step: the bytes have to be those that were read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        engine = trainer.engine
+        assert engine is not None
+        holdings = engine.holdings
+        saver = Saver(CheckpointStore(self._folder), trainer.mesh)
+        content = SaveContent(
+            tensors=holdings.tensors(),
+            holdings=holdings.written(),
+            order={},
+            documents=lambda directory: None,
+            keep=set,
+        )
+        saver.begin(0, content)
+        saved = saver.finish()
+        assert saved is not None
+        assert not saved.failure, saved
+
+
+class Slow(Callback):
+    """Leaves time for a kill: says when training begins, and rests after every step."""
+
+    def __init__(self, marker: Path, rest: float) -> None:
+        self._marker = marker
+        self._rest = rest
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self._marker.write_text("")
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        time.sleep(self._rest)
+
+
+class LostDisk(Callback):
+    """Takes the directory of checkpoints away once training begins."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        if trainer.state.is_world_process_zero:
+            self._folder.rmdir()
+            self._folder.write_text("a file where the directory should be")
+
+
+def noised(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Stack samples, and leave labels out by all the generators that a collator may draw from."""
+    batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    for row in batch["labels"]:
+        row[random.randrange(len(row))] = -100
+        row[np.random.randint(len(row))] = -100
+        row[torch.rand(len(row)) < 0.1] = -100
+    return batch
+
+
+def configured(folder: str, steps: int, sections: Mapping[str, Any]) -> dict[str, Any]:
+    """A run of `steps` steps with a checkpoint after every fifth."""
+    base = settings(
+        folder,
+        run={"max_steps": steps, "log_every": 1},
+        schedule={"name": "constant", "warmup_steps": 0},
+        checkpoint={"every_steps": 5},
+    )
+    for name, section in sections.items():
+        base[name] = {**base.get(name, {}), **section}
+    return base
+
+
+def trained(
+    mesh: Mesh,
+    *,
+    folder: str,
+    steps: int,
+    sections: dict[str, Any],
+    kind: str = "llama",
+    mirror: str | None = None,
+    marker: str | None = None,
+    rest: float = 0.03,
+    noisy: bool = False,
+    disks: Sequence[int] = (),
+    lost_disk: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, Any]:
+    """Train up to `steps`, going on from what is there; the losses of this process and where it began.
+
+    `disks`: for each rank, the disk that its host has; the folder is then another on each disk.
+    """
+    folder = f"{folder}/disk-{disks[mesh.rank]}" if disks else folder
+    torch.manual_seed(7)
+    watching = [*callbacks, *([Mirror(Path(mirror))] if mirror else [])]
+    watching += [Slow(Path(marker), rest)] if marker else []
+    watching += [LostDisk(Path(folder) / "run" / "checkpoints")] if lost_disk else []
+    with Trainer(
+        MODELS[kind](),
+        configured(folder, steps, sections),
+        sentences(),
+        data_collator=noised if noisy else None,
+        callbacks=watching,
+    ) as trainer:
+        report = trainer.fit()
+    metrics = Path(folder) / "run" / "metrics.jsonl"
+    losses = [line["loss"] for line in read_metrics(metrics)] if metrics.exists() else []
+    return {"losses": list(report.losses), "all": losses, "step": report.final_step}
+
+
+def struck(mesh: Mesh, *, fault: str, **arguments: Any) -> dict[str, Any]:
+    """As `trained`, with a fault as the environment would ask for it."""
+    os.environ["ZEROMESH_FAULT"] = fault
+    fault_injection._fault.cache_clear()
+    return trained(mesh, **arguments)
+
+
+def noted(mesh: Mesh, *, fault: str = "", **arguments: Any) -> dict[str, Any]:
+    """As `trained`, with what the console said."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        found = struck(mesh, fault=fault, **arguments) if fault else trained(mesh, **arguments)
+    return {**found, "said": said.getvalue()}
+
+
+def slowed(mesh: Mesh, *, folder: str, rank: int, seconds: float, evaluations: bool = False) -> dict[str, Any]:
+    """13 steps in which one rank is slow, or the evaluations after every 4 of them; what the console said, the file of ranks in
+    between, and the largest part of a step that went to communication."""
+    during: list[dict[str, Any]] = []
+
+    class Late(Callback):
+        def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
+            if mesh.rank == rank and not evaluations:
+                time.sleep(seconds)
+
+        def on_prediction_step(self, trainer: Trainer, done: int, total: int) -> None:
+            if mesh.rank == rank and done == total:
+                time.sleep(seconds)
+
+        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+            path = Path(folder) / "run" / "ranks.json"
+            if step == 13 and path.exists():
+                during.extend(json.loads(path.read_text())["ranks"])
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        config = configured(
+            folder, 13, {"checkpoint": {"every_steps": 0}, "run": {"eval_every": 4 if evaluations else 0}}
+        )
+        with Trainer(llama(), config, sentences(), sentences(), callbacks=[Late()]) as trainer:
+            trainer.fit()
+    parts = [
+        sum(row["seconds"] for rows in line["communication"].values() for row in rows.values()) / line["step_seconds"]
+        for line in read_metrics(Path(folder) / "run" / "metrics.jsonl")
+    ]
+    return {"said": said.getvalue(), "during": during, "communication": max(parts)}
+
+
+def opened(mesh: Mesh, *, folder: str, compute: str) -> dict[str, bool]:
+    """Whether transformers alone makes the trained model of a checkpoint, and a run starts from it as from any model."""
+    torch.manual_seed(7)
+    precision = {"compute": compute, "master": "float32", "reduce": "float32"}
+    checkpoint = Path(folder) / "run" / "checkpoints" / "step-00000005"
+    ids = torch.arange(12).reshape(1, 12)
+    with Trainer(llama(), configured(folder, 5, {"precision": precision}), sentences()) as trainer:
+        trainer.fit()
+        theirs = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+        dtype = theirs.dtype
+        ours = trainer.model.eval()
+        for parameter in ours.parameters():
+            parameter.data = parameter.data.to(dtype)
+        with torch.no_grad():
+            same = torch.equal(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
+    model = {"source": str(checkpoint), "config": None}
+    sections = {"model": model, "precision": precision, "run": {"name": "second"}}
+    with Trainer(None, configured(folder, 2, sections), sentences()) as second:
+        before = second.evaluate(sentences())["eval_loss"]
+        second.fit()
+        after = second.evaluate(sentences())["eval_loss"]
+    return {"logits": same, "dtype": str(dtype) == f"torch.{compute}", "learns on": after < before < 4.0}
+
+
+def cramped(mesh: Mesh, *, folder: str, free: int) -> dict[str, Any]:
+    """As `trained`, on a disk that has so many bytes free."""
+    with patch("shutil.disk_usage", lambda path: SimpleNamespace(free=free)):
+        return trained(mesh, folder=folder, steps=5, sections={})
+
+
+def after_damage(mesh: Mesh, *, folder: str, steps: int) -> list[str]:
+    """What a trainer says that found no whole checkpoint, and what it says to one who wants its weights all the same."""
+    torch.manual_seed(7)
+    said = []
+    with Trainer(llama(), configured(folder, steps, {}), sentences()) as trainer:
+        for act in (trainer.fit, lambda: dict(trainer.state_dict()), trainer.fit):
+            try:
+                act()
+                said.append("")
+            except ZeromeshError as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def signalled(mesh: Mesh, *, folder: str, number: int) -> dict[str, Any]:
+    """A run that is told to stop in the middle of its first evaluation; what it was doing, and how far evaluation had got."""
+    seen: list[int] = []
+
+    def loss(model: Any, batch: Any) -> Any:
+        if not model.training:
+            seen.append(1)
+            if len(seen) == 3 and mesh.rank == 1:
+                os.kill(os.getpid(), number)
+        return sentence_loss(model, batch)
+
+    section = {"run": {"max_steps": 8, "eval_every": 4, "log_every": 1}, "batch": {"micro_size": 1, "global_size": 4}}
+    ended = ""
+    try:
+        with Trainer(
+            llama(), configured(folder, 8, section), sentences(), eval_dataset=sentences(), compute_loss=loss
+        ) as trainer:
+            trainer.fit()
+    except (SystemExit, KeyboardInterrupt) as end:
+        ended = f"{type(end).__name__} {getattr(end, 'code', '')}".strip()
+    return {"ended": ended, "batches": len(seen), "all": len(sentences()) // mesh.world_size}

@@ -1,0 +1,108 @@
+"""What a person does in the first hours, on workers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from input_cases import command
+from trainer_cases import LLAMA, llama, seeded, sentences, settings
+
+from zeromesh import Trainer
+from zeromesh.errors import ConfigError
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.data.tokenizer import ByteTokenizer
+from zeromesh.trainer.monitoring.step_metrics import read_metrics
+
+SMALL = {
+    "model": {"config": {"model_type": "llama", **LLAMA, "vocab_size": 256}},
+    "data": {"train": "text.txt", "sequence_length": 16, "eval_samples": 5},
+    "precision": {"compute": "float64", "master": "float64", "reduce": "float64"},
+    "batch": {"global_size": 8, "micro_size": 2},
+    "run": {"max_steps": 4},
+    "checkpoint": {"every_steps": 2},
+}
+
+
+def evaluated(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """`zeromesh evaluate` of a run, a checkpoint, its configuration, an exported model, against the run's own evaluation."""
+    root = Path(folder)
+    if mesh.rank == 0:
+        (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+        (root / "small.yaml").write_text(json.dumps(SMALL))
+    mesh.world.barrier("files")
+    with contextlib.chdir(root):
+        found = {"train": command(mesh, ["train", "small.yaml"])}
+        checkpoint = "runs/small/checkpoints/step-00000002"
+        if mesh.rank == 0:
+            found["export"] = command(mesh, ["checkpoint", "export", "runs/small", "hf", "--dtype", "keep"])
+        mesh.world.barrier("export")
+        for name, source in {"run": "runs/small", "checkpoint": checkpoint, "config": "small.yaml"}.items():
+            found[name] = command(mesh, ["evaluate", source])
+        keys = [f"data.{key}={value}" for key, value in SMALL["data"].items()]
+        keys += [f"precision.{role}=float64" for role in ("compute", "master", "reduce")]
+        found["hf"] = command(mesh, ["evaluate", "hf", *keys])
+        found["all"] = command(mesh, ["evaluate", "runs/small", "data.eval_samples=null"])
+        lines = read_metrics("runs/small/evaluated.jsonl")
+        own = read_metrics("runs/small/evaluations.jsonl")
+        other = read_metrics("runs/hf/evaluated.jsonl")
+    return {"said": found, "lines": lines, "own": own, "hf": other}
+
+
+def names(mesh: Mesh) -> list[str]:
+    """What runs are called that nobody has named: in a script, a package and a notebook."""
+    found = []
+    for file in ("/a/my train.py", "/a/pkg/__main__.py", None):
+        main = type(sys)("__main__")
+        if file:
+            main.__file__ = file
+        with mock.patch.dict(sys.modules, {"__main__": main}):
+            found += [TrainerConfig().run.name, TrainerConfig().run.name]
+    return found
+
+
+def again(mesh: Mesh, folder: str) -> list[dict[str, Any]]:
+    """A cell of a notebook that is run three times without closing its trainer, the third time with another model."""
+    found = []
+    for count in (2, 2, 1):
+        model = seeded(lambda count=count: llama(num_hidden_layers=count))
+        config = settings(folder, run={"name": "cell", "max_steps": 2}, checkpoint={"every_steps": 1})
+        trainer = Trainer(model, config, sentences())
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            try:
+                losses = len(trainer.fit().losses)
+            except ConfigError as error:
+                losses = -1
+                print(error)
+        found.append({"losses": losses, "said": out.getvalue()})
+    return found
+
+
+def tokenized(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """How many texts this rank tokenised in three runs over one text, the last with longer sequences; their losses."""
+    root, texts, counts, losses = Path(folder), [], [], []
+    if mesh.rank == 0:
+        (root / "text.jsonl").write_text("".join(json.dumps({"text": f"row {n} " * 9}) + "\n" for n in range(40)))
+    mesh.world.barrier("text")
+    encode = ByteTokenizer.encode
+
+    def counted(self: ByteTokenizer, given: Sequence[str]) -> Any:
+        texts.extend(given)
+        return encode(self, given)
+
+    with mock.patch.object(ByteTokenizer, "encode", counted):
+        for name, length in (("a", 16), ("b", 16), ("c", 24)):
+            texts.clear()
+            data = {"train": str(root / "text.jsonl"), "cache": str(root / "cache"), "sequence_length": length}
+            model = {"config": {"model_type": "llama", **LLAMA, "vocab_size": 256}}
+            with Trainer(None, settings(folder, data=data, model=model, run={"name": name, "max_steps": 2})) as trainer:
+                losses.append(trainer.fit().losses)
+            counts.append(len(texts))
+    return {"texts": counts, "losses": losses}

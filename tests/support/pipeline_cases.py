@@ -1,0 +1,274 @@
+"""Cases on pipelines: stages of one model on several ranks, against the same model on one."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers as tf
+
+from zeromesh.comm.point_to_point import Channels
+from zeromesh.errors import CollectiveError
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
+from zeromesh.pipeline.executor import Executor
+from zeromesh.pipeline.generation import StagedForward
+from zeromesh.pipeline.plain_runner import PlainRunner
+from zeromesh.pipeline.schedule.actions import forward_only, make_schedule
+from zeromesh.pipeline.stages.build import Stages, cut_model
+
+Batch = Mapping[str, torch.Tensor]
+
+VOCABULARY = 160
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 32,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "use_cache": False,
+}
+
+
+def build(name: str, layers: int) -> Any:
+    """A tiny model in float64, the same on every rank."""
+    torch.manual_seed(0)
+    small = {**_SMALL, "num_hidden_layers": layers}
+    if name == "llama":
+        model = tf.LlamaForCausalLM(tf.LlamaConfig(**small))
+    elif name == "qwen3":
+        model = tf.Qwen3ForCausalLM(tf.Qwen3Config(**small, head_dim=8))
+    elif name == "gemma":
+        model = tf.GemmaForCausalLM(tf.GemmaConfig(**small, head_dim=8))
+    elif name == "gemma3":
+        kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+        model = tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**small, head_dim=8, layer_types=kinds, sliding_window=4))
+    elif name == "gpt2":
+        rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        sizes = {"n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY}
+        none = {"bos_token_id": None, "eos_token_id": None, "use_cache": False}
+        model = tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, **rates, **none))
+    else:
+        config = tf.MixtralConfig(
+            **small, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.5
+        )
+        config._experts_implementation = "eager"
+        model = tf.MixtralForCausalLM(config)
+    return model.double()
+
+
+def batches(count: int, *, seed: int = 1) -> list[dict[str, torch.Tensor]]:
+    """Microbatches of different lengths, padded on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for number in range(count):
+        samples, length = 1 + number % 2, 4 + 3 * (number % 3)
+        ids = torch.randint(1, VOCABULARY, (samples, length), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[0, length - 1 - number % 2 :] = 0
+        made.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+    return made
+
+
+def loss_of(model: Any, batch: Batch) -> torch.Tensor:
+    """The model's own loss, as a sum."""
+    return model(**batch).loss * int((batch["labels"][:, 1:] != -100).sum())
+
+
+def alone(model: Any, data: Sequence[Batch], seed: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Losses and gradients of one process."""
+    model.zero_grad()
+    losses = []
+    for batch in data:
+        loss = loss_of(model, batch)
+        loss.backward(torch.full_like(loss, seed))
+        losses.append(loss.detach())
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    return torch.stack(losses), found
+
+
+def cut(mesh: Mesh, model: Any, chunks: int) -> Stages:
+    return cut_model(model, ranks=mesh.world.size, index=mesh.world.index, chunks=chunks)
+
+
+def trains(
+    mesh: Mesh, model: str, schedule: Any, microbatches: int, chunks: int, recompute: bool = False
+) -> dict[str, Any]:
+    """Two steps in stages and in one process. Largest relative difference, and what else there is to see."""
+    whole = build(model, 4)
+    staged = copy.deepcopy(whole)
+    if recompute:
+        staged.train().gradient_checkpointing_enable({"use_reentrant": False})
+    stages = cut(mesh, staged, chunks)
+    data = batches(microbatches)
+    queue = WeightQueue()
+    if schedule == "zero_bubble":
+        defer_weights(staged, [staged], queue)
+    calls: dict[str, int] = {}
+    for name, parameter in staged.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _p, name=name: calls.update({name: calls.get(name, 0) + 1}))
+    channels = Channels(mesh.world, mesh.device)
+    executor = Executor(mesh.world, channels)
+    plan = make_schedule(schedule, ranks=mesh.world.size, microbatches=microbatches, chunks=chunks)
+    differences: list[float] = []
+    losses = torch.zeros(0)
+    for step in range(2):
+        staged.zero_grad()
+        runner = PlainRunner(stages, data, loss_of, seed=0.5 + step, queue=queue)
+        measured = executor.run(plan, runner)
+        losses = executor.share(runner.losses)
+        wanted_losses, wanted = alone(whole, data, 0.5 + step)
+        differences.append(_difference(losses, wanted_losses))
+        differences += [_difference(found, wanted[name]) for name, found in _gradients(mesh, stages, staged)]
+    names = sorted(name for name, _ in staged.named_parameters())
+    bubble = executor.bubble(measured)
+    channels.close()
+    return {
+        "difference": max(differences),
+        "names": names,
+        "ties": [[list(tie.names), {str(stage): name for stage, name in tie.held.items()}] for tie in stages.ties],
+        "calls": sorted(set(calls.values())),
+        "called": len(calls),
+        "bubble": [bubble.predicted, bubble.measured],
+        "spans": len(measured.spans),
+    }
+
+
+def _gradients(mesh: Mesh, stages: Stages, model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Of this rank's parameters, under their names in checkpoints, those of tied ones summed over stages."""
+    held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for tie in stages.ties:
+        copies = [name for stage, name in tie.held.items() if stage in stages.own]
+        grads = [held.pop(name) for name in dict.fromkeys(copies) if name in held]
+        shape = stages.model.get_parameter(copies[0]).shape if copies else (0,)
+        largest = max(int(row[0]) for row in mesh.world.gather_integers([torch.Size(shape).numel()]))
+        total = torch.stack(grads).sum(0).flatten() if grads else torch.zeros(largest, dtype=torch.float64)
+        mesh.world.sum_(total, "gradients of tied parameters")
+        if grads:
+            held[tie.names[0]] = total.view(shape)
+    return list(held.items())
+
+
+def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative; NaN is as far away as can be."""
+    difference = float((found - wanted).abs().max() / (1e-3 + wanted.abs().max()))
+    return difference if difference == difference else float("inf")
+
+
+def evaluates(mesh: Mesh, model: str, microbatches: int, chunks: int) -> float:
+    """Losses without gradients, by the same stages."""
+    whole = build(model, 4)
+    stages = cut(mesh, copy.deepcopy(whole), chunks)
+    data = batches(microbatches)
+    channels = Channels(mesh.world, mesh.device)
+    executor = Executor(mesh.world, channels)
+    runner = PlainRunner(stages, data, loss_of)
+    with torch.no_grad():
+        executor.run(forward_only(ranks=mesh.world.size, microbatches=microbatches, chunks=chunks), runner)
+        wanted = torch.stack([loss_of(whole, batch) for batch in data])
+    channels.close()
+    return _difference(executor.share(runner.losses), wanted)
+
+
+def generates(mesh: Mesh, model: str, chunks: int, microbatches: int, cached: bool) -> dict[str, Any]:
+    """Tokens of a pipeline, and those of one process by the library's own loop."""
+    whole = build(model, 4).eval()
+    stages = cut(mesh, copy.deepcopy(whole), chunks)
+    prompts = torch.randint(1, VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(prompts)
+    mask[1, :2] = 0
+    whole.config.output_router_logits = False
+    wanted = whole.generate(
+        prompts, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, use_cache=True
+    )
+    channels = Channels(mesh.world, mesh.device)
+    forward = StagedForward(Executor(mesh.world, channels), stages, microbatches=microbatches, call=stages.model)
+    cache = {"past_key_values": tf.DynamicCache(config=whole.config)} if cached else {}
+    tokens = prompts
+    for _ in range(6):
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        new = slice(-1 if cached and tokens is not prompts else 0, None)
+        inputs = {"input_ids": tokens[:, new], "position_ids": positions[:, new], "attention_mask": mask}
+        logits = forward({**inputs, **cache, "use_cache": cached})
+        tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+    channels.close()
+    return {
+        "found": tokens.tolist(),
+        "wanted": wanted.tolist(),
+        "shape": list(logits.shape),
+        "dtype": str(logits.dtype),
+    }
+
+
+def disagrees(mesh: Mesh) -> str:
+    """Ranks that have other microbatches; what the error says."""
+    stages = cut(mesh, build("llama", 4), 1)
+    channels = Channels(mesh.world, mesh.device)
+    executor = Executor(mesh.world, channels)
+    runner = PlainRunner(stages, batches(3)[mesh.rank :][:2], loss_of)
+    try:
+        executor.run(make_schedule("1f1b", ranks=mesh.world.size, microbatches=2), runner)
+    except CollectiveError as error:
+        channels.close()
+        return str(error)
+    return ""
+
+
+def loses_a_rank(mesh: Mesh) -> str:
+    """The last rank ends amid a step."""
+    stages = cut(mesh, build("llama", 4), 1)
+    executor = Executor(mesh.world, Channels(mesh.world, mesh.device))
+
+    def loss(model: Any, batch: Batch) -> torch.Tensor:
+        if batch["input_ids"].shape == data[2]["input_ids"].shape:
+            os._exit(3)
+        return loss_of(model, batch)
+
+    data = batches(4)
+    runner = PlainRunner(stages, data, loss)
+    executor.run(make_schedule("1f1b", ranks=mesh.world.size, microbatches=4), runner)
+    return ""
+
+
+def channels_carry(mesh: Mesh) -> dict[str, Any]:
+    """Tensors of many kinds both ways around a ring, some of them again in another shape."""
+    world = mesh.world
+    channels = Channels(world, mesh.device)
+    following, before = (world.index + 1) % world.size, (world.index - 1) % world.size
+    torch.manual_seed(0)
+    sent: list[list[torch.Tensor]] = [
+        [torch.randn(2, 3, dtype=torch.float64), torch.tensor(7)],
+        [torch.randn(3, 4).to(torch.bfloat16).t()],
+        [torch.zeros(0, 5), torch.tensor([True, False])],
+        [torch.randn(300_000)],
+        [],
+    ]
+    equal = []
+    for _turn in range(2):
+        incoming = [channels.receive(before, number, f"message {number}") for number in range(len(sent))]
+        for number, tensors in enumerate(sent):
+            channels.send(following, number, tensors, f"message {number}")
+        # The last one first: those before it begin, too.
+        for tensors, message in zip(reversed(sent), reversed(incoming), strict=True):
+            received, specs = message.wait()
+            equal.append(len(received) == len(tensors) == len(specs))
+            equal += [
+                found.dtype == wanted.dtype and torch.equal(found, wanted)
+                for found, wanted in zip(received, tensors, strict=True)
+            ]
+        channels.settle()
+    message = ""
+    try:
+        channels.send(following, 3, [torch.ones(2)], "message 3")
+    except CollectiveError as error:
+        message = str(error)
+    channels.close()
+    return {"equal": equal, "message": message}

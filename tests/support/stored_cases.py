@@ -1,0 +1,213 @@
+"""Checkpoints written in one process, by ranks one after the other, and read again by any number of others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from zeromesh.checkpoint.format import safetensors_layout
+from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest, StoredTensor
+from zeromesh.checkpoint.format.safetensors_layout import DTYPES, FileLayout, TensorSpec, index_files, plan_files
+from zeromesh.checkpoint.io import blocks, interleaved
+from zeromesh.checkpoint.io.interleaved import check_bands, digests_of
+from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
+from zeromesh.checkpoint.io.tensor_shard import TensorShard
+from zeromesh.checkpoint.io.write_planner import WritePlan, WritePlanner
+from zeromesh.checkpoint.io.writer import ShardWriter, edges_of
+from zeromesh.checkpoint.loader import _targets
+from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.flat.regions import Region
+from zeromesh.intervals import Interval
+from zeromesh.offload import TensorSlice
+from zeromesh.offload.io.direct_io import BLOCK
+
+Values = Mapping[TensorSpec, torch.Tensor]
+"""Whole tensors."""
+KINDS = ("model", "master", "exp_avg")
+
+
+@contextmanager
+def small_units() -> Iterator[None]:
+    """Files of a few KB are already worth more than one, their pieces are of two blocks, and tensors of two may have bands."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors_layout, "_LEAST_FILE", 64)
+        patch.setattr(blocks, "GRID", 2 * BLOCK)
+        patch.setattr(interleaved, "LEAST_TENSOR", 2 * BLOCK)
+        yield
+
+
+def tell() -> None:
+    """Nobody has to be told that writing goes on."""
+
+
+def spec(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, kind: str = "model") -> TensorSpec:
+    return TensorSpec(kind=kind, name=name, dtype=dtype, shape=shape)
+
+
+SOME = [
+    spec("embed", (300, 7)),
+    spec("norm", (300,), torch.bfloat16),
+    spec("scale", ()),
+    spec("embed", (300, 7), kind="exp_avg"),
+]
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> list[TensorSpec]:
+    """A few small tensors of several kinds and dtypes, some without dims or elements."""
+    found: dict[tuple[str, str], TensorSpec] = {}
+    for number in range(draw(st.integers(1, 6))):
+        kind = draw(st.sampled_from(KINDS))
+        shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 40]), max_size=3)))
+        dtype = DTYPES[draw(st.sampled_from(["F64", "F32", "F16", "BF16", "I64", "I16", "U8", "BOOL"]))]
+        found[kind, f"layers.{number}"] = TensorSpec(kind=kind, name=f"layers.{number}", dtype=dtype, shape=shape)
+    return list(found.values())
+
+
+def values_of(specs: Sequence[TensorSpec], seed: int) -> dict[TensorSpec, torch.Tensor]:
+    """Any bits, NaNs of all sorts among them."""
+    generator = torch.Generator().manual_seed(seed)
+    return {spec: _random(spec, generator) for spec in specs}
+
+
+def _random(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
+    most = 2 if spec.dtype is torch.bool else 256
+    bits = torch.randint(0, most, (spec.nbytes,), dtype=torch.uint8, generator=generator)
+    return bits.view(spec.dtype).reshape(spec.shape)
+
+
+def bits(value: torch.Tensor) -> bytes:
+    """What two tensors have in common when they are equal bit by bit."""
+    return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def split(values: Values, ranks: int, rng: random.Random) -> list[list[TensorShard]]:
+    """Deal tensors to ranks: slices of one dim first, in any order, then intervals of what these make. Memory is a copy."""
+    dealt: list[list[TensorShard]] = [[] for _ in range(ranks)]
+    for spec, value in values.items():
+        for region in _regions(spec.shape, rng):
+            local = _local(value, region).reshape(-1)
+            cuts = sorted(rng.choices(range(region.numel + 1), k=rng.randrange(5)))
+            for start, end in pairwise([0, *cuts, region.numel]):
+                interval = Interval(start=start, end=end)
+                memory = local[start:end].clone()
+                holding = TensorShard(
+                    spec=spec, region=region, interval=interval, values=TensorSlice.of(memory), owner=rng.randrange(3)
+                )
+                rng.choice(dealt).append(holding)
+    return dealt
+
+
+def _regions(shape: tuple[int, ...], rng: random.Random) -> list[Region]:
+    if not shape or rng.random() < 0.3:
+        return [Region.whole(shape)]
+    dim = rng.randrange(len(shape))
+    cuts = sorted(rng.choices(range(shape[dim] + 1), k=rng.randrange(5)))
+    slices = [Interval(start=a, end=b) for a, b in pairwise([0, *cuts, shape[dim]])]
+    rng.shuffle(slices)
+    ranks = rng.randrange(1, 4)
+    whole = Region.whole(shape).dims
+    return [
+        Region(shape=shape, dims=(*whole[:dim], tuple(slices[rank::ranks]), *whole[dim + 1 :])) for rank in range(ranks)
+    ]
+
+
+def _local(value: torch.Tensor, region: Region) -> torch.Tensor:
+    for dim, slices in enumerate(region.dims):
+        indices = [index for slice_ in slices for index in range(slice_.start, slice_.end)]
+        value = value.index_select(dim, torch.tensor(indices, dtype=torch.int64))
+    return value
+
+
+def divisions_of(
+    files: Sequence[FileLayout], dealt: Sequence[Sequence[TensorShard]], hosts: Sequence[int] = ()
+) -> list[WritePlan]:
+    """What each rank writes; rank 0 has the headers. `hosts` has each rank's host; none: all are on one."""
+    dividers = [WritePlanner(files=files, holdings=holdings, rank=rank) for rank, holdings in enumerate(dealt)]
+    said = [divider.said() for divider in dividers]
+    return [divider.divide(said, hosts or [0] * len(dealt)) for divider in dividers]
+
+
+def writers_of(directory: Path, files: Sequence[FileLayout], divisions: Sequence[WritePlan]) -> list[ShardWriter]:
+    """One writer for each rank, which has got the others' edges."""
+    edges = [edges_of(each.sources) for each in divisions]
+    return [
+        ShardWriter(
+            directory,
+            files,
+            own.sources,
+            [edge for other, theirs in enumerate(edges) if other != rank for edge in theirs],
+            {2: 0, 0: 1, 1: 2},
+            rank,
+            own.shares,
+        )
+        for rank, own in enumerate(divisions)
+    ]
+
+
+def written(directory: Path, files: Sequence[FileLayout], divisions: Sequence[WritePlan]) -> list[ChecksumPiece]:
+    """Let ranks write one after the other, and read back what several of them have written."""
+    writers = writers_of(directory, files, divisions)
+    found = pieces_of(writers)
+    for rank, own in enumerate(divisions):
+        digests = digests_of(own.bands, [writer.digests for writer in writers])
+        found += check_bands(directory, files, own.bands, digests, rank)
+    return found
+
+
+def pieces_of(writers: Sequence[ShardWriter]) -> list[ChecksumPiece]:
+    """Let ranks write one after the other."""
+    found: list[ChecksumPiece] = []
+    for writer in writers:
+        writer.start()
+        found += writer.join(tell)
+    return found
+
+
+def manifest_of(step: int, files: Sequence[FileLayout], written: Sequence[ChecksumPiece]) -> Manifest:
+    """The manifest of tensor files that ranks have written."""
+    ordered = sorted(written, key=lambda piece: piece.begin)
+    records = {
+        file.path: FileRecord(nbytes=file.nbytes, pieces=tuple(piece for piece in ordered if piece.path == file.path))
+        for file in files
+    }
+    places = [StoredTensor(spec=spec, path=file.path, begin=at) for file in files for spec, at in file.places]
+    return Manifest(
+        step=step,
+        files=records,
+        tensors=tuple(places),
+        aliases={"tied.weight": places[0].spec.name},
+        layout={"ranks": len({piece.rank for piece in written}), "eps": 1e-20, "who": "é"},
+    )
+
+
+def write(
+    root: Path,
+    step: int,
+    dealt: Sequence[Sequence[TensorShard]],
+    documents: Mapping[str, bytes] | None = None,
+    alter: Callable[[Manifest], Manifest] = lambda manifest: manifest,
+    hosts: Sequence[int] = (),
+) -> CheckpointReader:
+    """A committed checkpoint of what the ranks hold, who are on these hosts."""
+    store = CheckpointStore(root)
+    files = plan_files(dict.fromkeys(holding.spec for holdings in dealt for holding in holdings), len(dealt))
+    directory = store.create(step, files)
+    for path, text in {**index_files(files), **(documents or {})}.items():
+        (directory / path).write_bytes(text)
+    found = written(directory, files, divisions_of(files, dealt, hosts))
+    store.commit(step, alter(manifest_of(step, files, found)))
+    assert store.trash.wait(seconds=20)  # An older checkpoint of the step is removed in a thread.
+    return CheckpointReader(store.path(step))
+
+
+def targets_of(reader: CheckpointReader, holdings: Sequence[TensorShard]) -> list[ReadTarget]:
+    """Where elements come from."""
+    return list(_targets(reader, holdings))

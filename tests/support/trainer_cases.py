@@ -1,0 +1,587 @@
+"""Cases of the trainer that workers run: each trains something tiny and says what it saw."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable as Function
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transformers as tf
+from torch import nn
+from torch.nn import functional as F
+
+from zeromesh import Callback, Trainer
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.data.sampler import SampleOrder
+
+VOCABULARY = 64
+LENGTH = 12
+WIDE = {"compute": "float64", "master": "float64", "reduce": "float64"}
+_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+LLAMA = {**_SIZES, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 32, **_NO_IDS}
+
+
+def llama(**changes: Any) -> Any:
+    """A tiny Llama, initialised from torch's generator."""
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**{**LLAMA, "tie_word_embeddings": False, "use_cache": False, **changes}))
+
+
+def gpt2(**changes: Any) -> Any:
+    """A tiny GPT-2 with tied embeddings."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY}
+    return tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, **_NO_IDS, use_cache=False, **changes))
+
+
+def sentences(count: int = 23, seed: int = 3) -> list[dict[str, torch.Tensor]]:
+    """Token ids, and labels of which each sample masks another number."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for index in range(count):
+        ids = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
+        labels = ids.clone()
+        labels[: index % (LENGTH - 2)] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def settings(folder: str, **sections: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration of 4 steps of 8 samples in float64, with `sections` on top."""
+    base: dict[str, dict[str, Any]] = {
+        "precision": WIDE,
+        "optimizer": {"lr": 1e-2},
+        "schedule": {"name": "linear", "warmup_steps": 1},
+        "batch": {"global_size": 8, "micro_size": 2},
+        "run": {"output_dir": folder, "name": "run", "max_steps": 4, "clip_norm": 0.5, "seed": 5},
+        "parallel": {"timeout_seconds": 10},
+        "checkpoint": {"every_steps": 0},
+    }
+    for name, section in sections.items():
+        base[name] = {**base.get(name, {}), **section}
+    return base
+
+
+@dataclass(slots=True)
+class Plain:
+    """What a plain loop in one process did: per step the loss, the norm, every gradient; states[n] is after n steps."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    states: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+
+Sum = Function[[Any, dict[str, torch.Tensor]], tuple[torch.Tensor, int]]
+
+
+def sentence_loss(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Sum and count of a language model's loss."""
+    logits, targets = model(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    return total, int((targets != -100).sum())
+
+
+def stacked(dataset: Sequence[Mapping[str, torch.Tensor]], indices: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Samples as a batch."""
+    return {name: torch.stack([dataset[index][name] for index in indices]) for name in dataset[0]}
+
+
+def plain_fit(
+    model: Any,
+    dataset: Any,
+    config: dict[str, Any],
+    loss_sum: Sum = sentence_loss,
+    before_step: Function[[Any, int], None] = lambda model, step: None,
+) -> Plain:
+    """Train as torch's users do, the global batch at once, by the rules that `settings` names; steps are counted from 1."""
+    run, size, found = config["run"], config["batch"]["global_size"], Plain()
+    model.double().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = tf.get_scheduler("linear", optimizer, 1, run["max_steps"])
+    order = SampleOrder(length=len(dataset), seed=run["seed"])
+    found.states.append(_clones(model))
+    for step in range(run["max_steps"]):
+        before_step(model, step + 1)
+        batch = stacked(dataset, [order.dataset_index(index) for index in range(step * size, (step + 1) * size)])
+        total, count = loss_sum(model, batch)
+        (total / count).backward()
+        found.losses.append(float(total.detach()) / count)
+        found.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        found.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), run["clip_norm"])))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        found.states.append(_clones(model))
+    return found
+
+
+def _clones(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+    """The largest relative difference of any tensor; infinite where names or dtypes differ."""
+    if found.keys() != wanted.keys() or any(found[name].dtype != wanted[name].dtype for name in wanted):
+        return float("inf")
+    largest = max(float(value.norm()) for value in wanted.values())
+    return max(
+        float((found[name] - value).norm()) / (float(value.norm()) + 1e-3 * largest) for name, value in wanted.items()
+    )
+
+
+def apart(found: Sequence[float], wanted: Sequence[float]) -> float:
+    """The largest relative difference of two lists of numbers."""
+    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Of names, dtypes and bits."""
+    made = hashlib.blake2b(digest_size=12)
+    for name, tensor in sorted(tensors.items()):
+        made.update(f"{name} {tensor.dtype}".encode())
+        made.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()
+
+
+def seeded(build: Function[[], Any]) -> Any:
+    """What `build` builds, from one seed."""
+    torch.manual_seed(11)
+    return build()
+
+
+# The whole story
+
+
+class Witness(Callback):
+    """Notes every event, and looks at the model from inside the run."""
+
+    def __init__(self, plain: Plain, reference: Any) -> None:
+        self.plain, self.reference = plain, reference
+        self.events: list[str] = []
+        self.differences: dict[str, float] = {}
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self.events.append("begin")
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        self.events.append(f"step {step}")
+
+    def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
+        self.events.append(f"update {step}")
+        wanted = self.plain.gradients[step - 1]
+        found = {name: trainer.gradient(name) for name in wanted}
+        self._note("gradients", distance({name: g for name, g in found.items() if g is not None}, wanted))
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        self.events.append(f"end {step}")
+        self._note("metrics", abs(metrics["loss"] - self.plain.losses[step - 1]))
+        if step == 2:
+            self.look(trainer, step)
+
+    def on_evaluate(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        self.events.append(f"evaluated {step}")
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        self.events.append("finish")
+
+    def look(self, trainer: Trainer, step: int) -> None:
+        """Everything that may be done between steps, compared with the plain loop's model after `step` steps."""
+        self.reference.load_state_dict(self.plain.states[step], strict=True)
+        self.reference.eval()
+        ids = sentences()[1]["input_ids"][None]
+        with torch.no_grad():
+            wanted, found = self.reference(input_ids=ids).logits, trainer.model(input_ids=ids).logits
+            self._note("forward", float((found - wanted).norm() / wanted.norm()))
+            tokens = [_continue(model, ids) for model in (trainer.model, self.reference)]
+        self._note("generate", float(tokens[0] != tokens[1]))
+        state = {name: tensor.clone() for name, tensor in trainer.state_dict()}
+        self._note("state_dict", distance(state, self.plain.states[step]))
+        names = ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"]
+        with trainer.gathered(names):
+            whole = {name: trainer.model.get_parameter(name).detach().clone() for name in names}
+        self._note("gathered", distance(whole, {name: self.plain.states[step][name] for name in names}))
+        total, count = sentence_loss(self.reference, stacked(sentences(5, seed=4), range(5)))
+        self._note("evaluate", abs(trainer.evaluate()["eval_loss"] - float(total) / count))
+
+    def _note(self, what: str, difference: float) -> None:
+        self.differences[what] = max(difference, self.differences.get(what, 0.0))
+
+
+def _continue(model: Any, ids: torch.Tensor) -> list[list[int]]:
+    tokens: list[list[int]] = model.generate(ids[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
+    return tokens
+
+
+def story(mesh: Mesh, folder: str, stage: int) -> dict[str, Any]:
+    """A run with all that a person may do before, in and after it."""
+    config = settings(folder, zero={"stage": stage}, run={"eval_every": 3})
+    data, held = sentences(), sentences(5, seed=4)
+    reference = seeded(llama)
+    plain = plain_fit(reference, data, config)
+    witness = Witness(plain, reference)
+    model = seeded(llama)
+    with Trainer(model, config, train_dataset=data, eval_dataset=held, callbacks=[witness]) as trainer:
+        witness.look(trainer, 0)
+        report = trainer.fit()
+        again = trainer.fit()
+        witness.look(trainer, 4)
+        whole = _clones(model)
+    return {
+        "config": config,
+        "events": witness.events,
+        "differences": {
+            **witness.differences,
+            "losses": apart(report.losses, plain.losses),
+            "model": distance(whole, plain.states[4]),
+        },
+        "report": [report.final_step, report.final_loss == report.losses[-1], report.skipped_steps, report.tokens],
+        "eval_loss": report.eval_loss,
+        "numbers": [report.tokens_per_second > 0, report.peak_memory_bytes > 0],
+        "norms": plain.norms,
+        "same_report": again is report,
+        "training": model.training,
+        "hooks": sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()),
+        "own_forwards": sum("forward" in vars(module) for module in model.modules()),
+    }
+
+
+# Batches and losses
+
+
+class Pictures(nn.Module):
+    """A convolutional classifier without any library's conventions; `loss` chooses what forward returns."""
+
+    def __init__(self, *, loss: bool) -> None:
+        super().__init__()
+        self.loss = loss
+        self.stem = nn.Conv2d(2, 12, 3)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Conv2d(12, 12, 1), nn.GELU()) for _ in range(2)))
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, images: torch.Tensor, classes: torch.Tensor | None = None) -> torch.Tensor:
+        logits = self.head(self.blocks(self.stem(images)).mean(dim=(2, 3)))
+        if not self.loss or classes is None:
+            return logits
+        return F.cross_entropy(logits, classes)
+
+
+def pictures(count: int = 13) -> list[dict[str, Any]]:
+    """Images, classes, and fields that no model takes."""
+    generator = torch.Generator().manual_seed(9)
+    return [
+        {
+            "images": torch.randn(2, 6, 6, generator=generator, dtype=torch.float64),
+            "classes": torch.tensor(index % 3),
+            "name": f"picture {index}",
+            "row": index,
+        }
+        for index in range(count)
+    ]
+
+
+def picture_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Sum and count, whose count only the batch's own values tell: class 0 counts for nothing."""
+    losses = F.cross_entropy(model(batch["images"]), batch["classes"], reduction="none")
+    wanted = batch["classes"] != 0
+    return losses[wanted].sum(), int(wanted.sum())
+
+
+def _every_picture(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    return F.cross_entropy(model(batch["images"]), batch["classes"], reduction="sum"), len(batch["classes"])
+
+
+def uneven(mesh: Mesh, folder: str, kind: str, micro: int) -> dict[str, Any]:
+    """A global batch of 10 that neither microbatches nor ranks divide, over two epochs of the data."""
+    config = settings(folder, batch={"global_size": 10, "micro_size": micro}, zero={"stage": 2})
+    text = kind == "text"
+    data: Any = sentences() if text else pictures()
+    build = llama if text else lambda: Pictures(loss=kind == "mean")
+    plain_data = data if text else [{name: row[name] for name in ("images", "classes")} for row in data]
+    plain_build = llama if text else lambda: Pictures(loss=False)
+    loss_sum: Any = {"text": sentence_loss, "mean": _every_picture, "sum": picture_loss}[kind]
+    plain = plain_fit(seeded(plain_build), plain_data, config, loss_sum)
+    watched = Gradients(plain)
+    loss = picture_loss if kind == "sum" else None
+    model = seeded(build)
+    with Trainer(model, config, data, data[:7], compute_loss=loss, callbacks=[watched]) as trainer:
+        report = trainer.fit()
+        after = trainer.evaluate(data[:3])["eval_loss"]
+    with torch.no_grad():
+        total, count = loss_sum(model, stacked(plain_data, range(3)))
+    return {
+        "losses": apart(report.losses, plain.losses),
+        "gradients": watched.worst,
+        "model": distance(_clones(model), plain.states[4]),
+        "after": abs(after - float(total) / count),
+    }
+
+
+class Gradients(Callback):
+    """Compares all gradients with the plain loop's."""
+
+    def __init__(self, plain: Plain) -> None:
+        self.plain, self.worst = plain, 0.0
+
+    def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
+        wanted = self.plain.gradients[step - 1]
+        found = {name: trainer.gradient(name) for name in wanted}
+        self.worst = max(self.worst, distance({name: g for name, g in found.items() if g is not None}, wanted))
+
+
+def initial(mesh: Mesh, folder: str, stage: int) -> dict[str, str]:
+    """Bits of initial weights, for models given in each way that leaves them to the trainer."""
+    config = settings(folder, zero={"stage": stage})
+    named = settings(folder, zero={"stage": stage}, model={"config": {"model_type": "llama", **LLAMA}})
+    with torch.device("meta"):
+        bare = llama()
+    given = {"config": (None, named), "callable": (llama, config), "meta": (bare, config), "tied": (gpt2, config)}
+    found = {}
+    for name, (model, source) in given.items():
+        with Trainer(model, source, train_dataset=sentences()) as trainer:
+            found[name] = digest({key: tensor.clone() for key, tensor in trainer.state_dict()})
+    return found
+
+
+def recompute(mesh: Mesh, folder: str, mode: str, compile_blocks: bool = False) -> dict[str, Any]:
+    """A model with dropout and one without conventions, with activations recomputed or blocks compiled."""
+    config = settings(folder, model={"activation_checkpointing": mode, "compile": compile_blocks})
+    rates = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+    models = [(seeded(lambda: gpt2(**rates)), sentences()), (seeded(lambda: Pictures(loss=True)), pictures())]
+    found: dict[str, Any] = {"losses": []}
+    for model, data in models[1:] if compile_blocks else models:
+        with Trainer(model, config, data) as trainer:
+            found["losses"] += trainer.fit().losses
+        found["left"] = sum(
+            "forward" in vars(m) or getattr(m, "gradient_checkpointing", False) for m in model.modules()
+        )
+    return found
+
+
+# Precision
+
+
+def half(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """float16 from a scale that overflows at first, beside float32; the learning rate is 0, so all steps are alike."""
+    precision = {"compute": "float16", "master": "float32", "reduce": "float32"}
+    scale = {"initial_scale": 2.0**23, "growth_interval": 4}
+    runs = {"max_steps": 10, "name": "half"}
+    still = {"optimizer": {"lr": 0.0}}
+    config = settings(folder, precision={**precision, "loss_scale": scale}, run=runs, **still)
+    exact = settings(folder, precision={**precision, "compute": "float32"}, run={**runs, "name": "exact"}, **still)
+    reports = []
+    for each in (config, exact):
+        with Trainer(seeded(llama), each, sentences()) as trainer:
+            reports.append(trainer.fit())
+    ours, theirs = (lines_of(Path(folder) / name) for name in ("half", "exact"))
+    return {"lines": ours, "exact": theirs, "skipped": reports[0].skipped_steps}
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """A run's metrics."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+class Spoiler:
+    """A loss that is infinite in chosen calls of a rank."""
+
+    def __init__(self, calls: Sequence[int]) -> None:
+        self.calls, self.count = calls, 0
+
+    def __call__(self, model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        self.count += 1
+        total, count = sentence_loss(model, batch)
+        return total * (float("inf") if self.count in self.calls else 1.0), count
+
+
+def spoiled(mesh: Mesh, folder: str, calls: Sequence[int], **section: Any) -> dict[str, Any]:
+    """Rank 0's loss is infinite in some calls."""
+    config = settings(
+        folder, run={"max_steps": 5, **section}, batch={"micro_size": 4, "global_size": 4 * mesh.world_size}
+    )
+    with Trainer(seeded(llama), config, sentences(), compute_loss=Spoiler(calls if mesh.rank == 0 else ())) as trainer:
+        report, error = None, ""
+        try:
+            report = trainer.fit()
+        except RuntimeError as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        weights = "" if report is None else digest(_clones(trainer.model))
+    lines = lines_of(Path(folder) / "run")
+    skipped = report.skipped_steps if report else None
+    return {"error": error, "skipped": skipped, "lines": lines, "weights": weights}
+
+
+# When it is interrupted
+
+
+class Stop(Callback):
+    """Raises once, at an event of a step, on chosen ranks."""
+
+    def __init__(self, event: str, step: int, error: BaseException, *, here: bool = True) -> None:
+        self.event, self.step, self.error, self.here = event, step, error, here
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        self._raise("begin", step)
+
+    def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
+        self._raise("update", step)
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        self._raise("end", step)
+
+    def _raise(self, event: str, step: int) -> None:
+        if self.here and (event, step) == (self.event, self.step):
+            self.here = False
+            raise self.error
+
+
+class Fuse(nn.Module):
+    """Breaks once in forward or backward of a chosen call."""
+
+    def __init__(self, call: int, *, backward: bool) -> None:
+        super().__init__()
+        self.left, self.backward = call, backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left == 0 and not self.backward:
+            raise KeyboardInterrupt
+        if self.left == 0 and x.requires_grad:
+            x.register_hook(self._blow)  # type: ignore[no-untyped-call]
+        return x
+
+    def _blow(self, _gradient: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+
+def interrupted(mesh: Mesh, folder: str, where: str) -> dict[str, Any]:
+    """One rank: a run that is interrupted, looked at, and goes on, against one that is not."""
+    data, states = sentences(), []
+    for how in (where, ""):
+        model = seeded(llama)
+        if how in ("forward", "backward"):
+            model.model.layers[1].mlp.down_proj = nn.Sequential(
+                model.model.layers[1].mlp.down_proj, Fuse(10, backward=how == "backward")
+            )
+        callbacks = [Stop(how, 3, KeyboardInterrupt())] if how in ("begin", "update", "end") else []
+        config = settings(folder, run={"name": how or "whole"})
+        trainer = Trainer(model, config, data, callbacks=callbacks)
+        try:
+            report = trainer.fit()
+        except KeyboardInterrupt:
+            with torch.no_grad():
+                finite = bool(model(input_ids=data[0]["input_ids"][None]).logits.isfinite().all())
+            trainer.save(Path(folder) / "interrupted")
+            report = trainer.fit()
+        states.append({name.replace("down_proj.0", "down_proj"): tensor for name, tensor in _clones(model).items()})
+    return {
+        "same": digest(states[0]) == digest(states[1]),
+        "steps": [line["step"] for line in lines_of(Path(folder) / where)],
+        "losses": len(report.losses),
+        "finite": finite,
+    }
+
+
+def broken(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """Several ranks: one fails, all know why, and no call afterwards waits for what will not come."""
+    stop = Stop("end", 2, ValueError("no more"), here=mesh.rank == 1)
+    trainer = Trainer(seeded(llama), settings(folder), sentences(), callbacks=[stop])
+    said = []
+    for call in (trainer.fit, trainer.fit, trainer.evaluate, lambda: trainer.save(folder), trainer.state_dict):
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - what it is, is what the test asks
+            said.append(f"{type(error).__name__}: {error}")
+    trainer.close()
+    return {"said": said}
+
+
+# Saving
+
+
+def saved(mesh: Mesh, folder: str, kind: str, compute: str, largest: int) -> dict[str, Any]:
+    """Save before, in and after a run, in files of at most `largest` bytes; load with transformers, and as `model.source`."""
+    wide = "float64" if compute == "float64" else "float32"
+    precision = {"compute": compute, "master": wide, "reduce": wide}
+    build = {"llama": llama, "gpt2": gpt2}[kind]
+    root, data = Path(folder), sentences()
+    found: dict[str, Any] = {}
+
+    class Save(Callback):
+        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+            if step == 2:
+                trainer.save(root / "during")
+                self.seen = digest({name: tensor.clone() for name, tensor in trainer.state_dict()})
+
+    save, model = Save(), seeded(build)
+    if compute == "bfloat16":
+        model = seeded(lambda: type(model)._from_config(model.config, dtype=torch.bfloat16))
+    with (
+        patch("zeromesh.checkpoint.format.safetensors_layout._LARGEST_FILE", largest),
+        Trainer(model, settings(folder, precision=precision), data, callbacks=[save]) as trainer,
+    ):
+        trainer.save(root / "before")
+        trainer.fit()
+        trainer.save(root / "after")
+        trainer.save(root / "after")
+    if mesh.rank == 0:
+        model.save_pretrained(root / "theirs")
+    mesh.world.barrier("saving")
+    ids = data[3]["input_ids"][None]
+    with torch.no_grad():
+        wanted = model.eval()(input_ids=ids).logits
+        for name in ("after", "theirs"):
+            loaded = tf.AutoModelForCausalLM.from_pretrained(root / name)
+            found[name] = digest({"": loaded(input_ids=ids).logits}) == digest({"": wanted})
+            found[f"{name} dtype"] = str(loaded.dtype)
+    found["class"] = type(tf.AutoModel.from_pretrained(root / "after")).__name__
+    found["config"] = json.loads((root / "after/config.json").read_text())
+    sources = {"during": save.seen, "after": digest(_clones(model))}
+    for name, state in sources.items():
+        config = settings(folder, model={"source": str(root / name)}, precision=precision)
+        with Trainer(None, config, data) as trainer:
+            found[f"source {name}"] = digest({key: value.clone() for key, value in trainer.state_dict()}) == state
+            trainer.fit()
+    found["files"] = sorted(path.name for path in root.iterdir())
+    found["weights"] = sorted(path.name for path in (root / "after").glob("*model*"))
+    return found
+
+
+def resaved(mesh: Mesh, folder: str, tokenizer: str) -> dict[str, Any]:
+    """Save where something is already, and where nothing can be, in the order that `folder` was prepared for."""
+    root, said = Path(folder), []
+    data = {"train": str(root / "text.txt"), "tokenizer": tokenizer, "sequence_length": LENGTH}
+    moe = {"model_type": "mixtral", **LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "use_cache": False}
+    config = settings(
+        folder,
+        data=data,
+        model={"config": moe},
+        precision={**WIDE, "compute": "bfloat16", "master": "float32", "reduce": "float32"},
+    )
+    with Trainer(None, config) as trainer:
+        for path in (root / "file", root / "file/below", "/proc/nothing", root / "out"):
+            try:
+                trainer.save(path)
+            except RuntimeError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        report = trainer.fit()
+        wanted = {name: tensor.clone() for name, tensor in trainer.state_dict()}
+        trainer.save(root / "out")
+        again = _source_digest(folder, root / "out", data)
+    found: dict[str, Any] = {"said": said, "losses": report.losses, "again": again == digest(wanted)}
+    if mesh.rank == 0:
+        loaded, note = tf.AutoModelForCausalLM.from_pretrained(root / "out", output_loading_info=True)
+        found["loaded"] = digest(_clones(loaded)) == digest(wanted)
+        found["problems"] = [name for name, values in note.items() if values]
+        found["tokens"] = tf.AutoTokenizer.from_pretrained(root / "out")("one two")["input_ids"]
+    return found
+
+
+def _source_digest(folder: str, source: Path, data: dict[str, Any]) -> str:
+    with Trainer(None, settings(folder, model={"source": str(source)}, data=data)) as trainer:
+        return digest({name: tensor.float() for name, tensor in trainer.state_dict()})

@@ -1,0 +1,67 @@
+"""The life of one worker: it joins a mesh when its first case comes, and runs cases one after the other."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import torch
+
+from zeromesh.environment import read_environment
+from zeromesh.mesh import host_discovery
+from zeromesh.mesh.mesh_shape import MeshShape
+from zeromesh.mesh.process_mesh import Mesh
+
+
+def serve(address: str, options: dict[str, Any]) -> None:
+    """Run the cases that come over the connection until it is closed."""
+    warnings.filterwarnings("ignore")
+    environment = read_environment()
+    connection: Connection = Client(address)
+    connection.send_bytes(json.dumps({"rank": environment.rank}).encode())
+    mesh: Mesh | None = None
+    while True:
+        try:
+            request = json.loads(connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return
+        reply: dict[str, Any]
+        try:
+            mesh = mesh or join(options)
+            reply = {"result": find(request["case"])(mesh, **request["arguments"])}
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the test wants to know
+            reply = {
+                "error": type(error).__name__,
+                "message": str(error),
+                "traceback": "".join(traceback.format_exception(error)),
+                "at": time.monotonic(),
+            }
+            error = error.with_traceback(None)
+        gc.collect()
+        connection.send_bytes(json.dumps(reply).encode())
+
+
+def join(options: dict[str, Any]) -> Mesh:
+    """This process's mesh. `hosts`: see `PoolOptions`."""
+    environment = read_environment()
+    if options.get("hosts"):
+        each, rank = options["hosts"], environment.rank
+        host = rank // each if each > 0 else rank % -each
+        host_discovery.host_identity = lambda: f"host {host}"
+    axes = {name: options.get(name, 1) for name in ("replicate", "tensor", "pipeline")}
+    shape = MeshShape.resolve(environment.world_size, **axes)
+    return Mesh(shape, environment, device=torch.device("cpu"), timeout_seconds=options["timeout_seconds"])
+
+
+def find(case: str) -> Callable[..., Any]:
+    """The function named `module:function`."""
+    module, _, name = case.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function

@@ -1,0 +1,327 @@
+"""Persistent worker processes: a pool per layout of ranks, started once in a session, that run named cases together.
+
+A case is a function `case(mesh, **arguments)` of an importable module. Arguments and results are JSON; tensors go through
+files. A case that fails, hangs or kills a worker takes its pool with it, and the next case gets a fresh one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+HERE = Path(__file__).parent
+TESTS = HERE.parent
+_LAST_LINES = 60
+_START_SECONDS = 60.0
+_FIRST_PORT, _PORTS = 10_000, 20_000
+_TRIED = itertools.count(os.getpid() * 251)
+"""Processes that test at the same time begin at different ones."""
+_KEPT_POOLS = 4
+"""Workers that wait cost a few percent of a core each: the threads of their process groups poll."""
+
+
+class CaseError(AssertionError):
+    """A case did not end well on some rank; the text holds what every worker said."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What became of a case on one rank."""
+
+    rank: int
+    result: Any = None
+    error: str = ""
+    """Name of the exception's class; `died` when the process is gone."""
+    message: str = ""
+    traceback: str = ""
+    at: float = 0.0
+    """`time.monotonic()` at the error; one clock for all processes of a machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolOptions:
+    """A layout of ranks. `hosts`: so many ranks are told that they share a host; 0: as it is; -n: they are dealt out to n hosts."""
+
+    size: int
+    replicate: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    timeout_seconds: float = 20.0
+    hosts: int = 0
+
+
+class Zygote:
+    """The process that workers are forked from."""
+
+    def __init__(self, folder: Path) -> None:
+        variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        variables |= {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        variables["XDG_CACHE_HOME"] = str(folder / "cache")
+        variables["PYTHONPATH"] = os.pathsep.join([*_folders(), os.environ.get("PYTHONPATH", "")])
+        self.folder = folder
+        self._log = (folder / "zygote.log").open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "zygote.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**os.environ, **variables},
+            text=True,
+        )
+        self._ready = False
+        self._count = 0
+
+    def fork(self, environment: Mapping[str, str], address: str, options: Mapping[str, Any]) -> tuple[int, Path]:
+        """Start a worker; returns its process id and the file with what it prints."""
+        if not self._ready:
+            self._answer()
+            self._ready = True
+        self._count += 1
+        log = self.folder / f"worker-{self._count}.log"
+        request = {"environment": environment, "address": address, "options": options, "log": str(log)}
+        if self._process.stdin is None:
+            raise CaseError("the zygote has no input")
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return int(self._answer()), log
+
+    def _answer(self) -> str:
+        line = self._process.stdout.readline() if self._process.stdout else ""
+        if not line:
+            raise CaseError(f"the zygote ended:\n{(self.folder / 'zygote.log').read_text()}")
+        return line.strip()
+
+    def close(self) -> None:
+        """End it, and with it all workers."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+
+@dataclass(slots=True)
+class _Worker:
+    pid: int
+    log: Path
+    connection: Connection | None = field(default=None)
+
+
+class Pool:
+    """The workers of one layout. After a case that ended badly it is closed."""
+
+    def __init__(self, zygote: Zygote, options: PoolOptions) -> None:
+        self.options = options
+        self.open = True
+        self._workers: list[_Worker] = []
+        port = str(_free_port())
+        plain = asdict(options)
+        address = zygote.folder / f"socket-{port}"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(address))
+            listener.listen(options.size)
+            listener.settimeout(_START_SECONDS)
+            for rank in range(options.size):
+                pid, log = zygote.fork(_launch_variables(rank, options, port), str(address), plain)
+                self._workers.append(_Worker(pid=pid, log=log))
+            self._accept(listener)
+        address.unlink()
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in self._workers:
+            try:
+                accepted, _address = listener.accept()
+            except TimeoutError as error:
+                raise self._hung("the start of workers", _START_SECONDS, range(len(self._workers))) from error
+            accepted.setblocking(True)
+            connection = Connection(accepted.detach())
+            self._workers[json.loads(connection.recv_bytes())["rank"]].connection = connection
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [worker.pid for worker in self._workers]
+
+    def run(self, case: str, *, timeout: float = 60.0, **arguments: Any) -> list[Any]:
+        """Run a case on all ranks and return their results.
+
+        Raises:
+            CaseError: when it failed or hung on any rank; the pool is then closed.
+        """
+        outcomes = self.outcomes(case, timeout=timeout, **arguments)
+        if any(outcome.error for outcome in outcomes):
+            self.close()
+            raise CaseError(f"{case} failed\n" + "\n".join(_report(outcome) for outcome in outcomes))
+        return [outcome.result for outcome in outcomes]
+
+    def outcomes(
+        self, case: str, *, timeout: float = 60.0, stuck: Sequence[int] = (), **arguments: Any
+    ) -> list[Outcome]:
+        """Run a case that may fail and say what became of it on each rank but those expected to be `stuck`.
+
+        Raises:
+            CaseError: when it did not end in time; the pool is then closed.
+        """
+        for worker in self._workers:
+            if worker.connection is not None:
+                worker.connection.send_bytes(json.dumps({"case": case, "arguments": arguments}).encode())
+        waited = {worker.connection: rank for rank, worker in enumerate(self._workers) if rank not in stuck}
+        found: dict[int, Outcome] = {}
+        deadline = time.monotonic() + timeout
+        while len(found) < len(waited):
+            left = [connection for connection, rank in waited.items() if rank not in found and connection is not None]
+            ready = wait(left, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._hung(case, timeout, [rank for rank in waited.values() if rank not in found], found)
+            for connection in ready:
+                rank = waited[connection]  # type: ignore[index]
+                found[rank] = self._receive(rank)
+        return [found[rank] for rank in sorted(found)]
+
+    def _receive(self, rank: int) -> Outcome:
+        connection = self._workers[rank].connection
+        try:
+            return Outcome(rank=rank, **json.loads(connection.recv_bytes() if connection else b"{}"))
+        except (EOFError, ConnectionResetError):
+            return Outcome(rank=rank, error="died", traceback=self._tail(rank))
+
+    def _hung(
+        self, case: str, timeout: float, ranks: Sequence[int], found: Mapping[int, Outcome] | None = None
+    ) -> CaseError:
+        for rank in ranks:
+            _signal(self._workers[rank].pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        text = "\n".join(
+            [
+                *(_report(each) for each in (found or {}).values()),
+                *(f"rank {rank} is at\n{self._tail(rank)}" for rank in ranks),
+            ]
+        )
+        self.close()
+        return CaseError(f"{case} did not end within {timeout:g} seconds on ranks {list(ranks)}\n{text}")
+
+    def _tail(self, rank: int) -> str:
+        log = self._workers[rank].log
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        return "\n".join(lines[-_LAST_LINES:])
+
+    def close(self) -> None:
+        """End the workers."""
+        self.open = False
+        for worker in self._workers:
+            _signal(worker.pid, signal.SIGKILL)
+            if worker.connection is not None:
+                worker.connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _folders() -> list[str]:
+    """The folders of tests that pytest imports from, which workers import cases from too."""
+    return [entry for entry in sys.path if Path(entry).is_relative_to(TESTS)]
+
+
+class Workers:
+    """All pools of a session."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._zygote = Zygote(folder)
+        self._pools: dict[PoolOptions, Pool] = {}
+
+    def pool(self, size: int, **axes: int) -> Pool:
+        """The kept pool of a layout, started when there is none. `axes`: ranks along the axes other than shard."""
+        options = PoolOptions(size=size, **axes)
+        pool = self._pools.pop(options, None)
+        if pool is None or not pool.open:
+            pool = Pool(self._zygote, options)
+        self._pools[options] = pool  # The latest is last.
+        while len(self._pools) > _KEPT_POOLS:
+            self._pools.pop(next(iter(self._pools))).close()
+        return pool
+
+    def run(
+        self,
+        size: int,
+        case: str,
+        *,
+        replicate: int = 1,
+        tensor: int = 1,
+        pipeline: int = 1,
+        timeout: float = 60.0,
+        **arguments: Any,
+    ) -> list[Any]:
+        """Run a case in the kept pool of a layout."""
+        pool = self.pool(size, replicate=replicate, tensor=tensor, pipeline=pipeline)
+        return pool.run(case, timeout=timeout, **arguments)
+
+    def fresh(self, options: PoolOptions) -> Pool:
+        """A pool for one test, which closes it."""
+        return Pool(self._zygote, options)
+
+    def close(self) -> None:
+        """End everything."""
+        for pool in self._pools.values():
+            pool.close()
+        self._zygote.close()
+
+
+def _launch_variables(rank: int, options: PoolOptions, port: str) -> dict[str, str]:
+    """What torchrun sets."""
+    hosts = [_host_of(each, options.hosts) for each in range(options.size)]
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": hosts[:rank].count(hosts[rank]),
+        "WORLD_SIZE": options.size,
+        "LOCAL_WORLD_SIZE": hosts.count(hosts[rank]),
+    }
+    return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def _host_of(rank: int, hosts: int) -> int:
+    """Which host a rank takes itself to be on; see `PoolOptions.hosts`."""
+    if not hosts:
+        return 0
+    return rank // hosts if hosts > 0 else rank % -hosts
+
+
+def _free_port() -> int:
+    """One of those that the kernel gives nobody who does not ask for it: it is still free when rank 0 listens."""
+    while True:
+        port = _FIRST_PORT + next(_TRIED) % _PORTS
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _report(outcome: Outcome) -> str:
+    if not outcome.error:
+        return f"--- rank {outcome.rank}: ended well"
+    return f"--- rank {outcome.rank}: {outcome.error}\n{outcome.traceback}"

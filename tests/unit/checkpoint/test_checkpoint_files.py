@@ -1,0 +1,425 @@
+"""A checkpoint's files: what ranks write is what safetensors and any other ranks read, and it appears all at once."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from stored_cases import (
+    SOME,
+    bits,
+    divisions_of,
+    manifest_of,
+    small_units,
+    spec,
+    specs,
+    split,
+    targets_of,
+    tell,
+    values_of,
+    write,
+    written,
+)
+
+from zeromesh.checkpoint.format import manifest, safetensors_layout
+from zeromesh.checkpoint.format.manifest import Manifest
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, index_files, plan_files, read_header
+from zeromesh.checkpoint.io import blocks, writer
+from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
+from zeromesh.checkpoint.io.writer import ShardWriter, WriteSource, edges_of
+from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.errors import CheckpointError, StorageError
+from zeromesh.intervals import Interval
+from zeromesh.offload import TensorSlice
+from zeromesh.offload.io.direct_io import BLOCK, PositionalFile
+
+FEW = settings(max_examples=20)
+randoms = st.integers(0, 2**32).map(random.Random)
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+# Writing and reading
+
+
+@given(wanted=specs(), hosts=st.lists(st.integers(0, 2), min_size=1, max_size=4), rng=randoms, seed=st.integers(0, 99))
+@FEW
+def test_safetensors_reads_what_the_ranks_wrote(
+    wanted: list[TensorSpec], hosts: list[int], rng: random.Random, seed: int
+) -> None:
+    values = values_of(wanted, seed)
+    with tempfile.TemporaryDirectory() as root, small_units():
+        reader = write(Path(root), 7, split(values, len(hosts), rng), hosts=hosts)
+        found: dict[tuple[str, str], torch.Tensor] = {}
+        for path in reader.manifest.files:
+            if path.endswith(".safetensors"):
+                kind = "model" if path.startswith("model-") else path.removeprefix("optimizer/").partition("-")[0]
+                with safe_open(reader.directory / path, framework="pt") as file:
+                    assert file.metadata() == {"format": "pt"}
+                    found |= {(kind, name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert {key: (value.dtype, tuple(value.shape), bits(value)) for key, value in found.items()} == {
+        (spec.kind, spec.name): (spec.dtype, spec.shape, bits(value)) for spec, value in values.items()
+    }
+
+
+@given(
+    wanted=specs(),
+    hosts=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+    readers=st.integers(1, 4),
+    rng=randoms,
+    seed=st.integers(0, 99),
+)
+@FEW
+def test_any_other_ranks_read_the_same_elements(
+    wanted: list[TensorSpec], hosts: list[int], readers: int, rng: random.Random, seed: int
+) -> None:
+    values = values_of(wanted, seed)
+    with tempfile.TemporaryDirectory() as root, small_units():
+        reader = write(Path(root), 7, split(values, len(hosts), rng), hosts=hosts)
+        reader.verify()
+        for holdings in split(values, readers, rng):
+            expected = [bits(holding.values.memory) for holding in holdings]
+            for holding in holdings:
+                holding.values.memory.view(torch.uint8).zero_()
+            reader.read(targets_of(reader, holdings), tell)
+            assert [bits(holding.values.memory) for holding in holdings] == expected
+
+
+def test_pieces_of_the_real_grid_are_written_and_read(tmp_path: Path) -> None:
+    values = {
+        spec: torch.randn(spec.numel).reshape(spec.shape) for spec in (spec("a", (1700, 1000)), spec("b", (555_555,)))
+    }
+    reader = write(tmp_path, 1, split(values, 3, random.Random(5)))
+    record = reader.manifest.files["model-00001-of-00001.safetensors"]
+    assert record.nbytes == BLOCK + 4 * (1_700_000 + 555_555) > 2 * blocks.GRID
+    assert max(piece.end - piece.begin for piece in record.pieces) <= blocks.GRID
+    assert len({piece.rank for piece in record.pieces}) > 1
+    memory = torch.zeros(1_200_000)
+    tensor = reader.tensor("model", "a")
+    assert tensor is not None
+    reader.read([ReadTarget(tensor=tensor, first=400_000, values=TensorSlice.of(memory))], tell)
+    assert torch.equal(memory, values[spec("a", (1700, 1000))].reshape(-1)[400_000:1_600_000])
+
+
+def test_memory_of_another_dtype_is_converted_on_both_ways(tmp_path: Path) -> None:
+    narrow = spec("w", (5, 9), BF16)
+    wide = torch.randn(5, 9)
+    (holdings,) = split({narrow: wide}, 1, random.Random(0))
+    reader = write(tmp_path, 1, [holdings])
+    with safe_open(reader.directory / "model-00001-of-00001.safetensors", framework="pt") as file:
+        assert torch.equal(file.get_tensor("w"), wide.to(BF16))
+    memory = torch.zeros(45, dtype=torch.float64)
+    tensor = reader.tensor("model", "w")
+    assert tensor is not None
+    reader.read([ReadTarget(tensor=tensor, first=0, values=TensorSlice.of(memory))], tell)
+    assert torch.equal(memory, wide.to(BF16).double().reshape(-1))
+
+
+def test_a_piece_is_read_once_and_only_where_something_of_it_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = torch.arange(10 * 1024.0)
+    (holdings,) = split({spec("w", (10 * 1024,)): value}, 1, random.Random(0))
+    with small_units():
+        reader = write(tmp_path, 1, [holdings])
+    tensor = reader.tensor("model", "w")
+    assert tensor is not None
+    begun: list[int] = []
+    read = PositionalFile.read
+
+    def noted(file: PositionalFile, data: torch.Tensor, offset: int) -> None:
+        begun.append(offset)
+        read(file, data, offset)
+
+    monkeypatch.setattr(PositionalFile, "read", noted)
+    wanted = [(7000, 5), (1030, 7), (6998, 2), (1100, 900), (7005, 100)]
+    targets = [
+        ReadTarget(tensor=tensor, first=first, values=TensorSlice.of(torch.zeros(length))) for first, length in wanted
+    ]
+    reader.read(targets, tell)
+    for target in targets:
+        assert torch.equal(target.values.memory, value[target.first : target.first + target.values.memory.numel()])
+    assert sorted(begun) == [2 * BLOCK, 6 * BLOCK]
+
+
+def test_elements_that_are_wanted_twice_are_given_twice(tmp_path: Path) -> None:
+    value = torch.arange(10 * 1024.0)
+    (holdings,) = split({spec("w", (10 * 1024,)): value}, 1, random.Random(0))
+    with small_units():
+        reader = write(tmp_path, 1, [holdings])
+    tensor = reader.tensor("model", "w")
+    assert tensor is not None
+    wanted = [(0, 10 * 1024), (5, 9000), (10 * 1024 - 1, 1), (0, 7), (5, 9000)]
+    memory = [torch.full((count,), -1.0) for _, count in wanted]
+    reader.read(
+        [
+            ReadTarget(tensor=tensor, first=first, values=TensorSlice.of(each))
+            for (first, _), each in zip(wanted, memory, strict=True)
+        ],
+        tell,
+    )
+    assert all(torch.equal(each, value[at : at + n]) for (at, n), each in zip(wanted, memory, strict=True))
+
+
+def test_tied_names_and_small_files_are_found(tmp_path: Path) -> None:
+    reader = write(tmp_path, 1, split(values_of(SOME, 0), 2, random.Random(1)), {"config.json": b'{"a": [1, 2]}'})
+    first = reader.manifest.tensors[0].spec
+    assert reader.tensor(first.kind, "tied.weight") == reader.tensor(first.kind, first.name)
+    assert reader.tensor("model", "nothing") is None
+    assert reader.tensor("nothing", "embed") is None
+    assert reader.document("config.json") == {"a": [1, 2]}
+    assert reader.content("config.json") == b'{"a": [1, 2]}'
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+        reader.content("tokenizer.json")
+
+
+# The safetensors format
+
+
+@given(wanted=specs(), writers=st.integers(1, 5))
+def test_headers_are_padded_and_tensors_dense_and_aligned(wanted: list[TensorSpec], writers: int) -> None:
+    with small_units():
+        files = plan_files(wanted, writers)
+    assert sorted((s.kind, s.name) for file in files for s, _ in file.places) == sorted(
+        (s.kind, s.name) for s in wanted
+    )
+    for file in files:
+        assert file.places
+        assert len({spec.kind for spec, _ in file.places}) == 1
+        assert len(file.header) % BLOCK == 0
+        assert int.from_bytes(file.header[:8], "little") == len(file.header) - 8
+        at = len(file.header)
+        for placed, begin in file.places:
+            assert begin == at
+            assert begin % placed.dtype.itemsize == 0
+            at += placed.nbytes
+        assert file.nbytes == at
+
+
+@given(wanted=specs())
+@FEW
+def test_a_header_says_what_was_planned(wanted: list[TensorSpec]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for file in plan_files(wanted, 1):
+            path = Path(folder) / file.path.replace("/", "-")
+            path.write_bytes(file.header + bytes(file.nbytes - len(file.header)))
+            entries = read_header(path)
+            assert {(e.name, e.dtype, e.shape, e.begin, e.numel) for e in entries.values()} == {
+                (spec.name, spec.dtype, spec.shape, begin, spec.numel) for spec, begin in file.places
+            }
+            assert all(entry.path == path and name == entry.name for name, entry in entries.items())
+
+
+def test_a_kind_has_as_many_files_as_writers_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [spec(f"w{n}", (100,)) for n in range(10)]
+    assert [file.path for file in plan_files(wanted, 4)] == ["model-00001-of-00001.safetensors"]
+    monkeypatch.setattr(safetensors_layout, "_LEAST_FILE", 1000)
+    paths = [file.path for file in plan_files(wanted, 4)]
+    assert paths == [f"model-0000{n}-of-00004.safetensors" for n in range(1, 5)]
+    assert [len(file.places) for file in plan_files(wanted, 2)] == [5, 5]
+    monkeypatch.setattr(safetensors_layout, "_LARGEST_FILE", 800)
+    assert len(plan_files(wanted, 1)) == 5
+    assert [file.path for file in plan_files([spec("w", (3,), kind="exp_avg")], 1)] == [
+        "optimizer/exp_avg-00001-of-00001.safetensors"
+    ]
+
+
+@given(wanted=specs(), writers=st.integers(1, 3))
+def test_an_index_says_which_file_has_which_tensor(wanted: list[TensorSpec], writers: int) -> None:
+    with small_units():
+        files = plan_files(wanted, writers)
+    found = {path: json.loads(text) for path, text in index_files(files).items()}
+    expected: dict[str, dict[str, str]] = {}
+    totals: dict[str, int] = {}
+    for file in files:
+        folder, _, name = file.path.rpartition("/")
+        for placed, _ in file.places:
+            index = ("model" if placed.kind == "model" else f"{folder}/{placed.kind}") + ".safetensors.index.json"
+            expected.setdefault(index, {})[placed.name] = name
+            totals[index] = totals.get(index, 0) + placed.nbytes
+    assert {path: index["weight_map"] for path, index in found.items()} == expected
+    assert {path: index["metadata"]["total_size"] for path, index in found.items()} == totals
+
+
+def test_the_index_lies_beside_the_files_that_it_names(tmp_path: Path) -> None:
+    reader = write(tmp_path, 1, split(values_of(SOME, 0), 2, random.Random(1)))
+    indices = [path for path in reader.manifest.files if path.endswith(".index.json")]
+    assert sorted(indices) == ["model.safetensors.index.json", "optimizer/exp_avg.safetensors.index.json"]
+    for path in indices:
+        where = reader.directory / path
+        for name, file in json.loads(where.read_bytes())["weight_map"].items():
+            assert name in read_header(where.parent / file)
+
+
+# The manifest
+
+
+@given(wanted=specs(), ranks=st.integers(1, 3), rng=randoms)
+@FEW
+def test_a_manifest_is_read_as_it_was_written(wanted: list[TensorSpec], ranks: int, rng: random.Random) -> None:
+    with tempfile.TemporaryDirectory() as root, small_units():
+        directory = Path(root)
+        files = plan_files(wanted, ranks)
+        CheckpointStore(directory).create(0, files)
+        dealt = split(values_of(wanted, 0), ranks, rng)
+        made = manifest_of(5, files, written(directory / "step-00000000.tmp", files, divisions_of(files, dealt)))
+    found = manifest.parse(directory / manifest.NAME, made.to_json())
+    assert sorted(map(repr, found.tensors)) == sorted(map(repr, made.tensors))
+    assert (found.step, found.files, found.aliases, found.layout, found.part, found.nbytes) == (
+        (5, made.files, made.aliases, made.layout, (0, 1), sum(file.nbytes for file in files))
+    )
+
+
+def test_a_part_of_a_checkpoint_may_have_gaps_and_is_not_read_alone(tmp_path: Path) -> None:
+    def halved(whole: Manifest) -> Manifest:
+        files = {
+            path: manifest.FileRecord(nbytes=record.nbytes, pieces=record.pieces[1:])
+            for path, record in whole.files.items()
+        }
+        return Manifest(step=whole.step, files=files, tensors=whole.tensors, part=(1, 2))
+
+    with small_units(), pytest.raises(CheckpointError, match=r"is part 2 of 2.*zeromesh checkpoint merge"):
+        write(tmp_path, 1, split(values_of(SOME, 0), 2, random.Random(1)), alter=halved)
+
+
+def test_what_no_reader_would_take_is_not_committed(tmp_path: Path) -> None:
+    def gap(whole: Manifest) -> Manifest:
+        files = {
+            path: manifest.FileRecord(nbytes=record.nbytes + 1, pieces=record.pieces)
+            for path, record in whole.files.items()
+        }
+        return Manifest(step=whole.step, files=files, tensors=whole.tensors)
+
+    with pytest.raises(CheckpointError, match=r"the pieces of .* end at byte"):
+        write(tmp_path, 1, split(values_of(SOME, 0), 2, random.Random(1)), alter=gap)
+    assert CheckpointStore(tmp_path).steps() == []
+
+
+# Writers
+
+
+def test_a_writer_without_the_others_edges_says_which_bytes_are_nobodys(tmp_path: Path) -> None:
+    files = plan_files([spec("w", (3000,))], 2)
+    directory = CheckpointStore(tmp_path).create(1, files)
+    halves = [
+        WriteSource(file=0, begin=BLOCK + 4 * at, values=TensorSlice.of(torch.ones(1500)), dtype=F32, owner=None)
+        for at in (0, 1500)
+    ]
+    alone = ShardWriter(directory, files, halves[:1], [], {}, 0)
+    alone.start()
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00001\.safetensors: 6000 of the bytes \[4096, 12288\)"):
+        alone.join(tell)
+    helped = ShardWriter(directory, files, halves[:1], edges_of(halves[1:]), {}, 0)
+    helped.start()
+    assert [(piece.begin, piece.end) for piece in helped.join(tell)] == [(BLOCK, 3 * BLOCK)]
+
+
+def test_a_disk_that_fails_is_the_training_threads_affair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "GRID", BLOCK)
+    files = plan_files([spec("w", (100 * 1024,))], 1)
+    directory = CheckpointStore(tmp_path).create(1, files)
+    rows = [
+        WriteSource(file=0, begin=BLOCK + BLOCK * n, values=TensorSlice.of(torch.ones(1024)), dtype=F32, owner=n)
+        for n in range(100)
+    ]
+
+    def failing(file: PositionalFile, data: torch.Tensor, offset: int) -> None:
+        raise StorageError(f"{file.path!r} cannot be written: the disk is gone")
+
+    monkeypatch.setattr(PositionalFile, "write", failing)
+    one = ShardWriter(directory, files, rows, [], {}, 0)
+    one.start()
+    with pytest.raises(StorageError, match="the disk is gone"):
+        one.join(tell)
+    update = threading.Thread(target=one.release, args=(99, tell), daemon=True)
+    update.start()
+    update.join(30)
+    assert not update.is_alive()  # A step waits no longer for what will never be written.
+
+
+def test_what_is_released_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = spec("w", (3000,))
+    files = plan_files([wanted], 1)
+    store = CheckpointStore(tmp_path)
+    memory = torch.arange(3000.0)
+    half = [
+        WriteSource(
+            file=0,
+            begin=BLOCK + 6000 * n,
+            values=TensorSlice.of(memory[1500 * n : 1500 * n + 1500]),
+            dtype=F32,
+            owner=n,
+        )
+        for n in range(2)
+    ]
+    may_write, fill = threading.Event(), ShardWriter._fill
+
+    def gated(self: ShardWriter, *arguments: object) -> None:
+        may_write.wait(60)
+        fill(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ShardWriter, "_fill", gated)
+    one = ShardWriter(
+        store.create(1, files), files, [*divisions_of(files, [[]])[0].sources, *half], [], {0: 1, 1: 0}, 0
+    )
+    one.start()
+    assert one.running
+    for owner in (1, 0):
+        one.release(owner, may_write.set)  # Nothing is written before this rank has begun to wait.
+        memory[1500 * owner : 1500 * owner + 1500] = -1
+    assert one.release(17, tell) == 0.0
+    store.commit(1, manifest_of(1, files, one.join(tell)))
+    found = torch.zeros(3000)
+    reader = CheckpointReader(store.path(1))
+    tensor = reader.tensor("model", "w")
+    assert tensor is not None
+    reader.read([ReadTarget(tensor=tensor, first=0, values=TensorSlice.of(found))], tell)
+    assert torch.equal(found, torch.arange(3000.0))
+    assert (memory == -1).all()
+
+
+def test_what_changes_first_is_written_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "GRID", BLOCK)
+    files = plan_files([spec("w", (5 * 1024,))], 1)
+    rows = [
+        WriteSource(file=0, begin=BLOCK + BLOCK * n, values=TensorSlice.of(torch.ones(1024)), dtype=F32, owner=n)
+        for n in range(5)
+    ]
+    order = {3: 0, 1: 1, 4: 2, 0: 3, 2: 4}
+    one = ShardWriter(CheckpointStore(tmp_path).create(1, files), files, rows, [], order, 0)
+    begun: list[int] = []
+    fill = one._fill
+
+    def noted(cell: writer._BlockPart, data: torch.Tensor) -> None:
+        begun.append(cell.where.start // BLOCK - 1)
+        fill(cell, data)
+
+    monkeypatch.setattr(one, "_fill", noted)
+    one.start()
+    one.join(tell)
+    assert begun == [3, 1, 4, 0, 2]
+
+
+def test_edges_are_found_with_one_look_at_each_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    bytes_of = WriteSource.bytes_of
+
+    def counted(self: WriteSource, interval: Interval) -> bytes:
+        looked.append(interval)
+        return bytes_of(self, interval)
+
+    monkeypatch.setattr(WriteSource, "bytes_of", counted)
+    rows = [
+        WriteSource(file=0, begin=100 + 6000 * n, values=TensorSlice.of(torch.full((500,), float(n))), dtype=F32)
+        for n in range(300)
+    ]
+    found = edges_of(rows)
+    assert [edge.begin for edge in found] == [row.begin for row in rows if row.begin % BLOCK]
+    assert len(looked) == len(found)

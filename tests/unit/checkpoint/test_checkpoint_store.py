@@ -1,0 +1,202 @@
+"""A directory of checkpoints: each appears all at once, what a kill leaves is never read, and old ones go."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import stat
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from stored_cases import (
+    SOME,
+    bits,
+    divisions_of,
+    manifest_of,
+    pieces_of,
+    spec,
+    split,
+    targets_of,
+    tell,
+    values_of,
+    write,
+    writers_of,
+)
+
+from zeromesh.checkpoint.format.safetensors_layout import plan_files
+from zeromesh.checkpoint.io.reader import CheckpointReader
+from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.errors import CheckpointError, StorageError
+
+LEFT = ("step-00000003.tmp", ".trash-00000002-17", "step-100000000.tmp")
+
+
+def test_a_checkpoint_appears_all_at_once(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    files = plan_files(SOME, 2)
+    dealt = split(values_of(SOME, 0), 2, random.Random(3))
+    directory = store.create(4, files)
+    assert store.steps() == []
+    written = pieces_of(writers_of(directory, files, divisions_of(files, dealt)))
+    assert store.steps() == []
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json: it is no whole checkpoint"):
+        CheckpointReader(directory)
+    store.commit(4, manifest_of(4, files, written))
+    assert store.steps() == [4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004"]
+
+
+def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        values = values_of(SOME, seed)
+        reader = write(tmp_path, 4, split(values, 2, random.Random(seed)))
+    (holdings,) = split(values, 1, random.Random(2))
+    expected = [bits(holding.values.memory) for holding in holdings]
+    for holding in holdings:
+        holding.values.memory.zero_()
+    reader.read(targets_of(reader, holdings), tell)
+    assert [bits(holding.values.memory) for holding in holdings] == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004"]
+
+
+def test_what_a_kill_leaves_is_never_listed_and_is_removed(tmp_path: Path) -> None:
+    write(tmp_path, 12, split(values_of(SOME, 0), 1, random.Random(0)))
+    for name in LEFT:
+        (tmp_path / name / "optimizer").mkdir(parents=True)
+        (tmp_path / name / "optimizer" / "x.safetensors").write_bytes(b"half")
+    kept = ("notes.txt", "step-12", "step-00000013.tmp.old", "best")
+    for name in kept:
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000014").write_bytes(b"no directory")
+    store = CheckpointStore(tmp_path)
+    assert store.steps() == [12]
+    assert store.clean() == sorted(LEFT)
+    assert store.clean() == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "step-00000012", "step-00000014"])
+    CheckpointReader(store.path(12)).verify()
+
+
+def test_checkpoints_are_listed_newest_first_and_old_ones_retired(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (3, 100_000_000, 20):
+        store.path(step).mkdir()
+    assert store.steps() == [100_000_000, 20, 3]
+    assert store.retire({20}) == [100_000_000, 3]
+    assert store.steps() == [20]
+    assert store.trash.wait(seconds=20)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000020"]
+    store.remove(99)
+    store.remove(20)
+    assert store.steps() == []
+
+
+def test_a_directory_that_is_not_there_has_no_checkpoints(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "nowhere")
+    assert (store.steps(), store.clean()) == ([], [])
+    assert not store.root.exists()
+
+
+def test_a_save_that_failed_leaves_nothing(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.create(4, plan_files(SOME, 1))
+    store.abandon(4)
+    assert store.trash.wait(seconds=20)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_old_checkpoints_are_removed_beside_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention returns while the disk is still at the first file; more than a few that wait hold up the next retention."""
+    store, go_on = CheckpointStore(tmp_path), threading.Event()
+    for step in (1, 2):
+        store.path(step).mkdir()
+        (store.path(step) / "model.safetensors").write_bytes(b"old")
+    unlink = os.unlink
+
+    def slow(*arguments: Any, **named: Any) -> None:
+        assert go_on.wait(20)
+        unlink(*arguments, **named)
+
+    monkeypatch.setattr(os, "unlink", slow)
+    assert store.retire({2}) == [1]
+    assert store.steps() == [2]
+    assert not store.trash.wait(seconds=0.05)
+    go_on.set()
+    assert store.trash.wait(seconds=20)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_what_cannot_be_removed_is_reported_once_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        store.path(step).mkdir()
+        (store.path(step) / "model.safetensors").write_bytes(b"old")
+
+    def refuse(path: Any, **named: Any) -> None:
+        raise PermissionError(errno.EPERM, "not yours", path)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "unlink", refuse)
+        store.retire({2, 3})
+        assert store.trash.wait(seconds=20)
+        assert re.search(r"\.trash-00000001-.*model\.safetensors' cannot be removed: not yours", store.trash.problems())
+        assert store.trash.problems() == ""
+        store.retire({3})
+        assert store.trash.wait(seconds=20)
+        assert ".trash-00000002-" in store.trash.problems()
+        assert len(store.leftovers()) == 2
+    store.remove(3)
+    assert store.trash.wait(seconds=20)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_made_at_their_full_sizes_over_what_was_left(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.temporary(4).mkdir()
+    (store.temporary(4) / "old.safetensors").write_bytes(b"old")
+    files = plan_files(SOME, 1)
+    directory = store.create(4, files)
+    found = {p.relative_to(directory).as_posix(): p.stat().st_size for p in directory.rglob("*") if p.is_file()}
+    assert found == {file.path: file.nbytes for file in files}
+
+
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = plan_files([spec("w", (1 << 18,))], 1)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 20))
+    with pytest.raises(
+        StorageError, match=r"takes 1,052,672 bytes, 16,777,216 more are kept free, and 1,048,576 are free; make room"
+    ):
+        CheckpointStore(tmp_path).create(1, files)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_bytes(b"a file")
+    with pytest.raises(StorageError, match=r"step-00000001\.tmp.*Not a directory"):
+        CheckpointStore(tmp_path / "checkpoints").create(1, plan_files(SOME, 1))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_the_umask_says_who_may_read_every_file_however_it_was_made(tmp_path: Path, umask: int, mode: int) -> None:
+    old = os.umask(umask)
+    try:
+        store = CheckpointStore(tmp_path)
+        files = plan_files(SOME, 1)
+        directory = store.create(1, files)
+        descriptor = os.open(directory / "config.json", os.O_WRONLY | os.O_CREAT, 0o600)
+        os.write(descriptor, b"{}")
+        os.close(descriptor)
+        dealt = split(values_of(SOME, 0), 1, random.Random(0))
+        writers = writers_of(directory, files, divisions_of(files, dealt))
+        store.commit(1, manifest_of(1, files, pieces_of(writers)))
+    finally:
+        os.umask(old)
+    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in store.path(1).rglob("*") if path.is_file()}
+    assert len(found) == len(files) + 2
+    assert set(found.values()) == {mode}

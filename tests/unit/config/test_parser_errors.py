@@ -1,0 +1,218 @@
+"""Slips in configurations and overrides: one clear error that names the place and what to write; never a parser's own words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.cli.main import main
+from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config.migration.deepspeed_table import TABLE
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.config.yaml_reader import parse_json, parse_yaml
+
+LONG = "9" * 5000
+
+
+def is_plain(error: ConfigError) -> bool:
+    return str(error).replace("\n", "").isprintable()
+
+
+def message(source: Any, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, overrides)
+    return str(caught.value)
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "run:\n\tmax_steps: 3\n", "line 2, column 1: a tab; indent with spaces"),
+        ("a.yaml", "run:\n  name: a: b\n", "line 2, column 10: a second ':' in one entry"),
+        ("a.yaml", "run: {max_steps: 3\n", "where something is still open"),
+        ("a.yaml", "run:\n  name: a\x1bb\n", r"line 2: the character \x1b is not allowed"),
+        ("a.yaml", f"run:\n  max_steps: {LONG}\n", "line 2: an integer of 5,000 digits"),
+        ("a.yaml", "# run:\n", "is empty; write what is to be trained"),
+        ("a.yaml", "", "is empty; write what is to be trained"),
+        ("a.json", "", "is empty; write what is to be trained"),
+        (
+            "a.json",
+            '{\n // why\n "run": {}}',
+            "line 2, column 2: JSON has no comments; remove this one, or name the file .yaml",
+        ),
+        ("a.json", '{\n # why\n "run": {}}', "line 2, column 2: JSON has no comments"),
+        ("a.json", '{"run": {"max_steps": 3,}}', "line 1, column 25: a comma before }; remove it"),
+        ("a.json", '{"tracking": {"backends": ["wandb",]}}', "a comma before ]; remove it"),
+        ("a.json", "{'run': {}}", "a text in single quotes; JSON has double quotes"),
+        ("a.json", '{"run": {"deterministic": True}}', "True; write true"),
+        ("a.json", "{run: {}}", "keys and texts are in double quotes"),
+        ("a.json", '{"run": {"name": "a\tb"}}', r"a tab or a line break inside a text; write \t or \n"),
+        ("a.json", '{"run": {"max_steps": 3', "where something is still open"),
+        ("a.json", f'{{"run":\n {{"max_steps": {LONG}}}}}', "line 2: an integer of 5,000 digits"),
+        ("a.json", f'{{"optimizer": {{"lr": {"9" * 400}}}}}', "optimizer.lr: an integer of 1,329 bits"),
+        (
+            "a.yaml",
+            'run: {max_steps: "3"}',
+            "run.max_steps: got '3'; allowed is an integer >= 1; write it without quotes",
+        ),
+        ("a.yaml", 'run: {deterministic: "true"}', "allowed is true or false; write it without quotes"),
+        ("a.yaml", "tracking: {backends: wandb}", "allowed is a list of text; write a list: [wandb]"),
+    ],
+)
+def test_a_slip_in_a_file_is_named_with_what_to_write(tmp_path: Path, name: str, text: str, words: str) -> None:
+    path = write(tmp_path, name, text)
+    found = message(path)
+    assert found.startswith(path)
+    assert words in found
+    assert not any(each in found for each in ("not YAML", "not JSON", "sys.set_int_max_str_digits", "Expecting"))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("max_steps=3", "the override 'max_steps=3': did you mean run.max_steps=3?"),
+        ("learning_rate=3", "the override 'learning_rate=3': did you mean optimizer.lr=3?"),
+        ("run=3", "the override 'run=3': run is a section; write run.KEY=VALUE"),
+        ("run.max_steps", "the override 'run.max_steps': it has no value; write run.max_steps=VALUE"),
+        ("nothing=3", "the override 'nothing=3': write section.key=value"),
+        ("run.max_steps=x", "run.max_steps: got 'x'; allowed is an integer >= 1 (the override 'run.max_steps=x')"),
+        ("run.name=[", "the override 'run.name=[': line 1, column 2"),
+        ("tracking.backends=wandb", "write a list: [wandb] (the override 'tracking.backends=wandb')"),
+        ("model.config.api_key=[1", "the override 'model.config.api_key=<redacted>'"),
+    ],
+)
+def test_an_override_is_blamed_and_not_the_file(tmp_path: Path, override: str, words: str) -> None:
+    path = write(tmp_path, "a.yaml", "run: {max_steps: 3}")
+    found = message(path, override)
+    assert words in found
+    assert path not in found
+
+
+def test_a_file_and_an_override_that_are_both_wrong_are_told_apart(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "run: {seed: x}")
+    found = message(path, "run.max_steps=x")
+    assert found.startswith(f"{path}: 2 problems")
+    assert found.count("the override") == 1
+
+
+def test_an_override_with_dashes_gets_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["config", write(tmp_path, "a.yaml", "run: {seed: 1}"), "--run.max_steps=5"])
+    assert ended.value.code == 2
+    assert "keys of the configuration have no dashes: run.max_steps=5" in capsys.readouterr().err
+
+
+def test_a_missing_path_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert f"'nowhere.txt' does not exist in {tmp_path};" in message({"data": {"train": "nowhere.txt"}})
+    assert "several paths are a list: [a.txt,b.txt]" in message({"data": {"train": "a.txt,b.txt"}})
+    assert "'/nowhere.txt' does not exist;" in message({"data": {"train": "/nowhere.txt"}})
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.json"])
+def test_a_whole_number_in_any_spelling_is_an_integer(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, name, '{"run": {"max_steps": 1e3, "eval_every": 5.0}, "zero": {"stage": 2.0}}')
+    config = load_config(path, ["run.log_every=2e1"])
+    assert (config.run.max_steps, config.run.eval_every, config.zero.stage, config.run.log_every) == (1000, 5, 2, 20)
+    assert type(config.run.max_steps) is int
+    for wrong in ("1.5", "1e300", "-1e3"):
+        assert "run.max_steps: got" in message({}, f"run.max_steps={wrong}")
+
+
+def test_braces_are_all_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "a.yaml", "{}")) == load_config(write(tmp_path, "a.json", "{}"))
+
+
+KEYS = st.sampled_from(
+    ["<<", "=", "null", "?", "1", "true", "run", "max_steps", "model", "config", "a b", "\u0085", ""]
+)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | KEYS
+VALUES = st.recursive(
+    LEAVES, lambda each: st.lists(each, max_size=3) | st.dictionaries(KEYS, each, max_size=3), max_leaves=10
+)
+SECTIONS = st.dictionaries(st.sampled_from([*TrainerConfig.model_fields, "x"]), VALUES, max_size=3)
+
+
+@given(SECTIONS | VALUES)
+@settings(max_examples=300, deadline=None)
+def test_any_document_is_a_configuration_or_an_error(document: Any) -> None:
+    """Whatever its values are, as JSON and as YAML; nothing that a terminal would obey is in the error."""
+    text, plain = json.dumps(document), list[bool]()
+    for parse in (parse_json, parse_yaml):
+        try:
+            value = parse(text, where="document")
+            load_config(value if isinstance(value, dict) else {"run": value})
+        except ConfigError as error:
+            plain.append(is_plain(error))
+    assert all(plain)
+
+
+@given(st.dictionaries(KEYS | st.text(max_size=8), VALUES, max_size=4), st.text(min_size=1, max_size=8))
+@settings(max_examples=200, deadline=None)
+def test_a_printed_configuration_is_read_back(config: dict[str, Any], text: str) -> None:
+    try:
+        sections = {
+            "model": {"config": {**config, "model_type": "llama"}},
+            "tracking": {"project": text, "tags": [text]},
+        }
+        made = load_config(sections)
+    except ConfigError:
+        return
+    assert load_config(parse_yaml(made.to_yaml(), where="printed")) == made
+
+
+ODD = [
+    None,
+    True,
+    0,
+    1,
+    -1,
+    0.5,
+    1e300,
+    float("inf"),
+    10**290,
+    10**400,
+    "auto",
+    "cpu",
+    "Adam",
+    "x",
+    "",
+    "\x1b",
+    [1],
+    {},
+    [[1]],
+]
+NAMES = st.sampled_from([row.name for row in TABLE])
+
+
+@given(
+    st.dictionaries(NAMES, st.sampled_from(ODD), max_size=5),
+    st.sampled_from(["WarmupLR", "OneCycle", "WarmupCosineLR", ["x"]]),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_values_of_deepspeed_are_a_configuration_or_an_error(values: dict[str, Any], scheduler: Any) -> None:
+    source: dict[str, Any] = {}
+    for name, value in {"train_batch_size": 8, "scheduler.type": scheduler, **values}.items():
+        *parents, key = name.split(".")
+        at = source
+        for parent in parents:
+            at = at.setdefault(parent, {}) if isinstance(at, dict) else {}
+        if isinstance(at, dict):
+            at[key] = value
+    plain = True
+    try:
+        load_config(source)
+    except ConfigError as error:
+        plain = is_plain(error)
+    assert plain

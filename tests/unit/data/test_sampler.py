@@ -1,0 +1,243 @@
+"""Samples of a step and their order: the same for every number of ranks, every sample once per epoch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
+
+ORDER_OF_TEN = [3, 5, 9, 4, 2, 8, 6, 0, 7, 1, 8, 2, 1, 9, 7, 0, 5, 3, 4, 6]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> BatchPlan:
+    micro = draw(st.integers(1, 9))
+    return BatchPlan(global_size=draw(st.integers(micro, 70)), micro_size=micro, data_ranks=draw(st.integers(1, 8)))
+
+
+def all_microbatches(plan: BatchPlan, step: int) -> list[Microbatch]:
+    return [each for rank in range(plan.data_ranks) for each in plan.microbatches(step, rank)]
+
+
+@given(plan=plans(), step=st.integers(0, 10_000))
+def test_weighted_microbatches_are_the_global_batch(plan: BatchPlan, step: int) -> None:
+    real = sorted((each for each in all_microbatches(plan, step) if each.weight), key=lambda each: each.first_sample)
+    samples = [sample for each in real for sample in each.samples]
+    assert samples == list(range(step * plan.global_size, (step + 1) * plan.global_size))
+    assert len(real) == plan.blocks
+    assert all(len(each.samples) == plan.micro_size for each in real[:-1])
+    assert all(each.first_sample == each.samples[0] for each in real)
+
+
+@given(plan=plans(), other_ranks=st.integers(1, 8), step=st.integers(0, 1000))
+def test_blocks_do_not_depend_on_the_number_of_ranks(plan: BatchPlan, other_ranks: int, step: int) -> None:
+    other = BatchPlan(global_size=plan.global_size, micro_size=plan.micro_size, data_ranks=other_ranks)
+    assert {each for each in all_microbatches(plan, step) if each.weight} == {
+        each for each in all_microbatches(other, step) if each.weight
+    }
+
+
+@given(plan=plans(), step=st.integers(0, 1000))
+def test_all_ranks_run_accumulation_many_and_padding_is_the_first_block(plan: BatchPlan, step: int) -> None:
+    first = plan.microbatches(step, 0)[0]
+    for rank in range(plan.data_ranks):
+        mine = plan.microbatches(step, rank)
+        assert len(mine) == plan.accumulation
+        for turn, each in enumerate(mine):
+            block = turn * plan.data_ranks + rank
+            assert each.weight == (1 if block < plan.blocks else 0)
+            if not each.weight:
+                assert (each.first_sample, each.samples) == (first.first_sample, first.samples)
+    assert (plan.accumulation - 1) * plan.data_ranks < plan.blocks <= plan.accumulation * plan.data_ranks
+
+
+@pytest.mark.parametrize(
+    ("sizes", "line"),
+    [
+        ((16, 2, 2), "global 16 = micro 2 x accumulation 4 x data-parallel 2"),
+        ((10, 2, 3), "global 10 = micro 2 x accumulation 2 x data-parallel 3 - 2 zero-weight samples"),
+        ((11, 2, 3), "global 11 = micro 2 x accumulation 2 x data-parallel 3 - 1 zero-weight sample"),
+        ((1, 1, 4), "global 1 = micro 1 x accumulation 1 x data-parallel 4 - 3 zero-weight samples"),
+    ],
+)
+def test_the_equation_holds_in_one_line(sizes: tuple[int, int, int], line: str) -> None:
+    plan = BatchPlan(global_size=sizes[0], micro_size=sizes[1], data_ranks=sizes[2])
+    assert plan.equation() == line
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((0, 1, 1), "batch.global_size is 0"),
+        ((4, 0, 1), "batch.micro_size is 0"),
+        ((4, 2, 0), "data-parallel size is 0"),
+        ((4, 8, 1), "batch.micro_size 8 is larger than batch.global_size 4"),
+    ],
+)
+def test_impossible_plans_are_refused(sizes: tuple[int, int, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        BatchPlan(global_size=sizes[0], micro_size=sizes[1], data_ranks=sizes[2])
+
+
+def test_steps_and_ranks_that_do_not_exist_are_refused() -> None:
+    plan = BatchPlan(global_size=4, micro_size=2, data_ranks=2)
+    with pytest.raises(ConfigError, match="data ranks are 0 to 1"):
+        plan.microbatches(0, 2)
+    with pytest.raises(ConfigError, match="steps start at 0"):
+        plan.microbatches(-1, 0)
+
+
+@given(length=st.integers(1, 300), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 2**40))
+def test_every_epoch_holds_every_sample_once(length: int, seed: int, epoch: int) -> None:
+    order = SampleOrder(length=length, seed=seed)
+    samples = range(epoch * length, (epoch + 1) * length)
+    assert sorted(map(order.dataset_index, samples)) == list(range(length))
+    assert {order.epoch(sample) for sample in samples} == {epoch}
+
+
+def test_a_length_beyond_memory_costs_nothing() -> None:
+    order = SampleOrder(length=10**15, seed=0)
+    seen = {order.dataset_index(sample) for sample in range(1000)}
+    assert len(seen) == 1000
+    assert max(seen) > 9 * 10**14
+    assert min(seen) < 10**14
+
+
+def test_epochs_and_seeds_differ_and_repeat() -> None:
+    def epoch(number: int, seed: int) -> list[int]:
+        order = SampleOrder(length=100, seed=seed)
+        return [order.dataset_index(number * 100 + i) for i in range(100)]
+
+    assert epoch(0, 0) == epoch(0, 0)
+    assert epoch(0, 0) != epoch(1, 0)
+    assert epoch(0, 0) != epoch(0, 1)
+    assert epoch(0, 0) != list(range(100))
+
+
+def test_without_shuffle_the_order_is_the_dataset_s() -> None:
+    order = SampleOrder(length=5, seed=3, shuffle=False)
+    assert [order.dataset_index(sample) for sample in range(12)] == [0, 1, 2, 3, 4] * 2 + [0, 1]
+
+
+def test_the_order_is_the_same_for_ever() -> None:
+    """A run that is resumed with another version of this project must see the data it would have seen."""
+    order = SampleOrder(length=10, seed=0)
+    assert [order.dataset_index(sample) for sample in range(20)] == ORDER_OF_TEN
+
+
+def test_all_orders_of_a_small_dataset_are_about_equally_likely() -> None:
+    """120 orders, 100 expected of each: chi-square has mean 119 and standard deviation 15.4."""
+    seen = Counter(tuple(map(SampleOrder(length=5, seed=seed).dataset_index, range(5))) for seed in range(12_000))
+    assert len(seen) == 120
+    assert sum((count - 100) ** 2 / 100 for count in seen.values()) < 119 + 5 * 15.4
+
+
+def test_neighbours_in_the_dataset_are_not_neighbours_in_the_order() -> None:
+    order = SampleOrder(length=10_000, seed=0)
+    indices = [order.dataset_index(sample) for sample in range(10_000)]
+    adjacent = sum(abs(a - b) == 1 for a, b in itertools.pairwise(indices))
+    assert adjacent < 12  # 2 expected
+
+
+def test_an_empty_dataset_and_a_negative_sample_are_refused() -> None:
+    with pytest.raises(ConfigError, match="0 samples"):
+        SampleOrder(length=0, seed=0)
+    with pytest.raises(ConfigError, match="start at 0"):
+        SampleOrder(length=3, seed=0).dataset_index(-1)
+
+
+def test_a_microbatch_is_mapped_in_order() -> None:
+    order = SampleOrder(length=4, seed=1)
+    microbatch = Microbatch(first_sample=3, samples=(3, 4), weight=1)
+    assert list(order.dataset_indices(microbatch)) == [order.dataset_index(3), order.dataset_index(4)]
+
+
+@st.composite
+def epochs_of(draw: st.DrawFn) -> BatchPlan:
+    micro, last = draw(st.integers(1, 5)), draw(st.sampled_from(["partial", "drop"]))
+    size = draw(st.integers(micro, 40))
+    least = size if last == "drop" else 1
+    length = draw(st.integers(least, 120))
+    ranks = draw(st.integers(1, 4))
+    return BatchPlan(global_size=size, micro_size=micro, data_ranks=ranks, epoch_size=length, last=last)
+
+
+@given(plan=epochs_of(), epochs=st.integers(1, 4))
+def test_every_epoch_has_its_own_samples_once(plan: BatchPlan, epochs: int) -> None:
+    steps = plan.steps_of(epochs)
+    length, whole = plan.epoch_size or 0, plan.global_size
+    seen = [
+        sample
+        for step in range(steps)
+        for each in all_microbatches(plan, step)
+        if each.weight
+        for sample in each.samples
+    ]
+    kept = length if plan.last == "partial" else length - length % whole
+    assert sorted(seen) == [epoch * length + sample for epoch in range(epochs) for sample in range(kept)]
+    ends = [step for step in range(steps) if plan.ends_epoch(step)]
+    assert len(ends) == epochs
+    assert ends[-1] == steps - 1
+    assert plan.epoch_after(steps) == epochs
+    assert [plan.next_epoch(step) for step in (0, ends[0] + 1)] == [0, ends[0] + 1]
+    if ends[0] > 0:
+        assert plan.next_epoch(1) == ends[0] + 1
+
+
+@given(micro=st.integers(1, 5), rounds=st.integers(1, 5), length=st.integers(1, 120), ranks=st.integers(1, 4))
+def test_parts_of_an_epoch_are_those_of_transformers(micro: int, rounds: int, length: int, ranks: int) -> None:
+    """Which counts the batches of a rank, and takes so many at a time for a step."""
+    size = micro * rounds * ranks
+    plan = BatchPlan(global_size=size, micro_size=micro, data_ranks=ranks, epoch_size=length, last="partial")
+    loader = math.ceil(math.ceil(length / micro) / ranks)
+    assert plan.rounds_per_epoch == loader
+    done, step = 0, 0
+    for epoch in range(2):
+        while done < loader * (epoch + 1):
+            done += plan.rounds_of(step)
+            step += 1
+            assert plan.epoch_after(step) == pytest.approx(done / loader, rel=1e-12)
+    assert step == 2 * (plan.steps_per_epoch or 0)
+
+
+@given(size=st.integers(1, 20), length=st.integers(1, 90), epochs=st.floats(0.1, 4))
+def test_carried_batches_pass_over_the_data_as_often_as_asked(size: int, length: int, epochs: float) -> None:
+    plan = BatchPlan(global_size=size, micro_size=1, data_ranks=1, epoch_size=length)
+    steps = plan.steps_of(epochs)
+    assert (steps - 1) * size < max(1, epochs * length) * (1 + 1e-9)
+    assert steps * size >= epochs * length * (1 - 1e-9)
+    assert sum(plan.ends_epoch(step) for step in range(steps)) <= steps * size // length
+
+
+def test_epochs_without_a_step_are_refused() -> None:
+    with pytest.raises(ConfigError, match="an epoch of 3 samples has no whole global batch of 4"):
+        BatchPlan(global_size=4, micro_size=1, data_ranks=1, epoch_size=3, last="drop")
+    with pytest.raises(ConfigError, match=r"run\.epochs: the training data has no length"):
+        BatchPlan(global_size=4, micro_size=1, data_ranks=1).steps_of(2)
+
+
+def test_epochs_are_counted_in_integers() -> None:
+    """15 epochs of 25 samples in threes are 125 steps: in floating point they were 126."""
+    plan = BatchPlan(global_size=3, micro_size=1, data_ranks=1, epoch_size=25)
+    assert plan.steps_of(15) == 125
+    assert plan.steps_of(0.1) == 1
+    for size, samples, epochs in itertools.product(range(1, 40), range(1, 60), (1, 3, 7, 15, 0.1, 2.3)):
+        plan = BatchPlan(global_size=size, micro_size=1, data_ranks=1, epoch_size=samples)
+        assert plan.steps_of(epochs) == max(1, -(-round(10 * epochs) * samples // (10 * size)))
+    assert [step for step in range(20) if plan.ends_epoch(step)] == [
+        step for step in range(20) if (step + 1) * 39 // 59 > step * 39 // 59
+    ]
+
+
+def test_a_microbatch_is_found_whatever_the_length() -> None:
+    """The first of a billion samples, and the last, without making those between."""
+    plan = BatchPlan(global_size=10**9, micro_size=4, data_ranks=2)
+    assert plan.microbatch(0, 0, 0).samples == (0, 1, 2, 3)
+    assert plan.microbatch(0, 1, plan.accumulation - 1).samples == tuple(range(10**9 - 4, 10**9))

@@ -1,0 +1,195 @@
+"""Tokens of texts on disk: made once, by one rank of a host, made anew when anything changes, and never trusted unseen."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from workers import Workers
+
+from zeromesh.errors import DataError, StorageError
+from zeromesh.trainer.config.sections.data import DataSection
+from zeromesh.trainer.data.datasets import LoadedData, load_datasets
+from zeromesh.trainer.data.token_cache import TokenCache
+from zeromesh.trainer.data.tokenizer import ByteTokenizer, TokenArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counting(ByteTokenizer):
+    """Bytes, and how many texts became such."""
+
+    texts: list[str]
+    name: str | None = "counting"
+
+    def encode(self, texts: Sequence[str]) -> list[TokenArray]:
+        self.texts.extend(texts)
+        return super(Counting, self).encode(texts)
+
+    def digest(self) -> str | None:  # type: ignore[override]
+        return self.name
+
+
+class Home:
+    """A text and a cache; `load` says how many texts were tokenised, and what was noted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.text, self.cache = folder / "text", folder / "cache"
+        self.text.mkdir()
+        for number in range(20):
+            (self.text / f"{number:02}.txt").write_text(f"document {number:02} " * 900)
+        self.notes: list[str] = []
+        self.told: list[str] = []
+
+    def load(self, name: str | None = "counting", **changes: Any) -> tuple[int, LoadedData]:
+        tokenizer = Counting(texts=[], name=name)
+        keys = {"train": str(self.text), "sequence_length": 16, "eval_fraction": 0.2, **changes}
+        cache = TokenCache(self.cache, self.notes.append)
+        loaded = load_datasets(DataSection(**keys), tokenizer=tokenizer, cache=cache, tell=self.told.append)
+        return len(tokenizer.texts), loaded
+
+    @property
+    def entries(self) -> list[Path]:
+        return list(self.cache.iterdir())
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path)
+
+
+def values(data: LoadedData) -> Any:
+    return (data.fingerprint(), data.notes, data.byte_pair_entropy, data.train.tokens.tolist(), data.train_text)
+
+
+def test_text_is_tokenised_once_and_mapped_into_memory(home: Home) -> None:
+    count, first = home.load()
+    assert count == 20
+    assert home.told[-1].startswith(f"tokenizing {home.text}: 210.9 KiB of 210.9 KiB, ")
+    again, second = home.load()
+    assert again == 0
+    assert values(first) == values(second)
+    base: Any = second.train.tokens
+    while isinstance(base, np.ndarray):
+        base = base.base
+    assert isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
+    assert home.load(sequence_length=32)[0] == 0
+    assert os.stat(home.cache).st_mode & 0o077 == 0
+    assert len(home.entries) == 1
+
+
+def test_what_changes_the_tokens_makes_another_entry(home: Home) -> None:
+    _, first = home.load()
+    path = home.text / "03.txt"
+    before = path.stat()
+    path.write_text("DOCUMENT 03 " * 900)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # of the same size and time
+    count, second = home.load()
+    assert count == 20
+    assert second.fingerprint() != first.fingerprint()
+    assert home.load(name="another")[0] == 20
+    assert home.load(eval_fraction=0.5)[0] == 20
+    (home.text / "new.txt").write_text("new")
+    assert home.load()[0] == 21
+    assert len(home.entries) == 5
+
+
+def _flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def _link(path: Path) -> None:
+    other = path.with_name("other")
+    path.rename(other)
+    path.symlink_to(other)
+
+
+DAMAGES = {
+    "a byte of the tokens": lambda entry: _flip(entry / "tokens.bin", 70_000),
+    "a byte of the checksums": lambda entry: _flip(entry / "blocks.bin", 3),
+    "a digit of the description": lambda entry: _flip(entry / "entry.json", 200),
+    "cut tokens": lambda entry: os.truncate(entry / "tokens.bin", 1000),
+    "a description that is none": lambda entry: (entry / "entry.json").write_text("{}"),
+    "no description": lambda entry: (entry / "entry.json").unlink(),
+    "a link": lambda entry: _link(entry / "tokens.bin"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_entry_is_noticed_and_made_anew(home: Home, name: str) -> None:
+    first = values(home.load()[1])
+    (entry,) = home.entries
+    DAMAGES[name](entry)
+    count, second = home.load()
+    assert count == 20
+    assert first == values(second)
+    (note,) = home.notes
+    assert note.startswith(f"tokens in {entry} are damaged (")
+    assert home.load()[0] == 0
+
+
+def test_damage_behind_what_is_verified_at_the_start_is_noticed_when_it_is_read(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zeromesh.trainer.data.token_cache._CHECKED_AT_ONCE", 65536)
+    home.load()
+    (entry,) = home.entries
+    _flip(entry / "tokens.bin", 70_000)
+    count, loaded = home.load()
+    assert count == 0
+    assert len(loaded.train[0]["input_ids"]) == 16
+    with pytest.raises(
+        DataError, match=r"tokens.bin' is damaged at byte 65,536; start again, and the text is tokenised anew"
+    ):
+        loaded.train[70_000 // 16]
+    assert home.load()[0] == 20
+
+
+def test_what_cannot_be_recognised_again_is_not_kept(home: Home) -> None:
+    assert home.load(name=None)[0] == 20
+    assert home.load(name=None)[0] == 20
+    assert not home.cache.exists()
+
+
+def test_a_cache_that_cannot_be_written_is_one_error(home: Home) -> None:
+    home.cache.write_text("a file")
+    with pytest.raises(StorageError, match=r"set data\.cache"):
+        home.load()
+
+
+def test_what_a_killed_process_left_is_removed_after_a_day(home: Home) -> None:
+    home.cache.mkdir()
+    for name, age in {".old.tmp": 2e5, ".new.tmp": 10}.items():
+        (home.cache / name).mkdir()
+        os.utime(home.cache / name, (0, (home.cache / name).stat().st_mtime - age))
+    home.load()
+    assert sorted(path.name for path in home.entries if path.name.startswith(".")) == [".new.tmp"]
+
+
+@pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])
+def test_rows_of_csv_are_documents(tmp_path: Path, ending: str, separator: str) -> None:
+    rows = [["id", "text"], ["1", '"hello, ""you"""'], ["2", "NA"], ["3", "12"], ["4", '"two\nlines"'], ["5", ""]]
+    path = tmp_path / f"rows.{ending}"
+    path.write_text("".join(separator.join(row) + "\n" for row in rows))
+    section = DataSection(train=str(path), sequence_length=4, eval_fraction=0.0)
+    train = load_datasets(section).train
+    wanted = b'hello, "you"|NA|12|two\nlines|'.replace(b"|", b"\xff")
+    assert bytes(train.tokens.tolist()) == wanted[: len(wanted) // 4 * 4]
+    with pytest.raises(DataError, match=r"row 0 has no field 'body', only 'id', 'text'; set data\.text_field"):
+        load_datasets(section.model_copy(update={"text_field": "body"}))
+
+
+def test_one_rank_tokenizes_and_the_others_wait(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, "first_hour_cases:tokenized", folder=str(tmp_path))
+    assert [each["texts"] for each in found] == [[40, 0, 0], [0, 0, 0]]
+    assert found[0]["losses"] == found[1]["losses"]
+    first, second, other = found[0]["losses"]
+    assert first == second
+    assert other != first

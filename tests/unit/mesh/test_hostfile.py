@@ -1,0 +1,271 @@
+"""`zeromesh launch` without hosts: hostfiles, the commands that it would start, messages in output, interfaces."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeromesh.errors import ConfigError
+from zeromesh.launch.heartbeat import BEGIN, END, Splitter, frame
+from zeromesh.launch.hostfile import Host, read_hosts
+from zeromesh.mesh import network_interfaces
+from zeromesh.mesh.run_store import LocalRowStore
+from zeromesh.trainer.cli.main import _parse, main
+
+NAMES = st.text("ab7.-_", max_size=5).map("h{}".format)
+SPACE = st.sampled_from([" ", "\t", "   "])
+
+
+@given(st.lists(st.tuples(NAMES, st.integers(1, 1024), SPACE), min_size=1, max_size=5, unique_by=lambda row: row[0]))
+def test_a_hostfile_is_read_as_it_is_written(rows: list[tuple[str, int, str]]) -> None:
+    text = "# all of them\n\n" + "".join(f"{gap}{name}{gap}slots={slots}{gap}# {name}\n" for name, slots, gap in rows)
+    expected = tuple(Host(name=name, slots=slots, address=name) for name, slots, _ in rows)
+    assert read_hosts(text, where="hosts") == expected
+
+
+def test_a_user_is_for_ssh_and_an_address_for_the_other_hosts() -> None:
+    one, two = read_hosts("me@gpu1 slots=2\ngpu2 address=10.0.0.2 slots=3", where="hosts")
+    assert (one.name, one.address) == ("me@gpu1", "gpu1")
+    assert (two.name, two.address, two.slots) == ("gpu2", "10.0.0.2", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "hosts: no host in it"),
+        ("# nothing", "no host in it"),
+        ("a slots=0", "line 1: host 'a': slots is 0; allowed is 1 to 1024"),
+        ("\na slots=2000", "line 2: host 'a': slots is 2000"),
+        ("a slots=two", "line 1: slots=two: allowed is an integer"),
+        ("a slots=-1", "slots=-1: allowed is an integer"),
+        ("a slots=", "slots=: allowed is an integer"),
+        ("a", "line 1: host 'a' has no slots=N"),
+        ("slots=2", "line 1: 'slots=2' stands where the host's name should be"),
+        ("a slots=1 slots=2", "slots is given twice"),
+        ("a slots=1 max_slots=2", "'max_slots=2' is not understood"),
+        ("a slots=1\nb slots=1\na slots=2", "line 3: host 'a' is on line 1 already"),
+        ("-oProxyCommand=x slots=1", "stands where the host's name should be"),
+        ("-v slots=1", "host '-v': allowed are letters"),
+        ("a;b slots=1", "host 'a;b': allowed are letters"),
+        ("a slots=1 address=$(x)", "neither a host name nor an IPv4 address"),
+    ],
+)
+def test_a_mistake_in_a_hostfile_is_named_with_its_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_hosts(text, where="hosts")
+    assert message in str(caught.value)
+
+
+def test_all_mistakes_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_hosts("a\nb slots=x\nc slots=1", where="hosts")
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == ["line 1", "line 2"]
+
+
+PIECES = st.one_of(
+    st.binary(max_size=20),
+    st.sampled_from([BEGIN, END, BEGIN[:4], BEGIN + b"{no json", BEGIN + b"[]" + END]),
+)
+
+
+@given(st.lists(st.one_of(PIECES, st.integers(0, 99)), max_size=8), st.lists(st.integers(1, 9), max_size=40))
+def test_messages_are_found_however_the_output_is_cut(parts: list[bytes | int], cuts: list[int]) -> None:
+    """What printed bytes look like matters only where they hold an open beginning of a message, which takes what follows."""
+    data = b"".join(frame({"beat": part}) if isinstance(part, int) else part for part in parts)
+    whole, pieces = Splitter(), Splitter()
+    expected = whole.feed(data)
+    printed, messages, at = b"", [], 0
+    for size in [*cuts, len(data)]:
+        some, found = pieces.feed(data[at : at + size])
+        printed, messages, at = printed + some, messages + found, at + size
+    assert (printed + pieces.flush(), messages) == (expected[0] + whole.flush(), expected[1])
+    if not any(isinstance(part, bytes) and b"\x1e" in part for part in parts):
+        assert messages == [{"beat": part} for part in parts if isinstance(part, int)]
+        assert printed == b"".join(part for part in parts if isinstance(part, bytes))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("run: {name: here}\n")
+    (tmp_path / "hosts").write_text("gpu1 slots=4\nme@gpu2 slots=2 address=10.0.0.2\n")
+    return tmp_path
+
+
+def launch(*words: str) -> int:
+    return main(["launch", "--hostfile", "hosts", "run.yaml", *words])
+
+
+def test_a_dry_run_prints_commands_that_this_command_understands(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hush")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    given = ("--port", "23456", "--env", "HF_TOKEN", "--env", "MORE=quiet", "run.seed=3", "run.name=a-b")
+    assert launch("--dry-run", "--ssh", "ssh -p 2222", *given) == 0
+    said = capsys.readouterr().out
+    assert not [secret for secret in ("hush", "quiet") if secret in said]
+    *commands, last = said.splitlines()
+    assert last.endswith(": HF_TOKEN, MORE, OMP_NUM_THREADS")
+    assert [shlex.split(command)[:4] for command in commands] == [
+        ["ssh", "-p", "2222", "gpu1"],
+        ["ssh", "-p", "2222", "me@gpu2"],
+    ]
+    for index, (command, slots) in enumerate(zip(commands, (4, 2), strict=True)):
+        remote = shlex.split(command)[4]
+        assert remote.startswith(f"cd {folder} && exec ")
+        words = shlex.split(remote)
+        options = _parse(words[words.index("train") :])
+        assert (options.nproc, options.nnodes, options.node_rank) == (slots, (2, 2), index)
+        assert options.rdzv_endpoint == "gpu1:23456"
+        assert (options.config, options.overrides) == ("run.yaml", ["run.seed=3", "run.name=a-b"])
+        assert options.attached == 15.0
+
+
+def test_ssh_asks_for_no_password(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch("--dry-run") == 0
+    assert capsys.readouterr().out.startswith("ssh -o BatchMode=yes ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["parallel.shard=4"], "the world has 6 ranks"),
+        (["zero.stage=5"], "zero.stage: got 5"),
+        (["--env", "NOT_THERE_AT_ALL"], "--env NOT_THERE_AT_ALL: the variable is not set here"),
+        (["--env", "a-b=1"], "--env 'a-b' is no variable's name"),
+        (["--min-hosts", "3"], "--min-hosts 3: hosts has 2"),
+        (["--ssh", ""], "--ssh is empty"),
+        (["--ssh", "'"], "cannot be read"),
+        (["--hostfile", "gone"], "--hostfile 'gone' cannot be read: No such file"),
+        (["--ssh", "./no-such-program"], "'./no-such-program' cannot be started (No such file or directory)"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert launch(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--node-rank", "2", "--nnodes", "2", "--rdzv-endpoint", "a:1"],
+            "--node-rank 2 is for --nnodes N with N above",
+        ),
+        (["--node-rank", "0", "--nnodes", "1:2", "--rdzv-endpoint", "a:1"], "not MIN:MAX"),
+        (["--node-rank", "0", "--nnodes", "2"], "--rdzv-endpoint"),
+        (["--node-rank=0", "--nnodes=2", "--rdzv-endpoint=a:1", "--max-restarts=1"], "start once"),
+    ],
+)
+def test_a_number_of_a_host_that_makes_no_sense(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["train", "run.yaml", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+class Routes:
+    """Where packets go on hosts whose ranks have an address each; a master's own name leads to its loopback."""
+
+    def __init__(self, addresses: list[str], loopback: bool) -> None:
+        self.addresses, self.loopback = addresses, loopback
+        self.stored: dict[str, str] = {}
+        self.rank = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.stored[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.stored[key].encode()
+
+    def towards(self, host: str) -> str | None:
+        mine = self.addresses[self.rank]
+        on_master = mine == self.addresses[0]
+        return "127.0.0.1" if host == "master" and on_master and self.loopback else mine
+
+
+@pytest.mark.parametrize("loopback", [False, True])
+@pytest.mark.parametrize("addresses", [["10.0.0.1", "10.0.0.2"], ["10.0.0.1", "10.0.0.1", "10.0.0.2"]])
+def test_the_interface_is_the_one_that_leads_to_the_others(
+    monkeypatch: pytest.MonkeyPatch, addresses: list[str], loopback: bool
+) -> None:
+    routes = Routes(addresses, loopback)
+    monkeypatch.setattr(network_interfaces, "address_towards", routes.towards)
+    monkeypatch.setattr(network_interfaces, "interface_of", lambda address: f"to {address}")
+    found: dict[int, Any] = {}
+    for rank in reversed(range(len(addresses))):
+        routes.rank = rank
+        routes.stored.update({f"route/{lower}": "127.0.0.1" for lower in range(rank)})
+        found[rank] = network_interfaces.interface_for(
+            routes, rank=rank, world_size=len(addresses), master_address="master"
+        )
+    assert [found[rank] for rank in range(len(addresses))] == [f"to {address}" for address in addresses]
+
+
+def test_this_host_has_a_loopback() -> None:
+    assert network_interfaces.address_towards("127.0.0.1") == "127.0.0.1"
+    assert network_interfaces.interface_of("127.0.0.1") == "lo"
+    assert network_interfaces.interface_of("203.0.113.1") is None
+    assert network_interfaces.address_towards("no host has this name") is None
+
+
+HOST = {"eth0": ["10.0.0.5", "fe80::1"], "lo": ["127.0.0.1", "::1"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "leads_to", "host", "found"),
+    [
+        ("gpu1", ["10.0.0.5"], HOST, "10.0.0.5"),
+        ("gpu1", ["127.0.1.1"], HOST, "10.0.0.5"),
+        ("service", ["172.20.0.9"], HOST, "10.0.0.5"),
+        ("gpu1", ["127.0.1.1", "10.0.0.5"], HOST | {"ib0": ["10.1.0.5"]}, "10.0.0.5"),
+        ("localhost", ["127.0.0.1"], HOST, "127.0.0.1"),
+        ("127.0.0.1", ["127.0.0.1"], HOST, "127.0.0.1"),
+    ],
+)
+def test_the_address_to_listen_at_is_the_one_that_others_know(
+    monkeypatch: pytest.MonkeyPatch, name: str, leads_to: list[str], host: dict[str, list[str]], found: str
+) -> None:
+    monkeypatch.setattr(network_interfaces, "interfaces", lambda: host)
+    monkeypatch.setattr(network_interfaces, "addresses_of", lambda name: leads_to)
+    assert network_interfaces.own_address(name) == found
+
+
+def test_an_address_that_cannot_be_told_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_interfaces, "interfaces", lambda: HOST | {"ib0": ["10.1.0.5"]})
+    monkeypatch.setattr(network_interfaces, "addresses_of", lambda name: ["127.0.1.1"])
+    with pytest.raises(ConfigError, match=r"'gpu1'.* leads to 127.0.1.1 here.*: 10.0.0.5 \(eth0\), 10.1.0.5 \(ib0\)"):
+        network_interfaces.own_address("gpu1")
+
+
+def test_what_listens_for_several_hosts_is_at_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the store of rank 0 and the launcher that the others find do."""
+    monkeypatch.setattr(network_interfaces, "own_address", lambda name: "127.0.0.2")
+    with network_interfaces.listen("gpu1", 0) as listener:
+        port = listener.getsockname()[1]
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+        with pytest.raises(ConfigError, match=f"gpu1:{port}: this host cannot listen there"):
+            network_interfaces.listen("gpu1", port)
+
+
+def test_rows_of_ranks_that_cannot_map_each_others_memory_stay_where_they_are() -> None:
+    descriptor = os.memfd_create("rows")
+    first, second = LocalRowStore(descriptor, 0, 2), LocalRowStore(descriptor, 1, 2)
+    for number in range(100):
+        first.set("zeromesh/board/1", f"row {number}")
+        second.set("zeromesh/board/1", "another mesh")
+    assert first.get("zeromesh/board/1") == b"row 99"
+    assert second.clone().get("zeromesh/board/1") == b"another mesh"
+    assert os.fstat(descriptor).st_size <= 4 << 15
+    os.close(descriptor)

@@ -1,0 +1,270 @@
+"""Messages between launchers: whatever comes is taken, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeromesh.environment import SECRET
+from zeromesh.errors import ConfigError
+from zeromesh.launch import messages
+from zeromesh.launch.heartbeat import Splitter, frame
+from zeromesh.launch.local import Nodes, WorkersFailed, launch_workers
+from zeromesh.launch.messages import LauncherConnection, MessageError
+from zeromesh.launch.rank_processes import RankRange
+from zeromesh.launch.rendezvous import Follower, Leader, _place
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([10**400, -1, 1 << 63])
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["\ud800", "\0", "A=B", "\x1b[2J"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = st.sampled_from(
+    ["beat", "end", "text", "noticed", "apart", "echo", "signal", "variables", "start", "rest", "x"]
+)
+MESSAGES = st.dictionaries(FIELDS, VALUES, max_size=4)
+
+
+def refusal(read: Callable[[], object]) -> str:
+    """Why something is refused; empty when it is not. Any other error fails the test."""
+    try:
+        read()
+    except MessageError as error:
+        return str(error)
+    return ""
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary() | VALUES.map(lambda value: json.dumps(value).encode()))
+def test_bytes_are_a_message_or_refused(data: bytes) -> None:
+    assert refusal(lambda: messages.parsed(data)).isprintable()
+    printed, found = Splitter().feed(b"\x1ezeromesh:" + data + b"\x1e and more\n")
+    assert printed or found or b"\x1e" not in data
+
+
+@pytest.mark.parametrize("data", [b"[" * 100_000, b"9" * 5000, b"null", b""], ids=["deep", "long", "null", "empty"])
+def test_what_json_itself_refuses_is_refused_by_name(data: bytes) -> None:
+    assert refusal(lambda: messages.parsed(data)).startswith("a message is no ")
+    assert Splitter().feed(b"\x1ezeromesh:" + data + b"\x1e")[1] == []
+
+
+@settings(max_examples=300, deadline=None)
+@given(MESSAGES)
+def test_every_field_is_taken_or_refused(message: dict[str, Any]) -> None:
+    readers = [
+        lambda: messages.number(message, "end", most=255),
+        lambda: messages.text(message, "text"),
+        lambda: messages.truth(message, "noticed"),
+        lambda: messages.signal_number(message, "signal"),
+        lambda: os.environ.copy() | messages.variables(message),
+        lambda: _place(message.get("start")),
+    ]
+    for read in readers:
+        said = refusal(read)
+        assert said.isprintable()
+        assert len(said) < 300
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ({"end": "0"}, "'end' is '0'; allowed is an integer from 0 to 255"),
+        ({"end": 10**400}, "'end' is an integer of 1329 bits"),
+        ({"end": 1e400}, "'end' is inf"),
+        ({"end": True}, "'end' is True"),
+        ({"end": 1, "text": ["x"]}, "'text' is ['x']; allowed is a text"),
+        ({"end": 1, "noticed": 2}, "'noticed' is 2; allowed is true or false"),
+        ({"beat": None}, "'beat' is None"),
+        ({"hello": 1}, "neither 'beat' nor 'end': 'hello'"),
+        ({}, "neither 'beat' nor 'end': nothing"),
+    ],
+)
+def test_a_host_that_sends_nonsense_is_named(tmp_path: Path, said: dict[str, Any], named: str) -> None:
+    from zeromesh.launch.hostfile import Host as Named
+    from zeromesh.launch.log_forwarding import Output
+    from zeromesh.launch.ssh import HostLine, Reach, watch
+    from zeromesh.launch.stop_requests import StopSignals
+
+    (tmp_path / "said").write_bytes(frame(said))
+    reach = Reach(ssh=("sh",), directory="/", python_path=None, variables={}, silence_seconds=2.0)
+    output = Output()
+    line = HostLine(Named(name="b", slots=1, address="b"), ["cat", str(tmp_path / "said")], reach, output)
+    outcome = watch([line], StopSignals(), 2.0)
+    output.close()
+    assert str(outcome.cause).startswith("host b: what it has sent makes no sense: ")
+    assert named in str(outcome.cause)
+
+
+@pytest.mark.parametrize(
+    ("sent", "named"),
+    [
+        (b"hello\n", "a message is no JSON"),
+        (b'{"echo": "x"}\n', "'echo' is 'x'"),
+        (b'{"signal": 1e9}\n', "'signal' is 1000000000.0"),
+        (b'{"signal": 70}\n', "'signal' is 70; allowed is an integer from 1 to 64"),
+    ],
+)
+def test_a_host_names_nonsense_of_the_launching_side(sent: bytes, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zeromesh.launch import heartbeat
+
+    ended: list[str] = []
+
+    def refuse(self: object, error: MessageError) -> None:
+        ended.append(str(error))
+        raise SystemExit
+
+    monkeypatch.setattr(heartbeat.Lifeline, "_refuse", refuse)
+    reader, writer = os.pipe()
+    line = object.__new__(heartbeat.Lifeline)
+    line._input, line._partial, line._silence, line._heard = reader, b"", 5.0, time.monotonic()
+    os.write(writer, sent)
+    with pytest.raises(SystemExit):
+        line._listen()
+    os.close(reader)
+    os.close(writer)
+    assert named in ended[0]
+
+
+def joined(port: int, secret: str, hello: dict[str, Any] | bytes) -> list[bytes]:
+    """What a launcher that leads answers to a hello, before it hangs up."""
+    until = time.monotonic() + 10
+    while True:
+        try:
+            connection = socket.create_connection(("127.0.0.1", port), timeout=5)
+            break
+        except ConnectionRefusedError:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    with connection:
+        line = LauncherConnection(connection, secret, serves=False)
+        found: list[bytes] = []
+        said = False
+        while time.monotonic() < until:
+            lines = line.read()
+            if lines is None:
+                return found
+            found += lines
+            if found and not said:
+                said = True
+                if isinstance(hello, bytes):
+                    connection.setblocking(True)
+                    connection.sendall(hello)
+                    connection.setblocking(False)
+                else:
+                    drawn = json.loads(found[0].partition(b" ")[2])["drawn"]
+                    line._numbers[True] += 1
+                    line.agree(drawn, hello["drawn"])
+                    line.send(hello)
+            time.sleep(0.01)
+    return found
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_who_does_not_know_the_secret_does_not_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET, "the secret of this run")
+    port = free_port()
+    told: list[str] = []
+    stop = threading.Event()
+    nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{port}")
+    leader = Leader(nodes, 1, told.append, stop.is_set)
+    waiting = threading.Thread(target=leader.first)
+    waiting.start()
+    hello = {"processes": 1, "run_id": "", "name": "stranger", "drawn": "00", "rank": 0}
+    try:
+        for attempt in (b"\x80\x04pickle\n", b"[" * 50_000 + b"\n", b"{}\n", b"x {}\n", os.urandom(50) + b"\n"):
+            joined(port, "", attempt)
+        joined(port, "a guess", hello)
+        joined(port, "the secret of this run", hello | {"processes": 10**30})
+        joined(port, "the secret of this run", hello | {"name": "\x1b[2J"})
+        assert waiting.is_alive(), "a stranger was taken for the second host"
+    finally:
+        stop.set()
+        waiting.join()
+        leader.close()
+    assert len(told) == 1, "what one address sends is said once"
+    assert told[0].startswith(f"127.0.0.1, which came to 127.0.0.1:{port}, is refused: ")
+
+
+def test_hosts_with_different_secrets_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{port}", rank=0)
+    stop = threading.Event()
+    leader = Leader(nodes, 1, lambda line: None, stop.is_set)
+    waiting = threading.Thread(target=leader.first)
+    waiting.start()
+    monkeypatch.setenv(SECRET, "another")
+    try:
+        with pytest.raises(ConfigError, match="ZEROMESH_SECRET on every host"):
+            launch_workers(["-c", "pass"], processes=1, nodes=Nodes(least=2, most=2, endpoint=nodes.endpoint, rank=1))
+    finally:
+        stop.set()
+        waiting.join()
+        leader.close()
+
+
+def test_a_restart_says_who_died_and_which_restart_it_is(tmp_path: Path) -> None:
+    told: list[str] = []
+    body = (
+        "import os, signal, sys, time\n"
+        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(30)\n"
+    )
+    script = tmp_path / "die.py"
+    script.write_text(body)
+    failed = launch_workers([str(script)], processes=2, nodes=Nodes(max_restarts=2), tell=told.append)
+    assert isinstance(failed, WorkersFailed)
+    assert (failed.ranks, failed.exit_code) == ((1,), 137)
+    assert len(told) == 2
+    for number, line in enumerate(told, start=1):
+        assert "rank 1 (pid " in line
+        assert "was killed by SIGKILL" in line
+        assert line.endswith(f"restart {number} of 2")
+
+
+def test_a_mistake_of_the_users_is_not_tried_again() -> None:
+    told: list[str] = []
+    body = (
+        "from zeromesh.launch.rank_processes import become_worker\n"
+        "become_worker(lambda error: 2)\n"
+        "raise ValueError('no')"
+    )
+    failed = launch_workers(["-c", body], processes=1, nodes=Nodes(max_restarts=3), tell=told.append)
+    assert isinstance(failed, WorkersFailed)
+    assert failed.exit_code == 2
+    assert not told
+
+
+def test_a_follower_names_the_leader_that_is_gone_not_ranks_that_noticed() -> None:
+    nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{free_port()}")
+    stop = threading.Event()
+    leader = Leader(nodes, 1, lambda line: None, stop.is_set)
+    waiting = threading.Thread(target=leader.first)
+    waiting.start()
+    follower = Follower(nodes, 1, lambda: False)
+    assert isinstance(follower.first(), RankRange)
+    waiting.join()
+    leader.close()
+    noticed = WorkersFailed(ranks=(1,), message="rank 0 is gone", exit_code=1, noticed=True)
+    found = follower.next(noticed)
+    assert isinstance(found, WorkersFailed)
+    assert str(found) == f"the launcher at {nodes.endpoint} has ended"

@@ -1,0 +1,116 @@
+"""Activation checkpointing changes memory and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.models.activation_checkpointing import Mode, enable_activation_checkpointing
+
+
+def gpt2() -> Any:
+    config = tf.GPT2Config(
+        n_embd=32, n_layer=3, n_head=4, vocab_size=50, n_positions=32, bos_token_id=None, eos_token_id=None
+    )
+    config.use_cache = False  # as in training; with one, the mask and so the sums of attention are made otherwise
+    torch.manual_seed(0)
+    return tf.GPT2LMHeadModel(config).double().train()  # dropout 0.1: recomputation has to draw the same numbers
+
+
+def llama() -> Any:
+    config = tf.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=50
+    )
+    torch.manual_seed(0)
+    return tf.LlamaForCausalLM(config).double().train()
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def step(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], Counter[str]]:
+    ids = torch.arange(40).reshape(2, 20) % 50
+    torch.manual_seed(1)
+    with Operations() as operations:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, operations.count
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("mode", ["block", "selective"])
+def test_gradients_are_the_same(build: Any, mode: Mode) -> None:
+    loss, gradients, plain = step(build())
+    model = build()
+    assert enable_activation_checkpointing(model, mode) == 3
+    loss2, gradients2, operations = step(model)
+    assert torch.equal(loss, loss2)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, gradients2[name]), name
+    products = [key for key in plain if key.startswith(("aten.mm", "aten.addmm", "aten._scaled"))]
+    forward = {key: operations[key] - plain[key] for key in products if "backward" not in key}
+    assert any(extra > 0 for extra in forward.values()) == (mode == "block"), forward
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor, *, scale: float) -> torch.Tensor:
+        out: torch.Tensor = x + scale * self.inner(x)
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("mode", ["block", "selective"])
+def test_plain_blocks(mode: Mode) -> None:
+    results, calls = [], 0
+
+    def hook(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    for wrapped in (False, True):
+        net = Net()
+        if wrapped:
+            assert enable_activation_checkpointing(net, mode, blocks=list(net.blocks)) == 3
+            for block in net.blocks:
+                block.register_forward_pre_hook(hook)
+        torch.manual_seed(3)
+        net(torch.ones(4, 8)).backward()
+        results.append([p.grad for p in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert calls == 3  # hooks of the block do not run again in recomputation
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ConfigError, match="none, block, selective"):
+        enable_activation_checkpointing(Net(), "full")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Net has none"):
+        enable_activation_checkpointing(Net(), "block")

@@ -1,0 +1,472 @@
+"""A loss is a sum and a count; the chunked head stands for a model's own loss only where it is that loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeromesh.errors import ConfigError, DataError, PhaseError
+from zeromesh.trainer.losses.losses import ExampleLoss, LabelLoss, UserLoss, make_loss
+from zeromesh.trainer.losses.trial import InFloat64, examine
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+KV = {"num_key_value_heads": 2, "vocab_size": 90}
+EAGER = {"experts_implementation": "eager"}  # fused experts have no float64
+
+
+def gpt2(**changes: Any) -> Any:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 90, "n_positions": 32}
+    return tf.GPT2LMHeadModel(tf.GPT2Config(**{**sizes, "bos_token_id": None, "eos_token_id": None, **changes}))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, **KV)),
+    "llama-tied": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, **KV, tie_word_embeddings=True)),
+    "gpt2": gpt2,
+    "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**SMALL, **KV)),
+    "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**SMALL, **KV)),
+    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**SMALL, **KV, num_local_experts=4, **EAGER)),
+    "mixtral-auxiliary": lambda: tf.MixtralForCausalLM(
+        tf.MixtralConfig(**SMALL, **KV, num_local_experts=4, output_router_logits=True, **EAGER)
+    ),
+    "opt": lambda: tf.OPTForCausalLM(
+        tf.OPTConfig(
+            hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=90, dropout=0.0,
+            word_embed_proj_dim=32, max_position_embeddings=32,
+        )
+    ),
+    "bert-masked": lambda: tf.BertForMaskedLM(tf.BertConfig(**SMALL, vocab_size=90)),
+    "t5": lambda: tf.T5ForConditionalGeneration(
+        tf.T5Config(
+            d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=90, decoder_start_token_id=0, dropout_rate=0.0
+        )
+    ),
+    "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**SMALL, **KV, head_dim=8)),
+    "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**SMALL, **KV, logits_scaling=8.0)),
+    "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**SMALL, **KV)),
+    "cohere2": lambda: tf.Cohere2ForCausalLM(tf.Cohere2Config(**SMALL, **KV, logit_scale=0.3)),
+    "gemma3": lambda: tf.Gemma3ForCausalLM(
+        tf.Gemma3TextConfig(**SMALL, **KV, head_dim=8, final_logit_softcapping=0.5)
+    ),
+    "granite by 13": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**SMALL, **KV, logits_scaling=13.0)),
+    "nanochat": lambda: tf.NanoChatForCausalLM(tf.NanoChatConfig(**SMALL, **KV, final_logit_softcapping=0.5)),
+}  # fmt: skip
+CHANGED = {
+    "gemma2": "a factor of 1, capped at 30",
+    "gemma3": "a factor of 1, capped at 0.5",
+    "nanochat": "a factor of 1, capped at 0.5",
+    "granite": "a factor of 0.125",
+    "granite by 13": "a factor of 0.0769231",
+    "cohere": "a factor of 0.0625",
+    "cohere2": "a factor of 0.3",
+}
+
+
+def model_of(name: str) -> Any:
+    torch.manual_seed(0)
+    return MODELS[name]().double().eval()
+
+
+def batch_of(*, masked: bool = True) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 90, (3, 11), generator=torch.Generator().manual_seed(1))
+    labels = ids.roll(1, 1).clone()
+    if masked:
+        labels[0, :6] = -100
+        labels[1] = -100
+        labels[2, 9:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def expected_count(model: Any, batch: Mapping[str, torch.Tensor]) -> int:
+    shifts = "Masked" not in type(model).__name__ and not model.config.is_encoder_decoder
+    labels = batch["labels"][:, 1:] if shifts else batch["labels"]
+    return int((labels != -100).sum())
+
+
+def gradients(model: Any, loss: torch.Tensor, seed: float) -> dict[str, torch.Tensor]:
+    named = dict(model.named_parameters())
+    grads = torch.autograd.grad(loss, list(named.values()), torch.tensor(seed, dtype=loss.dtype), allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), grads, strict=True)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_which_models_the_chunked_head_stands_for(name: str) -> None:
+    with torch.device("meta"):
+        model = MODELS[name]()
+    loss = make_loss(model)
+    assert isinstance(loss, LabelLoss)
+    assert loss.chunked, loss.notes
+    assert loss.causal == (name not in ("bert-masked", "t5"))
+    assert not loss.counts_examples
+    changed = f", of logits changed by {CHANGED[name]}" if name in CHANGED else ""
+    assert loss.notes[0] == f"loss: cross entropy in chunks of tokens{changed}, equal to the model's own in a trial"
+    assert any("auxiliary" in note for note in loss.notes) == (name == "mixtral-auxiliary")
+
+
+class DoubledHead(nn.Linear):
+    """A user's own."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return 2.0 * super().forward(hidden)
+
+
+def subclassed(model: Any) -> None:
+    head = DoubledHead(32, 90, bias=False, dtype=torch.float64)
+    head.weight = model.lm_head.weight
+    model.lm_head = head
+
+
+def hooked(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda head, inputs, logits: 2.0 * logits)
+
+
+def replaced(model: Any) -> None:
+    model.lm_head.forward = lambda hidden: nn.functional.linear(hidden, 2.0 * model.lm_head.weight)
+
+
+@pytest.mark.parametrize("change", [subclassed, hooked, replaced])
+def test_a_head_that_is_not_its_class_own_keeps_its_loss(change: Callable[[Any], None]) -> None:
+    """The trial is of the class; a model whose head was changed since then has another loss."""
+    model, batch = model_of("llama"), batch_of()
+    before = float(model(**batch).loss.detach())
+    change(model)
+    loss = make_loss(model)
+    assert isinstance(loss, LabelLoss)
+    assert loss.causal
+    assert not loss.chunked
+    assert "the model's own, with all logits in memory, because" in loss.notes[0]
+    with InFloat64():
+        own = float(model(**batch).loss.detach())
+        found = float(loss(model, batch, seed=1.0).detach()) / loss.count(batch)
+    assert found == pytest.approx(own, rel=1e-12)
+    assert own != pytest.approx(before, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(1, marks=pytest.mark.full), 4, pytest.param(1000, marks=pytest.mark.full), None]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_chunked_loss_is_the_models_own(name: str, chunk: int | None) -> None:
+    model, batch, seed = model_of(name), batch_of(), 1 / 64
+    count = expected_count(model, batch)
+    with InFloat64():
+        own = model(**batch).loss * count
+        theirs = gradients(model, own, seed)
+        loss = make_loss(model, chunk_tokens=chunk)
+        assert loss.count(batch) == count
+        ours = loss(model, batch, seed=seed)
+        torch.testing.assert_close(ours, own, rtol=1e-12, atol=0)
+        assert loss.last_count == count
+        largest = max(float(gradient.norm()) for gradient in theirs.values())
+        for parameter, gradient in gradients(model, ours, seed).items():
+            error = float((gradient - theirs[parameter]).norm())
+            assert error <= 1e-12 * (float(theirs[parameter].norm()) + 1e-3 * largest), parameter
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_native_is_mean_times_count(name: str) -> None:
+    model, batch = model_of(name), batch_of()
+    loss = make_loss(model, mode="native")
+    ours = loss(model, batch, seed=1.0)
+    assert torch.equal(ours, model(**batch).loss * expected_count(model, batch))
+
+
+@pytest.mark.parametrize("mode", ["auto", "native"])
+@pytest.mark.parametrize("name", ["llama", "mixtral-auxiliary", "bert-masked"])
+def test_a_batch_without_targets_gives_zero(name: str, mode: Any) -> None:
+    model, batch = model_of(name), batch_of()
+    batch["labels"].fill_(-100)
+    loss = make_loss(model, mode=mode)
+    assert loss.count(batch) == 0
+    total = loss(model, batch, seed=1.0)
+    assert float(total.detach()) == 0.0
+    assert all(bool((gradient == 0).all()) for gradient in gradients(model, total, 1.0).values())
+
+
+def test_microbatches_add_up() -> None:
+    model, batch = model_of("llama"), batch_of()
+    loss = make_loss(model)
+    parts = [{name: value[i : i + 1] for name, value in batch.items()} for i in range(3)]
+    with torch.no_grad():
+        total = sum(float(loss(model, part, seed=0.0)) for part in parts)
+        assert total == pytest.approx(float(loss(model, batch, seed=0.0)), rel=1e-6)
+    assert sum(loss.count(part) or 0 for part in parts) == loss.count(batch)
+
+
+def test_evaluation_and_other_calls_are_as_before() -> None:
+    model, batch = model_of("llama"), batch_of()
+    with torch.no_grad():
+        before = model(**batch)
+        ids = model.generate(batch["input_ids"][:1], max_new_tokens=4, do_sample=False)
+        loss = make_loss(model, chunk_tokens=4)
+        total = loss(model, batch, seed=0.0)
+        assert not total.requires_grad
+        torch.testing.assert_close(total, (before.loss * loss.last_count).double(), rtol=1e-6, atol=0)
+        assert torch.equal(model(**batch).logits, before.logits)
+        assert torch.equal(model(**batch).loss, before.loss)
+        assert torch.equal(model.generate(batch["input_ids"][:1], max_new_tokens=4, do_sample=False), ids)
+
+
+def test_the_head_computes_inside_its_own_call() -> None:
+    """An engine's hooks on the head gather its weight before, and release it after: it must not be read elsewhere."""
+    model, batch = model_of("llama"), batch_of()
+    weight = model.lm_head.weight.data
+    model.lm_head.weight.data = torch.full_like(weight, float("nan"))
+
+    def gather(module: Any, _args: Any) -> None:
+        module.weight.data = weight
+
+    def release(module: Any, _args: Any, _output: Any) -> None:
+        module.weight.data = torch.full_like(weight, float("nan"))
+
+    model.lm_head.register_forward_pre_hook(gather)
+    model.lm_head.register_forward_hook(release)
+    loss = make_loss(model)
+    total = loss(model, batch, seed=0.5)
+    grads = gradients(model, total, 0.5)
+    assert all(bool(torch.isfinite(gradient).all()) for gradient in grads.values())
+
+
+def test_logits_are_never_whole() -> None:
+    model, batch = model_of("llama").float(), batch_of(masked=False)
+    loss = make_loss(model, chunk_tokens=4)
+    shapes: set[tuple[int, ...]] = set()
+
+    class Shapes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                shapes.add(tuple(out.shape))
+            return out
+
+    with Shapes():
+        loss(model, batch, seed=1.0).backward()
+    rows = {shape[0] for shape in shapes if len(shape) == 2 and shape[1] == 90}
+    assert rows
+    assert max(rows - {32}) <= 4  # [hidden, vocab] is the transposed weight
+
+
+class Capped(tf.LlamaForCausalLM):
+    """A user's own class with the same loss and other logits."""
+
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = 30 * torch.tanh(output.logits / 30)
+        if labels is not None:
+            output.loss = self.loss_function(output.logits, labels, self.config.vocab_size)
+        return output
+
+
+class Smoothed(tf.LlamaForCausalLM):
+    """Adds a term to the loss that the chunked head does not see."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if output.loss is not None:
+            output.loss = output.loss + 1e-6 * output.logits.square().mean()
+        return output
+
+
+class Summed(tf.LlamaForCausalLM):
+    """A sum where the library has a mean."""
+
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, labels=labels, **kwargs)
+        if labels is not None:
+            output.loss = output.loss * (labels[:, 1:] != -100).sum()
+        return output
+
+
+class Rooted(tf.LlamaForCausalLM):
+    """Changes its logits one by one, and neither by a factor nor by a cap."""
+
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits / (1 + output.logits.square()).sqrt()
+        if labels is not None:
+            output.loss = self.loss_function(output.logits, labels, self.config.vocab_size)
+        return output
+
+
+def test_a_users_own_cap_is_found() -> None:
+    assert (
+        make_loss(Capped(tf.LlamaConfig(**SMALL, **KV)))
+        .notes[0]
+        .startswith("loss: cross entropy in chunks of tokens, of logits changed by a factor of 1, capped at 30, equal")
+    )
+
+
+@pytest.mark.parametrize("cls", [Rooted, Smoothed])
+def test_other_losses_are_found_unequal(cls: Any) -> None:
+    model = cls(tf.LlamaConfig(**SMALL, **KV))
+    loss = make_loss(model)
+    assert not getattr(loss, "chunked", False), loss.notes
+
+
+def test_a_loss_that_is_no_mean_over_labels_is_not_called_one() -> None:
+    loss = make_loss(Summed(tf.LlamaConfig(**SMALL, **KV)))
+    assert isinstance(loss, ExampleLoss)
+    assert "neither labels nor shifted labels" in loss.notes[0]
+
+
+def test_a_replaced_loss_function_is_respected() -> None:
+    model = model_of("llama")
+    model.loss_function = lambda logits, labels, *args, **kwargs: logits.square().mean()
+    loss = make_loss(model)
+    assert isinstance(loss, LabelLoss)
+    assert not loss.chunked
+    assert "replaced" in loss.notes[0]
+
+
+def test_the_trial_leaves_no_trace() -> None:
+    model = model_of("llama")
+    state = torch.get_rng_state()
+    before = (set(vars(model)), set(vars(model.lm_head)))
+    assert examine(model).route == "loss_function"
+    assert (set(vars(model)), set(vars(model.lm_head))) == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dropout_does_not_disturb_the_trial() -> None:
+    assert examine(gpt2(resid_pdrop=0.5, attn_pdrop=0.5)).route == "loss_function"
+
+
+def test_classifiers_count_labelled_examples() -> None:
+    torch.manual_seed(0)
+    model = tf.BertForSequenceClassification(tf.BertConfig(**SMALL, vocab_size=90, num_labels=3)).eval()
+    batch = {"input_ids": batch_of()["input_ids"], "labels": torch.tensor([2, -100, 0])}
+    loss = make_loss(model)
+    assert loss.count(batch) == 2
+    total = loss(model, batch, seed=1.0)
+    logits = model(input_ids=batch["input_ids"]).logits
+    torch.testing.assert_close(total, nn.functional.cross_entropy(logits, batch["labels"], reduction="sum"))
+    assert not loss.causal
+    assert loss.notes == ()
+
+
+def test_token_classifiers_count_labelled_tokens() -> None:
+    model = tf.BertForTokenClassification(tf.BertConfig(**SMALL, vocab_size=90, num_labels=3)).eval()
+    batch = {"input_ids": batch_of()["input_ids"], "labels": batch_of()["labels"].clamp(max=2)}
+    loss = make_loss(model)
+    total = loss(model, batch, seed=1.0)
+    logits = model(input_ids=batch["input_ids"]).logits.reshape(-1, 3)
+    expected = nn.functional.cross_entropy(logits, batch["labels"].reshape(-1), reduction="sum")
+    torch.testing.assert_close(total, expected)
+
+
+def test_regression_counts_elements() -> None:
+    model = tf.BertForSequenceClassification(tf.BertConfig(**SMALL, vocab_size=90, num_labels=1)).eval()
+    batch = {"input_ids": batch_of()["input_ids"], "labels": torch.tensor([0.5, 1.0, -2.0])}
+    loss = make_loss(model)
+    assert loss.count(batch) == 3
+    predicted = model(input_ids=batch["input_ids"]).logits.squeeze(1)
+    torch.testing.assert_close(loss(model, batch, seed=1.0), (predicted - batch["labels"]).square().sum())
+
+
+class Net(nn.Module):
+    def __init__(self, form: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.form = form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.form(self.linear(x).mean())
+
+
+@pytest.mark.parametrize(
+    "form",
+    [lambda t: t, lambda t: SimpleNamespace(loss=t), lambda t: {"loss": t}, lambda t: (t, 1), lambda t: t.reshape(1)],
+)
+def test_any_module_counts_examples_and_says_so(form: Callable[[torch.Tensor], Any]) -> None:
+    net, batch = Net(form), {"x": torch.ones(4, 3)}
+    loss = make_loss(net)
+    assert loss.counts_examples
+    assert "Net is taken for a mean over examples" in loss.notes[0]
+    assert loss.count(batch) == 4
+    torch.testing.assert_close(loss(net, batch, seed=1.0), 4 * net.linear(batch["x"]).mean())
+
+
+@pytest.mark.parametrize("form", [lambda t: None, lambda t: {"logits": t}, lambda t: torch.ones(2), lambda t: ()])
+def test_no_loss_is_named(form: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(ConfigError, match=r"Net\.forward gave .* compute_loss"):
+        make_loss(Net(form))(Net(form), {"x": torch.ones(4, 3)}, seed=1.0)
+
+
+def test_a_users_loss_gives_its_own_count() -> None:
+    net, batch = Net(lambda t: t), {"x": torch.ones(4, 3)}
+    loss = make_loss(net, compute_loss=lambda model, b: (model.linear(b["x"]).sum(), torch.tensor(7)))
+    assert isinstance(loss, UserLoss)
+    assert loss.count(batch) is None
+    with pytest.raises(PhaseError, match="has not run"):
+        _ = loss.last_count
+    torch.testing.assert_close(loss(net, batch, seed=1.0), net.linear(batch["x"]).sum())
+    assert loss.last_count == 7
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (torch.tensor(1.0), r"must return \(sum, count\)"),
+        ((1.0, 2), "tensor of one element"),
+        ((torch.ones(2), 2), "tensor of one element"),
+        ((torch.tensor(1.0), 1.5), "whole number"),
+        ((torch.tensor(1.0), -1), "whole number"),
+        ((torch.tensor(1.0), True), "whole number"),
+        ((torch.tensor(1.0), "2"), "whole number"),
+    ],
+)
+def test_bad_results_of_a_users_loss_are_named(result: Any, message: str) -> None:
+    loss = make_loss(nn.Linear(1, 1), compute_loss=lambda model, batch: result)
+    with pytest.raises(ConfigError, match=message):
+        loss(nn.Linear(1, 1), {}, seed=1.0)
+
+
+def test_missing_labels_are_named() -> None:
+    loss = make_loss(model_of("llama"))
+    with pytest.raises(DataError, match=r"no `labels`.*input_ids"):
+        loss.count({"input_ids": torch.ones(1, 2)})
+    with pytest.raises(DataError, match="no tensor"):
+        make_loss(nn.Linear(1, 1)).count({"x": 1})
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that was made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, torch.Tensor):
+                self.elements = max(self.elements, each.untyped_storage().nbytes() // each.element_size())
+        return result
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "cohere", "granite"])
+def test_no_tensor_holds_all_logits_of_a_large_vocabulary(name: str) -> None:
+    torch.manual_seed(0)
+    small, tokens = MODELS[name](), 1024
+    small.config.vocab_size = small.config.max_position_embeddings = 8192
+    model = type(small)(small.config)
+    loss = make_loss(model)
+    ids = torch.randint(1, 8192, (2, tokens // 2))
+    with Largest() as largest:
+        loss(model, {"input_ids": ids, "labels": ids}, seed=1.0).backward()  # type: ignore[no-untyped-call]
+    assert 256 * 8192 <= largest.elements < tokens * 8192 // 2
+
+
+@pytest.mark.parametrize("change", ["scale", "cap"])
+def test_a_model_that_changes_its_logits_otherwise_than_its_copy_is_refused(change: str) -> None:
+    """What a copy of fewer layers and smaller sizes has shown is checked on the model itself."""
+    model, batch = model_of("granite" if change == "scale" else "gemma3"), batch_of()
+    loss = make_loss(model)
+    model.config.logits_scaling, model.config.final_logit_softcapping = 3.0, 2.0
+    with pytest.raises(PhaseError, match=r"a factor of .* a small copy of it by a factor of .* model\.loss: native"):
+        loss(model, batch, seed=1.0)

@@ -1,0 +1,120 @@
+"""Building from a configuration: deferred where that is exact, and every mistake named with what is nearest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.models.build import build_model
+from zeromesh.weight_init.weight_sources import BuiltSource, SeededSource
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def build(config: dict[str, Any] | None, head: str = "causal_lm", **options: Any) -> Any:
+    return build_model(source=None, config=config, head=head, seed=0, **options)  # type: ignore[arg-type]
+
+
+def test_a_model_is_built_without_memory() -> None:
+    built = build(LLAMA, vocab_size=77)
+    assert isinstance(built.model, tf.LlamaForCausalLM)
+    assert isinstance(built.source, SeededSource)
+    assert built.notes == ()
+    assert all(p.is_meta and p.dtype is torch.float32 for p in built.model.parameters())
+    assert built.model.config.vocab_size == 77
+    assert built.model.config._attn_implementation == "sdpa"
+
+
+def test_a_written_vocab_size_stands() -> None:
+    assert build({**LLAMA, "vocab_size": 100}, vocab_size=77).model.config.vocab_size == 100
+
+
+@pytest.mark.parametrize(
+    ("head", "cls"),
+    [
+        ("masked_lm", tf.BertForMaskedLM),
+        ("sequence_classification", tf.BertForSequenceClassification),
+        ("token_classification", tf.BertForTokenClassification),
+    ],
+)
+def test_heads(head: str, cls: type) -> None:
+    config = {**LLAMA, "model_type": "bert", "num_labels": 5}
+    model = build(config, head).model
+    assert isinstance(model, cls)
+    assert model.config.num_labels == 5
+
+
+def test_a_model_that_meta_would_lose_is_built_on_cpu() -> None:
+    config = {"model_type": "openai-gpt", "n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 60}
+    built = build(config)
+    assert isinstance(built.source, BuiltSource)
+    assert "built whole on CPU" in built.notes[0]
+    assert built.source.read("transformer.h.0.attn.c_attn.weight", 0, 100).std() > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "model_type is missing"),
+        (None, "model_type is missing"),
+        ({**LLAMA, "model_type": "lama"}, "'lama' is not known.*llama"),
+        ({**LLAMA, "hidden_sise": 32}, "hidden_sise is not a field of LlamaConfig; nearest: hidden_size"),
+        ({**LLAMA, "hidden_size": "a"}, "hidden_size.*expected int, got str"),
+        ({**LLAMA, "num_attention_heads": 3}, "not a multiple"),
+        ({**LLAMA, "hidden_act": "jump"}, "hidden_act 'jump' is not known.*relu"),
+    ],
+)
+def test_mistakes_are_named(config: dict[str, Any] | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(config)
+
+
+def test_two_unknown_fields_are_reported_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build({**LLAMA, "hidden_sise": 32, "zzz": 1})
+    assert len(caught.value.problems) == 2
+
+
+def test_heads_that_do_not_exist_are_named() -> None:
+    with pytest.raises(ConfigError, match="LlamaConfig has no masked_lm model; it has causal_lm"):
+        build(LLAMA, "masked_lm")
+    with pytest.raises(ConfigError, match="'regression' is not one of causal_lm"):
+        build(LLAMA, "regression")
+
+
+def directory_with(tmp_path: Path, **fields: Any) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **fields}))
+    return tmp_path
+
+
+def test_directories_are_checked_before_they_are_read(tmp_path: Path) -> None:
+    quantized = directory_with(tmp_path, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ConfigError, match="quantized"):
+        build_model(source=quantized, config=None, head="causal_lm", seed=0)
+    unknown = directory_with(tmp_path, model_type="nothing")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        build_model(source=unknown, config=None, head="causal_lm", seed=0)
+    other = directory_with(tmp_path)
+    with pytest.raises(ConfigError, match="differs from 'llama'"):
+        build_model(source=other, config={"model_type": "gpt2"}, head="causal_lm", seed=0)
+
+
+def test_code_in_a_directory_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "modeling.py").write_text("raise SystemExit('this ran')")
+    directory = directory_with(
+        tmp_path, model_type="mine", auto_map={"AutoConfig": "modeling.C", "AutoModelForCausalLM": "modeling.M"}
+    )
+    with pytest.raises(ConfigError):
+        build_model(source=directory, config=None, head="causal_lm", seed=0)

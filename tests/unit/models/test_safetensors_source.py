@@ -1,0 +1,288 @@
+"""Streaming a Hugging Face directory: every value exact, only the wanted bytes read, every broken file named."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from architectures import ARCHITECTURES
+from safetensors.torch import load_file, save_file
+
+from zeromesh.errors import ConfigError, LayoutError, StorageError
+from zeromesh.trainer.models.build import build_model
+from zeromesh.trainer.weights import safetensors_reader
+from zeromesh.trainer.weights.safetensors_reader import TensorFiles
+from zeromesh.weight_init.weight_sources import materialize_buffers
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+KV = {"num_key_value_heads": 2, "vocab_size": 90, "pad_token_id": 0}
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, **KV)),
+    "llama-tied": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, **KV, tie_word_embeddings=True)),
+    "gpt2": lambda: tf.GPT2LMHeadModel(
+        tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=90, n_positions=32, bos_token_id=0, eos_token_id=0)
+    ),
+    "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**SMALL, vocab_size=90)),
+    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**SMALL, **KV, num_local_experts=12)),
+    "qwen2_moe": lambda: tf.Qwen2MoeForCausalLM(
+        tf.Qwen2MoeConfig(**SMALL, **KV, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=32)
+    ),
+    "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**SMALL, **KV, head_dim=8)),
+}
+
+
+def saved(family: str, directory: Path, shard: str = "5GB") -> Any:
+    torch.manual_seed(0)
+    model = FAMILIES[family]()
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    model.save_pretrained(directory, max_shard_size=shard)
+    return model
+
+
+def load(directory: Path, head: str = "causal_lm", **config: Any) -> Any:
+    return build_model(source=directory, config=config, head=head, seed=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_value_is_exact(family: str, shard: str, tmp_path: Path) -> None:
+    original = saved(family, tmp_path, shard)
+    built = load(tmp_path, "masked_lm" if family == "bert" else "causal_lm")
+    assert built.notes == ()
+    for name, value in original.named_parameters(remove_duplicate=False):
+        n = value.numel()
+        parts = [built.source.read(name, a, b).clone() for a, b in ((0, n // 3), (n // 3, n // 3), (n // 3, n))]
+        assert torch.equal(torch.cat(parts), value.detach().reshape(-1)), name
+    assert materialize_buffers(built.model, "cpu", 0, source=built.source) == ()
+    built.source.close()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_is_exact(name: str, tmp_path: Path) -> None:
+    subject = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    original = subject.build()
+    original.save_pretrained(tmp_path, max_shard_size="30KB")
+    built = load(tmp_path, subject.head)
+    assert built.notes == ()
+    assert all(parameter.is_meta for parameter in built.model.parameters())
+    for name, value in original.named_parameters(remove_duplicate=False):
+        assert torch.equal(built.source.read(name, 0, value.numel()), value.detach().reshape(-1)), name
+    assert materialize_buffers(built.model, "cpu", 0, source=built.source) == ()
+    wanted = dict(original.named_buffers())
+    for name, value in built.model.named_buffers():
+        assert torch.equal(value, wanted[name]), name
+    built.source.close()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_is_built_without_memory(name: str) -> None:
+    subject = ARCHITECTURES[name]
+    built = build_model(source=None, config=subject.config, head=subject.head, seed=0)
+    assert built.notes == ()
+    for name, parameter in built.model.named_parameters():
+        assert not built.source.read(name, 0, parameter.numel()).isnan().any(), name
+
+
+def test_only_the_wanted_elements_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("llama", tmp_path)
+    built = load(tmp_path)
+    counts: list[int] = []
+    preadv = os.preadv
+
+    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        counts.append(preadv(descriptor, [buffers[0][:7]], offset))  # short reads are continued
+        return counts[-1]
+
+    monkeypatch.setattr(safetensors_reader.os, "preadv", counted)
+    value = built.source.read("model.layers.1.mlp.up_proj.weight", 5, 15)
+    assert value.shape == (10,)
+    assert sum(counts) == 40
+
+
+def test_converted_parameters_are_kept_within_a_bound(tmp_path: Path) -> None:
+    original = saved("mixtral", tmp_path)
+    source: Any = load(tmp_path).source
+    names = [f"model.layers.{i}.mlp.experts.{p}" for i in range(2) for p in ("gate_up_proj", "down_proj")]
+    source._cache_bytes = 1
+    for name in names + names[::-1]:
+        value = dict(original.named_parameters())[name].detach().reshape(-1)
+        assert torch.equal(source.read(name, 100, 5000), value[100:5000])
+        assert len(source._cache) == 1
+
+
+def test_a_new_head_is_initialised_and_said(tmp_path: Path) -> None:
+    saved("bert", tmp_path)
+    built = load(tmp_path, "sequence_classification", num_labels=3)
+    assert "newly initialised: bert.pooler.dense.weight" in built.notes[0]
+    assert "not used by this model: cls.predictions" in built.notes[1]
+    assert built.model.config.num_labels == 3
+    assert built.source.read("classifier.weight", 0, 96).std() < 0.03  # HF's 0.02, the files hold 1.0
+    assert built.source.read("bert.pooler.dense.bias", 0, 4).eq(0).all()
+
+
+def test_a_bare_base_model_loads_under_a_head(tmp_path: Path) -> None:
+    original = saved("llama", tmp_path)
+    original.model.save_pretrained(tmp_path / "base")
+    built = load(tmp_path / "base")
+    assert "newly initialised: lm_head.weight" in built.notes[0]
+    q = original.model.layers[0].self_attn.q_proj.weight.detach().reshape(-1)
+    assert torch.equal(built.source.read("model.layers.0.self_attn.q_proj.weight", 0, q.numel()), q)
+
+
+def test_how_to_generate_is_taken_along(tmp_path: Path) -> None:
+    original = saved("llama", tmp_path)
+    original.generation_config.max_new_tokens = 7
+    original.generation_config.save_pretrained(tmp_path)
+    assert load(tmp_path).model.generation_config.max_new_tokens == 7
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        load(tmp_path)
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def test_all_mismatches_are_listed_at_once(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.norm.weight"]
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 4)
+        tensors["model.layers.0.mlp.gate.weight"] = torch.zeros(3)
+
+    rewrite(tmp_path, change)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path)
+    assert caught.value.problems == (
+        "model.norm.weight is missing",
+        "model.layers.0.mlp.gate.weight is not part of LlamaForCausalLM",
+        "model.layers.0.mlp.up_proj.weight has shape [3, 4], the model has [48, 32]",
+    )
+
+
+@pytest.mark.parametrize("parts", [("w1",), ("w1", "w3"), ("w2",)])
+def test_a_missing_expert_is_an_error(parts: tuple[str, ...], tmp_path: Path) -> None:
+    saved("mixtral", tmp_path)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for part in parts:
+            del tensors[f"model.layers.0.block_sparse_moe.experts.3.{part}.weight"]
+
+    rewrite(tmp_path, change)
+    with pytest.raises(ConfigError, match=r"do not fit the model: model\.layers\.0\.mlp\.experts"):
+        load(tmp_path)
+
+
+def test_tied_names_with_different_values_are_refused(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    with pytest.raises(ConfigError, match="tie_word_embeddings: false"):
+        load(tmp_path, tie_word_embeddings=True)
+
+
+def test_either_name_of_a_tied_parameter_is_enough(tmp_path: Path) -> None:
+    original = saved("llama-tied", tmp_path)
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    value = load(tmp_path).source.read("model.embed_tokens.weight", 3, 50)
+    assert torch.equal(value, original.lm_head.weight.detach().reshape(-1)[3:50])
+
+
+def file_of(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.mkdir(exist_ok=True)
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw) if length is None else length) + raw + data)
+    return path
+
+
+def tensor(shape: Any = (2,), offsets: Any = (0, 8), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "length", "message"),
+    [
+        ({"a": tensor()}, b"12345678", 10**12, "header has 1000000000000 bytes"),
+        ({"a": tensor()}, b"1234", None, "cut short"),
+        ({"a": tensor()}, b"12345678" + b"x", None, "cut short or has a tail"),
+        ({"a": tensor(offsets=(4, 12))}, b"1" * 12, None, "hole or an overlap before a"),
+        ({"a": tensor(), "b": tensor()}, b"12345678", None, "hole or an overlap before b"),
+        ({"a": tensor(shape=(3,))}, b"12345678", None, "gives a 8 bytes"),
+        ({"a": tensor(shape=(-2, -1), offsets=(0, 8))}, b"12345678", None, "not whole numbers"),
+        ({"a": tensor(shape=(True, 2))}, b"12345678", None, "not whole numbers"),
+        ({"a": tensor(offsets=(8, 0))}, b"12345678", None, "gives a -8 bytes"),
+        ({"a": tensor(offsets=(0,))}, b"12345678", None, "two data_offsets"),
+        ({"a": tensor(dtype="F8_E4M3", offsets=(0, 2))}, b"12", None, "dequantized first"),
+        ({"a": 3}, b"", None, "no dtype"),
+        (b"[1, 2]", b"", None, "not a JSON object"),
+        (b"{", b"", None, "not readable JSON"),
+        (b'{"a": 1, "a": 2}', b"", None, "appears twice"),
+        (b"[" * 100000, b"", None, "not readable JSON"),
+        (b"\xff\xfe", b"", None, "not readable JSON"),
+    ],
+)
+def test_broken_files_are_refused(header: Any, data: bytes, length: int | None, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TensorFiles(file_of(tmp_path, header, data, length))
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", "a/b", "a\\b", ""])
+def test_an_index_cannot_leave_the_directory(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ConfigError, match="not a plain name"):
+        TensorFiles(tmp_path)
+
+
+def test_an_index_that_lies_is_refused(tmp_path: Path) -> None:
+    file_of(tmp_path, {"a": tensor()}, b"12345678")
+    index = tmp_path / "model.safetensors.index.json"
+    for names, message in (
+        ({"a": "model.safetensors", "b": "model.safetensors"}, "b is not in model.safetensors"),
+        ({"a": "other.safetensors"}, "other.safetensors is in"),
+        ([], "no `weight_map`"),
+    ):
+        index.write_text(json.dumps({"weight_map": names}))
+        with pytest.raises(ConfigError, match=message):
+            TensorFiles(tmp_path)
+
+
+def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
+    files = TensorFiles(file_of(tmp_path, {"a": tensor()}, b"12345678"))
+    os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 3)
+    with pytest.raises(StorageError, match="a should have 8 bytes"):
+        files.read("a")
+    files.close()
+
+
+def test_pickles_and_absent_directories_are_refused_with_the_cure(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"pytorch_model.bin is pickle.*save it as safetensors"):
+        TensorFiles(tmp_path)
+    with pytest.raises(
+        ConfigError, match="is not a directory on this machine, and cannot be the name of a model on the Hub"
+    ):
+        load(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"no config\.json; give a directory"):
+        load(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"no config\.json; it holds an adapter alone: give the model"):
+        load(tmp_path)
+
+
+def test_bad_reads_are_named(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    source = load(tmp_path).source
+    with pytest.raises(LayoutError, match="not among"):
+        source.read("nothing", 0, 1)
+    with pytest.raises(LayoutError, match="does not lie"):
+        source.read("model.norm.weight", 0, 33)

@@ -1,0 +1,796 @@
+"""Offload of activations: what recomputed blocks keep rests elsewhere, comes back bit by bit and in time, and leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_activation_checkpointing import Net, gpt2, llama
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from zeromesh.errors import ConfigError, StorageError
+from zeromesh.offload import (
+    FileSettings,
+    FileTier,
+    Ledger,
+    Purpose,
+    Tier,
+    TierChoice,
+    Tiers,
+    allocate_lasting,
+    resident_bytes,
+)
+from zeromesh.offload.activations import store as activations
+from zeromesh.offload.activations.store import ActivationStore, FreeRanges
+from zeromesh.offload.io.direct_io import BLOCK
+from zeromesh.trainer.models.activation_checkpointing import Mode, enable_activation_checkpointing
+
+FILE = TierChoice(tier="file")
+HOST = TierChoice(tier="host")
+SECONDS = 20.0
+LABEL = "file tier, kept inputs of blocks: "
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small operations in several threads take many times as long beside other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[Tiers]:
+    made = made_tiers(tmp_path)
+    yield made
+    made.close()
+
+
+def made_tiers(folder: Path, **settings: Any) -> Tiers:
+    files = FileSettings(directories=(folder,), **settings)
+    return Tiers(device=torch.device("cpu"), ledger=Ledger(), files=files)
+
+
+def kept(tiers: Tiers, tier: Tier) -> int:
+    return tiers.ledger.by_purpose(tier).get(Purpose.ACTIVATIONS, 0)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what other threads do."""
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.001)
+
+
+def settled(store: ActivationStore, tiers: Tiers) -> int:
+    """The store's room when nothing is on its way out."""
+    until(lambda: store.room >= 0 and kept(tiers, Tier.HOST) == 0)
+    return store.room
+
+
+def nothing_left(store: ActivationStore, tiers: Tiers) -> None:
+    until(lambda: store.room == 0 and kept(tiers, Tier.HOST) == kept(tiers, Tier.DEVICE) == 0)
+
+
+def computed(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """A tensor that autograd has computed, as hidden states are."""
+    generator = torch.Generator().manual_seed(seed)
+    values: torch.Tensor = torch.randn(*shape, generator=generator).requires_grad_().to(dtype) * 1
+    return values
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+class Gate:
+    """Holds reads or writes of a file tier back until it is opened, and notes where they begin."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self._open = threading.Event()
+        self.began: list[int] = []
+        move = getattr(FileTier, name)
+
+        def held(tier: FileTier, data: torch.Tensor, offset: int) -> None:
+            self.began.append(offset)
+            assert self._open.wait(SECONDS)
+            move(tier, data, offset)
+
+        monkeypatch.setattr(FileTier, name, held)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+class Wide(nn.Module):
+    """Blocks with little to compute and a large input."""
+
+    def __init__(self, blocks: int, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scales = nn.ParameterList(torch.rand(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Scaled(scale) for scale in self.scales)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scales[0]
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: nn.Parameter) -> None:
+        super().__init__()
+        self.scale = scale
+        self.before: Callable[[], None] = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.before()
+        out: torch.Tensor = x * self.scale
+        return out
+
+
+def wide(store: ActivationStore | None, blocks: int = 4, mode: Mode = "block") -> Wide:
+    net = Wide(blocks)
+    enable_activation_checkpointing(net, mode, blocks=list(net.blocks), store=store)
+    return net
+
+
+INPUT = torch.ones(64, 64, 8)
+ROOM = INPUT.nbytes  # whole blocks
+
+
+# Bits
+
+
+def trained(model: Any, lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    """Two microbatches of each length; losses and gradients."""
+    found = []
+    for length in lengths:
+        torch.manual_seed(length)
+        for batch in range(2):
+            ids = (torch.arange(2 * length).reshape(2, length) * (3 + batch)) % 50
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            found.append(loss.detach())
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+    return found
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("mode", ["block", "selective"])
+def test_no_bit_changes(build: Any, mode: Mode, tmp_path: Path) -> None:
+    lengths = (20, 7, 31)
+    expected = trained(build(), lengths)
+    choices = [HOST, FILE, TierChoice(tier="file", fraction=0.4), TierChoice(tier="host", fraction=0.7)]
+    for number, choice in enumerate(choices):
+        tiers = made_tiers(tmp_path / str(number), checksums=number == 1)
+        store = ActivationStore(tiers, choice)
+        model = build()
+        assert enable_activation_checkpointing(model, mode, store=store) == 3
+        found = trained(model, lengths)
+        assert all(map(torch.equal, found, expected)), choice
+        assert (kept(tiers, Tier.FILE) > 0) == (choice.tier == "file")
+        nothing_left(store, tiers)
+        tiers.close()
+
+
+@pytest.mark.parametrize("mode", ["block", "selective"])
+def test_no_bit_changes_in_plain_blocks(mode: Mode, tiers: Tiers) -> None:
+    results = []
+    store = ActivationStore(tiers, FILE)
+    for used in (None, store):
+        net = Net()
+        enable_activation_checkpointing(net, mode, blocks=list(net.blocks), store=used)
+        torch.manual_seed(3)
+        net(computed(4, 8)).backward()
+        results.append([p.grad for p in net.parameters()])
+    assert all(map(torch.equal, *results))
+    nothing_left(store, tiers)
+
+
+def test_blocks_to_be_compiled_run_as_they_are(tiers: Tiers) -> None:
+    expected = trained(llama(), (20,))
+    model, store = llama(), ActivationStore(tiers, FILE)
+    enable_activation_checkpointing(model, "block", store=store)
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward, backend="aot_eager")
+    assert all(map(torch.equal, trained(model, (20,)), expected))
+    assert kept(tiers, Tier.FILE) > 0
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn]
+SHAPES: dict[str, Callable[[], torch.Tensor]] = {
+    "scalar": lambda: computed(1).sum(),
+    "odd": lambda: computed(3, 7, 5),
+    "long": lambda: computed(1100, 301),
+    "turned": lambda: computed(33, 70).t(),
+    "sparse rows": lambda: computed(64, 64)[::2, 1:],
+    "expanded": lambda: computed(1, 70).expand(40, 70),
+    "conjugated": lambda: computed(40, 5, dtype=torch.complex64).conj(),
+    "no numbers": lambda: computed(40, 5) / 0 * 0,
+    **{f"of {dtype}": lambda dtype=dtype: computed(1000, 33, dtype=torch.float32).to(dtype) for dtype in DTYPES},
+}
+
+
+@pytest.mark.parametrize("tier", ["host", "file"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_same_bits_come_back(name: str, tier: Any, tiers: Tiers) -> None:
+    store = ActivationStore(tiers, TierChoice(tier=tier))
+    tensor = SHAPES[name]()
+    expected = bits(tensor.detach().resolve_conj())
+    for wait in (False, True):  # while it is being written, and from the file
+        handle = store.pack(tensor)
+        if wait and tier == "file":
+            settled(store, tiers)
+        for _ in range(2):
+            found = store.unpack(handle)
+            assert found.shape == tensor.shape
+            assert found.dtype == tensor.dtype
+            assert torch.equal(bits(found), expected)
+    del handle, found
+    nothing_left(store, tiers)
+
+
+def test_what_is_no_hidden_state_stays(tiers: Tiers) -> None:
+    store = ActivationStore(tiers, FILE)
+    leaf, mask, empty = torch.ones(3, requires_grad=True), torch.ones(3, dtype=torch.bool), computed(0, 4)
+    for tensor in (leaf, mask, empty, nn.Parameter(torch.ones(2)), computed(3).to_sparse()):
+        assert store.unpack(store.pack(tensor)) is tensor
+    assert kept(tiers, Tier.FILE) == 0
+
+
+def test_a_tensor_changed_later_was_copied(tiers: Tiers) -> None:
+    store = ActivationStore(tiers, FILE)
+    tensor = computed(500, 100)
+    expected = tensor.detach().clone()
+    handle = store.pack(tensor)
+    with torch.no_grad():
+        tensor.zero_()
+    assert torch.equal(store.unpack(handle), expected)
+
+
+def test_hooks_of_any_operation(tiers: Tiers) -> None:
+    store, gradients = ActivationStore(tiers, FILE), []
+    for hooks in (saved_tensors_hooks(lambda t: t, lambda t: t), saved_tensors_hooks(store.pack, store.unpack)):
+        leaf = torch.linspace(0, 1, 6000).requires_grad_()
+        with hooks:
+            out = (leaf * leaf).exp().sin().prod()
+        gradients.append(torch.autograd.grad(out, leaf, retain_graph=True)[0])
+        gradients.append(torch.autograd.grad(out, leaf)[0])
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+class SavedByFunction(torch.autograd.Function):
+    """How torch 2.11 and 2.12 save the inputs of a checkpoint; 2.13 makes saved tensors itself."""
+
+    @staticmethod
+    def forward(*_args: Any) -> torch.Tensor:
+        return torch.empty((0,))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+
+def test_inputs_that_a_function_saves(tiers: Tiers) -> None:
+    store = ActivationStore(tiers, FILE)
+    hidden, mask, dummy = computed(64, 64), torch.ones(3), torch.empty(0, requires_grad=True)
+    with store.keeping(away=True):
+        saver = SavedByFunction.apply(dummy, hidden, mask)
+    assert settled(store, tiers) == hidden.nbytes
+    _, again, same = saver.grad_fn.saved_tensors
+    assert torch.equal(again, hidden)
+    assert again.grad_fn is hidden.grad_fn
+    assert torch.equal(same, mask)
+
+
+# What is kept, and how long
+
+
+@pytest.mark.parametrize("mode", ["block", "selective"])
+def test_only_the_inputs_of_blocks_are_kept(mode: Mode, tiers: Tiers) -> None:
+    store = ActivationStore(tiers, FILE)
+    model = llama()
+    enable_activation_checkpointing(model, mode, store=store)
+    ids = torch.zeros(2, 32, dtype=torch.long)
+    loss = model(input_ids=ids, labels=ids).loss
+    assert settled(store, tiers) == 3 * 2 * 32 * 32 * 8
+    loss.backward()
+    del loss
+    nothing_left(store, tiers)
+
+
+@pytest.mark.parametrize(("fraction", "away"), [(1.0, 10), (0.7, 7), (0.75, 8), (0.04, 1)])
+def test_the_last_blocks_stay(fraction: float, away: int, tiers: Tiers) -> None:
+    store = ActivationStore(tiers, TierChoice(tier="file", fraction=fraction))
+    assert store.away_of(10) == away
+    loss = wide(store, blocks=10)(INPUT)
+    assert settled(store, tiers) == away * ROOM
+    assert kept(tiers, Tier.DEVICE) == (10 - away) * ROOM
+    loss.backward()
+    del loss
+    nothing_left(store, tiers)
+
+
+def test_host_and_device_of_a_cpu_are_one_memory(tiers: Tiers) -> None:
+    store = ActivationStore(tiers, TierChoice(tier="host", fraction=0.5))
+    loss = wide(store)(INPUT)
+    assert kept(tiers, Tier.HOST) == kept(tiers, Tier.DEVICE) == 2 * ROOM
+    loss.backward()
+    del loss
+    nothing_left(store, tiers)
+    assert not tiers.in_use
+
+
+@pytest.mark.parametrize(
+    ("hidden", "same"),
+    [
+        (lambda: computed(8, 8), True),
+        (lambda: computed(8, 8).t(), False),
+        (lambda: computed(9, 7)[1:], False),  # not aligned as memory of its own is
+    ],
+)
+def test_a_block_computes_with_what_it_will_get_again(hidden: Any, same: bool, tiers: Tiers) -> None:
+    block, seen = Scaled(nn.Parameter(torch.rand(1))), []
+    given = hidden()
+    forward = block.forward
+    block.forward = lambda x: seen.append((x.data_ptr(), x.stride(), x.data_ptr() % 64)) or forward(x)  # type: ignore[method-assign]
+    enable_activation_checkpointing(block, "block", blocks=[block], store=ActivationStore(tiers, FILE))
+    block(given).sum().backward()
+    assert (seen[0][0] == given.data_ptr()) == same  # and is not copied before it is copied
+    assert seen[0][1:] == seen[1][1:]
+
+
+def test_what_was_given_is_freed(tiers: Tiers) -> None:
+    store, given = ActivationStore(tiers, FILE), []
+    net = wide(store)
+    for block in net.blocks:
+        block.register_forward_pre_hook(lambda _module, args: given.append(weakref.ref(args[0])))
+    loss = net(INPUT)
+    settled(store, tiers)
+    gc.disable()
+    try:
+        assert [ref() for ref in given] == [None] * 4
+        loss.backward()
+        del loss
+        nothing_left(store, tiers)  # without the garbage collector
+    finally:
+        gc.enable()
+
+
+def test_memory_is_lower_by_what_is_kept(tmp_path: Path) -> None:
+    nbytes, blocks = 34 << 20, 8  # above glibc's highest threshold: each tensor has pages of its own
+    peaks = []
+    for choice in (None, FILE):
+        tiers = made_tiers(tmp_path)
+        store = None if choice is None else ActivationStore(tiers, choice)
+        net, given = wide(store, blocks), torch.ones(nbytes // 32, 8)
+        net(given).backward()
+        before = resident_bytes()
+        Path("/proc/self/clear_refs").write_text("5")
+        net(given).backward()
+        peaks.append(_high_water() - before)
+        tiers.close()
+    inputs = blocks * nbytes
+    assert peaks[0] > inputs
+    # One is being written while another waits; backward has one and the next one.
+    assert peaks[1] < peaks[0] - inputs + 4.5 * nbytes, peaks
+
+
+def _high_water() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+def test_few_are_on_their_way_at_a_time(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ActivationStore(tiers, FILE, in_flight=3)
+    net, writes = wide(store, blocks=10), Gate(monkeypatch, "write")
+    forward = threading.Thread(target=net, args=(INPUT,), daemon=True)
+    forward.start()
+    until(lambda: kept(tiers, Tier.HOST) == 3 * ROOM)
+    forward.join(0.1)  # It waits, and takes no more.
+    assert forward.is_alive()
+    assert kept(tiers, Tier.HOST) == 3 * ROOM
+    writes.open()
+    forward.join(SECONDS)
+    assert not forward.is_alive()
+    nothing_left(store, tiers)
+
+
+def test_memory_is_given_back_when_it_was_written(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = []
+
+    def noted(*given: Any) -> torch.Tensor:
+        made = allocate_lasting(*given)
+        memory.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(activations, "allocate_lasting", noted)
+    store = ActivationStore(tiers, FILE)
+    handle = store.pack(computed(300, 300))
+    until(lambda: memory[0]() is None)  # without asking the store
+    assert store.unpack(handle).numel() == 90000
+    assert len(memory) == 2
+
+
+def test_no_room_is_taken_where_nothing_will_be_computed_again(tiers: Tiers) -> None:
+    store = ActivationStore(tiers, FILE)
+    net = wide(store)
+    with torch.no_grad():
+        net(INPUT)
+    net.eval()
+    net(INPUT)
+    model = llama()
+    enable_activation_checkpointing(model, "block", store=store)
+    inner = model.model.layers[0].mlp
+    inner.forward = torch.enable_grad()(inner.forward)
+    with torch.no_grad():
+        model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    assert kept(tiers, Tier.FILE) == 0
+
+
+def test_graphs_that_are_dropped_give_their_room_back(tiers: Tiers) -> None:
+    store = ActivationStore(tiers, FILE)
+    net = wide(store)
+    for _ in range(3):
+        net(INPUT)  # its loss is dropped
+        nothing_left(store, tiers)
+    assert kept(tiers, Tier.FILE) == 4 * ROOM
+    first, second = net(INPUT), net(INPUT)
+    assert settled(store, tiers) == 8 * ROOM
+    first.backward()
+    second.backward()
+    expected = [2 * parameter.grad for parameter in _once().parameters()]
+    assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), expected, strict=True))
+    del first, second
+    nothing_left(store, tiers)
+
+
+def _once() -> Wide:
+    net = wide(None)
+    net(INPUT).backward()
+    return net
+
+
+def test_an_exception_leaves_nothing(tiers: Tiers) -> None:
+    store = ActivationStore(tiers, FILE)
+    net = wide(store)
+
+    def fail() -> None:
+        raise ArithmeticError("on purpose")
+
+    net.blocks[2].before = fail  # type: ignore[assignment]
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            net(INPUT)
+        nothing_left(store, tiers)
+    net.blocks[2].before = lambda: None  # type: ignore[assignment]
+    loss = net(INPUT)
+    net.blocks[2].before = fail  # type: ignore[assignment]
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    del loss
+    nothing_left(store, tiers)
+    assert kept(tiers, Tier.FILE) == 4 * ROOM
+
+
+def test_backward_twice(tiers: Tiers) -> None:
+    store = ActivationStore(tiers, FILE)
+    net = wide(store)
+    loss = net(INPUT)
+    loss.backward(retain_graph=True)
+    settled(store, tiers)
+    loss.backward()
+    assert all(torch.equal(p.grad, 2 * q.grad) for p, q in zip(net.parameters(), _once().parameters(), strict=True))
+
+
+def test_room_is_used_again_whatever_the_size(tiers: Tiers) -> None:
+    store = ActivationStore(tiers, FILE)
+    net = wide(store)
+    for length in (1, 3, 2, 5, 4, 1, 7, 6, 7):
+        net(INPUT[:length]).backward()
+        nothing_left(store, tiers)
+    assert kept(tiers, Tier.FILE) == tiers.file().nbytes == 4 * -(-INPUT[:7].nbytes // BLOCK) * BLOCK
+
+
+def test_states_in_the_same_file_are_left_alone(tiers: Tiers) -> None:
+    store = ActivationStore(tiers, FILE)
+    net, states = wide(store), []
+    for number in range(3):
+        state = tiers.allocate(5000, torch.float32, FILE, Purpose.MOMENTS, "moments")
+        state.write(0, torch.full((5000,), float(number))).wait()
+        states.append(state)
+        net(INPUT[: 20 * (number + 1)]).backward()
+    for number, state in enumerate(states):
+        assert torch.equal(state.load(torch.device("cpu")), torch.full((5000,), float(number)))
+
+
+# In time
+
+
+def test_reading_begins_before_it_is_asked_for(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ActivationStore(tiers, TierChoice(tier="file", fraction=0.75))
+    net = wide(store)
+    loss = net(INPUT)
+    settled(store, tiers)
+    reads = Gate(monkeypatch, "read")
+    seen: list[int] = []
+
+    def look() -> None:
+        """Block 3, whose input is here, begins while that of block 2 is read, and can be."""
+        until(lambda: bool(reads.began))
+        seen.append(len(reads.began))
+        reads.open()
+
+    net.blocks[3].before = look  # type: ignore[assignment]
+    for number in (1, 2):
+        net.blocks[number].before = lambda number=number: until(lambda: len(set(reads.began)) > 3 - number)  # type: ignore[assignment]
+    loss.backward()
+    assert seen == [1]
+    assert reads.began == sorted(reads.began, reverse=True)
+    assert len(reads.began) == 3
+
+
+def test_all_inputs_of_a_block_come_ahead(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ActivationStore(tiers, FILE)
+    handles: list[Any] = []
+    tensors = [computed(64, 64, seed=seed) for seed in range(4)]
+    for pair in (tensors[:2], tensors[2:]):
+        with store.keeping(away=True):
+            handles += [SavedByFunction.apply(*pair)]
+    settled(store, tiers)
+    reads, second = Gate(monkeypatch, "read"), []
+    backward = threading.Thread(target=lambda: second.extend(handles[1].grad_fn.saved_tensors), daemon=True)
+    backward.start()
+    until(lambda: len(reads.began) == 4)  # while it waits for the first of them
+    reads.open()
+    backward.join(SECONDS)
+    first = handles[0].grad_fn.saved_tensors
+    assert len(reads.began) == 4
+    assert all(map(torch.equal, [*first, *second], tensors))
+
+
+def test_what_is_still_here_is_not_read(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ActivationStore(tiers, FILE)
+    reads, writes = Gate(monkeypatch, "read"), Gate(monkeypatch, "write")
+    net = wide(store, blocks=2)
+    net(INPUT).backward()
+    assert not reads.began
+    writes.open()
+    nothing_left(store, tiers)
+
+
+def test_room_is_not_given_away_while_something_moves_there(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ActivationStore(tiers, FILE)
+    first, second = computed(64, 64, seed=1), computed(64, 64, seed=2)
+    with monkeypatch.context() as patch:
+        writes = Gate(patch, "write")
+        store.pack(first)  # dropped while it is being written
+        handle = store.pack(second)
+        assert store.room == 2 * first.nbytes
+        writes.open()
+    assert settled(store, tiers) == first.nbytes
+    with monkeypatch.context() as patch:
+        reads = Gate(patch, "read")
+        handle.fetch()
+        until(lambda: bool(reads.began))
+        del handle
+        assert store.room == first.nbytes
+        again = store.pack(first)
+        reads.open()
+    settled(store, tiers)
+    assert torch.equal(store.unpack(again), first)
+    del again
+    nothing_left(store, tiers)
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+def test_a_file_that_was_shortened(checksums: bool, tmp_path: Path) -> None:
+    tiers = made_tiers(tmp_path, checksums=checksums)
+    store = ActivationStore(tiers, FILE)
+    loss = wide(store)(INPUT)
+    settled(store, tiers)
+    os.truncate(tiers.file().paths[0], ROOM)
+    with pytest.raises(StorageError, match=LABEL):
+        loss.backward()
+    del loss
+    nothing_left(store, tiers)
+    with pytest.raises(StorageError, match="leave swap files alone"):
+        tiers.check()
+    tiers.close()
+
+
+def test_a_file_that_was_removed(tiers: Tiers) -> None:
+    store = ActivationStore(tiers, FILE)
+    net = wide(store)
+    loss = net(INPUT)
+    settled(store, tiers)
+    os.unlink(tiers.file().paths[0])
+    with pytest.raises(StorageError, match="was removed while the run was using it"):
+        tiers.check()
+    loss.backward()  # whoever has opened it can go on
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(net.parameters(), _once().parameters(), strict=True))
+
+
+def test_a_byte_that_has_changed(tmp_path: Path) -> None:
+    tiers = made_tiers(tmp_path, checksums=True)
+    store = ActivationStore(tiers, FILE)
+    loss = wide(store)(INPUT)
+    settled(store, tiers)
+    with open(tiers.file().paths[0], "r+b") as file:
+        file.seek(2 * ROOM + 77)
+        file.write(b"x")
+    with pytest.raises(StorageError, match=LABEL + "bytes .* are not what was written"):
+        loss.backward()
+    tiers.close()
+
+
+def _full(*_args: Any) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_disk_without_room(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ActivationStore(tiers, FILE)
+    net = wide(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", _full)
+        with pytest.raises(StorageError, match=LABEL + ".*the disk is full"):
+            net(INPUT)
+    nothing_left(store, tiers)
+    net(INPUT).backward()
+
+
+@pytest.mark.parametrize("blocks", [1, 6])
+def test_a_disk_that_refuses_writes(blocks: int, tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ActivationStore(tiers, FILE)
+    net = wide(store, blocks)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", _full)
+        with pytest.raises(StorageError, match=LABEL + ".*No space left"):
+            _forward_and_backward(net)
+    net.zero_grad()
+    until(lambda: _quiet(store))
+    net(INPUT).backward()
+    nothing_left(store, tiers)
+
+
+def _forward_and_backward(net: Wide) -> None:
+    loss = net(INPUT)
+    time.sleep(0.1)  # Writes have failed.
+    loss.backward()
+
+
+def _quiet(store: ActivationStore) -> bool:
+    """Whether no write that went wrong is left to be told of, and all room is free."""
+    try:
+        return store.room == 0
+    except StorageError:
+        return False
+
+
+@pytest.mark.parametrize(("fraction", "fits"), [(0.25, False), (0.5, True)])
+def test_memory_that_is_limited(fraction: float, fits: bool, tmp_path: Path) -> None:
+    files, ledger = FileSettings(directories=(tmp_path,)), Ledger({Tier.DEVICE: 2 * ROOM})
+    tiers = Tiers(device=torch.device("cpu"), ledger=ledger, files=files)
+    store = ActivationStore(tiers, TierChoice(tier="file", fraction=fraction))
+    if fits:
+        wide(store)(INPUT).backward()
+    else:
+        with pytest.raises(StorageError, match=r"kept inputs of blocks: .* do not fit into the device tier"):
+            wide(store)(INPUT)
+    nothing_left(store, tiers)
+    tiers.close()
+
+
+class Changing(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x.add_(1).sin() * mask
+
+
+@pytest.mark.parametrize("choice", [HOST, FILE])
+def test_inputs_that_are_changed_in_place(choice: TierChoice, tiers: Tiers) -> None:
+    store = ActivationStore(tiers, choice)
+    block = Changing()
+    enable_activation_checkpointing(block, "block", blocks=[block], store=store)
+    with pytest.raises(
+        RuntimeError, match=r"\[3, 4\] of torch.float32 .* in place by the block that it is the input of"
+    ):
+        block(computed(3, 4), torch.ones(4))
+    block = Scaled(nn.Parameter(torch.ones(4)))  # type: ignore[assignment]
+    enable_activation_checkpointing(block, "block", blocks=[block], store=store)
+    leaf = torch.ones(3, 4)
+    out = block(leaf)
+    leaf.add_(1)
+    with pytest.raises(RuntimeError, match="in place after the block that it is an input of was computed"):
+        out.sum().backward()
+
+
+def test_mistakes_are_named(tmp_path: Path, tiers: Tiers) -> None:
+    with pytest.raises(ConfigError, match="none keeps all activations on the device"):
+        enable_activation_checkpointing(llama(), "none", store=ActivationStore(tiers, FILE))
+    with pytest.raises(ValueError, match="in_flight: 0"):
+        ActivationStore(tiers, FILE, in_flight=0)
+    with pytest.raises(StorageError, match="no directory for them is known"):
+        ActivationStore(Tiers(device=torch.device("cpu"), ledger=Ledger()), FILE)
+
+
+# Ranges
+
+
+@given(st.data())
+def test_extents_are_apart_and_become_one_again(data: st.DataObject) -> None:
+    extents, length = FreeRanges(), data.draw(st.integers(1, 200))
+    extents.give(0, length)
+    taken: list[tuple[int, int]] = []
+    for _ in range(data.draw(st.integers(1, 60))):
+        if taken and data.draw(st.booleans()):
+            extents.give(*taken.pop(data.draw(st.integers(0, len(taken) - 1))))
+        else:
+            size = data.draw(st.integers(1, 20))
+            begin = extents.take(size)
+            if begin is not None:
+                assert 0 <= begin <= begin + size <= length
+                assert all(end <= begin or begin + size <= first for first, end in taken)
+                taken.append((begin, begin + size))
+        assert extents.free == length - sum(end - begin for begin, end in taken)
+    for each in taken:
+        with pytest.raises(ValueError, match="free already"):
+            extents.give(length - 1, length + 1) if extents.reaching(length) else extents.give(5, 5)
+        extents.give(*each)
+    assert extents.reaching(length) == length
+    assert extents.take(length) == 0
+
+
+# On a CUDA device
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@cuda
+@pytest.mark.parametrize("tier", ["host", "file"])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_no_bit_changes_on_cuda(tier: Any, fraction: float, tmp_path: Path) -> None:
+    files = FileSettings(directories=(tmp_path,))
+    tiers = Tiers(device=torch.device("cuda"), ledger=Ledger(), files=files)
+    store = ActivationStore(tiers, TierChoice(tier=tier, fraction=fraction))
+    results = []
+    for used in (None, store):
+        net = wide(used, blocks=8).cuda()
+        for step in range(3):
+            net(INPUT.cuda() * (step + 1)).backward()
+        results.append([p.grad.cpu() for p in net.parameters()])
+    assert all(map(torch.equal, *results))
+    torch.cuda.synchronize()
+    nothing_left(store, tiers)
+    tiers.close()
+
+
+@cuda
+def test_a_tensor_changed_while_it_is_copied_on_cuda() -> None:
+    tiers = Tiers(device=torch.device("cuda"), ledger=Ledger())
+    store = ActivationStore(tiers, HOST)
+    tensor = computed(4096, 4096).cuda() * 1
+    handle = store.pack(tensor)
+    with torch.no_grad():
+        tensor.zero_()
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="while it was copied to the host"):
+        store.unpack(handle)

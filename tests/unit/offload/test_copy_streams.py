@@ -1,0 +1,211 @@
+"""Bytes that cross between a device and the host: transfers that end later, and on a CUDA device where there is one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zeromesh.errors import StorageError
+from zeromesh.offload import (
+    Access,
+    FileSettings,
+    Ledger,
+    Purpose,
+    StreamRow,
+    Tier,
+    TierChoice,
+    TieredTensor,
+    Tiers,
+    UpdateStream,
+    Use,
+    Waits,
+)
+from zeromesh.offload.io.copy_streams import CopyLane, lane_of
+from zeromesh.offload.io.transfer import Together, Transfer
+
+CPU = torch.device("cpu")
+GATE = 5.0
+
+
+class Crossing(Transfer):
+    """A copy that a test lets through. `orders`: as into a device."""
+
+    crosses = True
+
+    def __init__(self, source: torch.Tensor, target: torch.Tensor, *, orders: bool, log: list[str]) -> None:
+        self._future: Future[None] = Future()
+        super().__init__([self._future])
+        self.on_device, self._log = orders, log
+        self._source, self._target = source, target
+        if orders:
+            self.arrive()
+
+    def arrive(self) -> None:
+        self._target.copy_(self._source)
+        self._future.set_result(None)
+
+    def wait(self) -> None:
+        self._log.append("ordered" if self.on_device else "waited")
+        if not self.on_device:
+            self._future.result(GATE)
+
+
+class Apart(TieredTensor):
+    """A tensor in memory that the stream's device does not reach."""
+
+    def __init__(self, memory: torch.Tensor, log: list[str]) -> None:
+        super().__init__(memory.dtype, TieredTensor.of(memory).parts)
+        self.memory, self.log = memory, log
+        self.leaving: list[Crossing] = []
+        self.orders = False
+        """Whether writes go into a device."""
+
+    def view(self, start: int, end: int, device: torch.device) -> torch.Tensor | None:
+        return None
+
+    def read(self, start: int, out: torch.Tensor) -> Transfer:
+        self.log.append(f"read {start}")
+        found = Crossing(self.memory[start : start + out.numel()].clone(), out, orders=not self.orders, log=self.log)
+        if self.orders:
+            found.arrive()
+        return found
+
+    def write(self, start: int, data: torch.Tensor) -> Transfer:
+        self.log.append(f"write {start}")
+        found = Crossing(data, self.memory[start : start + data.numel()], orders=self.orders, log=self.log)
+        if not self.orders:
+            self.leaving.append(found)
+        return found
+
+
+def stream() -> UpdateStream:
+    return UpdateStream(CPU, width=1, longest=1 << 30, nbytes=0, waits=Waits())
+
+
+def add(_row: StreamRow, tensors: list[torch.Tensor]) -> None:
+    tensors[0].add_(1)
+
+
+def rows_of(found: UpdateStream, tensor: TieredTensor) -> list[StreamRow]:
+    return list(found.rows(1, tensor.numel, [Use(tensor=tensor, mode=Access.UPDATE)]))
+
+
+def test_what_leaves_a_device_is_waited_for_by_settle_alone() -> None:
+    log: list[str] = []
+    tensor, found = Apart(torch.zeros(50_000), log), stream()
+    rows = rows_of(found, tensor)
+    assert len(rows) > 2
+    running = threading.Thread(target=found.run, args=(rows, add), daemon=True)
+    running.start()
+    running.join(GATE)
+    assert not running.is_alive(), "run has waited for bytes on their way to the host"
+    assert "waited" not in log
+    assert not tensor.memory.any()
+    settling = threading.Thread(target=found.settle, daemon=True)
+    settling.start()
+    settling.join(0.1)
+    assert settling.is_alive()
+    for each in tensor.leaving:
+        each.arrive()
+    settling.join(GATE)
+    assert not settling.is_alive()
+    assert bool((tensor.memory == 1).all())
+
+
+def test_what_goes_into_a_device_is_ordered_before_what_comes_next() -> None:
+    log: list[str] = []
+    tensor, found = Apart(torch.zeros(50_000), log), stream()
+    tensor.orders = True
+    rows = rows_of(found, tensor)
+    found.run(rows, add)
+    assert log[-len(rows) :] == ["ordered"] * len(rows)
+    assert bool((tensor.memory == 1).all())
+
+
+def test_several_transfers_are_on_a_device_only_together() -> None:
+    log: list[str] = []
+    ordered = Crossing(torch.ones(2), torch.zeros(2), orders=True, log=log)
+    late = Crossing(torch.ones(2), torch.zeros(2), orders=False, log=log)
+    assert Together([ordered, ordered]).on_device
+    both = Together([ordered, late])
+    assert both.crosses
+    assert not both.on_device
+    assert not both.done()
+    late.arrive()
+    assert both.done()
+    with both.ordering():
+        assert sorted(log) == ["ordered", "waited"]
+    assert not Together([]).on_device
+    with pytest.raises(StorageError, match="gone"):
+        Together([ordered, Transfer.failing(StorageError("gone"))]).wait()
+
+
+# On a CUDA device
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[Tiers]:
+    files = FileSettings(directories=(tmp_path / "swap",), checksums=True)
+    found = Tiers(device=torch.device("cuda"), ledger=Ledger(), files=files)
+    yield found
+    found.close()
+
+
+@cuda
+@pytest.mark.parametrize("tier", ["host", "file"])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_come_back_as_they_went(tiers: Tiers, tier: Any, fraction: float, dtype: torch.dtype) -> None:
+    choice = TierChoice(tier=tier, fraction=fraction)
+    tensor = tiers.allocate(3_000_001, torch.float32, choice, Purpose.MOMENTS, "moments")
+    for turn in range(3):
+        values = torch.rand(tensor.numel, device="cuda").to(dtype)
+        for _ in range(20):
+            values = values + 1  # Still being computed when the copy is asked for.
+        tensor.write(0, values).wait()
+        out = torch.empty_like(values)
+        read = tensor.read(0, out)
+        read.wait()
+        assert torch.equal(out, values), turn
+        on_host = torch.empty(tensor.numel, dtype=dtype)
+        tensor.settle()
+        torch.cuda.synchronize()
+        tensor.read(0, on_host).wait()
+        assert torch.equal(on_host, values.cpu()), turn
+
+
+@cuda
+def test_pinned_pages_are_pinned_and_no_longer_than_asked_for(tiers: Tiers) -> None:
+    tensor = tiers.allocate(1_500_000, torch.float32, TierChoice(tier="host"), Purpose.MOMENTS, "moments")
+    memory = tensor.parts[0].memory
+    assert memory is not None
+    assert memory.is_pinned()
+    assert tiers.pinned.used == memory.nbytes
+    assert tensor.parts[0].tier is Tier.HOST
+
+
+@cuda
+def test_copies_go_on_beside_what_is_computed() -> None:
+    lane = lane_of(torch.device("cuda", torch.cuda.current_device()))
+    assert isinstance(lane, CopyLane)
+    source = torch.rand(1 << 26, pin_memory=True)
+    target = torch.empty(1 << 26, device="cuda")
+    torch.cuda.synchronize()
+    matrix = torch.rand(8192, 8192, device="cuda")
+    copied = lane.copy(source, target)
+    for _ in range(20):
+        matrix = matrix @ matrix
+        matrix /= matrix.amax()
+    computed = torch.cuda.current_stream().record_event()
+    copied.end()
+    assert not computed.query(), "the copy waited for what was launched after it"
+    copied.wait()
+    assert torch.equal(target.cpu(), source)

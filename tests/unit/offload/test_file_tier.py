@@ -1,0 +1,622 @@
+"""The file tier: slots hold what was written, whatever goes on beside; what cannot be had is an error, and never a wrong number."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from in_time import SECONDS, in_time
+
+from zeromesh.errors import StorageError
+from zeromesh.offload import DONE, FileSlot, FileTier, Transfer, Waits
+from zeromesh.offload.io import direct_io, file_tier, swap_file
+from zeromesh.offload.io.direct_io import BLOCK
+from zeromesh.offload.io.transfer import Together
+
+A_MOMENT = 0.4
+"""Seconds in which a thread that nothing keeps from it gets ahead."""
+SMALL = 2 * BLOCK
+"""Bytes of a piece, where there are to be many."""
+MOVES = ("direct", "direct and short", "refused at open", "refused at every move", "refused at every move, and short")
+checked = pytest.mark.parametrize("checksums", [False, True], ids=["plain", "checksums"])
+
+
+def until(happened: Callable[[], bool]) -> None:
+    """Return when something has happened; `TimeoutError` where it does not."""
+    last = time.monotonic() + SECONDS
+    while not happened():
+        if time.monotonic() > last:
+            raise TimeoutError
+        time.sleep(0.005)
+
+
+def some_bytes(count: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def memory(count: int, shift: int) -> torch.Tensor:
+    """`[count]` bytes that begin `shift` bytes after a multiple of `BLOCK`."""
+    room = torch.empty(count + 2 * BLOCK, dtype=torch.uint8)
+    begin = -room.data_ptr() % BLOCK + shift
+    return room[begin : begin + count].fill_(7)
+
+
+def placed(content: torch.Tensor, shift: int) -> torch.Tensor:
+    return memory(content.numel(), shift).copy_(content)
+
+
+def moves(how: str, move: Callable[..., int]) -> Callable[..., int]:
+    """`os.preadv` or `os.pwritev` as other file systems have them."""
+
+    def moved(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        if direct and "refused at every move" in how:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        most = (BLOCK if direct else 1000) if "short" in how else 1 << 30
+        return move(descriptor, [views[0][:most]], offset)
+
+    return moved
+
+
+@contextmanager
+def small_tier(stripes: int, how: str, *, checksums: bool) -> Iterator[FileTier]:
+    """A tier of small pieces and stripes that do not meet, in directories that are gone afterwards."""
+    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file_tier, "PIECE", SMALL)
+        patch.setattr(swap_file, "STRIPE", 3 * BLOCK)
+        if how == "refused at open":
+            patch.setattr(direct_io, "_open_direct", lambda path, flags: -1)
+        patch.setattr(os, "preadv", moves(how, os.preadv))
+        patch.setattr(os, "pwritev", moves(how, os.pwritev))
+        directories = [Path(root, str(number)) for number in range(stripes)]
+        with closing(FileTier(directories, "some", checksums=checksums)) as tier:
+            yield tier
+
+
+@pytest.fixture
+def tier(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FileTier]:
+    """A tier in one directory, with the test's `checksums`, if it has them."""
+    checksums = "checksums" in request.fixturenames and request.getfixturevalue("checksums")
+    found = FileTier([tmp_path / "swap"], "some", checksums=checksums)
+    yield found
+    in_time(found.close)
+
+
+def flip(tier: FileTier, offset: int) -> None:
+    """Change a byte of a tier's only file."""
+    with open(tier.paths[0], "r+b") as found:
+        found.seek(offset)
+        (before,) = found.read(1)
+        found.seek(offset)
+        found.write(bytes([before ^ 1]))
+        found.flush()
+        os.fsync(found.fileno())
+
+
+def content(slot: FileSlot) -> torch.Tensor:
+    out = memory(slot.nbytes, 0)
+    slot.read(0, out).wait()
+    return out
+
+
+# What is written is read
+
+
+class Modelled:
+    """A slot, the bytes that it should have, and the reads of it that are in flight."""
+
+    def __init__(self, tier: FileTier, nbytes: int) -> None:
+        self.slot = tier.allocate(nbytes, "the model")
+        self.bytes = torch.zeros(nbytes, dtype=torch.uint8)
+        self.reads: list[tuple[int, int, torch.Tensor, torch.Tensor, Transfer]] = []
+
+    def read(self, begin: int, end: int, shift: int) -> None:
+        out = memory(end - begin, shift)
+        self.reads.append((begin, end, out, self.bytes[begin:end].clone(), self.slot.read(begin, out)))
+
+    def write(self, begin: int, end: int, shift: int, seed: int) -> None:
+        self.finish(begin, end)
+        values = some_bytes(end - begin, seed)
+        self.slot.write(begin, placed(values, shift))
+        self.bytes[begin:end] = values
+
+    def finish(self, begin: int, end: int) -> None:
+        """Wait for the reads of these bytes: they are about to change."""
+        mine = [each for each in self.reads if each[0] < end and each[1] > begin]
+        self.reads = [each for each in self.reads if not (each[0] < end and each[1] > begin)]
+        for _, _, out, expected, transfer in mine:
+            transfer.wait()
+            assert torch.equal(out, expected)
+
+
+def near_blocks(most: int) -> st.SearchStrategy[int]:
+    exact = st.builds(
+        lambda k, by: min(most, max(0, k * BLOCK + by)), st.integers(0, most // BLOCK), st.integers(-1, 1)
+    )
+    return st.one_of(exact, st.integers(0, most))
+
+
+@given(data=st.data(), checksums=st.booleans(), stripes=st.integers(1, 3), how=st.sampled_from(MOVES))
+@settings(max_examples=45)
+def test_slots_hold_what_was_written(data: st.DataObject, checksums: bool, stripes: int, how: str) -> None:
+    with small_tier(stripes, how, checksums=checksums) as tier:
+        slots = [Modelled(tier, data.draw(near_blocks(6 * BLOCK))) for _ in range(data.draw(st.integers(1, 2)))]
+        for number in range(data.draw(st.integers(1, 10))):
+            slot = data.draw(st.sampled_from(slots))
+            begin, end = sorted(data.draw(st.tuples(*[near_blocks(slot.slot.nbytes)] * 2)))
+            shift = data.draw(st.sampled_from([0, 0, 8, 1000]))
+            if data.draw(st.booleans()):
+                slot.write(begin, end, shift, number)
+            else:
+                slot.read(begin, end, shift)
+        tier.check()
+        for slot in slots:
+            slot.read(0, slot.slot.nbytes, 0)
+            slot.finish(-1, slot.slot.nbytes + 1)
+            slot.slot.settle()
+
+
+@checked
+def test_large_slots_of_the_real_pieces(tmp_path: Path, checksums: bool) -> None:
+    tier = FileTier([tmp_path / "a", tmp_path / "b"], "some", checksums=checksums)
+    slots = [tier.allocate(nbytes, "large") for nbytes in (5 * file_tier.PIECE + 12_345, 3, 2 * file_tier.PIECE)]
+    values = [some_bytes(slot.nbytes, number) for number, slot in enumerate(slots)]
+    for slot, value in zip(slots, values, strict=True):
+        slot.write(0, placed(value, 0))
+    for slot, value in zip(slots, values, strict=True):
+        assert torch.equal(content(slot), value)
+    assert tier.nbytes >= sum(slot.nbytes for slot in slots)
+    tier.close()
+
+
+@checked
+def test_whole_blocks_go_past_the_page_cache_without_a_detour(tier: FileTier, checksums: bool) -> None:
+    assert tier.direct
+    slot = tier.allocate(2 * file_tier.PIECE, "aligned")
+    tier.buffer = None  # type: ignore[method-assign, assignment]
+    slot.write(0, placed(some_bytes(slot.nbytes, 1), 0)).wait()
+    assert torch.equal(content(slot), some_bytes(slot.nbytes, 1))
+
+
+@checked
+def test_nothing_goes_through_the_page_cache(tier: FileTier, monkeypatch: pytest.MonkeyPatch, checksums: bool) -> None:
+    """Whatever bytes are moved, from wherever: it would fill with what nobody reads twice."""
+    slot = tier.allocate(3 * BLOCK + 100, "some")
+    ways: list[bool] = []
+
+    def noted(move: Callable[..., int]) -> Callable[..., int]:
+        def moved(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+            ways.append(bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT))
+            return move(descriptor, views, offset)
+
+        return moved
+
+    monkeypatch.setattr(os, "preadv", noted(os.preadv))
+    monkeypatch.setattr(os, "pwritev", noted(os.pwritev))
+    model = torch.zeros(slot.nbytes, dtype=torch.uint8)
+    for begin, end, shift in ((0, slot.nbytes, 8), (0, 2 * BLOCK, 1000), (5, 50, 0), (BLOCK, 3 * BLOCK, 0)):
+        model[begin:end] = some_bytes(end - begin, end)
+        slot.write(begin, placed(some_bytes(end - begin, end), shift))
+        out = memory(end - begin, shift)
+        slot.read(begin, out).wait()
+        assert torch.equal(out, model[begin:end])
+    assert len(ways) >= 8
+    assert all(ways)
+
+
+def test_bytes_outside_a_slot_are_refused(tier: FileTier) -> None:
+    slot, other = tier.allocate(100, "small"), tier.allocate(100, "neighbour")
+    for begin, count in ((-1, 5), (0, 101), (96, 5), (101, 0)):
+        with pytest.raises(ValueError, match="do not lie in the 100 of small"):
+            slot.read(begin, memory(count, 0))
+        with pytest.raises(ValueError, match="do not lie in the 100 of small"):
+            slot.write(begin, memory(count, 0))
+    assert not content(slot).any()
+    assert not content(other).any()
+
+
+# Side by side
+
+
+@checked
+def test_other_bytes_of_a_piece_may_be_written_while_it_is_read(
+    tier: FileTier, monkeypatch: pytest.MonkeyPatch, checksums: bool
+) -> None:
+    """A stream reads its next row while it writes the last: they meet within a piece, whose checksum changes."""
+    slot = tier.allocate(SMALL, "shared")
+    slot.write(0, some_bytes(SMALL, 1)).wait()
+    begun, written = threading.Event(), threading.Event()
+    read, write = FileTier.read, FileTier.write
+
+    def late(self: FileTier, data: torch.Tensor, offset: int) -> None:
+        read(self, data, offset)
+        if not begun.is_set():
+            begun.set()
+            written.wait(A_MOMENT)
+
+    def noted(self: FileTier, data: torch.Tensor, offset: int) -> None:
+        write(self, data, offset)
+        written.set()
+
+    monkeypatch.setattr(FileTier, "read", late)
+    monkeypatch.setattr(FileTier, "write", noted)
+    out = memory(BLOCK, 0)
+    reading = slot.read(0, out)
+    assert begun.wait(SECONDS)
+    slot.write(BLOCK, some_bytes(BLOCK, 2)).wait()
+    reading.wait()
+    expected = some_bytes(SMALL, 1)
+    assert torch.equal(out, expected[:BLOCK])
+    expected[BLOCK:] = some_bytes(BLOCK, 2)
+    assert torch.equal(content(slot), expected)
+
+
+def test_a_write_is_waited_for_whatever_another_thread_does(tier: FileTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint's thread reads a slot and looks at what is being written, while training begins to write."""
+    slot = tier.allocate(4 * BLOCK, "shared")
+    slot.write(0, some_bytes(BLOCK, 1)).wait()
+    looking, go = threading.Event(), threading.Event()
+    done, write = Transfer.done, FileTier.write
+
+    def slowly(self: Transfer) -> bool:
+        found = done(self)
+        if threading.current_thread() is saver and not looking.is_set():
+            looking.set()
+            go.wait(A_MOMENT)
+        return found
+
+    def late(self: FileTier, data: torch.Tensor, offset: int) -> None:
+        go.wait(A_MOMENT)
+        threading.Event().wait(A_MOMENT / 4)
+        write(self, data, offset)
+
+    monkeypatch.setattr(Transfer, "done", slowly)
+    monkeypatch.setattr(FileTier, "write", late)
+    saver = threading.Thread(target=lambda: slot.read(0, memory(10, 0)).wait(), daemon=True)
+    saver.start()
+    assert looking.wait(SECONDS)
+    slot.write(3 * BLOCK, some_bytes(BLOCK, 2))
+    go.set()
+    saver.join(SECONDS)
+    out = memory(BLOCK, 0)
+    slot.read(3 * BLOCK, out).wait()
+    assert torch.equal(out, some_bytes(BLOCK, 2))
+
+
+@checked
+def test_threads_that_share_a_slot(checksums: bool) -> None:
+    """One writes its half and reads it back, the other the other half: they meet in the middle of a piece."""
+    with small_tier(2, "direct", checksums=checksums) as tier:
+        slot = tier.allocate(4 * SMALL, "shared")
+        middle = slot.nbytes // 2 + 1000
+        wrong: list[int] = []
+
+        def use(begin: int, end: int) -> None:
+            for seed in range(40):
+                values = some_bytes(end - begin, seed)
+                slot.write(begin, values)
+                out = memory(end - begin, 0)
+                slot.read(begin, out).wait()
+                wrong.extend([seed] * (not torch.equal(out, values)))
+
+        other = threading.Thread(target=use, args=(middle, slot.nbytes), daemon=True)
+        other.start()
+        use(0, middle)
+        other.join(SECONDS)
+        assert not other.is_alive()
+        assert wrong == []
+
+
+# What goes wrong
+
+
+def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_bytes(b"")
+    threads = threading.active_count()
+    with pytest.raises(StorageError, match=rf"file tier: swap files cannot be made in '{tmp_path}/taken'"):
+        FileTier([tmp_path / "good", tmp_path / "taken"], "some")
+    assert list((tmp_path / "good").iterdir()) == []
+    assert threading.active_count() == threads
+
+
+def test_what_was_left_is_removed_first(tmp_path: Path) -> None:
+    (tmp_path / "zeromesh-some-0123456789abcdef.swap").write_bytes(bytes(3 * BLOCK))
+    tier = FileTier([tmp_path], "some")
+    assert tier.freed == 3 * BLOCK
+    assert list(map(str, tmp_path.iterdir())) == tier.paths
+    tier.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@checked
+def test_a_full_disk_when_room_is_taken(tier: FileTier, monkeypatch: pytest.MonkeyPatch, checksums: bool) -> None:
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    first = tier.allocate(1000, "first")
+    first.write(0, some_bytes(1000, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        said = rf"file tier, exp_avg of layer 3: '{tier.paths[0]}' cannot be given 40,960 bytes more: the disk is full"
+        with pytest.raises(StorageError, match=said):
+            tier.allocate(40_000, "exp_avg of layer 3")
+    second = tier.allocate(1000, "second")
+    assert not content(second).any()
+    assert torch.equal(content(first), some_bytes(1000, 1))
+
+
+@checked
+@pytest.mark.parametrize("whole", [True, False], ids=["whole pieces", "some bytes"])
+def test_what_a_full_disk_does_not_take_cannot_be_read(
+    tier: FileTier, monkeypatch: pytest.MonkeyPatch, whole: bool, checksums: bool
+) -> None:
+    slot, other = tier.allocate(3 * file_tier.PIECE, "master of layer 3"), tier.allocate(100, "other")
+    slot.write(0, some_bytes(slot.nbytes, 1)).wait()
+    begin, end = (0, slot.nbytes) if whole else (file_tier.PIECE + 10, file_tier.PIECE + 5000)
+    write = os.pwritev
+
+    def full(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        if offset >= file_tier.PIECE + BLOCK:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, [views[0][:BLOCK]], offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        transfer = slot.write(begin, some_bytes(end - begin, 2))
+        said = rf"file tier, master of layer 3: '{tier.paths[0]}' cannot be written \([\d,]+ bytes at [\d,]+\): No space left"
+        with pytest.raises(StorageError, match=said):
+            in_time(transfer.wait)
+    assert transfer.done()
+    assert transfer.failed()
+    for _ in range(2):
+        with pytest.raises(StorageError, match=said):
+            in_time(slot.read(file_tier.PIECE + 4000, memory(1000, 0)).wait)
+        with pytest.raises(StorageError, match=said):
+            in_time(slot.settle)
+    later = slot.write(file_tier.PIECE + 4000, some_bytes(3000, 3))
+    with pytest.raises(StorageError, match=said):
+        in_time(later.wait)
+    with pytest.raises(StorageError, match=said):  # It was to begin after the one that failed: it has not.
+        in_time(slot.read(file_tier.PIECE + 6500, memory(10, 0)).wait)
+    other.write(0, some_bytes(100, 4))
+    assert torch.equal(content(other), some_bytes(100, 4))
+
+
+@checked
+def test_a_file_that_was_shortened(tier: FileTier, checksums: bool) -> None:
+    slot = tier.allocate(3 * file_tier.PIECE, "exp_avg of layer 3")
+    slot.write(0, some_bytes(slot.nbytes, 1)).wait()
+    os.truncate(tier.paths[0], file_tier.PIECE + 100)
+    out = memory(slot.nbytes, 0)
+    said = rf"file tier, exp_avg of layer 3: '{tier.paths[0]}' ends after 1,048,676 bytes; 1,048,576 were to be read at 1,048,576"
+    with pytest.raises(StorageError, match=said):
+        in_time(slot.read(0, out).wait)
+    with pytest.raises(
+        StorageError, match=rf"file tier: '{tier.paths[0]}' has 1,048,676 bytes, 3,145,728 were reserved"
+    ):
+        tier.check()
+    first = memory(file_tier.PIECE, 0)
+    slot.read(0, first).wait()
+    assert torch.equal(first, some_bytes(slot.nbytes, 1)[: file_tier.PIECE])
+
+
+def test_a_file_that_was_removed(tier: FileTier) -> None:
+    slot = tier.allocate(5 * BLOCK, "some")
+    tier.check()
+    os.unlink(tier.paths[0])
+    slot.write(0, some_bytes(slot.nbytes, 1))
+    assert torch.equal(content(slot), some_bytes(slot.nbytes, 1))
+    with pytest.raises(StorageError, match=rf"file tier: '{tier.paths[0]}', 20,480 bytes, was removed"):
+        tier.check()
+
+
+@checked
+def test_a_disk_that_cannot_read(tier: FileTier, monkeypatch: pytest.MonkeyPatch, checksums: bool) -> None:
+    slot = tier.allocate(2 * file_tier.PIECE, "exp_avg")
+    slot.write(0, some_bytes(slot.nbytes, 1)).wait()
+
+    def broken(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    said = rf"file tier, exp_avg: '{tier.paths[0]}' cannot be read \([\d,]+ bytes at [\d,]+\): Input/output error"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", broken)
+        with pytest.raises(StorageError, match=said):
+            in_time(slot.read(5, memory(slot.nbytes - 5, 0)).wait)
+        part = slot.write(file_tier.PIECE + 5, some_bytes(10, 2))  # The rest of its blocks has to be read.
+        with pytest.raises(StorageError, match=said):
+            in_time(part.wait)
+    first = memory(file_tier.PIECE, 0)
+    slot.read(0, first).wait()  # Reads may be tried again.
+    assert torch.equal(first, some_bytes(slot.nbytes, 1)[: file_tier.PIECE])
+
+
+# Bytes that change on the disk
+
+
+@pytest.mark.parametrize(
+    "offset", [0, file_tier.PIECE - 1, file_tier.PIECE, 2 * file_tier.PIECE + 99, 2 * file_tier.PIECE + 100]
+)
+def test_a_changed_byte_is_an_error(tmp_path: Path, offset: int) -> None:
+    tier = FileTier([tmp_path], "some", checksums=True)
+    slot = tier.allocate(2 * file_tier.PIECE + 100, "exp_avg of layer 3")
+    slot.write(0, some_bytes(slot.nbytes, 1)).wait()
+    assert torch.equal(content(slot), some_bytes(slot.nbytes, 1))
+    flip(tier, offset)
+    first = offset // file_tier.PIECE * file_tier.PIECE
+    last = min(first + file_tier.PIECE, 2 * file_tier.PIECE + BLOCK)
+    said = rf"file tier, exp_avg of layer 3: bytes \[{first:,}, {last:,}\) are not what was written.*{re.escape(tier.paths[0])}"
+    with pytest.raises(StorageError, match=said):
+        content(slot)
+    with pytest.raises(StorageError, match=said):  # A few bytes of the piece, others than the one that has changed.
+        slot.read(first + 50, memory(3, 0)).wait()
+    part = slot.write(first + 60, some_bytes(3, 2))
+    with pytest.raises(StorageError, match=said):
+        in_time(part.wait)
+    with pytest.raises(StorageError, match=said):
+        content(slot)
+    tier.close()
+
+
+def test_a_changed_byte_of_what_was_never_written_is_an_error(tmp_path: Path) -> None:
+    tier = FileTier([tmp_path], "some", checksums=True)
+    slot = tier.allocate(2 * file_tier.PIECE, "exp_avg")
+    assert not content(slot).any()
+    flip(tier, file_tier.PIECE + 7)
+    first = memory(file_tier.PIECE, 0)
+    slot.read(0, first).wait()
+    with pytest.raises(StorageError, match=r"bytes \[1,048,576, 2,097,152\) are not what was written"):
+        slot.read(file_tier.PIECE, first).wait()
+    tier.close()
+
+
+def test_a_whole_piece_may_replace_a_changed_one(tmp_path: Path) -> None:
+    tier = FileTier([tmp_path], "some", checksums=True)
+    slot = tier.allocate(file_tier.PIECE + 10, "exp_avg")
+    slot.write(0, some_bytes(slot.nbytes, 1)).wait()
+    flip(tier, 5)
+    flip(tier, file_tier.PIECE + 5)
+    slot.write(0, some_bytes(slot.nbytes, 2))
+    assert torch.equal(content(slot), some_bytes(slot.nbytes, 2))
+    tier.close()
+
+
+# The end
+
+
+def gated(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Semaphore, threading.Event]:
+    """Reads stop at a gate: what tells that one has begun, and what opens it."""
+    begun, gate = threading.Semaphore(0), threading.Event()
+    read = FileTier.read
+
+    def late(self: FileTier, data: torch.Tensor, offset: int) -> None:
+        begun.release()
+        assert gate.wait(SECONDS)
+        read(self, data, offset)
+
+    monkeypatch.setattr(FileTier, "read", late)
+    return begun, gate
+
+
+def test_closing_with_transfers_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    tier = FileTier([tmp_path], "some", threads=2)
+    slot = tier.allocate(8 * file_tier.PIECE, "exp_avg")
+    begun, gate = gated(monkeypatch)
+    out, ended = memory(slot.nbytes, 0), threading.Event()
+    transfer = slot.read(0, out)
+    transfer.on_end(ended.set)
+    for _ in range(2):
+        assert begun.acquire(timeout=SECONDS)
+    waiting = threading.Thread(target=transfer.end, daemon=True)  # Somebody waits already when pieces are given up.
+    waiting.start()
+    assert not ended.wait(A_MOMENT / 4)
+    closing = threading.Thread(target=tier.close, daemon=True)
+    closing.start()
+    until(transfer.failed)  # What had not begun is given up before the rest may end.
+    gate.set()
+    closing.join(SECONDS)
+    waiting.join(SECONDS)
+    assert not closing.is_alive()
+    assert not waiting.is_alive()
+    assert ended.wait(SECONDS)
+    assert transfer.done()
+    assert transfer.failed()
+    with pytest.raises(
+        StorageError, match=r"file tier, exp_avg: bytes \[0, 8,388,608\) were not moved: the tier is closed"
+    ):
+        in_time(transfer.wait)
+    assert list(tmp_path.iterdir()) == []
+    assert not [each for each in threading.enumerate() if each.name.startswith("zeromesh-swap")]
+    assert set(os.listdir("/proc/self/fd")) <= before
+    tier.close()
+
+
+def test_after_the_end_nothing_is_moved_and_nothing_hangs(tmp_path: Path) -> None:
+    tier = FileTier([tmp_path], "some")
+    slot = tier.allocate(5 * BLOCK, "exp_avg")
+    tier.close()
+    for start in (slot.read, slot.write):
+        transfer = start(0, memory(slot.nbytes, 0))
+        ended = threading.Event()
+        transfer.on_end(ended.set)
+        assert ended.is_set()
+        with pytest.raises(
+            StorageError, match=r"file tier, exp_avg: bytes \[0, 20,480\) were not moved: the tier is closed"
+        ):
+            in_time(transfer.wait)
+    with pytest.raises(StorageError, match="file tier, more:"):
+        tier.allocate(BLOCK, "more")
+    with pytest.raises(StorageError, match="file tier: "):
+        tier.check()
+
+
+# Transfers
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_transfer_that_fails_is_over_when_it_says_so(several: bool) -> None:
+    """Nobody writes any more into memory whose owner was told that it is of no use."""
+    bad: Future[None] = Future()
+    slow: Future[None] = Future()
+    bad.set_exception(StorageError("this one"))
+    transfer = Together([Transfer([bad]), Transfer([slow])]) if several else Transfer([bad, slow])
+    told = threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(StorageError, match="this one"):
+            transfer.wait()
+        told.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    assert not transfer.done()
+    assert transfer.failed()
+    assert not told.wait(A_MOMENT / 4)
+    slow.set_result(None)
+    assert told.wait(SECONDS)
+    assert transfer.done()
+
+
+def test_the_end_is_told_once_when_all_pieces_are_over() -> None:
+    pieces: list[Future[None]] = [Future() for _ in range(3)]
+    calls: list[int] = []
+    transfer = Together([Transfer(pieces[:1]), Transfer(), Transfer(pieces[1:])])
+    transfer.on_end(lambda: calls.append(1))
+    pieces[2].set_exception(StorageError("no"))
+    pieces[0].set_result(None)
+    assert calls == []
+    pieces[1].cancel()
+    assert calls == [1]
+    transfer.on_end(lambda: calls.append(2))
+    assert calls == [1, 2]
+    DONE.on_end(lambda: calls.append(3))
+    assert calls == [1, 2, 3]
+    DONE.wait()
+    assert DONE.done()
+    assert not DONE.failed()
+
+
+def test_only_time_that_was_waited_is_counted() -> None:
+    waits = Waits()
+    over: Future[None] = Future()
+    over.set_result(None)
+    Transfer([over], waits).wait()
+    assert waits.seconds == 0.0
+    late: Future[None] = Future()
+    threading.Timer(0.05, late.set_result, [None]).start()
+    Together([Transfer([late], waits)]).wait()
+    assert 0.02 < waits.take() < SECONDS
+    assert waits.seconds == 0.0

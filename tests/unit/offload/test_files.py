@@ -1,0 +1,179 @@
+"""Files of a run: links are not followed, pipes are not waited for, the umask sets permissions, locks work where they can."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from trainer_cases import llama, seeded, sentences, settings
+
+from zeromesh import Trainer
+from zeromesh.errors import StorageError
+from zeromesh.files import open_regular, read_whole, remove_unfinished, try_lock, write_whole
+from zeromesh.offload.io.direct_io import PositionalFile
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.monitoring.run_directory import RunDirectory
+from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, read_metrics
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+def link(path: Path) -> None:
+    path.with_name("target").write_text("untouched")
+    path.symlink_to(path.with_name("target"))
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to(path.with_name("nothing"))
+
+
+def listening(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(str(path))
+
+
+PLANTED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "link": (link, "it is a symbolic link"),
+    "dangling": (dangling, "it is a symbolic link"),
+    "pipe": (os.mkfifo, "it is a named pipe"),
+    "directory": (Path.mkdir, "it is a directory"),
+    "socket": (listening, "it is a socket"),
+}
+
+
+@pytest.fixture
+def umask() -> Iterator[Callable[[int], int]]:
+    old = os.umask(0o022)
+    yield os.umask
+    os.umask(old)
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_CREAT | os.O_APPEND])
+def test_what_is_no_regular_file_is_refused_by_what_it_is(tmp_path: Path, kind: str, flags: int) -> None:
+    plant, words = PLANTED[kind]
+    plant(tmp_path / "file")
+    with pytest.raises(OSError, match=words):
+        open_regular(tmp_path / "file", flags)
+    assert "nothing" not in {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(StorageError, match=words):
+        PositionalFile(tmp_path / "file", write=bool(flags))
+
+
+def test_a_file_is_written_whole_whatever_its_name_and_what_was_there(
+    tmp_path: Path, umask: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    umask(0o027)
+    path = tmp_path / ("n" * 255)
+    write_whole(path, b"old")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    link(tmp_path / "link")
+    write_whole(tmp_path / "link", b"new")
+    assert (tmp_path / "target").read_text() == "untouched"
+    assert read_whole(tmp_path / "link", 3) == b"new"
+    with pytest.raises(OSError, match="it has 3 bytes, and at most 2 are read"):
+        read_whole(tmp_path / "link", 2)
+
+    def failing(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_whole(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_what_a_kill_left_unfinished_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    for name in (".zeromesh-0123456789abcdef.tmp", ".zeromesh-0123.tmp", "kept.tmp"):
+        (tmp_path / name).touch()
+    remove_unfinished(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".zeromesh-0123.tmp", "kept.tmp"]
+
+
+@pytest.mark.parametrize("number", NO_LOCKS)
+def test_a_file_system_without_flock_gets_locks_of_fcntl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", refusing(number))
+    one, two = RunDirectory(tmp_path, 0), RunDirectory(tmp_path, 0)
+    with one.locked():
+        held = pytest.raises(StorageError, match=rf"belongs to a run that is going on \(pid {os.getpid()} on")
+        with held, two.locked():
+            pass
+    with two.locked():
+        pass
+
+
+def refusing(number: int) -> Callable[..., None]:
+    def lock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return lock
+
+
+@pytest.mark.parametrize("number", NO_LOCKS)
+def test_a_file_system_without_any_locks_is_named_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", refusing(number))
+    monkeypatch.setattr(fcntl, "fcntl", refusing(number))
+    with (
+        pytest.raises(
+            StorageError, match=r"run\.lock.*has no locks, neither flock nor fcntl.*run\.output_dir"
+        ) as caught,
+        RunDirectory(tmp_path, 0).locked(),
+    ):
+        pass
+    assert "going on" not in str(caught.value)
+
+
+def test_a_lock_that_somebody_has_is_not_an_error(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    with (tmp_path / "lock").open("rb+") as one, (tmp_path / "lock").open("rb+") as two:
+        assert try_lock(one.fileno())
+        assert not try_lock(two.fileno())
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+@pytest.mark.parametrize(
+    "name", ["run.lock", "config.resolved.yaml", "starts.jsonl", "evaluations.jsonl", "metrics.jsonl"]
+)
+def test_nothing_planted_in_a_runs_directory_is_written_through(tmp_path: Path, name: str, kind: str) -> None:
+    """A link's target is not touched; what cannot be replaced as a whole is refused, and no pipe is waited for."""
+    plant, words = PLANTED[kind]
+    plant(tmp_path / name)
+    replaced = name == "config.resolved.yaml" and kind != "directory"
+    refused = pytest.raises(StorageError, match=rf"{re.escape(name)}.*{words}|cannot be written \(Is a directory\)")
+    directory = RunDirectory(tmp_path, 0)
+    with contextlib.nullcontext() if replaced else refused, directory.locked(), directory.open(TrainerConfig(), 0, {}):
+        pass
+    if kind == "link":
+        assert (tmp_path / "target").read_text() == "untouched"
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_pipe_in_the_place_of_metrics_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    for use in (read_metrics, MetricsWriter):
+        with pytest.raises(StorageError, match="it is a named pipe, not a regular file"):
+            use(tmp_path / "metrics.jsonl")
+
+
+def test_every_file_of_a_run_obeys_the_umask(tmp_path: Path, umask: Callable[[int], int]) -> None:
+    umask(0o077)
+    config = settings(str(tmp_path), run={"max_steps": 2, "name": "private"}, checkpoint={"every_steps": 1})
+    with Trainer(seeded(llama), config, sentences()) as trainer:
+        trainer.fit()
+        trainer.save_model(str(tmp_path / "model"))
+    found = list(tmp_path.rglob("*"))
+    assert {"manifest.json", "trainer_state.json", "config.json", "run.lock"} <= {path.name for path in found}
+    assert [path for path in found if path.stat().st_mode & 0o077] == []

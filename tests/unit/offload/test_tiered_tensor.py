@@ -1,0 +1,312 @@
+"""Flat tensors that rest on tiers hold what a plain one holds, wherever their elements are."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeromesh.errors import ConfigError, StorageError
+from zeromesh.offload import (
+    FileSettings,
+    Ledger,
+    PinnedBudget,
+    Purpose,
+    TensorSlice,
+    Tier,
+    TierChoice,
+    TieredTensor,
+    Tiers,
+    pinned_limit,
+    tiered_tensor,
+)
+from zeromesh.offload.io import file_tier, swap_file
+from zeromesh.offload.io.direct_io import BLOCK
+from zeromesh.offload.memory import allocation
+from zeromesh.offload.tiered_tensor import GRAIN
+
+CPU = torch.device("cpu")
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+choices = st.builds(
+    lambda tier, fraction: TierChoice(tier=tier, fraction=fraction),
+    st.sampled_from(["none", "host", "file"]),
+    st.sampled_from([0.0, 0.01, 0.5, 0.9, 1.0]),
+)
+dtypes = st.sampled_from(DTYPES)
+lengths = st.one_of(st.integers(0, 3 * GRAIN), st.sampled_from([GRAIN - 1, GRAIN, GRAIN + 1, 4 * GRAIN]))
+
+
+def values(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """`[count]`, more digits than any narrower dtype has."""
+    return torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@contextmanager
+def small_tiers(stripes: int, *, checksums: bool) -> Iterator[Tiers]:
+    """Tiers whose pieces, stripes and conversions are small, so that there are many of each."""
+    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file_tier, "PIECE", 2 * BLOCK)
+        patch.setattr(swap_file, "STRIPE", 3 * BLOCK)
+        patch.setattr(tiered_tensor, "_CONVERTED", 1000)
+        directories = tuple(Path(root, str(number)) for number in range(stripes))
+        files = FileSettings(directories=directories, checksums=checksums)
+        with closing(Tiers(device=CPU, ledger=Ledger(), files=files)) as tiers:
+            yield tiers
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[Tiers]:
+    found = Tiers(device=CPU, ledger=Ledger(), files=FileSettings(directories=(tmp_path / "swap",)))
+    yield found
+    found.close()
+
+
+def on(tiers: Tiers, tier: Any, fraction: float = 1.0, numel: int = 5 * GRAIN) -> TieredTensor:
+    choice = TierChoice(tier=tier, fraction=fraction)
+    return tiers.allocate(numel, torch.float32, choice, Purpose.MOMENTS, "exp_avg of layer 3")
+
+
+# What is written is read
+
+
+@given(data=st.data(), numel=lengths, dtype=dtypes, choice=choices, stripes=st.integers(1, 3), checksums=st.booleans())
+@settings(max_examples=60)
+def test_reads_and_writes_are_those_of_a_plain_tensor(
+    data: st.DataObject, numel: int, dtype: torch.dtype, choice: TierChoice, stripes: int, checksums: bool
+) -> None:
+    with small_tiers(stripes, checksums=checksums) as tiers:
+        tensor = tiers.allocate(numel, dtype, choice, Purpose.MASTER, "some")
+        model = torch.zeros(numel, dtype=dtype)
+        for number in range(data.draw(st.integers(1, 8))):
+            start, end = sorted(data.draw(st.tuples(*[st.integers(0, numel)] * 2)))
+            other = data.draw(dtypes)
+            if data.draw(st.booleans()):
+                given_ = values(end - start, other, number)
+                transfer = tensor.write(start, given_)
+                model[start:end] = given_
+                if data.draw(st.booleans()):
+                    transfer.wait()
+            else:
+                out = torch.full((end - start,), 7, dtype=other)
+                tensor.read(start, out).wait()
+                assert torch.equal(out, model[start:end].to(other))
+        tensor.settle()
+        assert torch.equal(tensor.load(CPU), model)
+        copy = tiers.allocate(numel, data.draw(dtypes), data.draw(choices), Purpose.PARAMETERS, "copy")
+        copy.copy_from(tensor)
+        assert torch.equal(copy.load(CPU), model.to(copy.dtype))
+
+
+@given(data=st.data(), numel=lengths, dtype=dtypes, choice=choices)
+@settings(max_examples=30)
+def test_slices_are_those_of_a_plain_tensor(
+    data: st.DataObject, numel: int, dtype: torch.dtype, choice: TierChoice
+) -> None:
+    with small_tiers(1, checksums=False) as tiers:
+        tensor = tiers.allocate(numel, dtype, choice, Purpose.MASTER, "some")
+        model = torch.zeros(numel, dtype=dtype)
+        for number in range(3):
+            part, plain = tensor.slice(0, numel), model
+            for _ in range(data.draw(st.integers(0, 3))):
+                start, end = sorted(data.draw(st.tuples(*[st.integers(0, part.numel)] * 2)))
+                part, plain = part.slice(start, end), plain[start:end]
+            assert part.numel == plain.numel()
+            written = values(part.numel, data.draw(dtypes), number)
+            part.copy_from(written)
+            plain.copy_(written)
+            out = torch.full((part.numel,), 7, dtype=data.draw(dtypes))
+            part.copy_to(out)
+            assert torch.equal(out, plain.to(out.dtype))
+        assert torch.equal(tensor.load(CPU), model)
+
+
+@given(data=st.data(), numel=lengths, dtype=dtypes, choice=choices)
+@settings(max_examples=60)
+def test_what_is_in_memory_can_be_looked_at(
+    data: st.DataObject, numel: int, dtype: torch.dtype, choice: TierChoice
+) -> None:
+    with small_tiers(1, checksums=False) as tiers:
+        tensor = tiers.allocate(numel, dtype, choice, Purpose.MASTER, "some")
+        model = values(numel, dtype, 0)
+        tensor.write(0, model).wait()
+        cut = choice.cut(numel)
+        inside = st.one_of(st.integers(0, cut), st.integers(cut, numel))
+        start, end = sorted(data.draw(st.tuples(inside, inside)))
+        assert tensor.cuts() == sorted({cut, numel} - {0})
+        found = tensor.view(start, end, CPU)
+        in_file = choice.tier == "file" and start < cut
+        assert (found is None) == (start < end and (in_file or start < cut < end))
+        if found is not None:
+            assert torch.equal(found, model[start:end])
+            found.fill_(3)
+            model[start:end] = 3
+            assert torch.equal(tensor.load(CPU), model)
+        assert (tensor.whole(CPU) is not None) == choice.in_reach(numel, CPU)
+        assert tensor.view(start, end, torch.device("meta")) is None or start == end
+
+
+@given(numel=st.integers(0, 10**9), choice=choices)
+def test_a_fraction_is_kept_within_one_grain(numel: int, choice: TierChoice) -> None:
+    cut = choice.cut(numel)
+    assert 0 <= cut <= numel
+    assert cut == numel or cut % GRAIN == 0
+    away = choice.fraction * numel if choice.tier != "none" else 0
+    assert away - 1 <= cut < away + GRAIN
+    assert sum(choice.on(tier, numel) for tier in Tier) == numel
+    assert choice.on(Tier.DEVICE, numel) == numel - cut
+
+
+def test_every_byte_is_in_the_ledger(tiers: Tiers) -> None:
+    half = on(tiers, "file", 0.5, 6 * GRAIN)
+    other = tiers.allocate(5 * GRAIN, torch.bfloat16, TierChoice(tier="host", fraction=0.3), Purpose.PARAMETERS, "copy")
+    counted = {tier: tiers.ledger.by_purpose(tier) for tier in Tier}
+    assert [half.bytes_on(tier) for tier in Tier] == [12 * GRAIN, 0, 12 * GRAIN]
+    assert [other.bytes_on(tier) for tier in Tier] == [6 * GRAIN, 4 * GRAIN, 0]
+    assert counted[Tier.FILE] == {Purpose.MOMENTS: 12 * GRAIN}
+    assert counted[Tier.HOST] == {Purpose.PARAMETERS: 4 * GRAIN, Purpose.STAGING: tiers.files.staging_bytes}
+    assert counted[Tier.DEVICE] == {Purpose.MOMENTS: 12 * GRAIN, Purpose.PARAMETERS: 6 * GRAIN}
+    assert (half.nbytes, other.nbytes) == (24 * GRAIN, 10 * GRAIN)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("tier", ["none", "host", "file"])
+def test_others_elements_are_not_touched(tiers: Tiers, tier: str) -> None:
+    tensor = on(tiers, tier)
+    model = values(tensor.numel, torch.float32, 1)
+    tensor.write(0, model).wait()
+    part = tensor.slice(10, 20)
+    for count in (9, 11):
+        with pytest.raises(ValueError, match=f"{count} elements to copy, for a slice of 10"):
+            part.copy_from(torch.ones(count))
+        with pytest.raises(ValueError, match=f"{count} elements to copy, for a slice of 10"):
+            part.copy_to(torch.ones(count))
+    for start, end in ((-1, 5), (5, 11), (6, 5)):
+        with pytest.raises(ValueError, match="do not lie in a slice of 10"):
+            part.slice(start, end)
+    for start, count in ((-1, 5), (tensor.numel - 4, 5)):
+        with pytest.raises(ValueError, match=f"do not lie in {tensor.numel}"):
+            tensor.read(start, torch.ones(count))
+        with pytest.raises(ValueError, match=f"do not lie in {tensor.numel}"):
+            tensor.write(start, torch.ones(count))
+    with pytest.raises(ValueError, match="are not a copy for"):
+        tensor.copy_from(TieredTensor.of(torch.ones(5)))
+    assert torch.equal(tensor.load(CPU), model)
+    if tier == "file":
+        with pytest.raises(ValueError, match="not in memory"):
+            _ = part.memory
+    else:
+        assert torch.equal(part.memory, model[10:20])
+    assert torch.equal(TensorSlice.of(model).memory, model)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])
+def test_a_fraction_that_is_none_is_refused(fraction: float) -> None:
+    with pytest.raises(ConfigError, match=r"fraction of tier file is .*; it must be from 0 to 1"):
+        TierChoice(tier="file", fraction=fraction)
+
+
+def test_a_tier_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tier is 'disk'; allowed are none, host, file"):
+        TierChoice(tier="disk")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("tier", "said"), [("none", "device"), ("host", "host")])
+def test_memory_that_there_is_not_is_named(tiers: Tiers, tier: str, said: str) -> None:
+    with pytest.raises(StorageError, match=rf"{said} tier, exp_avg of layer 3: [\d,]{{17,}} bytes cannot be allocated"):
+        on(tiers, tier, numel=1 << 55)
+    assert tiers.ledger.total() == 0
+
+
+def test_files_need_a_directory_only_when_something_rests_there(tmp_path: Path) -> None:
+    tiers = Tiers(device=CPU, ledger=Ledger())
+    on(tiers, "host")
+    assert list(tiers.in_use) == []
+    tiers.check()
+    with pytest.raises(StorageError, match="no directory for them is known"):
+        on(tiers, "file")
+    (tmp_path / "taken").write_bytes(b"")
+    tiers = Tiers(device=CPU, ledger=Ledger(), files=FileSettings(directories=(tmp_path / "taken",)))
+    with pytest.raises(StorageError, match="file tier: swap files cannot be made in"):
+        on(tiers, "file")
+    tiers.close()
+
+
+def test_errors_come_through_all_ways(tiers: Tiers) -> None:
+    """Whether elements are read as they are or converted, copied or loaded: each is an error that says what it is of."""
+    tensor = on(tiers, "file", 0.5, 8 * GRAIN)
+    tensor.write(0, values(8 * GRAIN, torch.float32, 1)).wait()
+    (path,) = tiers.file().paths
+    Path(path).write_bytes(b"short")
+    with pytest.raises(StorageError, match=r"file tier: .* has 5 bytes"):
+        tiers.check()
+    said = r"file tier, exp_avg of layer 3: .* ends after 5 bytes"
+    reading = tensor.read(0, torch.empty(8 * GRAIN))
+    for call in (
+        reading.wait,
+        lambda: tensor.load(CPU),
+        lambda: tensor.slice(0, 10).copy_to(torch.empty(10, dtype=torch.float64)),
+        lambda: on(tiers, "host", numel=8 * GRAIN).copy_from(tensor),
+    ):
+        with pytest.raises(StorageError, match=said):
+            call()
+    rest = torch.empty(4 * GRAIN)
+    tensor.read(4 * GRAIN, rest).wait()
+    assert torch.equal(rest, values(8 * GRAIN, torch.float32, 1)[4 * GRAIN :])
+
+
+def test_the_end_takes_the_files(tmp_path: Path) -> None:
+    tiers = Tiers(device=CPU, ledger=Ledger(), files=FileSettings(directories=(tmp_path,), label="mine"))
+    tensor = on(tiers, "file")
+    tensor.write(0, torch.ones(tensor.numel))
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("zeromesh-mine-")
+    assert tiers.waited()[Tier.FILE] is tiers.file().waits
+    tiers.close()
+    tiers.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(StorageError, match=r"file tier, exp_avg of layer 3: .*the tier is closed"):
+        tensor.load(CPU)
+
+
+# The host's memory
+
+
+def test_no_more_is_pinned_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+
+    def noted(nbytes: int) -> torch.Tensor:
+        pinned.append(nbytes)
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(allocation, "pinned_pages", noted)
+    budget = PinnedBudget(limit=10_000)
+    cuda = torch.device("cuda")
+    for count, expected in ((1000, [4000]), (2000, [4000]), (1500, [4000, 6000]), (1, [4000, 6000])):
+        found = budget.allocate(count, torch.float32, cuda)
+        assert torch.equal(found, torch.zeros(count))
+        assert pinned == expected
+    assert budget.used == 10_000
+    budget.allocate(5, torch.float32, CPU)
+    assert budget.used == 10_000
+    budget.give(6000)
+    assert budget.take(6000, cuda)
+    assert not budget.take(1, cuda)
+    assert PinnedBudget().limit is None
+
+
+def test_what_may_be_pinned_is_half_of_what_is_free_within_the_limit_of_the_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(allocation, "available_bytes", lambda: 1000)
+    for soft, expected in ((allocation.resource.RLIM_INFINITY, 500), (300, 300), (900, 500)):
+        monkeypatch.setattr(allocation.resource, "getrlimit", lambda kind, soft=soft: (soft, soft))
+        assert pinned_limit() == expected

@@ -1,0 +1,580 @@
+"""The stream: what it computes is what is computed directly, in a bounded number of buffers, beside its reads and writes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import chain, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from in_time import SECONDS, in_time
+
+from zeromesh.errors import StorageError
+from zeromesh.offload import (
+    Access,
+    FileSettings,
+    FileTier,
+    Ledger,
+    Purpose,
+    StreamRow,
+    TierChoice,
+    TieredTensor,
+    Tiers,
+    Transfer,
+    UpdateStream,
+    Use,
+    Waits,
+    stream_bytes,
+    update_stream,
+)
+from zeromesh.offload.io import file_tier, swap_file
+from zeromesh.offload.io.direct_io import BLOCK
+from zeromesh.offload.io.transfer import Memory, StagingPool
+
+CPU = torch.device("cpu")
+F32, BF16 = torch.float32, torch.bfloat16
+FILE, NONE = TierChoice(tier="file"), TierChoice()
+BUFFER = 4 * BLOCK
+"""Bytes of a buffer, where there are to be many rows."""
+ROW = BUFFER // F32.itemsize
+IN_FLIGHT = 5
+"""Rows that have buffers."""
+choices = st.builds(
+    lambda tier, fraction: TierChoice(tier=tier, fraction=fraction),
+    st.sampled_from(["none", "host", "file", "file"]),
+    st.sampled_from([0.3, 0.5, 1.0, 1.0]),
+)
+
+
+class Pool(StagingPool):
+    """A pool that counts what is out."""
+
+    def __init__(self, count: int, nbytes: int, memory: Memory) -> None:
+        super().__init__(count, nbytes, memory)
+        self.count, self.most, self.twice = count, 0, 0
+        self._out: set[int] = set()
+        self._changed = threading.Condition()
+
+    def take(self) -> torch.Tensor:
+        buffer = self._free.get(timeout=SECONDS / 2)
+        with self._changed:
+            self._out.add(buffer.data_ptr())
+            self.most = max(self.most, len(self._out))
+        return buffer
+
+    def give(self, buffer: torch.Tensor) -> None:
+        with self._changed:
+            self.twice += buffer.data_ptr() not in self._out
+            self._out.discard(buffer.data_ptr())
+            super().give(buffer)
+            self._changed.notify_all()
+
+    @property
+    def out(self) -> int:
+        return len(self._out)
+
+    def all_come_back(self) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._out, SECONDS) and self.free == self.count and not self.twice
+
+
+def pool_of(found: UpdateStream) -> Pool:
+    assert isinstance(found._pool, Pool)
+    return found._pool
+
+
+@pytest.fixture(autouse=True)
+def counted() -> Iterator[None]:
+    """Streams have pools that count, and small buffers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update_stream, "StagingPool", Pool)
+        patch.setattr(update_stream, "_LEAST_BYTES", BUFFER)
+        yield
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[Tiers]:
+    found = Tiers(device=CPU, ledger=Ledger(), files=FileSettings(directories=(tmp_path / "swap",)))
+    yield found
+    in_time(found.close)
+
+
+@contextmanager
+def several_tiers(stripes: int, *, piece: int, checksums: bool) -> Iterator[Tiers]:
+    """Tiers whose files have pieces of `piece` bytes and small stripes, in directories that are gone afterwards."""
+    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file_tier, "PIECE", piece)
+        patch.setattr(swap_file, "STRIPE", 3 * BLOCK)
+        directories = tuple(Path(root, str(number)) for number in range(stripes))
+        files = FileSettings(directories=directories, checksums=checksums)
+        with closing(Tiers(device=CPU, ledger=Ledger(), files=files)) as tiers:
+            yield tiers
+
+
+def values(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(count, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+class Numbers:
+    """One tensor, to which `add` adds: in rows, and in a plain tensor beside."""
+
+    def __init__(self, tiers: Tiers, rows: int, seed: int, choice: TierChoice = FILE) -> None:
+        self.numel = rows * ROW
+        self.key = seed
+        self.tensor = tiers.allocate(self.numel, F32, choice, Purpose.MASTER, f"numbers {seed}")
+        self.model = torch.zeros(self.numel)
+        self.set(seed)
+
+    def set(self, seed: int) -> None:
+        self.model.copy_(values(self.numel, F32, seed))
+        self.tensor.write(0, self.model.clone()).wait()
+
+    def rows(self, found: UpdateStream) -> list[StreamRow]:
+        return list(found.rows(self.key, self.numel, [Use(tensor=self.tensor, mode=Access.UPDATE)]))
+
+    def right(self) -> bool:
+        return torch.equal(self.tensor.load(CPU), self.model)
+
+
+def add(row: StreamRow, tensors: list[torch.Tensor]) -> None:
+    tensors[0].add_(1)
+
+
+def make(width: int = 1) -> UpdateStream:
+    return UpdateStream(CPU, width=width, longest=1 << 30, nbytes=0, waits=Waits())
+
+
+# What is computed
+
+
+class Bucket:
+    """What an update reads and writes, on tiers and in plain tensors."""
+
+    def __init__(self, tiers: Tiers, key: int, numel: int, dtype: torch.dtype, choices: Sequence[TierChoice]) -> None:
+        self.key, self.numel = key, numel
+        kinds = (dtype, dtype, dtype, BF16)
+        purposes = (Purpose.MASTER, Purpose.MOMENTS, Purpose.GRADIENTS, Purpose.PARAMETERS)
+        self.tensors = [
+            tiers.allocate(numel, kind, choice, purpose, purpose.value)
+            for kind, choice, purpose in zip(kinds, choices, purposes, strict=True)
+        ]
+        self.models = [torch.zeros(numel, dtype=kind) for kind in kinds]
+        self.set(0, values(numel, dtype, key))
+
+    def set(self, number: int, content: torch.Tensor) -> None:
+        self.models[number].copy_(content)
+        self.tensors[number].write(0, content.clone()).wait()
+
+    def uses(self) -> list[Use]:
+        modes = (Access.UPDATE, Access.UPDATE, Access.READ, Access.WRITE)
+        return [Use(tensor=tensor, mode=mode) for tensor, mode in zip(self.tensors, modes, strict=True)]
+
+    def rows(self, found: UpdateStream) -> list[StreamRow]:
+        return list(found.rows(self.key, self.numel, self.uses()))
+
+
+def update(tensors: Sequence[torch.Tensor]) -> None:
+    master, moment, grad, copy = tensors
+    moment.mul_(0.9).add_(grad)
+    master.sub_(moment)
+    copy.copy_(master)
+
+
+@given(data=st.data(), stripes=st.integers(1, 3), checksums=st.booleans(), dtype=st.sampled_from([F32, torch.float64]))
+@settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # to shrink what hangs takes minutes
+def test_rows_make_what_is_computed_at_once(
+    data: st.DataObject, stripes: int, checksums: bool, dtype: torch.dtype
+) -> None:
+    piece = data.draw(st.sampled_from([2, 3, 256])) * BLOCK
+    with several_tiers(stripes, piece=piece, checksums=checksums) as tiers:
+        where = data.draw(st.tuples(*[choices] * 4))
+        lengths = data.draw(st.lists(st.integers(0, 14_000), min_size=1, max_size=3))
+        buckets = [Bucket(tiers, key, numel, dtype, where) for key, numel in enumerate(lengths)]
+        width = max(sum(tensor.whole(CPU) is None for tensor in bucket.tensors) for bucket in buckets)
+        longest = max(lengths) * dtype.itemsize
+        nbytes = data.draw(st.integers(0, 40 * BUFFER))
+        found = UpdateStream(CPU, width=width, longest=longest, nbytes=nbytes, waits=Waits())
+        assert found.nbytes == stream_bytes(width, longest, nbytes) <= max(nbytes, width * IN_FLIGHT * BUFFER)
+        for step in range(2):
+            found.forget()
+            for bucket in buckets:
+                bucket.set(2, values(bucket.numel, dtype, 10 * step + bucket.key))
+            order = data.draw(st.permutations(buckets))
+            for number, bucket in enumerate(order):
+                told = data.draw(st.sampled_from(["the truth", "nothing", "something else"]))
+                after = {"the truth": order[number + 1 :], "nothing": [], "something else": order[number + 2 :]}[told]
+                found.run(
+                    bucket.rows(found),
+                    lambda row, tensors: update(tensors),
+                    chain.from_iterable(each.rows(found) for each in after),
+                )
+                update(bucket.models)
+        for bucket in buckets:
+            for tensor, model in zip(bucket.tensors, bucket.models, strict=True):
+                assert torch.equal(tensor.load(CPU), model)
+        if width:
+            assert pool_of(found).all_come_back()
+            assert pool_of(found).most <= width * IN_FLIGHT
+
+
+@given(length=st.integers(0, 40_000), where=st.tuples(choices, choices), nbytes=st.integers(0, 60 * BUFFER))
+@settings(max_examples=40)
+def test_rows_follow_each_other_and_lie_on_one_tier(
+    length: int, where: tuple[TierChoice, TierChoice], nbytes: int
+) -> None:
+    with several_tiers(1, piece=file_tier.PIECE, checksums=False) as tiers:
+        tensors = [tiers.allocate(length, F32, choice, Purpose.MASTER, "some") for choice in where]
+        found = UpdateStream(CPU, width=2, longest=4 * length, nbytes=nbytes, waits=Waits())
+        uses = [Use(tensor=tensor, mode=Access.READ) for tensor in tensors]
+        rows = list(found.rows(5, length, uses))
+        assert [row.start for row in rows[:1]] == [0] * bool(length)
+        assert [row.end for row in rows[-1:]] == [length] * bool(length)
+        assert all(first.end == second.start for first, second in pairwise(rows))
+        away = any(tensor.whole(CPU) is None for tensor in tensors)
+        for row in rows:
+            assert row.start < row.end
+            assert row.key == 5
+            assert not away or (row.end - row.start) * 4 <= found.nbytes // (2 * IN_FLIGHT)
+            for tensor in tensors:
+                assert sum(part.start < row.end and part.end > row.start for part in tensor.parts) == 1
+
+
+def test_what_is_in_memory_needs_no_buffers(tiers: Tiers) -> None:
+    numbers = Numbers(tiers, 3, 1, NONE)
+    found = make(0)
+    assert found.nbytes == 0
+    rows = numbers.rows(found)
+    assert [(row.start, row.end) for row in rows] == [(0, numbers.numel)]
+    memory = numbers.tensor.whole(CPU)
+    assert memory is not None
+    found.run(rows, lambda row, tensors: tensors[0].fill_(float(tensors[0].data_ptr() == memory.data_ptr())))
+    assert bool(memory.all())
+
+
+# What goes on at the same time
+
+
+class Pace:
+    """Says to reads and writes of the file when they may go on, by the number of their row."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: dict[tuple[str, int], threading.Event] = {}
+        self.before: Callable[[str, int], None] = lambda what, row: None
+        for what in ("read", "write"):
+            monkeypatch.setattr(FileTier, what, self._paced(what, getattr(FileTier, what)))
+
+    def _paced(self, what: str, move: Callable[[FileTier, torch.Tensor, int], None]) -> object:
+        def moved(tier: FileTier, data: torch.Tensor, offset: int) -> None:
+            row = offset // BUFFER
+            self.tell(f"{what} begins", row)
+            self.before(what, row)
+            move(tier, data, offset)
+            self.tell(f"{what} ends", row)
+
+        return moved
+
+    def event(self, what: str, row: int) -> threading.Event:
+        return self.events.setdefault((what, row), threading.Event())
+
+    def tell(self, what: str, row: int) -> None:
+        self.event(what, row).set()
+
+    def wait(self, what: str, row: int) -> None:
+        if not self.event(what, row).wait(SECONDS / 4):
+            raise StorageError(f"{what} {row} does not happen")
+
+
+def test_rows_are_read_while_one_is_computed(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that begins after a row's turn has come ends before it is over: two of them, as many as are read ahead."""
+    numbers, found, count = Numbers(tiers, 6, 1), make(), 6
+    pace = Pace(monkeypatch)
+    too_early: list[int] = []
+
+    def before(what: str, row: int) -> None:
+        if what == "read" and row > 0:
+            pace.wait("compute begins", max(0, row - 2))
+
+    def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
+        number = row.start // ROW
+        pace.tell("compute begins", number)
+        for later in range(number + 1, min(number + 3, count)):
+            pace.wait("read ends", later)
+        too_early.extend([number] * pace.event("read begins", number + 3).is_set())
+        add(row, tensors)
+
+    pace.before = before
+    in_time(lambda: found.run(numbers.rows(found), compute))
+    assert too_early == []
+    numbers.model.add_(1)
+    assert numbers.right()
+
+
+def test_rows_are_written_while_the_next_ones_are_computed(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers, found = Numbers(tiers, 6, 1), make()
+    pace = Pace(monkeypatch)
+
+    def before(what: str, row: int) -> None:
+        if what == "write" and row < 5:
+            pace.wait("compute begins", row + 1)
+
+    def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
+        number = row.start // ROW
+        pace.tell("compute begins", number)
+        if number:
+            pace.wait("write ends", number - 1)
+        add(row, tensors)
+
+    pace.before = before
+    in_time(lambda: found.run(numbers.rows(found), compute))
+    numbers.model.add_(1)
+    assert numbers.right()
+
+
+def test_the_next_tensors_are_read_before_their_run(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, found = Numbers(tiers, 1, 1), Numbers(tiers, 2, 2), make()
+    pace = Pace(monkeypatch)
+    found.run(one.rows(found), add, iter(two.rows(found)))
+    for row in (1, 2):
+        pace.wait("read ends", row)
+        pace.events.pop(("read begins", row))
+    found.run(two.rows(found), add)
+    assert not pace.event("read begins", 1).is_set()
+    assert not pace.event("read begins", 2).is_set()
+    for numbers in (one, two):
+        numbers.model.add_(1)
+        assert numbers.right()
+    assert pool_of(found).all_come_back()
+
+
+def test_a_disk_that_does_not_keep_up_takes_no_more_memory(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = Waits()
+    numbers, found = Numbers(tiers, 12, 1), UpdateStream(CPU, width=1, longest=1 << 30, nbytes=0, waits=waits)
+    pace = Pace(monkeypatch)
+    computed: list[int] = []
+
+    def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
+        computed.append(row.start // ROW)
+        pace.tell("compute begins", computed[-1])
+        add(row, tensors)
+
+    pace.before = lambda what, row: pace.wait("gate", 0) if what == "write" else None
+    running = threading.Thread(target=found.run, args=(numbers.rows(found), compute), daemon=True)
+    running.start()
+    pace.wait("compute begins", IN_FLIGHT - 1)
+    assert not pace.event("compute begins", IN_FLIGHT).wait(0.2)
+    assert pool_of(found).out == IN_FLIGHT
+    pace.tell("gate", 0)
+    running.join(SECONDS)
+    assert computed == list(range(12))
+    assert pool_of(found).all_come_back()
+    assert pool_of(found).most == IN_FLIGHT
+    assert waits.seconds > 0.1
+    numbers.model.add_(1)
+    assert numbers.right()
+
+
+# Read ahead in vain
+
+
+def test_what_was_read_ahead_in_vain_is_dropped(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while it is still being read: its buffers come back when that is over, and nobody else's are written to."""
+    one, two, three, found = Numbers(tiers, 1, 1), Numbers(tiers, 2, 2), Numbers(tiers, 6, 3), make()
+    pace = Pace(monkeypatch)
+    pace.before = lambda what, row: pace.wait("gate", 0) if what == "read" and row in (1, 2) else None
+    found.run(one.rows(found), add, two.rows(found))
+    in_time(lambda: found.run(three.rows(found), add))
+    in_time(three.tensor.settle)
+    assert pool_of(found).out == 2
+    pace.tell("gate", 0)
+    assert pool_of(found).all_come_back()
+    two.set(7)
+    found.run(two.rows(found), add)
+    for numbers in (one, two, three):
+        numbers.model.add_(1)
+        assert numbers.right()
+
+
+def test_what_changes_after_it_was_read_ahead_is_read_again(tiers: Tiers) -> None:
+    one, two, found = Numbers(tiers, 1, 1), Numbers(tiers, 3, 2), make()
+    found.run(one.rows(found), add, two.rows(found))
+    found.forget()
+    two.set(9)
+    found.run(two.rows(found), add)
+    two.model.add_(1)
+    assert two.right()
+
+
+# What goes wrong
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, move: str, first: int, number: int
+) -> tuple[Callable[[], None], list[int]]:
+    """`os.preadv` or `os.pwritev` fails from row `first` on: what ends that, and the rows that it was tried with."""
+    tried: list[int] = []
+    real = getattr(os, move)
+
+    def fails(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        if offset // BUFFER >= first:
+            tried.append(offset // BUFFER)
+            raise OSError(number, os.strerror(number))
+        count: int = real(descriptor, views, offset)
+        return count
+
+    monkeypatch.setattr(os, move, fails)
+    return lambda: monkeypatch.setattr(os, move, real), tried
+
+
+def test_a_row_that_cannot_be_read_is_an_error_at_its_turn(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers, found = Numbers(tiers, 8, 1), make()
+    mend, _ = failing(monkeypatch, "preadv", 3, errno.EIO)
+    computed: list[int] = []
+
+    def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
+        computed.append(row.start // ROW)
+        add(row, tensors)
+
+    for _ in range(2 * IN_FLIGHT):  # Were buffers lost, there would soon be none to wait for.
+        computed.clear()
+        with pytest.raises(StorageError, match=r"file tier, numbers 1: .* cannot be read \(16,384 bytes at 49,152\)"):
+            in_time(lambda: found.run(numbers.rows(found), compute))
+        assert computed == [0, 1, 2]
+        assert pool_of(found).all_come_back()
+        numbers.model[: 3 * ROW].add_(1)
+    mend()
+    found.run(numbers.rows(found), compute)
+    numbers.model.add_(1)
+    assert numbers.right()
+
+
+def test_an_error_of_one_tensor_leaves_the_others_reads_to_end(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their buffers come back no sooner: nobody gets one that is still being read into."""
+    bad, slow = Numbers(tiers, 1, 1), Numbers(tiers, 1, 2)
+    found = make(2)
+    pace = Pace(monkeypatch)
+    pace.before = lambda what, row: pace.wait("gate", 0) if (what, row) == ("read", 1) else None
+    mend, tried = failing(monkeypatch, "preadv", 0, errno.EIO)
+    rows = list(found.rows(0, ROW, [Use(tensor=each.tensor, mode=Access.UPDATE) for each in (bad, slow)]))
+    with pytest.raises(StorageError, match="numbers 1"):
+        in_time(lambda: found.run(rows, add))
+    assert tried
+    assert pool_of(found).out == 1
+    mend()
+    pace.tell("gate", 0)
+    assert pool_of(found).all_come_back()
+
+
+def test_what_compute_raises_leaves_nothing_behind(tiers: Tiers) -> None:
+    numbers, other, found = Numbers(tiers, 6, 1), Numbers(tiers, 6, 2), make()
+
+    def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
+        if row.start == 2 * ROW:
+            raise KeyboardInterrupt
+        add(row, tensors)
+
+    for _ in range(2 * IN_FLIGHT):
+        with pytest.raises(KeyboardInterrupt):
+            found.run(numbers.rows(found), compute)
+        assert pool_of(found).all_come_back()
+        numbers.model[: 2 * ROW].add_(1)
+    in_time(lambda: found.run(other.rows(found), add))
+    other.model.add_(1)
+    assert numbers.right()
+    assert other.right()
+
+
+def test_a_row_that_cannot_be_written_is_an_error_for_who_reads_it_next(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers, other, found = Numbers(tiers, 8, 1), Numbers(tiers, 2, 2), make()
+    mend, tried = failing(monkeypatch, "pwritev", 5, errno.ENOSPC)
+    in_time(lambda: found.run(numbers.rows(found), add))
+    assert pool_of(found).all_come_back()
+    assert set(tried) == {5, 6, 7}
+    mend()
+    computed: list[int] = []
+
+    def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
+        computed.append(row.start // ROW)
+        add(row, tensors)
+
+    said = r"file tier, numbers 1: .* cannot be written \(16,384 bytes at 81,920\): No space left"
+    for _ in range(2 * IN_FLIGHT):
+        computed.clear()
+        with pytest.raises(StorageError, match=said):
+            in_time(lambda: found.run(numbers.rows(found), compute))
+        assert computed == [0, 1, 2, 3, 4]
+        assert pool_of(found).all_come_back()
+    with pytest.raises(StorageError, match=said):
+        in_time(numbers.tensor.settle)
+    in_time(lambda: found.run(other.rows(found), add))
+    other.model.add_(1)
+    assert other.right()
+
+
+def test_a_write_that_does_not_begin_leaves_no_buffer_behind(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, found = Numbers(tiers, 3, 1), Numbers(tiers, 3, 2), make(2)
+    rows = list(found.rows(0, 3 * ROW, [Use(tensor=each.tensor, mode=Access.UPDATE) for each in (one, two)]))
+    write = TieredTensor.write
+
+    def refusing(tensor: TieredTensor, start: int, data: torch.Tensor) -> Transfer:
+        if tensor is two.tensor:
+            raise RuntimeError("the device is gone")
+        return write(tensor, start, data)
+
+    monkeypatch.setattr(TieredTensor, "write", refusing)
+    for _ in range(2 * IN_FLIGHT):
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            in_time(lambda: found.run(rows, add))
+        assert pool_of(found).all_come_back()
+
+
+def test_a_tier_that_is_closed_meanwhile_is_an_error(tiers: Tiers) -> None:
+    numbers, found = Numbers(tiers, 12, 1), make()
+
+    def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
+        if row.start == 2 * ROW:
+            tiers.close()
+
+    with pytest.raises(StorageError, match=r"file tier, numbers 1: bytes .* the tier is closed"):
+        in_time(lambda: found.run(numbers.rows(found), compute))
+    assert pool_of(found).all_come_back()
+
+
+@pytest.mark.parametrize("width", [0, 1])
+def test_a_row_that_is_too_wide_does_not_wait_for_ever(tiers: Tiers, width: int) -> None:
+    both = [Numbers(tiers, 1, seed) for seed in (1, 2)]
+    found = make(width)
+    uses = [Use(tensor=each.tensor, mode=Access.UPDATE) for each in both]
+    rows = list(make(2).rows(0, ROW, uses))
+    for _ in range(2 * IN_FLIGHT):
+        with pytest.raises(ValueError, match=f"a row of 2 tensors out of reach, in a stream of width {width}"):
+            in_time(lambda: found.run(rows, add))
+    if width:
+        assert pool_of(found).all_come_back()
+
+
+def test_a_tensor_beside_is_taken_as_it_is(tiers: Tiers) -> None:
+    """What is in memory is no copy, also where it is in a row with what is not."""
+    numbers, found = Numbers(tiers, 3, 1), make()
+    beside = torch.zeros(numbers.numel)
+    uses = [Use(tensor=numbers.tensor, mode=Access.READ), Use(tensor=TieredTensor.of(beside), mode=Access.UPDATE)]
+    rows = list(found.rows(0, numbers.numel, uses))
+    assert len(rows) == 3
+
+    def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
+        tensors[1].copy_(tensors[0])
+        tensors[0].zero_()  # It was to be read: this is only a buffer.
+
+    found.run(rows, compute)
+    assert torch.equal(beside, numbers.model)
+    assert pool_of(found).all_come_back()
+    assert numbers.right()

@@ -1,0 +1,204 @@
+"""The chunked head equals the plain one: loss and every gradient, for any chunk, mask, bias and seed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from zeromesh.errors import DataError, LayoutError, PhaseError
+from zeromesh.kernels import chunked_cross_entropy as cross_entropy
+from zeromesh.kernels import cpu_matmul
+from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunk_for, chunked_cross_entropy
+
+Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
+
+
+def leaves(tokens: int, hidden: int, vocab: int, *, bias: bool, masked: float, dtype: torch.dtype) -> Leaves:
+    generator = torch.Generator().manual_seed(tokens * 1009 + vocab)
+    h = torch.randn(tokens, hidden, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    w = torch.randn(vocab, hidden, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    b = torch.randn(vocab, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() if bias else None
+    targets = torch.randint(0, vocab, (tokens,), generator=generator)
+    targets[torch.rand(tokens, generator=generator) < masked] = -100
+    return h, w, b, targets
+
+
+def plain(case: Leaves, change: LogitChange = UNCHANGED) -> torch.Tensor:
+    h, w, b, targets = case
+    logits = functional.linear(h, w, b)
+    wide = logits if logits.dtype is torch.float64 else logits.float()
+    wide = change.scale * wide
+    if change.cap:
+        wide = change.cap * torch.tanh(wide / change.cap)
+    return functional.cross_entropy(wide, targets, reduction="sum")
+
+
+def gradients(loss: torch.Tensor, case: Leaves, seed: float) -> list[torch.Tensor]:
+    wanted = [t for t in case[:3] if t is not None and t.requires_grad]
+    return list(torch.autograd.grad(loss, wanted, torch.tensor(seed, dtype=loss.dtype)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 23),
+    hidden=st.integers(1, 9),
+    vocab=st.integers(1, 40),
+    chunk=st.integers(1, 30),
+    bias=st.booleans(),
+    masked=st.sampled_from([0.0, 0.4, 1.0]),
+    seed=st.sampled_from([1.0, 0.125, -3.0]),
+    change=st.sampled_from([UNCHANGED, LogitChange(scale=0.3), LogitChange(cap=1.5), LogitChange(scale=-2.0, cap=0.7)]),
+)
+def test_equals_the_plain_loss_in_float64(
+    tokens: int, hidden: int, vocab: int, chunk: int, bias: bool, masked: float, seed: float, change: LogitChange
+) -> None:
+    case = leaves(tokens, hidden, vocab, bias=bias, masked=masked, dtype=torch.float64)
+    expected = plain(case, change)
+    loss = chunked_cross_entropy(*case, seed=seed, chunk_tokens=chunk, change=change)
+    assert loss.dtype is torch.float64
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    got = gradients(loss, case, seed)
+    for ours, theirs in zip(got, gradients(expected, case, seed), strict=True):
+        assert ours.is_contiguous()
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_another_gradient_than_the_announced_one_is_right_too() -> None:
+    case = leaves(11, 5, 13, bias=True, masked=0.2, dtype=torch.float64)
+    loss = chunked_cross_entropy(*case, seed=0.5, chunk_tokens=4)
+    for ours, theirs in zip(gradients(loss, case, 7.0), gradients(plain(case), case, 7.0), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    nothing = chunked_cross_entropy(*case, seed=0.0, chunk_tokens=4)
+    assert all(bool((gradient == 0).all()) for gradient in gradients(nothing, case, 0.0))
+
+
+class Afresh(torch.autograd.Function):
+    """The chunked loss, evaluated anew in each backward: gradcheck calls backward many times on one graph."""
+
+    @staticmethod
+    def forward(ctx, h, w, b, targets):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(h, w, b, targets)
+        return chunked_cross_entropy(h, w, b, targets, seed=0.7, chunk_tokens=2)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        *tensors, targets = ctx.saved_tensors
+        with torch.enable_grad():
+            fresh = [t.detach().requires_grad_() for t in tensors]
+            loss = chunked_cross_entropy(*fresh, targets, seed=0.7, chunk_tokens=2)
+        return *torch.autograd.grad(loss, fresh, grad), None
+
+
+def test_gradcheck() -> None:
+    h, w, b, targets = leaves(5, 3, 7, bias=True, masked=0.3, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda *t: Afresh.apply(*t, targets), (h, w, b))
+
+
+@pytest.mark.parametrize("frozen", range(3))
+def test_computes_only_what_is_trained(frozen: int) -> None:
+    case = leaves(9, 4, 11, bias=True, masked=0.3, dtype=torch.float64)
+    leaf = case[frozen]
+    assert leaf is not None
+    leaf.requires_grad_(False)
+    loss = chunked_cross_entropy(*case, seed=1.0, chunk_tokens=3)
+    expected = gradients(plain(case), case, 1.0)
+    for ours, theirs in zip(gradients(loss, case, 1.0), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_keeps_nothing_without_gradients() -> None:
+    case = leaves(9, 4, 11, bias=False, masked=0.3, dtype=torch.float32)
+    with torch.no_grad():
+        loss = chunked_cross_entropy(*case, seed=1.0, chunk_tokens=3)
+    assert loss.grad_fn is None
+    torch.testing.assert_close(loss, plain(case).detach())
+    detached = (case[0].detach(), case[1].detach(), None, case[3])
+    assert not chunked_cross_entropy(*detached, seed=1.0, chunk_tokens=3).requires_grad
+
+
+def test_backward_runs_once() -> None:
+    case = leaves(4, 3, 5, bias=False, masked=0.0, dtype=torch.float32)
+    loss = chunked_cross_entropy(*case, seed=1.0, chunk_tokens=2)
+    loss.backward(retain_graph=True)
+    with pytest.raises(PhaseError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("chunk", [7, 32, 1000])
+@pytest.mark.parametrize("widened", [False, True])
+def test_is_at_least_as_precise_as_the_plain_loss(
+    dtype: torch.dtype, chunk: int, widened: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = torch.float32 if widened else dtype
+    monkeypatch.setattr(cross_entropy, "product_dtype", lambda dtype, device: product)
+    monkeypatch.setattr(cpu_matmul, "_WEIGHT_TILE", 64)  # several blocks of the vocabulary
+    case = leaves(61, 16, 300, bias=True, masked=0.1, dtype=dtype)
+    exact: Leaves = tuple(None if t is None else t.detach().double() for t in case[:3]) + (case[3],)  # type: ignore[assignment]
+    for leaf in exact[:3]:
+        assert leaf is not None
+        leaf.requires_grad_()
+    seed = 1 / 64
+    ours = gradients(chunked_cross_entropy(*case, seed=seed, chunk_tokens=chunk), case, seed)
+    theirs = gradients(plain(case), case, seed)
+    for mine, other, truth in zip(ours, theirs, gradients(plain(exact), exact, seed), strict=True):
+        assert mine.dtype is dtype
+        error, reference = (mine.double() - truth).norm(), (other.double() - truth).norm()
+        assert error <= 1.2 * reference + 1e-6 * truth.norm()
+
+
+def test_logits_are_never_held_whole() -> None:
+    """The largest tensor that any operation makes is one chunk of logits or the weight's gradient."""
+    largest = 0
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.untyped_storage().nbytes())
+            return out
+
+    case = leaves(512, 8, 256, bias=False, masked=0.0, dtype=torch.float32)
+    with Sizes():
+        chunked_cross_entropy(*case, seed=1.0, chunk_tokens=64).backward()
+    assert largest == 64 * 256 * 4
+
+
+def test_default_chunks() -> None:
+    assert chunk_for(512, 512, 8192, torch.float32) == 256
+    assert chunk_for(512, 512, 8192, torch.bfloat16) == 512
+    assert chunk_for(65536, 4096, 128256, torch.bfloat16) == 256
+    assert chunk_for(3, 512, 8192, torch.float32) == 3
+    assert chunk_for(0, 512, 8192, torch.bfloat16) == 1
+
+
+def test_bad_inputs_are_named() -> None:
+    h, w, _, targets = leaves(4, 3, 5, bias=False, masked=0.0, dtype=torch.float32)
+
+    def call(**changes: object) -> None:
+        arguments = {
+            "hidden": h,
+            "weight": w,
+            "bias": None,
+            "targets": targets,
+            "seed": 1.0,
+            "chunk_tokens": 2,
+        }
+        chunked_cross_entropy(**{**arguments, **changes})  # type: ignore[arg-type]
+
+    with pytest.raises(DataError, match=r"\[0, 5\)"):
+        call(targets=torch.tensor([0, 1, 5, 2]))
+    with pytest.raises(DataError, match="-1"):
+        call(targets=torch.tensor([0, 1, -1, 2]))
+    with pytest.raises(LayoutError, match="expected hidden"):
+        call(targets=targets[:2])
+    with pytest.raises(LayoutError, match="share one floating dtype"):
+        call(weight=w.double())
+    with pytest.raises(LayoutError, match="seed"):
+        call(seed=float("nan"))
+    with pytest.raises(LayoutError, match="chunk_tokens"):
+        call(chunk_tokens=0)

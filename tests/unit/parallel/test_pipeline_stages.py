@@ -1,0 +1,318 @@
+"""Stages in one process: what a model is made of, what a stage leaves of it, and models that cannot be cut."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from conformance import models
+from pipeline_cases import VOCABULARY, alone, batches, build, loss_of
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from zeromesh.comm.point_to_point import Channels
+from zeromesh.errors import LayoutError, PhaseError
+from zeromesh.mesh.process_mesh import ProcessSet
+from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
+from zeromesh.pipeline.executor import Executor, bubble
+from zeromesh.pipeline.plain_runner import PlainRunner
+from zeromesh.pipeline.schedule.actions import make_schedule
+from zeromesh.pipeline.stages.build import Stages, block_costs, cut_model, plan_cut
+from zeromesh.pipeline.stages.model_anatomy import body_inputs, examine
+from zeromesh.pipeline.stages.moe_balance_loss import ExpertBalance
+from zeromesh.pipeline.stages.split_points import Cut
+
+ALONE = ProcessSet(name="pipeline", ranks=(0,), index=0, watch=None, link=None, one_host=True, on_stream=False)
+
+
+def test_an_anatomy_needs_no_memory() -> None:
+    with torch.device("meta"):
+        model = build("gpt2", 3)
+    anatomy = examine(model)
+    assert (anatomy.body, anatomy.blocks, anatomy.count) == ("transformer", "transformer.h", 3)
+    assert anatomy.before == ("transformer.wte", "transformer.wpe")
+    assert set(anatomy.after) == {"transformer.ln_f", "lm_head"}
+    assert not any("forward" in vars(module) for module in model.modules())
+    blocks, first, last = block_costs(model, anatomy)
+    assert first == (VOCABULARY + 32) * 32
+    assert last == VOCABULARY * 32 + 64
+    assert len(set(blocks)) == 1
+
+
+def test_a_model_in_training_stays_in_training() -> None:
+    model = build("llama", 2).train()
+    model.model.norm.eval()
+    examine(model)
+    assert model.training
+    assert model.model.layers[1].mlp.training
+    assert not model.model.norm.training
+
+
+def t5() -> Any:
+    return tf.T5ForConditionalGeneration(tf.T5Config(d_model=16, d_ff=16, num_layers=2, num_heads=2, vocab_size=32))
+
+
+def opt() -> Any:
+    sizes = {"hidden_size": 16, "ffn_dim": 16, "num_attention_heads": 2, "vocab_size": 32, "word_embed_proj_dim": 16}
+    return tf.OPTForCausalLM(tf.OPTConfig(**sizes, num_hidden_layers=2, layerdrop=0.1))
+
+
+def per_layer_inputs() -> Any:
+    """Every block takes something from the embedding."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+            return x + self.linear(x * first)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(VOCABULARY, 8)
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(input_ids)
+            first = x.exp() + 1
+            for block in self.blocks:
+                x = block(x, first)
+            return x
+
+    return Model()
+
+
+def skip() -> Any:
+    """The head takes the embedding as well."""
+    model = models.stack()
+    model.forward = lambda input_ids: _skipping(model, input_ids)
+    return model
+
+
+def _skipping(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    x = embedded = model.embedding(input_ids)
+    for block in model.blocks:
+        x = block(x)
+    return model.head(model.norm(x + embedded))
+
+
+def scaled() -> Any:
+    """Something happens between blocks."""
+    model = models.stack()
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        x = model.embedding(input_ids)
+        for block in model.blocks:
+            x = block(x) * 0.5
+        return model.head(model.norm(x))
+
+    model.forward = forward
+    return model
+
+
+def own_parameter() -> Any:
+    model = models.stack()
+    model.scale = nn.Parameter(torch.ones(()))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (t5, "every decoder block needs the encoder's output"),
+        (opt, "leaves out blocks at random"),
+        (per_layer_inputs, "block 1 takes its argument 2, which is computed from parameters of earlier stages"),
+        (skip, "norm takes what is computed from parameters of the first stage"),
+        (scaled, "block 1 does not take what the block before it returns"),
+        (own_parameter, "scale is a parameter of a module that runs blocks"),
+        (models.reused, r"run in the order \[0, 1, 0\]"),
+        (lambda: nn.Sequential(nn.Linear(2, 2)), "no list of equal modules"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(make: Any, reason: str) -> None:
+    with pytest.raises(LayoutError, match=f"cannot be cut into pipeline stages: .*{reason}"):
+        examine(make())
+
+
+def test_a_stage_holds_its_own_parameters_alone_until_it_is_restored() -> None:
+    whole = build("gpt2", 4)
+    model = copy.deepcopy(whole)
+    stages = Stages(model, examine(model), Cut(counts=(1, 2, 1)), [1])
+    names = [name for name, _ in model.named_parameters()]
+    assert {name.split(".")[2] for name in names} == {"1", "2"}
+    assert len(names) == 2 * 12
+    assert model.transformer.h[0].attn.embed_dim == 32, "stubs keep plain attributes"
+    assert stages.stage_of("transformer.h.3.ln_1.weight") == 2
+    assert stages.stage_of("transformer.wte.weight") == 0
+    with torch.no_grad():
+        (sent,) = stages.forward(0, batches(1)[0], [torch.zeros(1, 4, 32, dtype=torch.float64)])
+    assert sent.isfinite().all()
+    stages.restore()
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert {p.device.type for p in model.transformer.h[3].parameters()} == {"meta"}
+    assert torch.equal(model.transformer.h[2].mlp.c_fc.weight, whole.transformer.h[2].mlp.c_fc.weight)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_tie_is_whole_again_with_the_copy_that_the_stage_had(stage: int) -> None:
+    model = build("gpt2", 2)
+    weight = model.lm_head.weight
+    stages = Stages(model, examine(model), Cut(counts=(1, 1)), [stage])
+    assert [name for name, each in model.named_parameters() if each is weight] == [stages.ties[0].held[stage]]
+    stages.restore()
+    assert model.lm_head.weight is model.transformer.wte.weight is weight
+
+
+def test_wrong_uses_of_stages_are_named() -> None:
+    model = build("llama", 4)
+    anatomy = examine(model)
+    with pytest.raises(LayoutError, match="the cut is of 3 blocks, the model has 4"):
+        Stages(model, anatomy, Cut(counts=(1, 2)), [0])
+    with pytest.raises(LayoutError, match="there are 0 to 1"):
+        Stages(model, anatomy, Cut(counts=(2, 2)), [2])
+    stages = Stages(model, anatomy, Cut(counts=(2, 2)), [0])
+    with pytest.raises(PhaseError, match="takes 0 tensors, got 1"), stages.chunk(0, [torch.zeros(1)]):
+        pass
+    with pytest.raises(PhaseError, match="another stage is running"), stages.chunk(0), stages.chunk(0):
+        pass
+    with pytest.raises(LayoutError, match=r"no stage has a parameter model\.bias"):
+        stages.stage_of("model.bias")
+
+
+def test_a_balance_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("mixtral", 2)
+    names = inspect.unwrap(type(model).forward).__globals__
+    monkeypatch.setitem(names, "load_balancing_loss_func", lambda *_args: torch.zeros(()))
+    with pytest.raises(LayoutError, match="in a way that is not known here"):
+        ExpertBalance(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gemma", torch.float64), ("mixtral", torch.float64), ("llama", torch.bfloat16)]
+)
+def test_all_stages_in_one_process(name: str, dtype: torch.dtype) -> None:
+    """One rank with several chunks sends to itself; the same operators run, whatever the dtype."""
+    whole = build(name, 4).to(dtype)
+    model = copy.deepcopy(whole)
+    stages = cut_model(model, ranks=1, index=0, chunks=3, counts=[1, 1, 2])
+    data = batches(3)
+    runner = PlainRunner(stages, data, loss_of)
+    executor = Executor(ALONE, Channels(ALONE, torch.device("cpu"), sets=[]))
+    executor.run(make_schedule("interleaved", ranks=1, microbatches=3, chunks=3), runner)
+    losses, wanted = alone(whole, data, 1.0)
+    assert torch.equal(runner.losses.float(), losses)
+    for parameter_name, parameter in model.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if any(parameter_name in tie.names for tie in stages.ties):  # both ends add to it, in another order
+            assert torch.allclose(grad, wanted[parameter_name], rtol=1e-9, atol=1e-12), parameter_name
+        else:
+            assert torch.equal(grad, wanted[parameter_name]), parameter_name
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma", "mixtral"])
+def test_multiplications_are_those_that_torch_counts(name: str) -> None:
+    model, tokens = build(name, 4).float(), torch.randint(0, 30, (1, 6))
+    anatomy = examine(model)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=tokens)
+    counts = counter.get_flop_counts()
+
+    def counted(module: str) -> float:
+        found = counts.get(f"{type(model).__name__}.{module}", {})
+        products = sum(
+            number for operator, number in found.items() if "mm" in str(operator) and "bmm" not in str(operator)
+        )
+        return products / (2 * tokens.numel())
+
+    blocks, before, after = block_costs(model, anatomy, "flops")
+    assert blocks == [counted(f"{anatomy.blocks}.{index}") for index in range(anatomy.count)]
+    assert before == 0.0
+    assert after == sum(map(counted, anatomy.after)) > 0.0
+
+
+def test_a_large_head_has_fewer_blocks_beside_it() -> None:
+    config = tf.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4, vocab_size=2000
+    )
+    with torch.device("meta"):
+        model = tf.LlamaForCausalLM(config)
+    anatomy = examine(model)
+    assert plan_cut(model, anatomy, 2).counts == (3, 3)
+    assert plan_cut(model, anatomy, 2, balance="flops").counts == (5, 1)
+
+
+def test_a_cut_of_a_model_is_refused_where_it_does_not_fit() -> None:
+    with pytest.raises(LayoutError, match="4 blocks cannot be cut into 6 pipeline stages"):
+        cut_model(build("llama", 4), ranks=3, index=0, chunks=2)
+    with pytest.raises(LayoutError, match="has 3 of them, the model 4"):
+        cut_model(build("llama", 4), ranks=2, index=0, counts=[1, 2])
+
+
+def test_only_the_names_that_a_body_takes_are_given_to_it() -> None:
+    model = build("llama", 1)
+    batch = {"input_ids": 1, "labels": 2, "logits_to_keep": 3, "cu_seq_lens_q": 4}
+    assert body_inputs(model, model.model, batch) == {"input_ids": 1, "cu_seq_lens_q": 4}
+    assert body_inputs(model, model, batch) == batch
+
+
+class Twice(nn.Module):
+    """A layer used twice, one whose weight is shared, one whose input has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.tied, self.other = (nn.Linear(4, 4) for _ in range(4))
+        self.other.weight = self.tied.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.again(torch.tanh(self.again(x))))
+        return self.other(torch.tanh(self.tied(x))).square().sum()
+
+
+def test_deferred_weights_are_the_same_and_arrive_once() -> None:
+    torch.manual_seed(0)
+    whole = Twice().double()
+    model = copy.deepcopy(whole)
+    queue = WeightQueue()
+    put_back = defer_weights(model, [model], queue)
+    arrived: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _p, name=name: arrived.append(name))
+    x = torch.randn(3, 4, dtype=torch.float64)
+    whole(x).backward()
+    with queue.deferring(5):
+        model(x).backward()
+    at_once = set(arrived)
+    queue.run(5)
+    assert "again.weight" not in at_once
+    assert {"first.weight", "tied.weight", "again.bias"} <= at_once
+    assert sorted(arrived) == sorted(name for name, _ in model.named_parameters())
+    for (name, found), (_, wanted) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        assert torch.allclose(found.grad, wanted.grad, rtol=1e-12), name
+    with pytest.raises(PhaseError, match="its backward has not run"):
+        queue.run(5)
+    with pytest.raises(PhaseError, match="outside of `deferring`"):
+        model(x).backward()
+    put_back()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_measured_bubble() -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=2)
+    late = 3.0
+    times = [
+        [0, 1, 1, 2, 3 + late, 5 + late, 6 + late, 8 + late],
+        [1 + late, 2 + late, 2 + late, 4 + late, 4 + late, 5 + late, 5 + late, 7 + late],
+    ]
+    found = bubble(schedule, times)
+    assert found.simulated.duration == 9
+    assert found.predicted == pytest.approx(1 / 3)
+    assert found.timeline.duration == 11
+    assert found.measured == pytest.approx(1 - 6 / 11)

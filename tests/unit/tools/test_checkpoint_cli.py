@@ -1,0 +1,276 @@
+"""`zeromesh checkpoint`: what it says of checkpoints, whole, damaged and different."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_runs import Trained, contents, flip, rewritten, trained_runs, write_manifest
+
+from zeromesh.checkpoint.format import manifest as manifests
+from zeromesh.checkpoint.io.reader import CheckpointReader
+from zeromesh.trainer.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    yield from trained_runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def copied(trained: Trained, tmp_path: Path) -> Callable[[str], Path]:
+    """Makes a copy of a run that may be damaged."""
+    return lambda name: trained.copy(name, tmp_path)
+
+
+# list
+
+
+def test_list_says_what_each_holds(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "list", str(trained.run("llama"))]) == 0
+    head, columns, *rows = capsys.readouterr().out.splitlines()
+    assert head == str(trained.run("llama") / "checkpoints")
+    assert re.split(" {2,}", columns) == [
+        "step",
+        "date (UTC)",
+        "size",
+        "loss",
+        "eval loss",
+        "tokens",
+        "written by",
+        "state",
+    ]
+    assert [row.split()[0] for row in rows] == ["1", "2"]
+    assert all(row.endswith("1 rank, stage 3, float32/float32  whole") for row in rows)
+
+
+def test_list_in_json_names_what_is_broken_or_left_behind(
+    copied: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = copied("llama") / "checkpoints"
+    (root / "step-00000001/config.json").unlink()
+    for name in ("step-00000009.tmp", ".trash-00000003-77"):
+        (root / name).mkdir()
+    assert main(["checkpoint", "list", "--json", str(root)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["leftovers"] == [".trash-00000003-77", "step-00000009.tmp"]
+    one, two = found["checkpoints"]
+    assert (one["step"], one["whole"], two["step"], two["whole"]) == (1, False, 2, True)
+    assert "config.json cannot be read: No such file" in one["reason"]
+    assert two["tokens"] > 0
+    assert two["loss"] > 3
+    assert two["layout"]["mesh"] == {"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1}
+    assert two["bytes"] == sum(path.stat().st_size for path in (root / "step-00000002").rglob("*.*"))
+    assert main(["checkpoint", "list", str(root)]) == 0
+    printed = capsys.readouterr().out
+    assert "NOT WHOLE: " in printed
+    assert "\nstep-00000009.tmp: being written or removed, or left behind by a kill" in printed
+
+
+# inspect
+
+
+def test_inspect_sums_up_a_checkpoint(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "inspect", str(trained.run("mixed")), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    count = sum(parameter.numel() for parameter in trained.models["mixed"].parameters())
+    assert {kind: (each["parameters"], each["dtypes"]) for kind, each in found["kinds"].items()} == {
+        "model": (count, ["BF16"]),
+        "master": (count, ["F32"]),
+        "exp_avg": (count, ["F32"]),
+        "exp_avg_sq": (count, ["F32"]),
+    }
+    assert (found["step"], found["state"]["updates"], found["state"]["settings"]["optimizer.lr"]) == (1, 1, 0.01)
+    assert found["files"].keys() == contents(trained.last("mixed")).keys()
+    assert "tensors" not in found
+    assert main(["checkpoint", "inspect", str(trained.last("tied")), "--tensors", "wte"]) == 0
+    printed = capsys.readouterr().out
+    assert "lm_head.weight is transformer.wte.weight" in printed
+    assert "optimizer.lr: 0.01" in printed
+    rows = [line.split() for line in printed.splitlines() if "transformer.wte.weight  " in line]
+    assert [row[0] for row in rows] == ["model", "exp_avg", "exp_avg_sq"]
+    assert rows[0][2:5] == ["F32", "[64,", "32]"]
+    assert rows[0][-2:] == ["rank", "0"]
+
+
+def test_inspect_gives_places_that_can_be_read(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = trained.last("llama")
+    assert main(["checkpoint", "inspect", str(directory), "--tensors", "*.1.*k_proj*", "--json"]) == 0
+    (place,) = [each for each in json.loads(capsys.readouterr().out)["tensors"] if each["kind"] == "model"]
+    data = (directory / place["file"]).read_bytes()[place["begin"] : place["end"]]
+    wanted = trained.models["llama"].get_parameter(place["name"]).detach().numpy()
+    assert np.array_equal(np.frombuffer(data, "<f4").reshape(place["shape"]), wanted)
+
+
+# verify
+
+
+def test_verify_passes_what_is_whole(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "verify", str(trained.run("llama"))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [": whole: 9 files, " in line and "/s)" in line for line in lines] == [True, True]
+
+
+def test_verify_names_every_damaged_file(copied: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    run = copied("mixed")
+    directory = run / "checkpoints/step-00000001"
+    reader = CheckpointReader(directory)
+    norm = reader.tensor("model", "model.norm.weight")
+    assert norm is not None
+    flip(directory / norm.path, norm.begin)
+    flip(directory / "trainer_state.json", 5)
+    os.truncate(directory / "optimizer/master-00001-of-00001.safetensors", 20000)
+    (directory / "optimizer/exp_avg-00001-of-00001.safetensors").unlink()
+    (directory / "config.json").rename(directory / "other.json")
+    (directory / "config.json").symlink_to("other.json")
+    (directory / "pytorch_model.bin").write_bytes(b"from elsewhere")
+    assert main(["checkpoint", "verify", str(run)]) == 1
+    said = capsys.readouterr().out
+    blocks = dict(re.findall(r"^  (\S+)\n((?:    .*\n)+)", said, re.MULTILINE))
+    assert re.match(rf"{directory}: DAMAGED: 6 of 11 files", said)
+    assert blocks.keys() == {
+        norm.path,
+        "trainer_state.json",
+        "optimizer/master-00001-of-00001.safetensors",
+        "optimizer/exp_avg-00001-of-00001.safetensors",
+        "config.json",
+        "pytorch_model.bin",
+    }
+    assert "are not what rank 0 wrote" in blocks[norm.path]
+    assert "tensors: model.norm.weight, model.embed_tokens.weight" in blocks[norm.path]
+    assert "layers.1.post_attention_layernorm" not in blocks[norm.path]
+    assert "has 20,000 bytes" in blocks["optimizer/master-00001-of-00001.safetensors"]
+    assert "model.norm.weight" not in blocks["optimizer/master-00001-of-00001.safetensors"]
+    assert "and 1 more" in blocks["optimizer/exp_avg-00001-of-00001.safetensors"]
+    assert "is a link or no file" in blocks["config.json"]
+    assert "tensors" not in blocks["trainer_state.json"]
+    assert main(["checkpoint", "list", str(run)]) == 0
+    assert "NOT WHOLE" in capsys.readouterr().out
+
+
+def test_verify_reads_headers_as_other_programs_do(
+    copied: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A writer's mistake that no checksum shows: another program would find other tensors than this one."""
+    directory = copied("llama") / "checkpoints/step-00000002"
+    path = directory / "model-00001-of-00001.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"model.norm.weight":', b'"model.norm.heavys":', 1))
+    manifest = CheckpointReader(directory).manifest
+    pieces = tuple(
+        replace(piece, checksum=manifests.checksum(path.read_bytes()[piece.begin : piece.end]))
+        for piece in manifest.files[path.name].pieces
+    )
+    record = replace(manifest.files[path.name], pieces=pieces)
+    write_manifest(directory, replace(manifest, files={**manifest.files, path.name: record}))
+    assert main(["checkpoint", "verify", str(directory)]) == 1
+    assert "do not agree about model.norm.heavys, model.norm.weight" in capsys.readouterr().out
+
+
+# diff
+
+
+def test_what_is_the_same_is_the_same(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "diff", str(trained.run("llama")), str(trained.last("llama"))]) == 0
+    assert "the same bit by bit: 63 tensors" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("window", [64 << 20, 10000])
+def test_one_changed_element_is_found(
+    trained: Trained,
+    copied: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    window: int,
+) -> None:
+    monkeypatch.setattr("zeromesh.trainer.tools.checkpoint.diff._WINDOW_BYTES", window)
+    name = "model.layers.1.mlp.up_proj.weight"
+    before = float(trained.models["llama"].get_parameter(name).detach()[0, 0])
+    directory = copied("llama") / "checkpoints/step-00000002"
+    rewritten(directory, name, before + 0.5)
+    words = ["checkpoint", "diff", str(trained.last("llama")), str(directory)]
+    assert main(words) == 1
+    said = capsys.readouterr().out
+    assert re.search(
+        rf"^model {re.escape(name)}: max \|difference\| 0\.5 at \[0, 0\] \(.* in A, .* in B\);", said, re.M
+    )
+    assert "1 of 1,536 elements differ\n1 of 63 tensors that both have differ\n" in said
+    assert main([*words, "--tolerance", "0.4"]) == 1
+    assert main([*words, "--tolerance", "0.6"]) == 0
+    rewritten(directory, name, float("nan"))
+    assert main([*words, "--tolerance", "1e30"]) == 1
+    assert "max |difference| inf at [0, 0]" in capsys.readouterr().out
+
+
+def test_other_runs_differ_in_what_they_are(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    first = trained.run("llama") / "checkpoints/step-00000001"
+    assert main(["checkpoint", "diff", str(first), str(trained.last("llama"))]) == 1
+    said = capsys.readouterr().out
+    assert "step: 1 in A, 2 in B\n" in said
+    assert "... and " in said
+    assert "63 of 63 tensors that both have differ" in said
+    assert main(["checkpoint", "diff", str(first), str(trained.run("mixed"))]) == 1
+    said = capsys.readouterr().out
+    assert "master (21 tensors): only in B" in said
+    assert "F32 in A, BF16 in B" in said
+    assert main(["checkpoint", "diff", str(trained.run("tied")), str(first)]) == 1
+    said = capsys.readouterr().out
+    assert "alias lm_head.weight: 'transformer.wte.weight' in A, '(absent)' in B" in said
+    assert "model transformer.wte.weight: only in A" in said
+    assert "0 of 0 tensors that both have differ" in said
+    assert "model.class: 'GPT2LMHeadModel' in A, 'LlamaForCausalLM' in B" in said
+
+
+# All of them
+
+
+@pytest.mark.parametrize("words", [["list"], ["inspect"], ["verify"], ["export", "{}"], ["diff", "{}"]])
+def test_a_path_of_nothing_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    action, *rest = words
+    for path, message in ((tmp_path, "holds no checkpoints"), (tmp_path / "gone", "is not a directory")):
+        assert main(["checkpoint", action, str(path), *(word.format(tmp_path / "x") for word in rest)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("zeromesh: ")
+        assert message in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "required: ACTION"),
+        (["mend"], "invalid choice"),
+        (["export", "a"], "required: OUT"),
+        (["export", "a", "b", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["diff", "a", "b", "--tolerance", "-1"], "got '-1'; allowed is a number >= 0"),
+        (["merge", "a"], "required: --out"),
+        (["list", "a", "b"], "unknown arguments: b"),
+    ],
+)
+def test_a_wrong_command_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["checkpoint", *words])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_tensor_of_such_a_name(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "inspect", str(trained.run("llama")), "--tensors", "nrom"]) == 2
+    assert "--tensors 'nrom': no tensor has such a name" in capsys.readouterr().err
+
+
+def test_names_of_others_cannot_command_a_terminal(
+    copied: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = copied("llama") / "checkpoints/step-00000002"
+    manifest = CheckpointReader(directory).manifest
+    write_manifest(directory, replace(manifest, layout={"compute": "\x1b[2Jgone"}))
+    for words in (["list", str(directory.parent)], ["inspect", str(directory)]):
+        assert main(["checkpoint", *words]) == 0
+        said = capsys.readouterr().out
+        assert "[2Jgone" in said
+        assert "\x1b" not in said

@@ -1,0 +1,264 @@
+"""The command line: what it starts, what it prints and how it exits."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zeromesh.trainer
+from zeromesh.errors import CollectiveError, ConfigError, DataError, ZeromeshError
+from zeromesh.launch.local import Nodes, WorkersFailed
+from zeromesh.trainer import TrainerConfig
+from zeromesh.trainer.cli.main import exit_code_of, main
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text("run: {name: here}\n")
+    return str(path)
+
+
+@pytest.fixture
+def fitted(monkeypatch: pytest.MonkeyPatch) -> list[TrainerConfig]:
+    """The configurations that a stand-in for the trainer has been run with."""
+    runs: list[TrainerConfig] = []
+
+    class Trainer:
+        def __init__(self, *, config: TrainerConfig) -> None:
+            self.config = config
+
+        def fit(self) -> None:
+            runs.append(self.config)
+
+        def __enter__(self) -> Trainer:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            """Nothing to close."""
+
+    monkeypatch.setitem(vars(zeromesh.trainer), "Trainer", Trainer)
+    return runs
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The commands that would have been started; the last entry of `results` is what the launcher returns."""
+    calls: list[Any] = []
+
+    def launch_workers(arguments: Any, *, processes: int, nodes: Nodes, tell: object) -> int:
+        calls.append((processes, tuple(arguments)))
+        return 0
+
+    monkeypatch.setattr("zeromesh.launch.local.launch_workers", launch_workers)
+    return calls
+
+
+def test_one_process_trains_in_this_one(config: str, fitted: list[TrainerConfig], launched: list[Any]) -> None:
+    assert main(["train", config, "run.seed=3"]) == 0
+    assert [(run.run.name, run.run.seed) for run in fitted] == [("here", 3)]
+    assert not launched
+
+
+def test_a_process_that_has_trained_ends_without_another_look_at_all_objects(
+    config: str, fitted: list[TrainerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took one to two seconds after the last line of a run."""
+    registered: list[object] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    assert main(["train", config]) == 0
+    assert gc.freeze in registered
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["{}", "--nproc", "2", "run.seed=3"], ["--nproc", "2", "{}", "run.seed=3"], ["{}", "run.seed=3", "--nproc=2"]],
+)
+def test_nproc_starts_workers_of_the_same_command(
+    config: str, fitted: list[TrainerConfig], launched: list[Any], words: list[str]
+) -> None:
+    assert main(["train", *(word.format(config) for word in words)]) == 0
+    ((processes, arguments),) = launched
+    assert processes == 2
+    assert arguments[-7:] == ("-m", "zeromesh", "train", "--worker", "--", config, "run.seed=3")
+    assert not fitted
+    # What a worker is started with is a command line that this command understands.
+    start = arguments.index("train")
+    worker = [word for word in arguments[start:] if word != "--worker"]
+    assert main(worker) == 0
+    assert fitted[0].run.seed == 3
+
+
+def test_under_a_launcher_the_ranks_are_there(
+    config: str, fitted: list[TrainerConfig], launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", config]) == 0
+    assert main(["train", config, "--nproc", "2"]) == 0
+    assert len(fitted) == 2
+    assert not launched
+
+
+def test_under_a_launcher_another_nproc_is_a_mistake(
+    config: str, fitted: list[TrainerConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", config, "--nproc", "3"]) == 2
+    assert "rank 1: --nproc 3: torchrun has started 2 processes on this host" in capsys.readouterr().err
+    assert not fitted
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "{}", "zero.stage=5"], "zero.stage: got 5"),
+        (["train", "{}", "--nproc", "2", "parallel.shard=3"], "= 3, but the world has 2 ranks"),
+        (["train", "{}", "parallel.replicate=2"], "which does not divide the world of 1 rank"),
+        (["train", "{}.gone"], "no such file"),
+        (["config", "{}", "run.nmae=x"], "did you mean run.name?"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(
+    config: str, launched: list[Any], capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main([word.format(config) for word in words]) == 2
+    written = capsys.readouterr().err
+    assert written.startswith("zeromesh: ")
+    assert message in written
+    assert "Traceback" not in written
+    assert not launched
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["train"], "required: CONFIG"),
+        (["train", "c", "--nproc", "0"], "got '0'; allowed is an integer >= 1"),
+        (["train", "c", "--nprocs-per-node", "2"], "unknown arguments: --nprocs-per-node"),
+        (["fit"], "invalid choice"),
+    ],
+)
+def test_a_wrong_command_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(DataError("no text"), 2), (CollectiveError("rank 1 is gone"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_errors_of_a_run(
+    config: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+) -> None:
+    def fail(**_: Any) -> None:
+        raise error
+
+    monkeypatch.setitem(vars(zeromesh.trainer), "Trainer", fail)
+    assert main(["train", config]) == code
+    assert capsys.readouterr().err == f"zeromesh: {str(error) or 'interrupted'}\n"
+
+
+def test_exit_codes_tell_the_users_mistakes_from_broken_runs() -> None:
+    assert [exit_code_of(error) for error in (ConfigError("x"), DataError("x"))] == [2, 2]
+    assert [exit_code_of(error) for error in (CollectiveError("x"), ZeromeshError("x"), ValueError("x"))] == [1, 1, 1]
+
+
+def test_other_errors_keep_their_traceback(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vars(zeromesh.trainer), "Trainer", None)
+    with pytest.raises(TypeError):
+        main(["train", config])
+
+
+@pytest.mark.parametrize(
+    ("result", "code", "message"),
+    [
+        (WorkersFailed(ranks=(1,), message="no text", exit_code=2), 2, "zeromesh: rank 1: no text\n"),
+        (WorkersFailed(ranks=(0, 1), message="no text", exit_code=2), 2, "zeromesh: ranks 0, 1: no text\n"),
+        (130, 130, "zeromesh: stopped; all workers have ended\n"),
+    ],
+)
+def test_what_workers_end_with(
+    config: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    result: WorkersFailed | int,
+    code: int,
+    message: str,
+) -> None:
+    monkeypatch.setattr("zeromesh.launch.local.launch_workers", lambda *_, **__: result)
+    assert main(["train", config, "--nproc", "2"]) == code
+    assert capsys.readouterr().err == message
+
+
+def test_config_prints_what_it_can_read_again(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", config, "optimizer.lr=1e-3"]) == 0
+    printed = capsys.readouterr().out
+    assert "lr: 0.001\n" in printed
+    (tmp_path / "again.yaml").write_text(printed)
+    assert main(["config", str(tmp_path / "again.yaml")]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_python_m_zeromesh_loads_no_torch_to_refuse(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("zero: {stage: 5}")
+    command = [sys.executable, "-X", "importtime", "-m", "zeromesh", "train", str(tmp_path / "bad.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "zero.stage: got 5" in done.stderr
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "zeromesh.trainer.config.trainer_config" in loaded
+    assert not loaded & {"torch", "transformers", "datasets"}
+
+
+def test_the_installed_command_knows_its_version() -> None:
+    command = [str(Path(sys.executable).parent / "zeromesh"), "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"zeromesh {zeromesh.__version__}\n"
+
+
+# evaluate and init
+
+
+def test_init_lists_examples_and_writes_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init"]) == 0
+    listed = capsys.readouterr().out
+    assert "quickstart            A small Llama" in listed
+    assert main(["init", "lora"]) == 0
+    assert "zeromesh train lora.yaml" in capsys.readouterr().out
+    assert "configs/" not in Path("lora.yaml").read_text()
+    Path("lora.yaml").write_text("mine")
+    assert main(["init", "lora"]) == 1
+    assert "lora.yaml' was not written: File exists" in capsys.readouterr().err
+    assert Path("lora.yaml").read_text() == "mine"
+
+
+def test_evaluate_starts_workers_of_the_same_command(config: str, launched: list[Any]) -> None:
+    assert main(["evaluate", config, "--nproc", "2", "run.seed=3"]) == 0
+    ((processes, arguments),) = launched
+    assert processes == 2
+    assert arguments[-5:] == ("evaluate", "--worker", "--", config, "run.seed=3")
+
+
+def test_a_directory_that_nothing_can_be_evaluated_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(tmp_path)]) == 2
+    assert "a directory without config.resolved.yaml or config.json" in capsys.readouterr().err

@@ -1,0 +1,435 @@
+"""`zeromesh report`: a page that shows what is there, whatever that is, and runs nothing but its own script."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Browser, find_browser
+from hypothesis import given
+from hypothesis import strategies as st
+from report_runs import HOSTILE, write_lines, write_run
+from trainer_cases import llama, seeded, sentences, settings
+
+from zeromesh import Trainer
+from zeromesh.trainer.cli.main import main
+from zeromesh.trainer.monitoring.step_metrics import read_metrics
+from zeromesh.trainer.tools.html_report import figures
+from zeromesh.trainer.tools.html_report.markup import data_block, element
+from zeromesh.trainer.tools.html_report.page import charts_of, page_of
+from zeromesh.trainer.tools.html_report.runs import read_runs
+
+ALL_CHARTS = {
+    *("loss", "eval_accuracy", "lr", "grad-norm", "throughput", "step-seconds", "mfu", "peak-memory"),
+    *("waits", "bubble", "phases", "memory-device", "memory-file", "step-memory-device", "communication"),
+}
+
+
+class Elements(HTMLParser):
+    """The elements of a page: their names with their attributes, and all text outside of scripts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._code = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        self._code = tag in ("script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._code = False
+
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self._code else f"{data} "
+
+    def named(self, name: str) -> list[dict[str, str | None]]:
+        return [attributes for tag, attributes in self.found if tag == name]
+
+    @property
+    def charts(self) -> set[str]:
+        return {str(each["id"]).removeprefix("chart-") for each in self.named("figure")}
+
+
+def shown(*paths: Path) -> Elements:
+    return Elements(page_of(read_runs(list(paths))))
+
+
+# Arithmetic
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=2000), st.integers(4, 300))
+def test_fewer_points_have_the_same_ends_and_extremes(values: list[float], most: int) -> None:
+    places = figures.kept(values, most)
+    assert len(places) <= max(most, 4)
+    assert places == sorted(set(places))
+    few = [values[place] for place in places]
+    assert (few[0], few[-1], min(few), max(few)) == (values[0], values[-1], min(values), max(values))
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 50))
+def test_a_smooth_curve_stays_between_the_extremes_and_on_a_straight_line(values: list[float], window: int) -> None:
+    smooth = figures.smoothed(values, window)
+    assert len(smooth) == len(values)
+    assert min(values) - 1e-3 <= min(smooth) <= max(smooth) <= max(values) + 1e-3
+    line = [3.0 * place for place in range(len(values))]
+    assert figures.smoothed(line, window) == pytest.approx(line)
+
+
+@given(st.floats(-1e12, 1e12), st.floats(1e-6, 1e12), st.sampled_from(["plain", "bytes", "seconds"]))
+def test_ticks_lie_on_the_scale_and_are_told_apart(low: float, width: float, unit: figures.Unit) -> None:
+    scale = figures.Scale(low, low + max(width, 1e-6 * abs(low)))
+    ticks = scale.ticks(unit, 5)
+    assert 1 <= len(ticks) <= 12
+    assert all(-1e-6 <= scale.part(tick) <= 1 for tick in ticks)
+    assert ticks == sorted(set(ticks))
+
+
+def test_a_logarithmic_scale_has_decades() -> None:
+    assert figures.Scale(0.5, 20_000, log=True).ticks("plain") == [1, 10, 100, 1000, 10_000]
+    assert figures.Scale(1, 100, log=True).part(10) == pytest.approx(0.5)
+
+
+# Markup
+
+
+def test_texts_become_no_markup() -> None:
+    made = element("p", "<b>&", element("i", 'a"b'), title='"><script>', hidden=True, lang=None)
+    assert made == '<p title="&quot;&gt;&lt;script&gt;" hidden>&lt;b&gt;&amp;<i>a&quot;b</i></p>'
+
+
+def test_what_cannot_be_seen_or_written_is_replaced() -> None:
+    assert element("p", "a\x00b\u202ec\ud800d") == "<p>a\ufffdb\ufffdc\ufffdd</p>"
+
+
+def test_data_cannot_end_its_script() -> None:
+    block = data_block("data", {"name": "</script><!--", "value": 1.5})
+    assert block.count("</script>") == 1
+    assert "<!--" not in block
+    assert json.loads(block.partition(">")[2].rpartition("<")[0]) == {"name": "</script><!--", "value": 1.5}
+
+
+# The page
+
+
+def test_a_run_has_a_chart_of_everything_that_its_lines_have(tmp_path: Path) -> None:
+    page = shown(write_run(tmp_path / "run"))
+    assert page.charts == ALL_CHARTS
+    assert "200 / 200" in page.text
+    assert {"shard", "all-gather", "all-reduce"} <= set(re.findall(r"[\w-]+", page.text))
+    # Nothing is loaded, from anywhere.
+    addresses = [value for _, each in page.found for key, value in each.items() if key in ("src", "href", "action")]
+    assert addresses == ["data:,"]
+    assert "http" not in re.sub(r"http-equiv", "", page_of(read_runs([tmp_path / "run"])))
+
+
+def test_what_is_not_there_has_no_chart(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", ranks=1)
+    write_lines(run, [{"step": step, "loss": 3.0 / step, "lr": 1e-3} for step in (1, 2, 3)])
+    (run / "ranks.json").unlink()
+    (run / "step_memory.json").unlink()
+    (run / "evaluations.jsonl").unlink()
+    page = shown(run)
+    assert page.charts == {"loss", "lr"}
+    assert "Mesh" not in page.text
+
+
+def test_a_long_run_is_thinned_out_and_keeps_its_extremes(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=5)
+    lines = [{"step": step, "loss": math.sin(step), "grad_norm": 1.0} for step in range(1, 20_001)]
+    lines[7_776]["grad_norm"], lines[13_131]["grad_norm"] = 31.5, 0.25
+    write_lines(run, lines)
+    loss, norm, *_ = charts_of(read_runs([run]))
+    assert all(len(each.xs) <= figures.MOST_POINTS for chart in (loss, norm) for each in chart.series)
+    assert dict(zip(norm.series[0].xs, norm.series[0].ys, strict=True))[7_777] == 31.5
+    assert dict(zip(norm.series[0].xs, norm.series[0].ys, strict=True))[13_132] == 0.25
+    assert len(page_of(read_runs([run]))) < 400_000
+
+
+def test_a_run_that_went_on_has_each_step_once(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=30)
+    lines = [{"step": step, "loss": float(step)} for step in [*range(1, 21), *range(11, 31)]]
+    lines[-1]["loss"] = 77.0
+    write_lines(run, lines)
+    starts = [{"time": 1.79e9, "step": 0, "host": "node-a"}, {"time": 1.79e9 + 60, "step": 10, "host": "node-b"}]
+    (run / "starts.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in starts))
+    (record,) = read_runs([run])
+    assert [line["step"] for line in record.lines] == list(range(1, 31))
+    assert record.lines[-1]["loss"] == 77.0
+    text = shown(run).text
+    assert "has 10 steps more than once" in text
+    assert "2026-09-21 14:14 UTC: went on after step 10 on node-b" in text
+
+
+def test_a_run_says_how_large_how_long_and_on_what(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=4)
+    write_lines(
+        run, [{"step": step, "loss": 1.0, "time": 1.79e9 + at} for step, at in ((1, 5), (2, 30), (3, 70), (4, 95))]
+    )
+    facts = {"parameters": 8_030_000_000, "hardware": "8 ranks on Abacus 9000", "versions": {"torch": "2.13.0"}}
+    starts = [{"step": 0, "time": 1.79e9, **facts}, {"step": 2, "time": 1.79e9 + 60, **facts}]
+    (run / "starts.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in starts))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"step": 5, "loss": 1.0, "start": {"imports": 3.5, "data": 0.01, "odd": "x", "first step": 1.0}})
+        )
+        file.write("\n")
+    text = shown(run).text
+    assert "start: 4.5 s (imports 3.5, first step 1.0)" in text
+    assert "8.0G" in text
+    assert "1:05" in text, "30 seconds of the first start and 35 of the second"
+    assert "hardware: 8 ranks on Abacus 9000" in text
+    assert "versions: torch 2.13.0" in text
+
+
+def test_many_evaluations_are_a_line_and_their_speed_comes_last(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=75)
+    lines = [{"step": step, "eval_loss": 1.0, "eval_f1": 0.5, "eval_runtime": 2.0} for step in range(1, 76)]
+    (run / "evaluations.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    charts = charts_of(read_runs([run]))
+    names = [chart.identifier for chart in charts]
+    assert names.index("eval_f1") < names.index("lr") < names.index("eval_runtime")
+    (evaluation,) = [each for each in charts[0].series if each.name == "evaluation"]
+    assert evaluation.style == "line"
+
+
+def test_losses_that_are_not_finite_break_the_line(tmp_path: Path) -> None:
+    bad = {"loss": "nan", "grad_norm": "inf", "skipped": True, "cause": "the gradient of unit layers.1 on rank 3"}
+    page = shown(write_run(tmp_path / "run", steps=20, changes={7: bad, 8: bad}))
+    assert "No update in steps 7, 8: the gradient of unit layers.1 on rank 3" in page.text
+    assert "not finite in 2 steps" in page.text
+    (route,) = [
+        each["d"] for each in page.named("path") if each.get("class") == "line line c0" and each["data-series"] == "0"
+    ][:1]
+    assert str(route).count("M") == 2
+
+
+def test_changed_keys_are_marked_and_secrets_are_not_shown(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    with (run / "config.resolved.yaml").open("a") as file:
+        file.write(
+            "extra: {api_key: sk_very_secret, hub_token: hf_very_secret, pin: {password: 4711}, size: 3, num_key_value_heads: 77}\n"
+        )
+    page = shown(run)
+    assert not {"very_secret", "4711"} & set(re.findall(r"very_secret|4711", page_of(read_runs([run]))))
+    assert "77" in page.text
+    assert "(no such key in this version)" in page.text
+    marked = [place for place, (tag, each) in enumerate(page.found) if tag == "code" and each.get("class") == "changed"]
+    assert marked
+    assert re.search(r"tensor\s*2\s*1", page.text)
+    (record,) = read_runs([run])
+    changed = {key.path: key.default for key in record.keys if key.default is not None}
+    assert changed["parallel.tensor"] == "1"
+    assert "zero.stage" not in changed
+    assert changed["extra.size"] == "(no such key in this version)"
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    folder = tmp_path / "<script>alert(1)<"
+    bad = {
+        "skipped": True,
+        "cause": HOSTILE,
+        "phases": {HOSTILE: 0.1},
+        "memory": {HOSTILE: {HOSTILE: 5}},
+        "eval_<b>": 1.0,
+    }
+    run = write_run(folder, steps=9, changes={3: bad | {"communication": {HOSTILE: {HOSTILE: {"seconds": 1.0}}}}})
+    with (run / "config.resolved.yaml").open("a") as file:
+        file.write(f"more: {{{json.dumps(HOSTILE)}: {json.dumps(HOSTILE)}}}\n")
+    ranks = [{"rank": 0, "failure": HOSTILE, "step": HOSTILE, "doing": HOSTILE}]
+    (run / "ranks.json").write_text(json.dumps({"ranks": ranks}))
+    page = shown(run)
+    assert not page.named("img")
+    assert not page.named("b") or all(not each for each in page.named("b"))
+    assert [each.get("type") for each in page.named("script")] == ["application/json", None]
+    assert not [key for _, each in page.found for key in each if key.startswith("on")]
+    assert page.text.count("onerror") >= 4
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "remark"),
+    [
+        (
+            "metrics.jsonl",
+            b'{"step": 1, "loss": 2.0}\n[1]\n{broken\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo',
+            "line 2 is not a JSON object",
+        ),
+        ("metrics.jsonl", b"", "has no step yet"),
+        ("metrics.jsonl", b"\xff\xfe\n" * 9, "6 more lines of metrics.jsonl cannot be read"),
+        ("metrics.jsonl", b"[" * 100_000 + b"\n", "line 1 is not JSON"),
+        ("config.resolved.yaml", b"run: [", "the text ends where something is still open"),
+        ("config.resolved.yaml", b"\xff", "no UTF-8"),
+        ("config.resolved.yaml", b"- 1", "holds no mapping"),
+        ("ranks.json", b"{", "ranks.json cannot be read"),
+        ("ranks.json", b'{"ranks": [{"rank": "x"}]}', "holds no list of ranks"),
+        ("starts.jsonl", b"{}\n[]\n", None),
+        ("step_memory.json", b"{}", "step_memory.json cannot be read"),
+        (
+            "step_memory.json",
+            b'{"step": 1, "seconds": 1, "events": [[0, "a", "b", NaN]]}',
+            "times or sizes that cannot be",
+        ),
+    ],
+)
+def test_a_broken_file_is_a_remark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, remark: str | None
+) -> None:
+    run = write_run(tmp_path / "run", steps=5)
+    (run / name).write_bytes(content)
+    assert main(["report", str(run)]) == 0
+    page = Elements((run / "report.html").read_text())
+    if remark is not None:
+        assert remark in " ".join(page.text.split())
+        assert remark in capsys.readouterr().err
+    if name != "metrics.jsonl":
+        assert page.charts
+
+
+def test_what_is_no_run_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "runs" / "one", steps=2)
+    (tmp_path / "file").write_text("")
+    assert main(["report", str(tmp_path / "gone"), str(tmp_path / "file"), str(tmp_path / "runs")]) == 2
+    said = capsys.readouterr().err
+    assert "gone is not there" in said
+    assert "file is no directory" in said
+    assert "runs holds no run: there is neither metrics.jsonl nor config.resolved.yaml; runs in it are one" in said
+    assert main(["report", str(tmp_path / "runs" / "one"), "--out", str(tmp_path / "file" / "x.html")]) == 1
+    assert "give another place with --out" in capsys.readouterr().err
+
+
+def test_several_runs_lie_on_top_of_each_other(tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    one, two = write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run", seed=1, steps=150)
+    assert main(["report", str(one), str(two), "--out", "-"]) == 0
+    page = Elements(capsysbinary.readouterr().out.decode())
+    assert {"loss", "phases-0", "phases-1", "memory-device-0"} <= page.charts
+    assert "a/run, training" in page.text
+    assert re.search(r"optimizer.lr\s*0.0006\s*0.001", page.text)
+    assert "zero.stage" not in page.text.partition("Notes")[0]
+
+
+def test_a_run_that_was_trained_here_and_went_on(tmp_path: Path) -> None:
+    for steps in (2, 4):
+        config = settings(
+            str(tmp_path),
+            run={"max_steps": steps, "eval_every": 1},
+            schedule={"name": "constant"},
+            checkpoint={"every_steps": 1},
+        )
+        with Trainer(seeded(llama), config, sentences(), sentences(4)) as trainer:
+            trainer.fit()
+        with (tmp_path / "run" / "evaluations.jsonl").open("a") as file:
+            file.write('{"step": 3, "eval_loss": 9.0}\n' * (steps == 2))  # of a step that was lost, and is done again
+    run = tmp_path / "run"
+    assert main(["report", str(run)]) == 0
+    page = Elements((run / "report.html").read_text())
+    assert {"loss", "lr", "grad-norm", "throughput", "step-seconds", "peak-memory"} <= page.charts
+    assert "went on after step 2" in page.text
+    assert page.text.partition("Checkpoints")[2].count("whole") == 3
+    assert "4 / 4" in page.text
+    assert "1 rank" in page.text
+    evaluated = [line["step"] for line in read_metrics(run / "evaluations.jsonl")]
+    assert evaluated == [1, 2, 3, 4]
+    (record,) = read_runs([run])
+    assert record.step_memory is not None
+    assert record.step_memory.step == 4  # the second one of the second process
+    assert {"parameters", "moments"} <= {purpose for _, _, purpose, _ in record.step_memory.events}
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    path = find_browser()
+    if path is None:
+        pytest.skip("there is no Chromium on this machine (Debian: apt-get install chromium)")
+    with Browser(path, tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+def drawn(browser: Browser) -> dict[str, int]:
+    """How many lines, bars and dots of each chart cover some of the screen."""
+    script = """[...document.querySelectorAll(".chart")].map((chart) => [chart.id,
+        [...chart.querySelectorAll("svg path[data-series]")]
+        .filter((path) => path.getAttribute("d"))
+        .filter((path) => Math.max(path.getBoundingClientRect().width, path.getBoundingClientRect().height) > 3).length])"""
+    found: list[list[Any]] = browser.ask(script)
+    return {identifier.removeprefix("chart-"): count for identifier, count in found}
+
+
+def test_every_chart_is_drawn_and_the_console_stays_empty(browser: Browser, tmp_path: Path) -> None:
+    browser.complaints.clear()
+    main(["report", str(write_run(tmp_path / "run"))])
+    browser.open(tmp_path / "run" / "report.html")
+    found = drawn(browser)
+    assert set(found) == ALL_CHARTS
+    assert all(found.values()), found
+    # Narrow screens scroll tables, not the page.
+    for width in (360, 1280):
+        browser.size(width, 800, phone=width < 500)
+        assert browser.ask("document.documentElement.scrollWidth") <= width
+    assert browser.complaints == []
+
+
+def test_the_pointer_shows_values_and_drags_open_a_closer_look(browser: Browser, tmp_path: Path) -> None:
+    browser.complaints.clear()
+    main(["report", str(write_run(tmp_path / "run"))])
+    browser.open(tmp_path / "run" / "report.html")
+    browser.ask("document.querySelector('#chart-loss').scrollIntoView()")
+    box = browser.ask(
+        "(({x, y, width, height}) => [x, y, width, height])(document.querySelector('#chart-loss .picture').getBoundingClientRect())"
+    )
+    left, top, width, height = box
+
+    def at(part: float) -> tuple[float, float]:
+        return left + part * width, top + height / 2
+
+    browser.mouse("mouseMoved", *at(0.5))
+    said = browser.ask("document.querySelector('#chart-loss .tip').innerText")
+    assert re.match(r"step 10[01]\s", said)
+    assert "training" in said
+    assert browser.ask("document.querySelector('#chart-phases .cursor').hidden") is False
+    before = browser.ask("document.querySelector('#chart-loss path.line').getAttribute('d')")
+    browser.mouse("mouseMoved", *at(0.5))
+    browser.mouse("mousePressed", *at(0.5))
+    browser.mouse("mouseMoved", *at(0.75))
+    browser.mouse("mouseReleased", *at(0.75))
+    assert browser.ask("document.querySelector('#chart-loss path.line').getAttribute('d')") != before
+    labels = browser.ask(
+        "[...document.querySelectorAll('#chart-phases .xs span')].map((each) => Number(each.innerText))"
+    )
+    assert labels
+    assert all(99 <= label <= 152 for label in labels)
+    browser.ask("document.querySelector('#chart-loss .whole').click()")
+    after = browser.ask("document.querySelector('#chart-loss path.line').getAttribute('d')")
+    assert numbers(after) == pytest.approx(numbers(before), abs=0.11)
+    # A series that is left out of a stack leaves no hole in it.
+    browser.ask("document.querySelector('#chart-phases .legend button').click()")
+    lowest = browser.ask("document.querySelectorAll('#chart-phases path.area')[1].getAttribute('d')")
+    assert lowest.startswith("M0.0 1000.0")
+    assert browser.complaints == []
+
+
+def numbers(route: str) -> list[float]:
+    return [float(each) for each in re.findall(r"[\d.]+", route)]
+
+
+def test_nothing_of_a_hostile_run_runs(browser: Browser, tmp_path: Path) -> None:
+    browser.complaints.clear()
+    bad = {"skipped": True, "cause": HOSTILE, "phases": {HOSTILE: 0.1}, "memory": {HOSTILE: {HOSTILE: 5}}}
+    run = write_run(tmp_path / "<img src=x>", steps=9, changes={3: bad})
+    main(["report", str(run)])
+    browser.open(run / "report.html")
+    assert "taken" not in browser.ask("document.title")
+    browser.ask("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title=1\">')")
+    browser.ask("new Promise((done) => setTimeout(done, 100))")
+    assert browser.ask("document.title") != "1"  # what would come in after all is stopped by the page's policy
+    assert any("Content Security Policy" in each for each in browser.complaints)

@@ -1,0 +1,165 @@
+"""What reaches a terminal: names and messages of anybody's, without what a terminal or a library of tables would obey."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from damage_cases import STATE, Json, replace, resign
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console as RichConsole
+
+from zeromesh.errors import CheckpointError, ConfigError, StorageError, printable, printable_lines
+from zeromesh.trainer.cli.main import main
+from zeromesh.trainer.monitoring.console import Console
+from zeromesh.trainer.monitoring.run_directory import RunDirectory
+
+EVIL = "[/]\x1b[31m\x07\x9b2J\u202eend"
+SHOWN = r"[/]\x1b[31m\x07\x9b2J\u202eend"
+
+
+@given(st.text(alphabet=st.characters()))
+def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
+    assert printable(text).isprintable()
+    assert printable(printable(text)) == printable(text)
+    assert printable_lines(text).replace("\n", "").isprintable()
+    assert printable_lines(text).count("\n") == text.count("\n")
+    if text.isprintable():
+        assert printable(text) == text
+
+
+@pytest.mark.parametrize("kind", [ConfigError, CheckpointError, StorageError])
+def test_errors_show_names_as_escapes(kind: Any) -> None:
+    error = kind(f"{EVIL} is no file\nsecond line")
+    assert str(error) == f"{SHOWN} is no file\nsecond line"
+
+
+def test_the_console_shows_notes_and_status_as_escapes() -> None:
+    plain = io.StringIO()
+    console = Console(plain)
+    console.note(f"{EVIL}\nsecond line")
+    assert plain.getvalue() == f"{SHOWN}\nsecond line\n"
+    terminal = io.StringIO()
+    console = Console(terminal)
+    console._rich = RichConsole(
+        file=terminal, force_terminal=True, width=200, highlight=False, markup=False, emoji=False
+    )
+    console._is_terminal = True
+    console.status(EVIL)
+    console.start(total_steps=3)
+    console._drawn = -1e9
+    console.status(EVIL)
+    console.close()
+    assert terminal.getvalue().count(SHOWN) >= 2
+    assert not any(each in terminal.getvalue() for each in ("\x1b[31m\x07", "\x9b", "\u202e"))
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    """All output so far, in one line; nothing in it may be anything but text."""
+    captured = capsys.readouterr()
+    text = captured.out + captured.err
+    assert text.replace("\n", "").isprintable(), repr(text)
+    return "".join(text.split("\n"))
+
+
+def run_in(folder: Path, note: str = "ended", *, age: float = 0.0, ranks: Any = None) -> Path:
+    """A run's directory as the lock's `note` and files of `age` seconds leave it."""
+    folder.mkdir()
+    (folder / "run.lock").write_text(f"{note}\n")
+    (folder / "metrics.jsonl").write_text('{"step": 3, "loss": 1.5}\n')
+    if ranks is not None:
+        (folder / "ranks.json").write_text(json.dumps({"time": 1.0, "ranks": ranks}))
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - age,) * 2)
+    return folder
+
+
+def test_status_shows_hostile_names_and_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"rank": 0, "pid": EVIL, "step": [EVIL], "doing": EVIL, "failure": "", "seconds_without_progress": 1.0}
+    run = run_in(tmp_path / EVIL.replace("/", "|"), EVIL, ranks=[row])
+    assert main(["status", str(run)]) == 0
+    found = said(capsys)
+    assert "[|]\\x1b[31m" in found
+    assert "[/]" in found
+    (run / "ranks.json").write_text(json.dumps({"ranks": [{**row, "seconds_without_progress": 10**4000}]}))
+    assert main(["status", str(run)]) == 1
+    assert "ranks.json" in said(capsys)
+
+
+HERE = socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("note", "age", "monitored", "code", "words"),
+    [
+        ("ended", 1e6, True, 0, "the run has ended"),
+        ("ended", 1e6, False, 0, "the run has ended"),
+        ("ended by StorageError", 1.0, True, 1, "the run has ended by StorageError"),
+        ("pid 999999999 on {here}", 1.0, True, 1, "the run was killed"),
+        ("pid {own} on {here}", 1.0, True, 0, ""),
+        ("pid {own} on {here}", 60.0, True, 1, "not heard of for 60 seconds"),
+        ("pid {own} on {here}", 60.0, False, 0, "its last line is 60 seconds old"),
+        ("pid 1 on elsewhere", 1.0, False, 0, ""),
+        ("pid 1 on elsewhere", 60.0, True, 1, "not heard of for 60 seconds"),
+    ],
+)
+def test_status_tells_runs_that_ended_from_those_that_are_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], note: str, age: float, monitored: bool, code: int, words: str
+) -> None:
+    note = note.format(own=os.getpid(), here=HERE)
+    run = run_in(tmp_path / "run", note, age=age, ranks=[] if monitored else None)
+    assert main(["status", str(run)]) == code
+    assert words in said(capsys).replace("\n", " ")
+
+
+def test_a_run_notes_how_it_has_ended(tmp_path: Path) -> None:
+    lock = tmp_path / "run.lock"
+    with RunDirectory(tmp_path, 0).locked():
+        assert lock.read_text() == f"pid {os.getpid()} on {HERE}\n"
+    assert lock.read_text() == "ended\n"
+    with pytest.raises(KeyError), RunDirectory(tmp_path, 0).locked():
+        raise KeyError("a bug")
+    assert lock.read_text() == "ended by KeyError\n"
+
+
+def test_commands_about_checkpoints_show_hostile_names(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def rename(content: Json) -> None:
+        tensors = content["tensors"]["model"]
+        tensors[EVIL] = tensors.pop(next(iter(tensors)))
+        content["layout"][EVIL] = EVIL
+        content["layout"]["stage"] = EVIL
+
+    resign(copy, rename)
+    counters = {"step": 7, "samples": 1, "tokens": 1, "updates": 1, "skipped": 0, "settings": {EVIL: EVIL}}
+    replace(copy, STATE, json.dumps({"schema": 1, **counters, "best": {EVIL: 1}}).encode())
+    main(["checkpoint", "verify", str(copy)])
+    with (copy / "model-00001-of-00001.safetensors").open("rb+") as file:
+        file.seek(5000)
+        file.write(b"\0" * 100)
+    main(["checkpoint", "verify", str(copy)])
+    for command in ("list", "inspect"):
+        main(["checkpoint", command, str(copy.parent if command == "list" else copy)])
+    main(["checkpoint", "inspect", str(copy), "--tensors", "*"])
+    main(["checkpoint", "export", str(copy), str(copy.parent / EVIL.replace("/", "|"))])
+    main(["checkpoint", "diff", str(copy), str(copy)])
+    found = said(capsys)
+    assert SHOWN in found
+
+
+def test_a_message_with_a_name_that_is_no_text_is_still_shown(tmp_path: Path) -> None:
+    """Bytes of a name that are no UTF-8 cannot even be encoded for a terminal."""
+    name = os.fsdecode(os.fsencode(str(tmp_path)) + b"/\xff\x1b")
+    code = "import sys; from zeromesh.trainer.cli.main import main; sys.exit(main(['status', sys.argv[1]]))"
+    done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert rb"\udcff\x1b" in done.stderr
+    assert b"Traceback" not in done.stderr

@@ -1,0 +1,298 @@
+"""Metrics files of strict JSON that survive a kill, and a console that never ends a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeromesh.errors import StorageError
+from zeromesh.trainer.monitoring import step_metrics
+from zeromesh.trainer.monitoring.console import (
+    Console,
+    SilentConsole,
+    human_bytes,
+    human_count,
+    human_seconds,
+    make_console,
+    step_line,
+)
+from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, StepMetrics, last_metrics, read_metrics
+
+
+def metrics(step: int = 1, **changes: Any) -> StepMetrics:
+    values: dict[str, Any] = {
+        "step": step,
+        "loss": 3.25,
+        "grad_norm": 1.5,
+        "lr": 3e-4,
+        "tokens": 4096,
+        "tokens_per_second": 12_345.0,
+        "step_seconds": 0.25,
+        "peak_memory_bytes": 3 << 29,
+    }
+    return StepMetrics(**(values | changes))
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not strict JSON")
+
+
+# metrics.jsonl
+
+
+def test_a_line_per_step_with_the_fields_of_the_design(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write(metrics(1))
+        writer.write(metrics(2, grad_norm=None, extras={"skipped": True, "loss_scale": 1024.0, "step": 9}))
+        assert len(path.read_text().splitlines()) == 2  # flushed while the file is open
+    first, second = read_metrics(path)
+    assert list(first) == [
+        *("step", "loss", "grad_norm", "lr"),
+        *("tokens", "tokens_per_second", "step_seconds", "peak_memory_bytes"),
+        "time",
+    ]
+    assert (second["step"], second["grad_norm"], second["skipped"], second["loss_scale"]) == (
+        2,
+        None,
+        True,
+        1024,
+    )
+
+
+@given(value=st.floats())
+def test_every_line_is_strict_json(tmp_path_factory: pytest.TempPathFactory, value: float) -> None:
+    path = tmp_path_factory.mktemp("strict") / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write(metrics(loss=value, extras={"nested": {"norms": [value]}}))
+    record = json.loads(path.read_text(), parse_constant=refuse_constant)
+    expected = value if math.isfinite(value) else str(value)
+    assert record["loss"] == expected
+    assert record["nested"]["norms"] == [expected]
+
+
+def test_numbers_of_torch_and_numpy_are_numbers(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "m.jsonl") as writer:
+        writer.write(
+            {
+                "step": np.int64(3),
+                "loss": torch.tensor(float("nan")),
+                "norms": torch.tensor([1.0, 2.0]),
+                "path": tmp_path,
+            }
+        )
+    (line,) = read_metrics(tmp_path / "m.jsonl")
+    assert abs(line.pop("time") - time.time()) < 60
+    assert line == {"step": 3, "loss": "nan", "norms": [1.0, 2.0], "path": str(tmp_path)}
+
+
+def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    assert read_metrics(path) == [{"step": 1}]
+    with MetricsWriter(path) as writer:
+        writer.write({"step": 2})
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1 << 18])
+@pytest.mark.parametrize("end", ["", '{"step": 9, "lo'])
+def test_the_last_lines_are_read_from_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, end: str
+) -> None:
+    monkeypatch.setattr(step_metrics, "_BLOCK", block)
+    path = tmp_path / "metrics.jsonl"
+    lines = [*({"step": step, "loss": 0.5} for step in range(1, 6)), {"of": "none"}, {"step": 6, "loss": "nan"}]
+    path.write_text("not JSON\n" + "".join(json.dumps(line) + "\n" for line in lines) + end)
+    assert [line["step"] for line in last_metrics(path, 3, 5)] == [3, 4, 5]
+    assert math.isnan(last_metrics(path, 6, 6)[0]["loss"])
+    assert last_metrics(path, 7, 9) == []
+    with pytest.raises(StorageError, match=r"metrics.jsonl' line 8 from its end is not JSON"):
+        last_metrics(path, 0, 9)
+    path.write_text(end)
+    assert last_metrics(path, 0, 9) == last_metrics(tmp_path / "nowhere", 0, 9) == []
+    with pytest.raises(StorageError, match="cannot be read"):
+        last_metrics(tmp_path, 0, 9)
+
+
+def test_resuming_removes_the_steps_that_come_again(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    with MetricsWriter(path) as writer:
+        for record in (
+            {"event": "start"},
+            {"step": 1},
+            {"step": 2},
+            {"step": 2, "eval_loss": 1.0},
+            {"step": 3},
+        ):
+            writer.write(record)
+    with MetricsWriter(path, keep_through=2) as writer:
+        writer.write({"step": 3, "again": True})
+    assert [line.get("step") for line in read_metrics(path)] == [None, 1, 2, 2, 3]
+    assert read_metrics(path)[-1]["again"] is True
+    assert os.listdir(tmp_path) == ["m.jsonl"]
+
+
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"metrics file .*m\.jsonl' cannot be opened"):
+        MetricsWriter(tmp_path / "file" / "m.jsonl")
+    (tmp_path / "m.jsonl").write_text("1\n")
+    with pytest.raises(StorageError, match="line 1 is not a JSON object"):
+        MetricsWriter(tmp_path / "m.jsonl", keep_through=0)
+    (tmp_path / "m.jsonl").write_text("{]\n")
+    with pytest.raises(StorageError, match="line 1 is not JSON"):
+        read_metrics(tmp_path / "m.jsonl")
+    with pytest.raises(StorageError, match="cannot be read"):
+        read_metrics(tmp_path / "nowhere")
+    writer = MetricsWriter(tmp_path / "other.jsonl")
+    writer.close()
+    writer.close()
+    with pytest.raises(StorageError, match="cannot be written"):
+        writer.write(metrics())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "m.jsonl") as writer, open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), writer._file.fileno())
+        with pytest.raises(StorageError, match=r"m\.jsonl' cannot be written: No space left"):
+            writer.write(metrics())
+        with pytest.raises(StorageError, match="cannot be written"):
+            writer.write(metrics())
+
+
+# The console
+
+
+def test_piped_output_is_one_plain_line_per_logged_step() -> None:
+    stream = io.StringIO()
+    with Console(stream) as console:
+        console.note("global 16 = micro 2 x accumulation 4 x data-parallel 2 [not markup] " + "x" * 200)
+        console.start(total_steps=200)
+        console.advance(1)
+        console.step(metrics(2))
+        console.step(metrics(200, loss=math.nan, grad_norm=None, extras={"skipped": True}))
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 3
+    assert "[not markup] xxx" in lines[0]
+    assert lines[1].startswith("step 2/200  loss 3.2500  grad 1.5  lr 0.0003  12.3k tokens/s  250 ms/step  1.5 GiB  ")
+    assert lines[1].endswith(" left")
+    assert "loss nan" in lines[2]
+    assert lines[2].endswith("skipped True")
+    assert "\x1b" not in stream.getvalue()
+
+
+class FakeTerminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
+    for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    return FakeTerminal()
+
+
+def test_a_terminal_gets_a_bar_with_the_last_numbers(terminal: FakeTerminal) -> None:
+    with Console(terminal) as console:
+        console.start(total_steps=10, first_step=4)
+        console.step(metrics(5))
+        console.note("saved")
+        console.advance(7)
+        console.step(metrics(10))
+    shown = terminal.getvalue()
+    assert "5/10" in shown
+    assert "10/10" in shown
+    assert "loss 3.250  12.3k tok/s  1.5 GiB" in shown
+    assert "saved" in shown
+    assert shown.endswith("\x1b[?25h")  # the cursor is back
+
+
+class Broken(io.StringIO):
+    """A stream whose reader has gone."""
+
+    def __init__(self, *, is_terminal: bool, error: Exception) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+        self.error = error
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+    def write(self, _: str) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "full"), ValueError("closed file")])
+@pytest.mark.usefixtures("terminal")
+def test_a_stream_that_fails_silences_the_console_and_nothing_else(
+    is_terminal: bool, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), Console(Broken(is_terminal=is_terminal, error=error)) as console:
+        console.note("hello")
+        console.start(total_steps=3)
+        console.step(metrics(1))
+        console.advance(2)
+        console.note("bye")
+    assert len([record for record in caplog.records if "nothing more is shown" in record.message]) == 1
+
+
+def test_a_text_that_the_stream_cannot_encode_does_not_end_a_run() -> None:
+    console = Console(io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    console.note("caf\u00e9")
+    console.step(metrics())
+
+
+def test_ranks_above_zero_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    console = make_console(1)
+    assert type(console) is SilentConsole
+    with console:
+        console.start(total_steps=3)
+        console.note("x")
+        console.advance(1)
+        console.step(metrics())
+    assert capfd.readouterr() == ("", "")
+    assert isinstance(make_console(0), Console)
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (human_bytes(0), "0 B"),
+        (human_bytes(1023), "1023 B"),
+        (human_bytes(1 << 20), "1.0 MiB"),
+        (human_bytes(3 << 50), "3072.0 TiB"),
+        (human_count(999), "999"),
+        (human_count(1000), "1.0k"),
+        (human_count(2_500_000), "2.5M"),
+        (human_count(math.nan), "nan"),
+        (human_seconds(0.0123), "12 ms"),
+        (human_seconds(1.25), "1.25 s"),
+        (human_seconds(185), "3:05"),
+        (human_seconds(3723), "1:02:03"),
+        (human_seconds(math.inf), "inf"),
+        (step_line(metrics(3)).split("  ")[0], "step 3"),
+        (step_line(metrics(3, unit="samples")).split("  ")[4], "12.3k samples/s"),
+    ],
+)
+def test_units_are_for_people(shown: str, expected: str) -> None:
+    assert shown == expected

@@ -1,0 +1,140 @@
+"""Slurm, Kubernetes and MPI: the files in `scripts/`, with the variables that those set."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from zeromesh.trainer.cli.main import _parse
+from zeromesh.trainer.monitoring.step_metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = """\
+model: {config: {model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2,
+                 num_key_value_heads: 2}}
+data: {train: FOLDER/text.txt, sequence_length: 32, eval_fraction: 0.0}
+precision: {compute: float32}
+batch: {global_size: 8, micro_size: 4}
+checkpoint: {every_steps: 0}
+"""
+# Runs a command as `srun --nodes 1 --ntasks 2` does, all tasks together.
+SRUN = """\
+import os, subprocess, sys
+command = sys.argv[1:]
+while command[0].startswith("-"):
+    command.pop(0)
+common = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2",
+          "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "localhost", "SLURM_TASK_PID": "1"}
+own = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+tasks = [subprocess.Popen(command, env={**os.environ, **common, **each}) for each in own]
+sys.exit(max(task.wait(timeout=120) for task in tasks))
+"""
+
+
+def tool(folder: Path, name: str, text: str) -> Path:
+    """A command of this name in `folder`, which is to be on the path; it runs Python."""
+    path = folder / name
+    path.write_text(f"#!{sys.executable}\n{text}")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> dict[str, str]:
+    """The environment of a cluster's user: `zeromesh` and `srun` are on the path."""
+    tool(tmp_path, "srun", SRUN)
+    tool(tmp_path, "zeromesh", "import sys\nfrom zeromesh.trainer.cli.main import main\nsys.exit(main())\n")
+    (tmp_path / "text.txt").write_text("What a run learns does not depend on who computes it. " * 100)
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("FOLDER", str(tmp_path)))
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def overrides(folder: Path) -> list[str]:
+    return ["run.name=run", f"run.output_dir={folder}", "run.max_steps=3"]
+
+
+@pytest.mark.full
+def test_the_slurm_script_trains(tmp_path: Path, tools: dict[str, str]) -> None:
+    command = ["bash", str(ROOT / "scripts/slurm.sbatch"), str(tmp_path / "config.yaml"), *overrides(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=tools, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("run: ZeRO stage 3 on 2 CPU ranks: shard 2")
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "names",
+    ["OMPI_COMM_WORLD_{} RANK SIZE LOCAL_RANK LOCAL_SIZE", "{} PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"],
+)
+def test_mpi_trains(tmp_path: Path, tools: dict[str, str], names: str) -> None:
+    """As `mpirun -n 2 zeromesh train CONFIG` starts it."""
+    form, *names = names.split()
+    command = [str(tmp_path / "zeromesh"), "train", str(tmp_path / "config.yaml"), *overrides(tmp_path)]
+    shared = {"MASTER_PORT": str(20000 + os.getpid() % 10000)}
+    ranks = []
+    for rank in map(str, range(2)):
+        values = dict(zip(names, (rank, "2", rank, "2"), strict=True))
+        variables = {**tools, **shared, **{form.format(name): value for name, value in values.items()}}
+        ranks.append(
+            subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    try:
+        said = [rank.communicate(timeout=150) for rank in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert said[0][0].startswith("run: ZeRO stage 3 on 2 CPU ranks: shard 2")
+    assert said[1][0] == ""
+
+
+def test_the_slurm_script_asks_for_what_slurm_understands() -> None:
+    lines = (ROOT / "scripts/slurm.sbatch").read_text().splitlines()
+    asked = dict(
+        match.groups() for line in lines if (match := re.match(r"#SBATCH --([a-z-]+)(?:=(\S+))?(?:\s+#.*)?$", line))
+    )
+    assert len(asked) == sum(line.startswith("#SBATCH") for line in lines)
+    assert asked["ntasks-per-node"] == asked["gpus-per-node"]
+    assert asked["signal"].startswith("TERM@")
+
+
+def manifest() -> tuple[str, dict[str, Any]]:
+    """The name of the set, and its only job."""
+    text = (ROOT / "scripts/kubernetes.yaml").read_text()
+    found = yaml.safe_load(text)
+    assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert found["spec"]["network"]["enableDNSHostnames"]
+    (job,) = found["spec"]["replicatedJobs"]
+    return found["metadata"]["name"], job
+
+
+def test_the_pods_of_the_manifest_meet(tmp_path: Path) -> None:
+    name, job = manifest()
+    spec = job["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    tool(tmp_path, "zeromesh", "import sys\nprint('\\0'.join(sys.argv[1:]), end='')\n")
+    for index in range(spec["completions"]):
+        variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": str(index)}
+        done = subprocess.run(
+            container["command"], capture_output=True, text=True, env=variables, timeout=30, check=True
+        )
+        options = _parse(done.stdout.split("\0"))
+        assert (options.command, options.config) == ("train", "/data/config.yaml")
+        assert options.nnodes == (spec["completions"], spec["parallelism"])
+        assert options.node_rank == index
+        assert options.nproc == container["resources"]["limits"]["nvidia.com/gpu"]
+        host, _, port = options.rdzv_endpoint.partition(":")
+        assert host == f"{name}-{job['name']}-0-0.{name}"
+        assert int(port) in [each["containerPort"] for each in container["ports"]]
+    assert spec["completionMode"] == "Indexed"
+    mounted = {each["name"] for each in container["volumeMounts"]}
+    assert mounted == {each["name"] for each in spec["template"]["spec"]["volumes"]}

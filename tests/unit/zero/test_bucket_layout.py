@@ -1,0 +1,184 @@
+"""Split arithmetic and bucket layouts: every element is somewhere, once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeromesh.errors import LayoutError
+from zeromesh.flat.layout import BucketLayout, ParameterSlot, ParameterSpec, build_layout
+from zeromesh.flat.placement import STAGES, Placement, Placements, placements_of
+from zeromesh.intervals import Interval, padded_length, round_up, shard_interval
+
+sizes = st.integers(min_value=0, max_value=5000)
+parts = st.integers(min_value=1, max_value=17)
+alignments = st.sampled_from([1, 2, 8, 64])
+
+
+def spec(number: int, shape: tuple[int, ...], group: int = 0) -> ParameterSpec:
+    return ParameterSpec(fqn=f"p{number}", shape=shape, dtype=torch.float32, requires_grad=True, group=group)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> BucketLayout:
+    """Buckets of a few parameters, some without elements, in up to three optimizer groups."""
+    shapes = draw(st.lists(st.lists(st.integers(0, 23), max_size=3), min_size=1, max_size=9))
+    groups = draw(st.lists(st.integers(0, 2), min_size=len(shapes), max_size=len(shapes)))
+    specs = [spec(n, tuple(shape), group) for n, (shape, group) in enumerate(zip(shapes, groups, strict=True))]
+    return build_layout("bucket", specs, draw(parts), draw(alignments))
+
+
+@given(numel=sizes, count=parts, alignment=alignments)
+def test_shards_tile_the_padded_buffer(numel: int, count: int, alignment: int) -> None:
+    padded = padded_length(numel, count, alignment)
+    shards = [shard_interval(padded, count, index) for index in range(count)]
+    assert shards[0].start == 0
+    assert shards[-1].end == padded
+    assert all(first.end == second.start for first, second in pairwise(shards))
+    assert {shard.length % alignment for shard in shards} == {0}
+    assert len({shard.length for shard in shards}) == 1
+    assert numel <= padded < numel + count * alignment
+
+
+@given(value=sizes, multiple=st.integers(1, 100))
+def test_rounding_up_is_to_the_next_multiple(value: int, multiple: int) -> None:
+    rounded = round_up(value, multiple)
+    assert rounded % multiple == 0
+    assert value <= rounded < value + multiple
+
+
+@given(a=st.tuples(sizes, sizes), b=st.tuples(sizes, sizes))
+def test_an_intersection_is_what_both_hold(a: tuple[int, int], b: tuple[int, int]) -> None:
+    first, second = (Interval(start=min(pair), end=max(pair)) for pair in (a, b))
+    common = first.intersect(second)
+    held = set(range(first.start, first.end)) & set(range(second.start, second.end))
+    assert common.length == len(held)
+    assert not held or (common.start, common.end) == (min(held), max(held) + 1)
+
+
+@given(layout=layouts())
+def test_slots_are_aligned_in_order_and_apart(layout: BucketLayout) -> None:
+    assert all(slot.where.start % layout.alignment == 0 for slot in layout.slots)
+    assert all(slot.where.length == slot.spec.numel for slot in layout.slots)
+    assert all(first.where.end <= second.where.start for first, second in pairwise(layout.slots))
+    assert layout.numel == sum(slot.spec.numel for slot in layout.slots)
+    assert layout.padded == layout.shard_length * layout.parts
+
+
+@given(layout=layouts())
+def test_gaps_are_exactly_what_no_parameter_holds(layout: BucketLayout) -> None:
+    held = [0] * layout.padded
+    for where in (*(slot.where for slot in layout.slots), *layout.gaps()):
+        for element in range(where.start, where.end):
+            held[element] += 1
+    assert all(count == 1 for count in held)
+    assert all(gap.length for gap in layout.gaps())
+
+
+@given(layout=layouts())
+def test_shards_hold_every_element_of_every_parameter_once(layout: BucketLayout) -> None:
+    places: dict[tuple[str, int], int] = {}
+    for index in range(layout.parts):
+        shard = layout.shard(index)
+        for piece in layout.pieces(shard):
+            assert piece.in_parameter.length == piece.in_shard.length > 0
+            assert piece.in_shard.end <= shard.length
+            for offset in range(piece.in_parameter.length):
+                key = (piece.spec.fqn, piece.in_parameter.start + offset)
+                assert key not in places
+                places[key] = shard.start + piece.in_shard.start + offset
+    wanted = {
+        (slot.spec.fqn, element): slot.where.start + element
+        for slot in layout.slots
+        for element in range(slot.spec.numel)
+    }
+    assert places == wanted
+
+
+@given(layout=layouts(), data=st.data())
+def test_pieces_of_any_interval_are_those_of_the_whole(layout: BucketLayout, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, layout.padded))
+    end = data.draw(st.integers(start, layout.padded))
+    pieces = layout.pieces(Interval(start=start, end=end))
+    inside = sum(slot.where.intersect(Interval(start=start, end=end)).length for slot in layout.slots)
+    assert sum(piece.in_parameter.length for piece in pieces) == inside
+
+
+@given(layout=layouts())
+def test_segments_cut_a_shard_where_the_optimizer_group_changes(layout: BucketLayout) -> None:
+    group_of = {
+        element: slot.spec.group for slot in layout.slots for element in range(slot.where.start, slot.where.end)
+    }
+    for index in range(layout.parts):
+        shard = layout.shard(index)
+        segments = layout.segments(shard)
+        assert sum(segment.where.length for segment in segments) == (shard.length if layout.slots else 0)
+        assert all(first.where.end == second.where.start for first, second in pairwise(segments))
+        assert all(first.group != second.group for first, second in pairwise(segments))
+        for segment in segments:
+            for element in range(segment.where.start, segment.where.end):
+                assert group_of.get(shard.start + element, segment.group) == segment.group
+
+
+@given(layout=layouts())
+def test_parameters_of_a_group_lie_together_in_their_own_order(layout: BucketLayout) -> None:
+    keys = [(slot.spec.group, int(slot.spec.fqn[1:])) for slot in layout.slots]
+    assert keys == sorted(keys)
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    for arguments in ((10, 0, 1), (10, 1, 0), (-1, 1, 1)):
+        with pytest.raises(LayoutError, match="cannot split"):
+            padded_length(*arguments)
+    for arguments in ((10, 3, 0), (12, 3, 3), (12, 3, -1), (12, 0, 0)):
+        with pytest.raises(LayoutError, match="does not exist"):
+            shard_interval(*arguments)
+    for start, end in ((-1, 3), (4, 3)):
+        with pytest.raises(LayoutError, match="not in order"):
+            Interval(start=start, end=end)
+
+
+def test_a_layout_proves_itself() -> None:
+    with pytest.raises(LayoutError, match="p3 appears twice"):
+        build_layout("b", [spec(3, (2,)), spec(3, (2,))], 2)
+    for start, end in ((1, 5), (64, 67), (0, 4)):
+        slots = (ParameterSlot(spec=spec(0, (4,)), where=Interval(start=0, end=4)),)
+        with pytest.raises(LayoutError, match="overlaps, is not aligned"):
+            BucketLayout(
+                name="b",
+                parts=1,
+                slots=(*slots, ParameterSlot(spec=spec(1, (4,)), where=Interval(start=start, end=end))),
+            )
+    with pytest.raises(LayoutError, match="granularity 'matrix'"):
+        BucketLayout(name="b", slots=(), parts=1, granularity="matrix")
+
+
+def test_a_stage_is_a_row_of_placements() -> None:
+    replicated, partial, sharded = Placement.REPLICATED, Placement.PARTIAL, Placement.SHARDED
+    table = {stage: (row.parameters, row.accumulating, row.gradients, row.optimizer) for stage, row in STAGES.items()}
+    assert table == {
+        0: (replicated, partial, replicated, replicated),
+        1: (replicated, partial, sharded, sharded),
+        2: (replicated, sharded, sharded, sharded),
+        3: (sharded, sharded, sharded, sharded),
+    }
+    with pytest.raises(LayoutError, match=r"zero\.stage is 5; it must be one of \[0, 1, 2, 3\]"):
+        placements_of(5)
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (("REPLICATED", "PARTIAL", "SHARDED", "REPLICATED"), "same elements"),
+        (("REPLICATED", "PARTIAL", "PARTIAL", "PARTIAL"), "only gradients between microbatches"),
+        (("SHARDED", "SHARDED", "REPLICATED", "REPLICATED"), "sharded optimizer state"),
+    ],
+)
+def test_placements_that_make_no_sense_are_refused(row: tuple[str, str, str, str], why: str) -> None:
+    names = ("parameters", "accumulating", "gradients", "optimizer")
+    with pytest.raises(LayoutError, match=why):
+        Placements(**{name: Placement[value] for name, value in zip(names, row, strict=True)})

@@ -1,0 +1,75 @@
+"""Where updates are computed that are not in a device's memory: the faster place, the same one on all ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from zeromesh.offload import Ledger, Tiers
+from zeromesh.optim.fused_optimizer import OptimizerSettings
+from zeromesh.optim.update_device import UpdateOn, place_updates, try_update
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def mesh(device: torch.device, others: tuple[float, float] | None = None) -> Any:
+    """One whose other rank has found these seconds."""
+
+    def gather_integers(mine: list[int]) -> list[list[int]]:
+        return [mine] if others is None else [mine, [int(1e9 * seconds) for seconds in others]]
+
+    return SimpleNamespace(device=device, world=SimpleNamespace(gather_integers=gather_integers))
+
+
+def found(host: float, device: float) -> Any:
+    return lambda where: host if where.type == "cpu" else device
+
+
+@pytest.mark.parametrize(
+    ("wanted", "in_reach", "times", "others", "place"),
+    [
+        ("auto", False, (1.0, 2.0), None, "cpu"),
+        ("auto", False, (2.0, 1.0), None, "cuda"),
+        ("auto", False, (2.0, 1.0), (1.0, 9.0), "cpu"),
+        ("auto", True, (1.0, 2.0), None, "cuda"),
+        ("host", False, (2.0, 1.0), None, "cpu"),
+        ("host", True, (2.0, 1.0), None, "cuda"),
+        ("device", False, (1.0, 2.0), None, "cuda"),
+    ],
+)
+def test_the_faster_place_is_taken_unless_told(
+    wanted: UpdateOn, in_reach: bool, times: tuple[float, float], others: tuple[float, float] | None, place: str
+) -> None:
+    chosen = place_updates(wanted, mesh(CUDA, others), found(*times), in_reach=in_reach)
+    assert chosen.device.type == place
+    note = chosen.note()
+    assert (note is not None) == (wanted == "auto" and not in_reach)
+    if note is not None:
+        assert f"{'the CPU' if place == 'cpu' else 'the device'} (tried" in note
+
+
+def test_a_cpu_has_nothing_to_choose() -> None:
+    def untried(_device: torch.device) -> float:
+        raise AssertionError("nothing is to be tried")
+
+    for wanted in ("auto", "host", "device"):
+        chosen = place_updates(wanted, mesh(CPU), untried, in_reach=False)  # type: ignore[arg-type]
+        assert chosen.device == CPU
+        assert chosen.note() is None
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")),
+    ],
+)
+def test_trying_takes_time_and_no_memory_that_stays(name: Any, device: str) -> None:
+    tiers = Tiers(device=torch.device(device), ledger=Ledger())
+    seconds = try_update(torch.device(device), tiers, OptimizerSettings(name=name), torch.float32, 64 << 20)
+    assert 0 < seconds < 1000

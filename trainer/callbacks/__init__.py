@@ -1,0 +1,5 @@
+"""Callbacks: code of the user, and of transformers, that runs at fixed points of training."""
+
+from zeromesh.trainer.callbacks.callback import Callback
+
+__all__ = ["Callback"]

@@ -1,0 +1,196 @@
+"""What callbacks of transformers are given beside arguments, state and control: data loaders, the optimizer and its scheduler.
+
+The real ones are partitioned, or do not exist. These stand for them, and can be read: what they cannot do is an error, and not
+silence.
+
+A configuration as transformers' `TrainingArguments`, for callbacks that read them.
+
+Where a run is, as transformers' `TrainerState`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import TrainerState, TrainingArguments
+
+from zeromesh.optim.fused_optimizer import GroupRules, OptimizerSettings
+from zeromesh.trainer.checkpoints.best_metric import goal_of
+from zeromesh.trainer.checkpoints.transformers_links import link_of
+from zeromesh.trainer.data.streaming import StreamedDataset
+from zeromesh.trainer.loop.train_step import Feed
+
+if TYPE_CHECKING:
+    from zeromesh.trainer.config.trainer_config import TrainerConfig
+if TYPE_CHECKING:
+    from zeromesh.trainer.trainer import Trainer
+
+
+def arguments_of(config: TrainerConfig) -> TrainingArguments:
+    """Arguments that say what a configuration says, as far as they have words for it."""
+
+    def strategy(every: int | str) -> dict[str, Any]:
+        return (
+            {"strategy": "epoch"}
+            if isinstance(every, str)
+            else {"strategy": "steps" if every else "no", "steps": every or 1}
+        )
+
+    log, evaluate, save = map(strategy, (config.run.log_every, config.run.eval_every, config.checkpoint.every_steps))
+    schedule = (
+        "cosine" if config.schedule.name not in transformers.SchedulerType._value2member_map_ else config.schedule.name
+    )
+    arguments = TrainingArguments(
+        output_dir=f"{config.run.output_dir}/{config.run.name}",
+        run_name=config.run.name,
+        per_device_train_batch_size=config.batch.micro_size,
+        per_device_eval_batch_size=config.batch.eval_micro_size or config.batch.micro_size,
+        max_steps=config.run.max_steps,
+        num_train_epochs=config.run.epochs or 1,
+        learning_rate=config.optimizer.lr,
+        weight_decay=config.optimizer.weight_decay,
+        adam_beta1=config.optimizer.betas[0],
+        adam_beta2=config.optimizer.betas[1],
+        adam_epsilon=config.optimizer.eps,
+        max_grad_norm=config.run.clip_norm,
+        lr_scheduler_type=schedule,
+        warmup_steps=config.schedule.warmup_steps,
+        logging_strategy=log["strategy"],
+        logging_steps=log.get("steps", 1),
+        logging_first_step=config.run.log_first_step,
+        eval_strategy=evaluate["strategy"],
+        eval_steps=evaluate.get("steps", 1),
+        save_strategy=save["strategy"],
+        save_steps=save.get("steps", 1),
+        save_total_limit=config.checkpoint.keep_last,
+        metric_for_best_model=config.run.metric,
+        greater_is_better=goal_of(config.run.metric, config.run.metric_goal) == "highest",
+        seed=config.run.seed % 2**32,
+        label_smoothing_factor=config.run.label_smoothing,
+        push_to_hub=config.hub.push,
+        hub_model_id=config.hub.repository,
+        hub_private_repo=config.hub.private,
+        hub_revision=config.hub.revision,
+        hub_strategy="end",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=False,
+    )
+    # Not checked against the strategies: the run judges by every evaluation, and saves when one is best.
+    arguments.load_best_model_at_end = config.run.load_best
+    return arguments
+
+
+def bring_up_to_date(state: TrainerState, trainer: Trainer, arguments: TrainingArguments | None) -> None:
+    """Have `state` say where the run is now. It has the run's own list of what was logged."""
+    now = trainer.state
+    state.global_step, state.max_steps, state.epoch = now.step, now.max_steps, now.epoch
+    state.num_train_epochs = max(1, math.ceil(now.epochs))
+    state.num_input_tokens_seen, state.total_flos = now.tokens, now.total_flos
+    state.is_world_process_zero = state.is_local_process_zero = now.is_world_process_zero
+    state.train_batch_size = trainer.run_config.batch.micro_size
+    history: Any = now.log_history
+    state.log_history = history
+    if arguments is None:
+        return
+    state.compute_steps(arguments, now.max_steps)
+    if arguments.metric_for_best_model is not None and now.best_metric is not None:
+        state.best_metric, state.best_global_step = now.best_metric, now.best_step
+        state.best_model_checkpoint = None if now.best_checkpoint is None else str(link_of(Path(now.best_checkpoint)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batches:
+    """Stands for a data loader: the batches of one rank in a pass over a dataset, each a microbatch, on the rank's device.
+
+    All ranks have as many, so that all can run the model on each: one that is out of samples gets some again, as with accelerate.
+    """
+
+    feed: Feed
+    rank: int
+    """Along the data axes."""
+    device: torch.device
+    first: int = 0
+    """The step that the pass begins with."""
+
+    @property
+    def dataset(self) -> Any:
+        """What it is a pass over."""
+        return self.feed.dataset
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch."""
+        return self.feed.plan.micro_size
+
+    def __len__(self) -> int:
+        """Batches of a pass. Raises `TypeError` for a stream, as a data loader does."""
+        if isinstance(self.feed.dataset, StreamedDataset):
+            raise TypeError("a stream has no length")
+        return self.feed.plan.rounds_per_epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        plan = self.feed.plan
+        for step in self._steps():
+            for microbatch in plan.microbatches(step, self.rank)[: plan.rounds_of(step)]:
+                batch = self.feed.fetch(microbatch)
+                yield {name: self._moved(value) for name, value in batch.items()}
+
+    def _steps(self) -> Iterable[int]:
+        plan = self.feed.plan
+        if isinstance(self.feed.dataset, StreamedDataset):
+            return itertools.count(self.first)
+        if plan.epoch_size is None:  # An evaluation is one step.
+            return range(1)
+        return range(self.first, self.first + (plan.steps_per_epoch or math.ceil(plan.epoch_size / plan.global_size)))
+
+    def _moved(self, value: Any) -> Any:
+        return value.to(self.device) if isinstance(value, Tensor) else value
+
+
+class OptimizerView:
+    """Stands for the optimizer, whose states are partitioned: its groups of parameters, to be read."""
+
+    def __init__(self, settings: OptimizerSettings, model: nn.Module) -> None:
+        rules = GroupRules(settings)
+        self.defaults: Mapping[str, Any] = MappingProxyType(
+            {"betas": settings.betas, "eps": settings.eps, "momentum": settings.momentum}
+        )
+        parameters: list[list[nn.Parameter]] = [[] for _ in rules.groups]
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameters[rules.group_of(name)].append(parameter)
+        self._groups = [
+            {**self.defaults, "weight_decay": group.weight_decay, "initial_lr": group.lr, "params": tuple(members)}
+            for group, members in zip(rules.groups, parameters, strict=True)
+            if members
+        ]
+        self.param_groups: Sequence[Mapping[str, Any]] = ()
+        """Decayed parameters, and those that are not; a mapping that is not to be written to for each."""
+
+    def at(self, rate: float) -> OptimizerView:
+        """The same at another learning rate."""
+        self.param_groups = tuple(MappingProxyType({"lr": rate, **group}) for group in self._groups)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerView:
+    """Stands for the scheduler, after `last_epoch` steps."""
+
+    rates: Sequence[float]
+    """Of each group of parameters, in the step that comes next."""
+    last_epoch: int
+
+    def get_last_lr(self) -> list[float]:
+        """As in torch."""
+        return list(self.rates)

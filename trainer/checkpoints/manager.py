@@ -1,0 +1,415 @@
+"""When a run saves, what it keeps, and how it goes on: checkpoints of a run's directory, by its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zeromesh import __version__
+from zeromesh.checkpoint.io.reader import CheckpointReader
+from zeromesh.checkpoint.loader import Loader, OpenedCheckpoint
+from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
+from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.errors import CheckpointError, ConfigError, StorageError, ZeromeshError
+from zeromesh.files import write_whole
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.checkpoints.best_metric import Goal
+from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, TrainerState, differences, name_in, settings_of
+from zeromesh.trainer.checkpoints.transformers_links import renew_links
+from zeromesh.trainer.config.sections.outputs import CheckpointSection
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.models.peft import is_adapted
+from zeromesh.trainer.models.save_pretrained import gathered_adapter, save_configuration
+from zeromesh.trainer.monitoring.console import human_bytes
+from zeromesh.zero.checkpoint_state import AVERAGE, WEIGHTS
+from zeromesh.zero.engine import ZeroEngine
+
+FOLDER = "checkpoints"
+
+
+class RunCheckpoints:
+    """Saves and resumes a run, all ranks together. `note` tells a person.
+
+    Raises:
+        StorageError: at construction, where nothing could be written.
+    """
+
+    def __init__(
+        self,
+        section: CheckpointSection,
+        directory: Path,
+        mesh: Mesh,
+        engine: ZeroEngine,
+        note: Callable[[str], None],
+        *,
+        goal: Goal = "lowest",
+        keep_best: int = 0,
+        linked: bool = False,
+    ) -> None:
+        """`goal`: which metric is best; `keep_best`: checkpoints that are kept for that at least, beside those of the section;
+        `linked`: they have transformers' names too."""
+        self.store = CheckpointStore(directory / FOLDER)
+        self._section = section
+        self._mesh = mesh
+        self._engine = engine
+        self._note = note
+        self._sign = 1.0 if goal == "lowest" else -1.0
+        self._keep_best = max(keep_best, section.keep_best)
+        self._saver = Saver(self.store, mesh) if section.every_steps else None
+        """Made when it is first needed, where only callbacks ask for checkpoints."""
+        if mesh.rank == 0 or (self._saver is not None and self._saver.sharing.leads):
+            self.store.clean()
+        self._linked = linked
+        self._metrics: dict[int, float] = {}
+        self._failures = 0
+        self._last_attempts: int | None = None
+        """How often a failed save of the last step is tried again; None before the last step."""
+        self.latest: int | None = None
+        """The step of the newest checkpoint that this process has written or read."""
+        engine.updater.before_change = lambda bucket: self._release(bucket)
+
+    # Going on
+
+    def resume(self, settings: Mapping[str, Any]) -> TrainerState | None:
+        """Load the newest checkpoint that is whole into the engine; None where the run begins.
+
+        Raises:
+            ConfigError: when the settings of that run are not these, or there is an old run that was not to be resumed.
+            LayoutError: when the model or the optimizer is another.
+            CheckpointError: when there are checkpoints and none can be used.
+        """
+        loader = Loader(self._mesh)
+        steps = loader.candidates(self.store)
+        if self._section.resume == "never" and steps:
+            raise ConfigError(
+                f"{self.store.root} holds checkpoints of an earlier run, up to step {steps[0]}, and checkpoint.resume is never; "
+                "give this run another run.name, move them away, or set checkpoint.resume: auto"
+            )
+        reasons: list[str] = []
+        for step in steps:
+            try:
+                state = self._load(loader, self.store.path(step), settings, strict=True)
+            except CheckpointError as error:
+                reasons.append(str(error))
+                self._note(f"checkpoint of step {step} skipped: {error}")
+                continue
+            self.latest = step
+            self._link()
+            self._say_which(step)
+            return state
+        if reasons:
+            raise CheckpointError(
+                f"no checkpoint in {self.store.root} can be used, and a new run would replace them; move them away, or give "
+                f"this run another run.name. The newest: {reasons[0]}"
+            )
+        if self._section.resume not in ("auto", "never"):
+            return self._load(loader, _directory_of(self._section.resume), settings, strict=False)
+        return None
+
+    def _say_which(self, step: int) -> None:
+        """A run goes on from its newest checkpoint, also where an older one of its own is named."""
+        if self._section.resume in ("auto", "never"):
+            return
+        named = _directory_of(self._section.resume).resolve()
+        if named.parent == self.store.root.resolve() and named != self.store.path(step).resolve():
+            self._note(
+                f"checkpoint.resume names {named.name}, and this run has gone on since: it goes on from step {step}. To go back, "
+                "give it another run.name"
+            )
+
+    def _link(self) -> None:
+        """Give checkpoints transformers' names, on all ranks before any goes on."""
+        if not self._linked:
+            return
+        problem = renew_links(self.store) if self._mesh.rank == 0 else ""
+        if problem:
+            self._note(f"WARNING: checkpoints have no transformers' names (checkpoint-STEP): {problem}")
+        self._mesh.world.barrier("names of checkpoints")
+
+    def _load(self, loader: Loader, path: Path, settings: Mapping[str, Any], *, strict: bool) -> TrainerState:
+        step = self.store.step_of(path)
+        reader = loader.open(path)
+        state = TrainerState.from_json(loader.document(reader, name_in(reader.manifest.files)), str(path))
+        if not reader.manifest.step == state.step == (step if step is not None else state.step):
+            raise CheckpointError(
+                f"{path} is of step {reader.manifest.step} by its manifest, and of step {state.step} by its {NAME}; "
+                "give it the name that it had, or move it away"
+            )
+        differ = differences(state.settings, settings)
+        if differ and strict:
+            raise ConfigError(_of_another_run(path, differ))
+        for line in differ:
+            self._note(f"resumed with another setting: {line}")
+        self._engine.flags.restore(state.trained, state.updates)
+        _fill(loader, reader, self._engine, state.averages, lambda kind: True)
+        self._engine.updater.scaler.load(state.loss_scale, state.good_steps)
+        if state.metric is not None:
+            self._metrics[state.step] = state.metric
+        return state
+
+    def load_weights(self, step: int) -> None:
+        """Load the weights after a step whose checkpoint this run has written.
+
+        Raises:
+            CheckpointError: when it is not there any more, or damaged.
+        """
+        self.finish()
+        load_weights(self.store.path(step), self._engine, self._mesh)
+
+    # Saving
+
+    def require_room(self) -> None:
+        """Raise `StorageError` where the run's first checkpoint would not fit."""
+        if self._saver is not None:
+            self._saver.require_room(self._engine.holdings.tensors())
+
+    @property
+    def in_flight(self) -> int | None:
+        """The step whose checkpoint is being written."""
+        return self._saver.in_flight if self._saver is not None else None
+
+    def save(self, state: TrainerState, model: nn.Module, processing_class: Any, *, wait: bool) -> bool:
+        """Begin to save the state after a step; `wait` for it, or else go on and let `poll` end it. Whether it was begun.
+
+        Raises:
+            StorageError: after `checkpoint.max_failures` saves in a row that failed, and where the last one has to succeed.
+        """
+        self.finish()
+        if state.metric is not None:
+            self._metrics[state.step] = state.metric
+        holdings = self._engine.holdings
+        adapter = gathered_adapter(model, self._engine.state, self._mesh) if is_adapted(model) else None
+
+        def documents(directory: Path) -> None:
+            save_configuration(model, self._engine.options.precision.compute, processing_class, directory, adapter)
+            write_whole(directory / NAME, state.to_json(), sync=False)
+
+        content = SaveContent(
+            tensors=holdings.tensors(),
+            holdings=holdings.written(),
+            order=holdings.order(),
+            documents=documents,
+            aliases=holdings.aliases(),
+            layout=self._layout(),
+            keep=self._kept,
+        )
+        try:
+            self._made().begin(state.step, content)
+        except (CheckpointError, StorageError) as error:
+            self._failed(str(error))
+            return False
+        if wait or not self._section.asynchronous:
+            self.finish()
+        return True
+
+    def save_last(self, state: TrainerState, model: nn.Module, processing_class: Any) -> None:
+        """Save the state after the last step, unless that is done, and wait for it; what fails is tried once more.
+
+        Raises:
+            StorageError: where it cannot be written, so that no run ends as if it had its last checkpoint.
+        """
+        self.finish()
+        for self._last_attempts in (1, 0):
+            if self.latest != state.step:
+                self.save(state, model, processing_class, wait=True)
+
+    def record(self, state: TrainerState) -> None:
+        """Put what an evaluation of a step has found into the checkpoint of that step, if it is there already."""
+        if self.latest != state.step:
+            return
+        if state.metric is not None:
+            self._metrics[state.step] = state.metric
+        saved = self._made().amend(state.step, EVALUATED, state.to_json(), self._kept)
+        if saved.failure:
+            self._note(f"WARNING: the checkpoint of step {state.step} does not have its evaluation: {saved.failure}")
+        self._warn_of_old(saved.warning)
+
+    def _made(self) -> Saver:
+        if self._saver is None:
+            self._saver = Saver(self.store, self._mesh)
+        return self._saver
+
+    def poll(self) -> None:
+        """Between two steps: end the save in flight if it can end. Raises as `save` does."""
+        if self._saver is not None:
+            self._ended(self._saver.poll())
+
+    def give_up(self) -> None:
+        """After an error of a run of one rank, which may go on: end what is being written, and leave nothing of it."""
+        if self._saver is not None:
+            self._saver.give_up()
+
+    def finish(self) -> None:
+        """Wait for the save in flight. Raises as `save` does."""
+        if self._saver is not None:
+            self._ended(self._saver.finish())
+
+    def close(self) -> None:
+        """At the end of training: wait for the save in flight, and until old checkpoints are removed. Raises as `save` does."""
+        self.finish()
+        if self._saver is not None:
+            self._warn_of_old(self._saver.remove_old(self._section.timeout_seconds))
+
+    def _warn_of_old(self, problem: str) -> None:
+        if problem:
+            self._note(f"WARNING: old checkpoints were not removed: {problem}")
+
+    def _ended(self, saved: Saved | None) -> None:
+        if saved is None:
+            return
+        if saved.failure:
+            self._failed(f"the checkpoint of step {saved.step} was not written: {saved.failure}")
+            return
+        self._failures = 0
+        self.latest = saved.step
+        self._link()
+        self._warn_of_old(saved.warning)
+        self._note(f"step {saved.step}: checkpoint of {human_bytes(saved.nbytes)} in {self.store.path(saved.step)}")
+
+    def _failed(self, why: str) -> None:
+        self._failures += 1
+        limit = self._section.max_failures
+        if limit and self._failures >= limit:
+            raise StorageError(
+                f"{why} ({self._failures} saves in a row have failed, checkpoint.max_failures is {limit})"
+            )
+        kept = f"the newest is of step {self.latest}" if self.latest is not None else "there is none yet"
+        if self._last_attempts == 0:
+            raise StorageError(
+                f"{why}; {kept}. It was tried twice, and the run is not over without its last checkpoint: put that right, and "
+                "start the run again"
+            )
+        then = "Training goes on" if self._last_attempts is None else "It is tried once more"
+        self._note(f"WARNING: {why}; {kept}. {then}")
+
+    def _release(self, bucket: Any) -> None:
+        if self._saver is not None and self._saver.in_flight is not None:
+            self._saver.release(self._engine.holdings.owner_of(bucket))
+
+    def _kept(self) -> set[int]:
+        """What `keep_last` and `keep_best` keep, once the newest is there; called on rank 0."""
+        steps = self.store.steps()
+        keep = set(steps[: self._section.keep_last or None])
+        for step in steps:
+            if self._keep_best and step not in self._metrics:
+                metric = _metric_of(self.store.path(step))
+                if metric is None:
+                    keep.add(step)
+                else:
+                    self._metrics[step] = metric
+        judged = [step for step in steps if self._metrics.get(step, _NONE) != _NONE]
+        ranked = sorted(judged, key=lambda step: (self._sign * self._metrics[step], step))
+        return keep | set(ranked[: self._keep_best])
+
+    def _layout(self) -> dict[str, Any]:
+        shape, options = self._mesh.shape, self._engine.options
+        return {
+            "zeromesh": __version__,
+            "ranks": self._mesh.world_size,
+            "mesh": dict(zip(("pipeline", "replicate", "shard", "tensor"), shape.sizes, strict=True)),
+            "stage": options.stage,
+            "compute": str(options.precision.compute).removeprefix("torch."),
+            "master": str(options.precision.master).removeprefix("torch."),
+        }
+
+
+def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None:
+    """Compare what the newest checkpoint of a run says about its settings with the configuration, as far as that alone can tell.
+
+    Rank 0 looks, as its host may be the only one that sees the directory.
+
+    Raises:
+        ConfigError: on all ranks, where they differ; what the model and the data have to do with it, `RunCheckpoints.resume`
+            finds later.
+    """
+    problem = _changed_settings(config, directory) if mesh.rank == 0 else ""
+    problem = mesh.world.gather_bytes(problem.encode(), "settings of the run's checkpoints")[0].decode()
+    if problem:
+        raise ConfigError(problem)
+
+
+def _changed_settings(config: TrainerConfig, directory: Path) -> str:
+    """What a person reads about settings that have changed since the newest checkpoint; empty where none has."""
+    store = CheckpointStore(directory / FOLDER)
+    steps = store.steps()
+    if config.checkpoint.resume == "never" or not steps:
+        return ""
+    path = store.path(steps[0])
+    try:
+        reader = CheckpointReader(path, parts=True)
+        then = TrainerState.from_json(reader.document(name_in(reader.manifest.files)), str(path)).settings
+    except CheckpointError:
+        return ""  # Perhaps an older one can be used.
+    # A schedule over epochs is known once the data has been read.
+    later = ("model.", "data.", *(["schedule."] if config.run.epochs is not None else []))
+    now = {key: value for key, value in settings_of(config, model={}, data={}).items() if not key.startswith(later)}
+    differ = differences({key: value for key, value in then.items() if key in now}, now)
+    return _of_another_run(path, differ) if differ else ""
+
+
+def _of_another_run(path: Path, differ: Sequence[str]) -> str:
+    lines = "\n".join(f"  - {line}" for line in differ)
+    return (
+        f"{path.parent} is of a run with other settings:\n{lines}\nundo these changes, give this run another run.name, "
+        f"or name the checkpoint to go on from it all the same: checkpoint.resume: {path}"
+    )
+
+
+def load_weights(path: Path, engine: ZeroEngine, mesh: Mesh) -> int:
+    """Load the weights of a checkpoint into the engine; returns its step. All ranks call it.
+
+    Raises:
+        CheckpointError: when it is not there, or damaged.
+        LayoutError: when it is of another model.
+    """
+    loader = Loader(mesh)
+    reader = loader.open(path)
+    state = loader.document(reader, name_in(reader.manifest.files))
+    _fill(loader, reader, engine, state.get("averages", 0), lambda kind: kind in WEIGHTS)
+    return reader.manifest.step
+
+
+def _fill(
+    loader: Loader, reader: OpenedCheckpoint, engine: ZeroEngine, count: int, wanted: Callable[[str], bool]
+) -> None:
+    """Load the kinds of tensors that are wanted. `count` updates are in the averages of weights; without any they begin anew."""
+    averages = engine.updater.averages
+    averaged = any(tensor.spec.kind == AVERAGE for tensor in reader.manifest.tensors)
+
+    def taken(kind: str) -> bool:
+        return wanted(kind) and (averaged or kind != AVERAGE)
+
+    tensors = [spec for spec in engine.holdings.tensors(reading=True) if taken(spec.kind)]
+    with engine.loading():
+        loader.fill(reader, tensors, [each for each in engine.holdings.wanted() if taken(each.spec.kind)])
+    if averages is not None:
+        averages.count = count if averaged else 0
+
+
+_NONE = float("inf")
+"""The metric of a checkpoint that has none: never the best."""
+
+
+def _metric_of(path: Path) -> float | None:
+    """The metric that a checkpoint of an earlier process carries; None where another part has it."""
+    try:
+        reader = CheckpointReader(path, parts=True)
+        if reader.manifest.part[1] > 1 and NAME not in reader.manifest.files:
+            return None
+        metric = TrainerState.from_json(reader.document(name_in(reader.manifest.files)), str(path)).metric
+    except ZeromeshError:
+        return _NONE
+    return _NONE if metric is None else metric
+
+
+def _directory_of(given: str) -> Path:
+    """A checkpoint's directory: given itself, or the newest of the run whose directory is given."""
+    path = Path(given).expanduser()
+    for root in (path / FOLDER, path):
+        steps = CheckpointStore(root).steps()
+        if steps:
+            return CheckpointStore(root).path(steps[0])
+    return path

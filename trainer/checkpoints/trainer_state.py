@@ -1,0 +1,152 @@
+"""`trainer_state.json`: the counters that decide everything about the rest of a run, and the settings that it depends on.
+
+Nothing in it depends on the layout. Batches, learning rates and what forward draws are functions of the step and the seed, so there
+is no generator whose state would have to be kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from zeromesh.checkpoint.format.safetensors_layout import check_plain, is_number
+from zeromesh.errors import CheckpointError
+from zeromesh.trainer.config.sections.training import default_warmup
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+
+NAME = "trainer_state.json"
+EVALUATED = "trainer_state_evaluated.json"
+"""The same with what an evaluation has found that came after the checkpoint was written. It replaces the other one."""
+LENGTH = "run.max_steps"
+_WARMUP = "schedule.warmup_steps"
+_SCHEMA = 1
+_ABSENT = "(absent)"
+_MOST = 1 << 53
+"""Of a counter: up to here floats, too, count one by one."""
+_MAPPINGS = ("trained", "best", "callbacks", "stream", "tracker", "settings")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerState:
+    """Where a run is, after `step` steps.
+
+    `samples` and `tokens` count from the start of training, `updates` are steps that were not skipped. Losses are the last ones.
+    `metric` is what `checkpoint.keep_best` compares. `settings` are those that a run must have to go on from here.
+    """
+
+    step: int
+    samples: int
+    tokens: int
+    updates: int
+    skipped: int
+    loss: float | None = None
+    eval_loss: float | None = None
+    metric: float | None = None
+    loss_scale: float = 1.0
+    good_steps: int = 0
+    seed: int = 0
+    max_steps: int = 0
+    learning_rate: float = 0.0
+    passed_over: int = 0
+    """Steps whose data was left out, because a callback ended an epoch early."""
+    averages: int = 0
+    """Updates of the weights that the average of them has taken in (`ema`)."""
+    trained: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Parameters that are not trained as the model was built, or not in all updates: whether they
+    are, and in how many they were."""
+    best: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: Mapping[str, Any] = field(default_factory=dict)
+    stream: Mapping[str, Any] = field(default_factory=dict)
+    """Where a training stream was, as `StreamedDataset` has it; empty for a dataset with a length."""
+    tracker: Mapping[str, str] = field(default_factory=dict)
+    log_history: Sequence[Mapping[str, Any]] = ()
+    """What was logged, as transformers has it; empty where nothing of transformers is in the run."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        """Strict JSON; a loss that is not finite is null."""
+        mappings = {name: dict(getattr(self, name)) for name in _MAPPINGS}
+        values = {**asdict(self), **mappings, "log_history": [dict(line) for line in self.log_history]}
+        for name in ("loss", "eval_loss", "metric"):
+            value = values[name]
+            values[name] = value if value is not None and value - value == 0 else None
+        return json.dumps({"schema": _SCHEMA, **values}, indent=1, allow_nan=False).encode()
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], where: str) -> TrainerState:
+        """Raises `CheckpointError` for an object that is no state, or one of a newer version."""
+        values = dict(content)
+        schema = values.pop("schema", None)
+        if type(schema) is not int or schema > _SCHEMA:
+            raise CheckpointError(f"{where}: {NAME} has schema {schema!r:.50}; this version reads {_SCHEMA}")
+        check_plain(where, NAME, values)
+        try:
+            state = cls(**values)
+        except TypeError as error:
+            raise CheckpointError(f"{where}: {NAME} has other fields than this version writes ({error})") from None
+        counters = (state.averages, state.samples, state.tokens, state.updates, state.skipped, state.good_steps)
+        steps = (state.step, state.max_steps, state.passed_over)
+        numbers = [value for value in (state.loss, state.eval_loss, state.metric) if value is not None]
+        numbers += [state.loss_scale, state.learning_rate]
+        if (
+            not all(type(count) is int and 0 <= count < _MOST for count in (*steps, *counters))
+            or not (type(state.seed) is int and 0 <= state.seed < 1 << 63)
+            or not all(is_number(number) for number in numbers)
+            or state.loss_scale <= 0
+            or not all(isinstance(getattr(state, name), dict) for name in _MAPPINGS)
+            or not isinstance(state.log_history, list | tuple)
+            or not all(isinstance(line, dict) for line in state.log_history)
+        ):
+            raise CheckpointError(f"{where}: {NAME} has fields of other types than this version writes")
+        return state
+
+
+def name_in(files: Container[str]) -> str:
+    """The file of a checkpoint that has its latest state."""
+    return EVALUATED if EVALUATED in files else NAME
+
+
+def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the weights of a step, flat, by the names of the configuration: two runs that agree compute the same.
+
+    `model` and `data` describe what was built, so that moved files are no difference.
+    """
+    optimizer = config.optimizer.model_dump(mode="json", exclude={"in_backward", "granularity"})
+    schedule = config.schedule.model_dump(mode="json")
+    ema = config.ema.model_dump(mode="json", exclude={"evaluate"})
+    sections = {"model": model, "data": data, "optimizer": optimizer, "schedule": schedule}
+    flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+    return flat | {
+        "batch.global_size": config.batch.global_size,
+        "batch.last": config.batch.last,
+        "batch.average": config.batch.average,
+        "run.label_smoothing": config.run.label_smoothing,
+        LENGTH: config.run.max_steps,
+        "run.seed": config.run.seed,
+        "run.clip_norm": config.run.clip_norm,
+        **({f"ema.{key}": value for key, value in ema.items()} if config.ema.decay else {}),
+        **({} if config.data.seed is None else {"data.seed": config.data.seed}),
+    }
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One line for each setting that differs, but for the length of the run, and for warm-ups that follow from it by default."""
+    passed = {LENGTH, _WARMUP} if _has_default_warmup(then) and _has_default_warmup(now) else {LENGTH}
+    names = [name for name in (*then, *(name for name in now if name not in then)) if name not in passed]
+    return [
+        f"{name}: {_shown(then.get(name, _ABSENT))} then, {_shown(now.get(name, _ABSENT))} now"
+        for name in names
+        if then.get(name, _ABSENT) != now.get(name, _ABSENT)
+    ]
+
+
+def _has_default_warmup(settings: Mapping[str, Any]) -> bool:
+    steps = settings.get(LENGTH)
+    return isinstance(steps, int) and settings.get(_WARMUP) == default_warmup(steps)
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,253 @@
+"""From what a person gave, with overrides, to a `TrainerConfig` or one error with every problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+from pydantic import ValidationError
+
+from zeromesh.environment import secret_values
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.config import cross_checks
+from zeromesh.trainer.config.loading.sources import ConfigSource, read_source, with_translation
+from zeromesh.trainer.config.messages import (
+    allowed,
+    known_paths,
+    nearest_choice,
+    section_of,
+    shown,
+    suggestion,
+)
+from zeromesh.trainer.config.redact import REDACTED, Redaction
+from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.config.yaml_reader import parse_yaml, plain_scalar
+from zeromesh.trainer.monitoring.run_name import name_of_file
+from zeromesh.trainer.tracking.backends import tracker_problems
+
+# What people try that has a reason why it is not there.
+_WHOLE_MATRICES = "it needs whole matrices (granularity: matrix), which this version does not have"
+_OFFLOADED = ("optimizer", "gradients", "parameters", "activations")
+_REASONS = {
+    ("optimizer.name", "muon"): _WHOLE_MATRICES,
+    ("optimizer.name", "adafactor"): _WHOLE_MATRICES,
+    ("optimizer.granularity", "matrix"): "this version cuts shards at elements",
+    **{(f"offload.{what}", "cpu"): "the CPU's memory is called host" for what in _OFFLOADED},
+    **{(f"offload.{what}", "nvme"): "a disk is called file, and offload.directory says which" for what in _OFFLOADED},
+}
+
+
+def load_config(
+    source: ConfigSource = None,
+    overrides: Sequence[str] = (),
+    *,
+    unused: frozenset[str] = frozenset(),
+    arguments: Any = None,
+    ranks: int | None = None,
+    samples: int | None = None,
+) -> TrainerConfig:
+    """The configuration of `source`, with `overrides` (`section.key=value`, the value in YAML) on top.
+
+    Keys that are `unused`, because something else replaces them, need not agree with others, nor exist as paths.
+    Touches no process group, no device and no model; checks that the paths and the packages of trackers that it names exist.
+
+    Args:
+        arguments: transformers' TrainingArguments that `source` goes on top of.
+        ranks: of the launch, for settings of other trainers that count with them; None: of the one that this process is part of.
+        samples: of the training data, where its length is known.
+
+    Raises:
+        ConfigError: with every problem at once, each with its dotted path, the value, what is allowed and the nearest name.
+    """
+    found = read_source(source, arguments)
+    own = found.data
+    problems, given = _apply(own, overrides)
+    data, translation = with_translation(found, ranks=ranks, samples=samples)
+    if isinstance(source, str | PathLike):
+        run = data.get("run") or {}
+        data["run"] = {"name": name_of_file(source), **run} if isinstance(run, dict) else run
+    problems += translation.problems
+    origins = {key: origin for key, origin in translation.origins.items() if not _holds(own, key)}
+    config, wrong = _validate(data, unused)
+    overridden = len(problems) + sum(_key_of(problem) in given for problem in wrong)
+    problems += [_with_origin(problem, origins | given) for problem in wrong]
+    if config is None or problems:
+        clean = Redaction(secret_values()).text
+        where = found.where if len(problems) > overridden or translation.problems else ""
+        raise ConfigError([clean(problem) for problem in problems], where=where)
+    return config.with_notes((*found.notes, *translation.notes))
+
+
+def _holds(data: Any, path: str) -> bool:
+    """Whether `data` itself says what the key at `path` is."""
+    for key in path.split("."):
+        if not isinstance(data, Mapping) or key not in data:
+            return False
+        data = data[key]
+    return True
+
+
+def _with_origin(problem: str, origins: Mapping[str, str]) -> str:
+    """A problem of a key that came from a setting of another trainer names that too."""
+    origin = origins.get(_key_of(problem))
+    return f"{problem} ({origin})" if origin else problem
+
+
+def _key_of(problem: str) -> str:
+    return problem.partition(" ")[0].rstrip(":")
+
+
+def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Set each override in `data`; returns the problems of those that are none, and by key where the others came from."""
+    problems, given = [], {}
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        path = path.strip()
+        keys = path.split(".")
+        name = f"the override {_override_shown(path, equals, text)}"
+        if not equals or len(keys) < 2 or not all(keys):
+            problems.append(f"{name}: {_override_hint(path, equals, text)}")
+            continue
+        try:
+            problem = _set(data, keys, parse_yaml(text.strip(), where=""))
+        except ConfigError as error:
+            problem = str(error)
+        if problem:
+            problems.append(f"{name}: {problem}")
+        given[path] = name
+    return problems, given
+
+
+def _override_shown(path: str, equals: str, text: str) -> str:
+    """An override as it was given, but for a secret in it."""
+    hidden = shown(path, text) == REDACTED
+    return shown("", f"{path}{equals}{REDACTED if hidden else text}")
+
+
+def _override_hint(path: str, equals: str, text: str) -> str:
+    """What to write in the place of something that is no override."""
+    value = shown(path, text).strip("'") if equals else "VALUE"
+    field = known_paths().get(path)
+    section = section_of(field) if field is not None else None
+    if section is not None:
+        return f"{path} is a section; write {path}.KEY=VALUE, with one of its keys: {', '.join(section.model_fields)}"
+    if field is not None:
+        return f"it has no value; write {path}=VALUE"
+    near = suggestion(path)
+    return f"did you mean {near.partition(' ')[0]}={value}?" if near else "write section.key=value"
+
+
+def _set(data: dict[str, Any], keys: list[str], value: Any) -> str | None:
+    """Set the value at the dotted path `keys`; returns a problem when something on the way is no mapping."""
+    at: Any = data
+    for depth, key in enumerate(keys[:-1], start=1):
+        if at.get(key) is None:
+            at[key] = {}
+            # One key of the default model changes that key, and does not replace the model.
+            if keys[:depth] == ["model", "config"] and data["model"].get("source") is None:
+                at[key] = dict(DEFAULT_MODEL)
+        at = at[key]
+        if not isinstance(at, dict):
+            parent = ".".join(keys[:depth])
+            return f"{'.'.join(keys)}: {parent} is {shown(parent, at)}, which has no keys"
+    at[keys[-1]] = value
+    return None
+
+
+def _validate(data: dict[str, Any], unused: frozenset[str]) -> tuple[TrainerConfig | None, list[str]]:
+    """The configuration, or None and the problems of single keys; with it the problems of keys together."""
+    # A section whose keys are all commented out is null in YAML.
+    data = {key: {} if value is None and key in known_paths() else value for key, value in data.items()}
+    wrong: dict[tuple[str, ...], str] = {}
+    config = _without_wrong_keys(data, wrong)
+    # Where a key inside is wrong, so is what holds it.
+    paths = unused.union(".".join(keys[:depth]) for keys in wrong for depth in range(1, len(keys) + 1))
+    more = [*cross_checks.problems(config, wrong=paths), *cross_checks.missing_paths(config, wrong=paths)]
+    more += [] if "tracking.backends" in paths else tracker_problems(config.tracking.backends)
+    problems = [*wrong.values(), *more]
+    return (None if problems else config), problems
+
+
+def _without_wrong_keys(data: dict[str, Any], wrong: dict[tuple[str, ...], str]) -> TrainerConfig:
+    """The configuration of what is valid in `data`, so that rules between keys can be asked about it.
+
+    What is not valid is dropped from `data`, and its problem put into `wrong`.
+    """
+    # At first the very key. Should that leave something wrong, its section: the defaults of that are valid.
+    for depth in (None, 1):
+        try:
+            return TrainerConfig.model_validate(data, context={"rules": False})
+        except ValidationError as error:
+            for detail in error.errors(include_url=False):
+                keys, value = _locate(data, detail["loc"][:depth])
+                wrong.setdefault(keys, _problem(keys, value, detail["type"]))
+        for keys in wrong:
+            _drop(data, keys)
+    return TrainerConfig.model_validate(data, context={"rules": False})
+
+
+def _locate(data: dict[str, Any], location: Sequence[int | str]) -> tuple[tuple[str, ...], Any]:
+    """The keys that lead to what pydantic complains about, and its value.
+
+    A location also names branches of unions and positions in lists; the keys are what of it can be followed.
+    """
+    keys: list[str] = []
+    at: Any = data
+    for step in location:
+        if not isinstance(at, dict):
+            break
+        if step in at:
+            keys.append(str(step))
+            at = at[step]
+    return tuple(keys), at
+
+
+def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
+    path = ".".join(keys)
+    if kind == "extra_forbidden":
+        near = suggestion(path)
+        hint = f"did you mean {near}?" if near else f"allowed are {', '.join(_siblings(path))}"
+        if "." in keys[-1]:
+            hint = "a file nests keys: write the section, and the key inside it"
+        given = "" if isinstance(value, dict) else f" (got {shown(path, value)})"
+        return f"{path}: unknown key{given}; {hint}"
+    field = known_paths().get(path)
+    if field is None:
+        return f"{path}: got {shown(path, value)}; allowed are text, finite numbers, true, false, null and lists"
+    reason = _REASONS.get((path, value.lower())) if isinstance(value, str) else None
+    if reason:
+        return f"{path}: {value} is not available: {reason}; allowed is {allowed(field)}"
+    near = nearest_choice(value, field) if isinstance(value, str) else None
+    hint = f"; did you mean {near}?" if near else ""
+    if kind == "string_type" and isinstance(value, bool | int | float):
+        hint = "; write it in quotes"
+    elif isinstance(value, str) and "a list" in allowed(field):
+        hint = f"; write a list: [{shown(path, value).strip(chr(39))}]"
+    elif isinstance(value, str) and not hint and isinstance(_unquoted(value), bool | int | float):
+        hint = "; write it without quotes"
+    return f"{path}: got {shown(path, value)}; allowed is {allowed(field)}{hint}"
+
+
+def _unquoted(text: str) -> Any:
+    try:
+        return plain_scalar(text.strip())
+    except ValueError:
+        return text
+
+
+def _siblings(path: str) -> Iterator[str]:
+    parent = path.rpartition(".")[0]
+    for known, field in known_paths().items():
+        if known.rpartition(".")[0] == parent and (parent or section_of(field)):
+            yield known.rpartition(".")[2]
+
+
+def _drop(data: dict[str, Any], keys: tuple[str, ...]) -> None:
+    """Remove the key that `keys` lead to, where it is still there."""
+    at: Any = data
+    for key in keys[:-1]:
+        at = at.get(key) if isinstance(at, dict) else None
+    if isinstance(at, dict):
+        at.pop(keys[-1], None)

@@ -1,0 +1,250 @@
+"""Settings of another trainer as keys of the configuration: which are mapped, which have no effect here, which are refused.
+
+A trainer is a table of rows, one for each of its settings, and a few functions for keys that several settings decide together. The
+pages docs/from-hf-trainer.md and docs/from-deepspeed.md are made of the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import Any
+
+from zeromesh.trainer.config.messages import shown
+from zeromesh.trainer.config.redact import REDACTED, is_secret
+
+AUTO = "auto"
+
+
+class Fate(StrEnum):
+    """What becomes of a setting."""
+
+    MAPPED = "mapped"
+    IDLE = "no effect"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SettingRow:
+    """One setting: its `name`, dotted where settings are nested.
+
+    `keys` are those of the configuration that it decides, by `convert` of its value, or together with others. `text` says how; or
+    why it has no effect; or why it is refused, and what to do instead. `neutral` values ask for nothing.
+    """
+
+    name: str
+    fate: Fate
+    text: str
+    keys: tuple[str, ...] = ()
+    convert: Callable[[Any], Any] | None = None
+    neutral: tuple[Any, ...] = ()
+
+
+def copied(name: str, key: str, text: str = "as it is") -> SettingRow:
+    """A setting whose value is that of a key."""
+    return SettingRow(name=name, fate=Fate.MAPPED, text=text, keys=(key,), convert=lambda value: value)
+
+
+def converted(name: str, key: str, text: str, convert: Callable[[Any], Any]) -> SettingRow:
+    """A setting that decides a key alone."""
+    return SettingRow(name=name, fate=Fate.MAPPED, text=text, keys=(key,), convert=convert)
+
+
+def joined(name: str, keys: str, text: str) -> SettingRow:
+    """A setting that decides `keys`, separated by spaces, together with others."""
+    return SettingRow(name=name, fate=Fate.MAPPED, text=text, keys=tuple(keys.split()))
+
+
+def idle(names: str, text: str) -> tuple[SettingRow, ...]:
+    """Settings, separated by spaces, without effect here."""
+    return tuple(SettingRow(name=name, fate=Fate.IDLE, text=text) for name in names.split())
+
+
+def refused(name: str, text: str, *neutral: Any) -> SettingRow:
+    """A setting that is refused unless it is `neutral`, as None is, and False where True is not."""
+    off = () if any(value is True for value in neutral) else (False,)
+    return SettingRow(name=name, fate=Fate.REFUSED, text=text, neutral=(None, *off, *neutral))
+
+
+def under(prefix: str, rows: Iterable[SettingRow]) -> tuple[SettingRow, ...]:
+    """The same rows, with names inside `prefix`."""
+    return tuple(
+        SettingRow(
+            name=f"{prefix}.{row.name}",
+            fate=row.fate,
+            text=row.text,
+            keys=row.keys,
+            convert=row.convert,
+            neutral=row.neutral,
+        )
+        for row in rows
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchFacts:
+    """What another trainer's settings may count with: `ranks` of the launch, `samples` of the training data if that is known.
+
+    `tensor` and `pipeline` are axes that the configuration sets beside them; None: it does not.
+    """
+
+    ranks: int = 1
+    samples: int | None = None
+    tensor: int | None = None
+    pipeline: int | None = None
+
+    def data_ranks(self, tensor: int = 1) -> int:
+        """Ranks that train on samples of their own, with `tensor` ranks to a layer unless the configuration says how many."""
+        return max(1, self.ranks // ((self.tensor or tensor) * (self.pipeline or 1)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Translation:
+    """What was read: `values` by dotted key, where each came from, lines for a person, and problems."""
+
+    values: Mapping[str, Any]
+    origins: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def on(self, below: Translation | None) -> Translation:
+        """Both, this one's values where they are about the same."""
+        if below is None:
+            return self
+        return Translation(
+            values={**below.values, **self.values},
+            origins={**below.origins, **self.origins},
+            notes=(*below.notes, *self.notes),
+            problems=(*below.problems, *self.problems),
+        )
+
+    def sections(self) -> dict[str, Any]:
+        """The values as a configuration nests them."""
+        found: dict[str, Any] = {}
+        for path, value in self.values.items():
+            *parents, key = path.split(".")
+            at = found
+            for parent in parents:
+                at = at.setdefault(parent, {})
+            at[key] = value
+        return found
+
+
+class Reading:
+    """Settings of another trainer while they are translated. Calling it gives a setting's value."""
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        place: LaunchFacts,
+        below: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`defaults` replace settings that are not there; `below` are values by key that hold where nothing else is said."""
+        self.settings = {name: value for name, value in settings.items() if value != AUTO}
+        self.automatic = tuple(name for name, value in settings.items() if value == AUTO)
+        self.defaults = defaults or {}
+        self.place = place
+        self.below: Mapping[str, Any] = below or {}
+        self.problems: list[str] = []
+        self.said: list[str] = []
+
+    def __call__(self, name: str, default: Any = None) -> Any:
+        """The value of a setting; None or `default` where it is not there."""
+        value = self.settings.get(name, self.defaults.get(name, default))
+        return value.value if isinstance(value, Enum) else value
+
+    def names(self, beginning: str) -> list[str]:
+        """Settings that are there, automatic ones too, whose names begin so."""
+        return [name for name in (*self.settings, *self.automatic) if name.startswith(beginning)]
+
+    def number(self, name: str) -> float | None:
+        """A setting that is to be counted with; None where it is not there, or no number, which is refused."""
+        value = self(name)
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            return value
+        try:
+            return float(value if isinstance(value, str) else "")
+        except ValueError:
+            self.refuse(name, f"got {shown('', value)}; allowed is a number")
+            return None
+
+    def say(self, line: str) -> None:
+        """A line about what nothing was said of."""
+        self.said.append(line)
+
+    def refuse(self, name: str, why: str) -> None:
+        """A setting cannot be had as it is."""
+        problem = f"{name}: {why}"
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+
+Join = Callable[[Reading], Iterator[tuple[str, Any]]]
+"""Keys and values that several settings decide together."""
+
+
+def translate(table: Sequence[SettingRow], joins: Sequence[Join], reading: Reading, *, source: str) -> Translation:
+    """Read all settings by their rows. `source` is a word for notes."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for row in table:
+        if row.name not in reading.settings:
+            continue
+        if row.fate is Fate.REFUSED and reading(row.name) not in row.neutral:
+            reading.refuse(row.name, f"{_shown(row.name, reading(row.name))} is not available: {row.text}")
+        if row.convert is not None:
+            values[row.keys[0]] = row.convert(reading(row.name))
+    for join in joins:
+        values.update(join(reading))
+    for row in table:
+        if row.name in reading.settings:
+            origins.update({key: f"{source} {row.name}" for key in row.keys if key in values})
+    notes = tuple(f"{source}: {line}" for line in (*_lines(table, reading, values), *reading.said))
+    return Translation(values=values, origins=origins, notes=notes, problems=tuple(reading.problems))
+
+
+def _lines(table: Sequence[SettingRow], reading: Reading, values: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each setting that was asked for and mapped, and one for each reason why some have no effect."""
+    why: dict[str, list[str]] = {}
+    same: list[str] = []
+    for row in table:
+        asked = row.name in reading.settings and reading(row.name) != reading.defaults.get(row.name, _NOTHING)
+        if row.fate is Fate.IDLE and (asked or row.name in reading.automatic):
+            why.setdefault(row.text, []).append(row.name)
+        elif row.fate is Fate.REFUSED and asked:
+            same.append(row.name)
+        elif row.fate is Fate.MAPPED and row.name in reading.automatic:
+            yield f"{row.name}: auto -> {', '.join(_resolved(row, reading, values)) or row.text}"
+        elif row.fate is Fate.MAPPED and asked:
+            found = [f"{key}: {shown(key, values[key])}" for key in row.keys if key in values]
+            what = ", ".join(found) or ("nothing, by what else is set" if row.keys else row.text)
+            yield f"{row.name}: {_shown(row.name, reading(row.name))} -> {what}"
+    if same:
+        yield f"{', '.join(same)}: what is done here anyway"
+    for text, names in why.items():
+        yield f"{', '.join(names)}: no effect: {text}"
+
+
+def _resolved(row: SettingRow, reading: Reading, values: Mapping[str, Any]) -> Iterator[str]:
+    """What a key is for whose setting is automatic, and whence."""
+    for key in row.keys:
+        if key in values:
+            yield f"{key}: {shown(key, values[key])}"
+        elif key in reading.below:
+            yield f"{key}: {shown(key, reading.below[key])} of TrainingArguments"
+        elif not reading.below:
+            yield f"{key}: zeromesh's default"
+
+
+class _Nothing:
+    """Equal to no value."""
+
+
+_NOTHING = _Nothing()
+
+
+def _shown(name: str, value: Any) -> str:
+    return REDACTED if is_secret(name, value) else shown("", value)

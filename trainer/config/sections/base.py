@@ -1,0 +1,115 @@
+"""The kinds of values that the configuration's keys take, and how text becomes them.
+
+What all sections of a configuration have in common.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+_UNITS = (
+    {"B": 1}
+    | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
+    | {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
+)
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""What may be the name of a model on the Hub. Whether it is one is found out when a run begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Metadata of a field: what is allowed, in words, where its type does not say it."""
+
+    text: str
+
+
+def _number_from_text(value: object) -> object:
+    """YAML 1.1 and JSON writers leave `1e-3` as text; where a number is meant, take it as one."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value.strip()):
+        return float(value)
+    return value
+
+
+def bytes_from_text(value: object) -> object:
+    """`256MiB` as a number of bytes."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?i?B)", value.strip()) if isinstance(value, str) else None
+    return int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else value
+
+
+def tuple_from_list(value: object) -> object:
+    """Files hold lists; frozen values hold tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Number = Annotated[float, BeforeValidator(_number_from_text)]
+Fraction = Annotated[Number, Field(ge=0.0, lt=1.0)]
+Count = Annotated[int, Field(ge=1)]
+CountOrOff = Annotated[int, Field(ge=0)]
+Bytes = Annotated[
+    int,
+    BeforeValidator(bytes_from_text),
+    Field(ge=0),
+    Allowed("a number of bytes, such as 268435456 or 256MiB"),
+]
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+Texts = Annotated[
+    tuple[Text, ...],
+    BeforeValidator(tuple_from_list),
+    Field(min_length=1),
+    Allowed("a list of at least one text"),
+]
+
+
+_EXACT = 1 << 53
+"""Below this each whole number is a float of its own."""
+
+
+class Section(BaseModel):
+    """A section of the configuration, frozen and strict: an integer is not a float's text, a bool is not an integer, and an unknown
+    key is an error. Construction raises pydantic's `ValidationError`.
+
+    YAML and JSON have one kind of number: 1e3 is the integer 1000 where only an integer is allowed.
+    """
+
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        validate_default=True,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_numbers(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: _whole(value) if _counts(cls, name) else value for name, value in data.items()}
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if type(value) is float and value.is_integer() and abs(value) < _EXACT else value
+
+
+def _counts(section: type[BaseModel], name: str) -> bool:
+    """Whether a key allows integers and no other numbers."""
+    field = section.model_fields.get(name)
+    kinds = set(_kinds(field.annotation)) if field is not None else set()
+    return int in kinds and float not in kinds
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Annotated:
+        yield from _kinds(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for each in get_args(annotation):
+            yield from _kinds(each)
+    else:
+        yield annotation

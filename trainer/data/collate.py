@@ -1,0 +1,276 @@
+"""Samples to batches, and what is checked about a batch before it trains anything.
+
+A batch is a mapping from the model's argument names to tensors whose dim 0 is the sample. Everything here is
+on CPU, before a batch goes to its device, so that no check waits for one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zeromesh.errors import DataError
+from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
+from zeromesh.trainer.setup.forked_children import ending_children
+
+IGNORED_LABEL = -100
+"""The label of a position that is no target, as in `torch.nn.functional.cross_entropy`."""
+
+Collate = Callable[[list[Any]], Any]
+"""A data collator: a list of samples to a mapping of tensors."""
+
+_LABEL_NAMES = ("label", "label_ids")
+
+
+class Indexed(Protocol):
+    """Samples by index."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class MapDataset(Indexed, Protocol):
+    """A map-style dataset, such as `torch.utils.data.Dataset`, `datasets.Dataset` or a list."""
+
+    def __len__(self) -> int: ...
+
+
+class Spread:
+    """`count` samples of a longer dataset, evenly spread over it."""
+
+    def __init__(self, dataset: MapDataset, count: int) -> None:
+        self._dataset, self._count = dataset, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index * len(self._dataset) // self._count]
+
+
+def check_dataset(dataset: Any, *, name: str = "train_dataset") -> None:
+    """Raise `DataError` for a dataset that is empty, has no length, or is a mapping of splits."""
+    if isinstance(dataset, str | bytes | os.PathLike):
+        raise DataError(f"{name} is {str(dataset)!r}; give a dataset, or name text in the configuration: data.train")
+    if isinstance(dataset, Mapping):
+        splits = ", ".join(map(repr, dataset))
+        raise DataError(f"{name} is a mapping of splits ({splits}); pass one of them, such as {name}[...]")
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(
+            f"{name} is a {type(dataset).__name__} without length or indexing; samples are dealt by index, "
+            "so that any number of ranks sees the same data: pass a map-style dataset, or list(dataset) "
+            "where it fits in memory"
+        )
+    if len(dataset) == 0:
+        raise DataError(f"{name} is empty; give at least one sample")
+
+
+def default_collate(samples: Sequence[Any], *, indices: Sequence[int] | None = None) -> dict[str, Tensor]:
+    """Stack samples, mappings of field to tensor, array, list or number, into tensors `[batch, ...]`.
+
+    As transformers' `default_data_collator`: a `label` or `label_ids` becomes `labels`, and fields that hold
+    text or None are left out. Python integers become int64, Python floats float32. `indices` are the samples'
+    dataset indices, which errors name. Raises `DataError` for samples that are no mappings, that have
+    different fields, or whose shapes differ.
+    """
+    names = list(indices) if indices is not None else list(range(len(samples)))
+    if not samples:
+        raise DataError("a batch of no samples")
+    for index, sample in zip(names, samples, strict=True):
+        if not isinstance(sample, Mapping):
+            raise DataError(
+                f"sample {index} is a {type(sample).__name__}; give mappings of field names (the model's "
+                "arguments, such as input_ids and labels) to tensors, or pass a data_collator"
+            )
+    batch: dict[str, Tensor] = {}
+    for field in samples[0]:
+        if not isinstance(samples[0][field], str | bytes | None):
+            key = "labels" if field in _LABEL_NAMES else field
+            batch[key] = _stack(samples, names, field)
+    if not batch:
+        raise DataError(f"sample {names[0]} has no field that holds numbers: {_field_list(samples[0])}")
+    return batch
+
+
+def _stack(samples: Sequence[Mapping[str, Any]], names: Sequence[int], field: str) -> Tensor:
+    """One field of all samples, `[batch, ...]`."""
+    rows: list[Tensor] = []
+    for index, sample in zip(names, samples, strict=True):
+        if field not in sample:
+            raise DataError(
+                f"sample {index} has no field {field!r}, which sample {names[0]} has; it has "
+                f"{_field_list(sample)}. Give all samples the same fields, or pass a data_collator"
+            )
+        row = _tensor(sample[field], index, field)
+        if rows and row.shape != rows[0].shape:
+            raise DataError(
+                f"sample {index}: field {field!r} has shape {list(row.shape)}, but that of sample "
+                f"{names[0]}, in the same batch, has {list(rows[0].shape)}; pad or cut samples to one "
+                "length, or pass a data_collator that pads"
+            )
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def _tensor(value: Any, index: int, field: str) -> Tensor:
+    """A value as a tensor. Raises `DataError` for what is no number or is ragged within the sample."""
+    if isinstance(value, Tensor):
+        return value
+    try:
+        if isinstance(value, np.ndarray):
+            # torch can hold the wide unsigned types but not index or compare with them
+            signed = value.dtype.kind == "u" and value.dtype.itemsize > 1
+            return torch.tensor(value.astype(np.int64) if signed else value)
+        return torch.tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"sample {index}: field {field!r} ({type(value).__name__}) is no array of numbers: {error}. "
+            "Remove the field, or pass a data_collator"
+        ) from error
+
+
+def _field_list(sample: Mapping[str, Any]) -> str:
+    return ", ".join(f"{field!r} ({type(value).__name__})" for field, value in sample.items()) or "no field"
+
+
+def count_targets(labels: Tensor, *, causal: bool, ignored: int = IGNORED_LABEL) -> int:
+    """How many terms the loss of a batch is the mean of.
+
+    Integer labels count where they are not `ignored`; a causal model predicts position i + 1 at i, so the first
+    position of each sequence (labels `[batch, sequence]`) is no target. Labels of floating point (regression)
+    count every element. Raises `DataError` for causal labels without a sequence dim.
+    """
+    if labels.is_floating_point():
+        return labels.numel()
+    if causal:
+        if labels.ndim < 2:
+            raise DataError(f"labels of a causal model are [batch, sequence]; these have shape {list(labels.shape)}")
+        labels = labels[..., 1:]
+    return int((labels != ignored).sum())
+
+
+def check_batch(batch: Mapping[str, Any], *, vocab_size: int | None, causal: bool, indices: Sequence[int]) -> None:
+    """Raise `DataError` for ids that the vocabulary does not have: an embedding would read past its end.
+
+    `input_ids` are in [0, vocab_size), and so are the labels of a causal model that are not -100. `indices`
+    are the dataset indices of the batch's samples. None as `vocab_size`: the model has no vocabulary.
+    """
+    given, labels = batch.get("input_ids"), batch.get("labels")
+    if causal and isinstance(given, Tensor) and isinstance(labels, Tensor) and given.shape != labels.shape:
+        raise DataError(
+            f"labels of samples {_span(indices)} have shape {list(labels.shape)}, and input_ids {list(given.shape)}; a causal "
+            f"model has a label for every input ({IGNORED_LABEL} where nothing is to be learnt), and shifts them itself"
+        )
+    if vocab_size is None:
+        return
+    for field in ("input_ids", "labels") if causal else ("input_ids",):
+        ids = batch.get(field)
+        if not isinstance(ids, Tensor) or ids.numel() == 0:
+            continue
+        if ids.is_floating_point():
+            raise DataError(f"{field} of samples {_span(indices)} are {ids.dtype}; token ids are integers")
+        wrong = (ids < 0) | (ids >= vocab_size)
+        if field == "labels":
+            wrong &= ids != IGNORED_LABEL
+        if bool(wrong.any()):
+            where = tuple(int(coordinate) for coordinate in wrong.nonzero()[0])
+            known = ids.ndim > 1 and ids.shape[0] == len(indices)
+            sample = f"sample {indices[where[0]]}" if known else f"one of samples {_span(indices)}"
+            raise DataError(
+                f"{sample}: {field}{list(where[1:] if known else where)} is {int(ids[where])}, but the "
+                f"model's vocabulary has {vocab_size} tokens (ids 0 to {vocab_size - 1}"
+                + (f", and {IGNORED_LABEL} for no target)" if field == "labels" else ")")
+                + "; use the tokenizer that belongs to the model, or raise vocab_size in model.config"
+            )
+
+
+def fetch_microbatch(
+    dataset: Indexed,
+    order: SampleOrder,
+    microbatch: Microbatch,
+    *,
+    collate: Collate | None = None,
+    kept: frozenset[str] | None = None,
+    vocab_size: int | None = None,
+    causal: bool = False,
+) -> dict[str, Any]:
+    """Read, collate and check the samples of one microbatch. `kept`: fields that `collate` sees; None: all.
+
+    Raises `DataError` where `collate` (`default_collate` if None) gives no mapping, and as `check_batch`
+    does.
+    """
+    indices = list(order.dataset_indices(microbatch))
+    with ending_children():
+        samples = [_of_fields(dataset[index], kept, index) for index in indices]
+        batch: Any = default_collate(samples, indices=indices) if collate is None else collate(samples)
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            f"data_collator gave a {type(batch).__name__} for samples {_span(indices)}; it should give a "
+            "mapping of the model's argument names to tensors"
+        )
+    check_batch(batch, vocab_size=vocab_size, causal=causal, indices=indices)
+    return dict(batch)
+
+
+def _of_fields(sample: Any, kept: frozenset[str] | None, index: int) -> Any:
+    """A sample with those of its fields alone. Raises `DataError` where it has none of them."""
+    if kept is None or not isinstance(sample, Mapping):
+        return sample
+    found = {name: value for name, value in sample.items() if name in kept}
+    if not found:
+        raise DataError(
+            f"sample {index} has no field that the model's forward takes ({', '.join(sorted(kept))}): {_field_list(sample)}. Name "
+            "its fields after them, or, if the data_collator makes them, set data.remove_unused: false (remove_unused_columns)"
+        )
+    return found
+
+
+def check_first_batch(
+    dataset: Indexed,
+    order: SampleOrder,
+    plan: BatchPlan,
+    *,
+    collate: Collate | None = None,
+    kept: frozenset[str] | None = None,
+    vocab_size: int | None = None,
+    causal: bool = False,
+    step: int = 0,
+) -> dict[str, Any]:
+    """The first batch with a target. Raises `DataError` where the first global one has none, or a bad sample.
+
+    Every rank reads the same microbatches, up to the first with a target, so that all of them raise or none.
+    A batch without `labels` passes: the loss may be made of something else.
+    """
+    batch: dict[str, Any] = {}
+    whole = replace(plan, data_ranks=1)
+    with torch.random.fork_rng(devices=[]):  # a collator that masks at random should not notice
+        for turn in range(whole.accumulation):
+            microbatch = whole.microbatch(step, 0, turn)
+            batch = fetch_microbatch(
+                dataset, order, microbatch, collate=collate, kept=kept, vocab_size=vocab_size, causal=causal
+            )
+            labels = batch.get("labels")
+            if not isinstance(labels, Tensor) or count_targets(labels, causal=causal):
+                return batch
+    require_targets(0, indices=map(order.dataset_index, whole.samples_of(step)))
+    return batch
+
+
+def require_targets(targets: int, *, indices: Iterable[int]) -> None:
+    """Raise `DataError` where a global batch (`indices`: its dataset indices) has 0 targets."""
+    if targets == 0:
+        raise DataError(
+            f"every label of the global batch is {IGNORED_LABEL} (samples {_span(list(indices))}): its loss "
+            "is the mean of nothing; check how the dataset or the data_collator masks labels"
+        )
+
+
+def _span(indices: Sequence[int]) -> str:
+    """Indices for a message: all of them, or the first few."""
+    shown = ", ".join(map(str, indices[:8]))
+    return f"{shown} and {len(indices) - 8} more" if len(indices) > 8 else shown

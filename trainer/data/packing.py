@@ -1,0 +1,209 @@
+"""Token ids at rest: documents joined, cut into sequences of one length, one to four bytes a token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import BinaryIO, Protocol
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import DTypeLike
+
+from zeromesh.errors import DataError
+from zeromesh.trainer.data.collate import IGNORED_LABEL
+from zeromesh.trainer.data.text_sources import Document
+from zeromesh.trainer.data.tokenizer import TokenArray, Tokenizer
+
+_BATCH_DOCUMENTS = 256
+_BATCH_CHARACTERS = 4 << 20
+_PAIRS_AT_ONCE = 1 << 18
+_PAIR_VOCABULARY = 1024  # a table of pairs takes 8 bytes x its square
+
+
+class TokenWriter:
+    """Writes the tokens of a text into a file, document by document, in the narrowest dtype that holds `vocab_size` ids."""
+
+    def __init__(self, file: BinaryIO, vocab_size: int) -> None:
+        self.dtype = np.dtype(token_dtype(vocab_size))
+        self._file = file
+        self._vocab_size = vocab_size
+        self.documents = 0
+        self.text_bytes = 0
+        self.tokens = 0
+        self.largest = 0
+
+    def append(self, tokens: TokenArray, *, end_of_text: int, text_bytes: int) -> None:
+        """Add one document and the end-of-text token.
+
+        Raises `DataError` for an id that the vocabulary does not have.
+        """
+        least, largest = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
+        if least < 0 or largest >= self._vocab_size:
+            raise DataError(
+                f"the tokenizer gave ids from {least} to {largest}, but says that its vocabulary has {self._vocab_size} tokens"
+            )
+        self._file.write(tokens.astype(self.dtype).tobytes())
+        self._file.write(np.asarray([end_of_text], dtype=self.dtype).tobytes())
+        self.documents += 1
+        self.text_bytes += text_bytes
+        self.tokens += tokens.size + 1
+        self.largest = max(self.largest, largest, end_of_text)
+
+
+class CheckedText(Protocol):
+    """Where tokens lie that are verified as they are read; `digest` is equal for equal tokens, `largest` is the largest id."""
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def largest(self) -> int: ...
+
+    def check(self, first: int, end: int) -> None:
+        """Verify the tokens from `first` to `end`. Raises `DataError`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedDataset:
+    """Sequences of `sequence_length` tokens, cut from one text; a map-style dataset.
+
+    `tokens` is a flat array of `len(self) * sequence_length` ids, uint8, uint16 or int32. Raises `DataError`
+    at birth for a sequence length below 2, where there is nothing to predict, and for tokens that do not fill
+    whole sequences.
+    """
+
+    tokens: TokenArray
+    sequence_length: int
+    text: CheckedText | None = None
+    """The text that the tokens are a part of, from its token `first` on."""
+    first: int = 0
+    separator: int | None = None
+    """The token that ends a document, if documents are to be apart: positions begin anew after it, by which transformers' attention
+    knows documents, and what comes first in a document is no target."""
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 2:
+            raise DataError(
+                f"data.sequence_length is {self.sequence_length}; give 2 or more: a token is predicted from "
+                "those before"
+            )
+        if self.tokens.ndim != 1 or self.tokens.size % self.sequence_length:
+            raise DataError(
+                f"packed tokens of shape {self.tokens.shape} are not whole sequences of {self.sequence_length}"
+            )
+
+    def __len__(self) -> int:
+        return self.tokens.size // self.sequence_length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """`input_ids` and `labels`, int64 `[sequence]`, equal: a causal model shifts labels itself; of separate documents also
+        `position_ids`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        start = index * self.sequence_length
+        if self.text is not None:
+            self.text.check(self.first + start, self.first + start + self.sequence_length)
+        ids = torch.from_numpy(self.tokens[start : start + self.sequence_length].astype(np.int64))
+        if self.separator is None:
+            return {"input_ids": ids, "labels": ids.clone()}
+        places = torch.arange(len(ids))
+        begins = torch.cat([torch.ones(1, dtype=torch.bool), ids[:-1] == self.separator])
+        positions = places - torch.where(begins, places, 0).cummax(0).values
+        return {"input_ids": ids, "labels": ids.masked_fill(begins, IGNORED_LABEL), "position_ids": positions}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the tokens take."""
+        return int(self.tokens.nbytes)
+
+    def split_tail(self, fraction: float) -> tuple[PackedDataset, PackedDataset]:
+        """All but the last `fraction` of the sequences, and those; at least one on each side."""
+        tail = min(max(1, math.floor(len(self) * fraction)), len(self) - 1)
+        cut = (len(self) - tail) * self.sequence_length
+        return (
+            replace(self, tokens=self.tokens[:cut]),
+            replace(self, tokens=self.tokens[cut:], first=self.first + cut),
+        )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise `DataError` for the first sequence with an id that a model of `vocab_size` does not have.
+
+        Tokens of a text whose largest id is known are looked at only where that is too large.
+        """
+        if self.tokens.size == 0 or (self.text is not None and self.text.largest < vocab_size):
+            return
+        if int(self.tokens.max()) < vocab_size:
+            return
+        position = int(np.argmax(self.tokens >= vocab_size))
+        raise DataError(
+            f"sample {position // self.sequence_length} has token id {int(self.tokens[position])} but the "
+            f"model's vocabulary has {vocab_size} tokens (ids 0 to {vocab_size - 1}); set vocab_size in "
+            "model.config, or use the tokenizer that belongs to the model"
+        )
+
+    def fingerprint(self) -> str:
+        """A hash (xxh3, 16 hexadecimal digits) of the tokens and their length, equal for equal data."""
+        digest = xxhash.xxh3_64(f"{self.tokens.dtype.str} {self.sequence_length} ".encode())
+        digest.update(
+            self.tokens.data if self.text is None else f"{self.text.digest} {self.first} {self.tokens.size}".encode()
+        )
+        return digest.hexdigest()
+
+
+def pack(tokens: TokenArray, sequence_length: int, text: CheckedText | None = None, first: int = 0) -> PackedDataset:
+    """Cut tokens into sequences; those at the end that are no whole sequence are left out."""
+    whole = tokens.size - (tokens.size % sequence_length if sequence_length > 0 else 0)
+    return PackedDataset(tokens=tokens[:whole], sequence_length=sequence_length, text=text, first=first)
+
+
+def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, TokenArray]]:
+    """Each document with text in it, and its ids.
+
+    Tokenizers that use several threads get several documents at once.
+    """
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        if not document.text:
+            continue
+        batch.append(document)
+        characters += len(document.text)
+        if len(batch) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+            yield from zip(batch, tokenizer.encode([each.text for each in batch]), strict=True)
+            batch, characters = [], 0
+    if batch:
+        yield from zip(batch, tokenizer.encode([each.text for each in batch]), strict=True)
+
+
+def token_dtype(vocab_size: int) -> DTypeLike:
+    """The narrowest dtype kept here that holds ids below `vocab_size`."""
+    if vocab_size <= 1 << 8:
+        return np.uint8
+    return np.uint16 if vocab_size <= 1 << 16 else np.int32
+
+
+def byte_pair_entropy(tokens: TokenArray) -> float:
+    """The conditional entropy H(next token | token) of a text, in nats per token.
+
+    It is the loss, on this text, of the best model that sees one token back: what a model that has learned
+    anything beyond letter pairs is below. For small vocabularies such as bytes: raises `DataError` for ids of
+    1024 and above, and for fewer than two tokens.
+    """
+    if tokens.size < 2:
+        raise DataError(f"a text of {tokens.size} tokens has no pairs")
+    size = int(tokens.max()) + 1
+    if size > _PAIR_VOCABULARY or int(tokens.min()) < 0:
+        raise DataError(f"pairs are counted for ids 0 to {_PAIR_VOCABULARY - 1}; the text has {size - 1}")
+    counts = np.zeros(size * size, dtype=np.int64)
+    for start in range(0, tokens.size - 1, _PAIRS_AT_ONCE):
+        piece = tokens[start : start + _PAIRS_AT_ONCE + 1].astype(np.int64)
+        counts += np.bincount(piece[:-1] * size + piece[1:], minlength=size * size)
+    pairs = counts.reshape(size, size)
+    given, following = np.nonzero(pairs)
+    seen = pairs[given, following].astype(np.float64)
+    conditional = seen / pairs.sum(axis=1, dtype=np.float64)[given]
+    return float(-(seen * np.log(conditional)).sum() / seen.sum())

@@ -1,0 +1,215 @@
+"""Text that was tokenised once, on disk: token ids in one file, which all ranks of a host map into memory.
+
+    <cache>/<key>/tokens.bin    ids back to back: kept documents, then those that are held out
+                  blocks.bin    xxh3 of each block of 64 KiB of it, 8 bytes a block
+                  entry.json    counts, the digest of all ids, and a checksum of what it says itself
+
+The key is a digest of the files (paths, sizes, times of change), the tokenizer and what is held out, so that a change of any of
+these makes another entry. Nothing in an entry is unpickled. Blocks are verified when they are first read, and those of a small text
+at once.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from zeromesh.errors import DataError, StorageError
+from zeromesh.files import open_regular, read_whole, write_whole
+from zeromesh.trainer.data.packing import TokenWriter
+from zeromesh.trainer.data.tokenizer import TokenArray
+
+_BLOCK = 1 << 16
+_CHECKED_AT_ONCE = 256 << 20
+"""Bytes that are verified when an entry is opened. What lies behind them is verified block by block, when it is read."""
+_ENTRY, _TOKENS, _BLOCKS = "entry.json", "tokens.bin", "blocks.bin"
+_ABANDONED_SECONDS = 86400.0
+"""Age at which what a killed process left is removed."""
+
+
+_Write = Callable[[TokenWriter, TokenWriter], None]
+_Remarks = Callable[[TokenArray, int], dict[str, Any]]
+
+
+class _DamagedError(Exception):
+    """An entry is not as it was written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Amount:
+    """How much text there is. `tokens` count end-of-text ones."""
+
+    documents: int = 0
+    text_bytes: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(
+            documents=self.documents + other.documents,
+            text_bytes=self.text_bytes + other.text_bytes,
+            tokens=self.tokens + other.tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StoredText:
+    """The ids of a text, `kept.tokens` and behind them `held.tokens` of them; `largest` is the largest id.
+
+    `digest` is equal for equal ids. `remarks` are whatever the maker of the entry noted, as JSON values.
+    """
+
+    tokens: TokenArray
+    kept: Amount
+    held: Amount
+    largest: int
+    digest: str
+    remarks: dict[str, Any]
+    path: Path
+    blocks: TokenArray
+    verified: TokenArray = field(repr=False)
+
+    def check(self, first: int, end: int) -> None:
+        """Verify the ids from `first` to `end`. Raises `DataError` where they are not as they were written."""
+        size = self.tokens.itemsize
+        for block in range(first * size // _BLOCK, -(-end * size // _BLOCK)):
+            if not self.verified[block]:
+                data = self.tokens.view(np.uint8)[block * _BLOCK : (block + 1) * _BLOCK]
+                if xxhash.xxh3_64_intdigest(data.tobytes()) != int(self.blocks[block]):
+                    with suppress(OSError):
+                        (self.path / _ENTRY).unlink()
+                    raise DataError(
+                        f"{str(self.path / _TOKENS)!r} is damaged at byte {block * _BLOCK:,}; start again, and the text is "
+                        "tokenised anew"
+                    )
+                self.verified[block] = True
+
+
+class TokenCache:
+    """Entries below a directory, which is made when it is needed; None: a temporary one for each entry, gone once it is mapped."""
+
+    def __init__(self, root: Path | None, note: Callable[[str], None] = lambda text: None) -> None:
+        self._root = root
+        self._note = note
+
+    def get(self, key: str | None, vocab_size: int, write: _Write, remarks: _Remarks) -> StoredText:
+        """The entry of a key; where there is none, `write` writes kept and held-out documents.
+
+        `remarks` are made of all tokens and the number of those that are kept. Without a key the entry is for this process alone.
+
+        Raises:
+            DataError: as `write` does.
+            StorageError: where it cannot be written.
+        """
+        try:
+            if self._root is None or key is None:
+                with tempfile.TemporaryDirectory(prefix="zeromesh-tokens-") as folder:
+                    _write_entry(Path(folder), vocab_size, write, remarks)
+                    return _open(Path(folder))
+            path = self._root / key
+            if path.exists():
+                try:
+                    return _open(path)
+                except (_DamagedError, OSError, ValueError, TypeError, KeyError) as error:
+                    self._note(f"tokens in {path} are damaged ({error}); the text is tokenised anew")
+                    shutil.rmtree(path)
+            self._make(path, vocab_size, write, remarks)
+            return _open(path)
+        except (OSError, _DamagedError) as error:
+            where = str(self._root or tempfile.gettempdir())
+            raise StorageError(f"tokens cannot be kept in {where!r} ({error}); set data.cache") from error
+
+    @staticmethod
+    def _make(path: Path, vocab_size: int, write: _Write, remarks: _Remarks) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for left in path.parent.glob(".*.tmp"):
+            with suppress(OSError):
+                if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                    shutil.rmtree(left)
+        folder = path.parent / f".{path.name}-{secrets.token_hex(4)}.tmp"
+        folder.mkdir(mode=0o700)
+        try:
+            _write_entry(folder, vocab_size, write, remarks)
+            with suppress(OSError):  # Another process has made the same meanwhile.
+                folder.rename(path)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_entry(folder: Path, vocab_size: int, write: _Write, remarks: _Remarks) -> None:
+    """Make the files of an entry, the tokens as they come and the description last."""
+    with (folder / _TOKENS).open("xb") as file, tempfile.TemporaryFile(dir=folder) as held_file:
+        kept, held = TokenWriter(file, vocab_size), TokenWriter(held_file, vocab_size)
+        write(kept, held)
+        held_file.seek(0)
+        shutil.copyfileobj(held_file, file, 1 << 20)
+        file.flush()
+        os.fsync(file.fileno())
+    whole, blocks = xxhash.xxh3_128(kept.dtype.str.encode()), bytearray()
+    with (folder / _TOKENS).open("rb") as file:
+        while block := file.read(_BLOCK):
+            whole.update(block)
+            blocks += xxhash.xxh3_64_intdigest(block).to_bytes(8, "little")
+    write_whole(folder / _BLOCKS, bytes(blocks))
+    count = kept.tokens + held.tokens
+    tokens = np.memmap(folder / _TOKENS, kept.dtype, "r") if count else np.empty(0, kept.dtype)
+    entry = {
+        "dtype": kept.dtype.str,
+        "amounts": [[each.documents, each.text_bytes, each.tokens] for each in (kept, held)],
+        "largest": max(kept.largest, held.largest),
+        "digest": whole.hexdigest(),
+        "blocks": xxhash.xxh3_64_hexdigest(bytes(blocks)),
+        "remarks": remarks(tokens, kept.tokens),
+    }
+    text = json.dumps(entry, sort_keys=True)
+    write_whole(folder / _ENTRY, json.dumps([xxhash.xxh3_64_hexdigest(text.encode()), text]).encode())
+
+
+def _open(folder: Path) -> StoredText:
+    """An entry of which the description, the lengths and the first blocks are verified. Raises `_DamagedError`, `OSError`."""
+    checksum, text = json.loads(read_whole(folder / _ENTRY))
+    if xxhash.xxh3_64_hexdigest(text.encode()) != checksum:
+        raise _DamagedError(f"{_ENTRY} is not as it was written")
+    entry = json.loads(text)
+    kept, held = (Amount(documents=d, text_bytes=b, tokens=t) for d, b, t in entry["amounts"])
+    dtype = np.dtype(entry["dtype"])
+    nbytes = (kept.tokens + held.tokens) * dtype.itemsize
+    blocks = read_whole(folder / _BLOCKS)
+    if xxhash.xxh3_64_hexdigest(blocks) != entry["blocks"]:
+        raise _DamagedError(f"{_BLOCKS} is not as it was written")
+    descriptor = open_regular(folder / _TOKENS, os.O_RDONLY)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size != nbytes:
+            raise _DamagedError(f"{_TOKENS} has {size:,} bytes, and {nbytes:,} were written")
+        memory = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ) if nbytes else b""
+    finally:
+        os.close(descriptor)
+    stored = StoredText(
+        tokens=np.frombuffer(memory, dtype=dtype),
+        kept=kept,
+        held=held,
+        largest=entry["largest"],
+        digest=entry["digest"],
+        remarks=entry["remarks"],
+        path=folder,
+        blocks=np.frombuffer(blocks, dtype="<u8"),
+        verified=np.zeros(len(blocks) // 8, dtype=bool),
+    )
+    try:
+        stored.check(0, min(nbytes, _CHECKED_AT_ONCE) // dtype.itemsize)
+    except DataError as error:
+        raise _DamagedError(str(error)) from error
+    return stored

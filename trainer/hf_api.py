@@ -1,0 +1,287 @@
+"""The names by which users of `transformers.Trainer` know what a trainer does, so that a changed import is all that they change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from huggingface_hub import CommitInfo
+from torch import Tensor, nn
+from transformers import (
+    DataCollatorWithPadding,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_pt_utils import metrics_format
+
+from zeromesh.errors import ConfigError, StorageError
+from zeromesh.files import read_whole, write_whole
+from zeromesh.trainer.callbacks.transformers_views import Batches, bring_up_to_date
+from zeromesh.trainer.data.collate import Collate, MapDataset
+from zeromesh.trainer.hub.model_card import write_model_card
+from zeromesh.trainer.hub.upload import open_repository, push
+from zeromesh.trainer.losses.losses import ComputeLoss
+from zeromesh.trainer.monitoring.progress import FitReport
+from zeromesh.trainer.monitoring.step_metrics import strict
+from zeromesh.trainer.monitoring.user_scalars import require_free_names
+
+if TYPE_CHECKING:
+    from zeromesh.trainer.config.trainer_config import TrainerConfig
+    from zeromesh.trainer.loop.train_step import Feed
+    from zeromesh.trainer.trainer import Trainer
+
+
+class TransformersNames:
+    """Of `Trainer`."""
+
+    training_arguments: TrainingArguments | None = None
+    """What the trainer was given in place of a configuration."""
+    hub_model_id: str | None = None
+    """The full name of the repository on the Hub, once it is known to be there."""
+
+    @property
+    def args(self) -> TrainingArguments | TrainerConfig:
+        """The arguments or the configuration that the trainer was given."""
+        return self.training_arguments or self._self.config
+
+    @property
+    def train_dataset(self) -> Any:
+        """As given."""
+        return self._self.given.train_dataset
+
+    @property
+    def eval_dataset(self) -> Any:
+        """As given."""
+        return self._self.given.eval_dataset
+
+    @property
+    def _self(self) -> Trainer:
+        return cast("Trainer", self)
+
+    def train(
+        self,
+        resume_from_checkpoint: str | PathLike[str] | bool | None = None,
+        trial: None = None,
+        ignore_keys_for_eval: Sequence[str] | None = None,
+    ) -> FitReport:
+        """`Trainer.fit`. Raises `ConfigError` for a `trial`: there is no search for hyperparameters."""
+        if trial is not None:
+            raise ConfigError(
+                "train takes no trial, as there is no search here; make a Trainer for each, and leave it out"
+            )
+        return self._self.fit(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
+
+    def add_callback(self, callback: Any) -> None:
+        """One more callback, an object, or a class of transformers. Raises `ConfigError` for what is none."""
+        self._self.events.add(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Take a callback out, given itself or its class; returns it, or None where there is none."""
+        return self._self.events.take_out(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Take a callback out, given itself or its class."""
+        self._self.events.take_out(callback)
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self._self.mesh.rank == 0
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first rank of its host."""
+        return self._self.mesh.environment.local_rank == 0
+
+    # Data
+
+    def get_train_dataloader(self) -> Batches | None:
+        """This rank's batches of the present epoch; None without training data."""
+        run = self._self.run
+        position, per_epoch = run.step + run.passed_over, run.plan.steps_per_epoch or 1
+        return self.batches_of(run.trained.feeds.train(), position // per_epoch * per_epoch)
+
+    def get_eval_dataloader(self, eval_dataset: MapDataset | str | None = None) -> Batches | None:
+        """This rank's batches of an evaluation set, the trainer's own if None is given; of several, that of a name."""
+        own = self.eval_dataset
+        chosen = own if eval_dataset is None else own[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        return None if chosen is None else self.batches_of(self._self.run.trained.feeds.evaluation(chosen))
+
+    def get_test_dataloader(self, test_dataset: MapDataset) -> Batches | None:
+        """The same of any dataset."""
+        return self.get_eval_dataloader(test_dataset)
+
+    def batches_of(self, feed: Feed | None, first: int = 0) -> Batches | None:
+        """This rank's batches of a feed from step `first` on."""
+        mesh = self._self.mesh
+        return None if feed is None else Batches(feed=feed, rank=mesh.data_index, device=mesh.device, first=first)
+
+    # What is written
+
+    def save_model(self, output_dir: str | PathLike[str] | None = None) -> None:
+        """`Trainer.save`, by default into the run's directory. With `hub.push` the model is uploaded too."""
+        self._self.save(output_dir if output_dir is not None else self._self.run_directory)
+        if self._self.config.hub.push:
+            self.try_to_push("Model save")
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository on the Hub if there is none; all ranks call it. `fit` does with `hub.push`, `push_to_hub` always.
+
+        Raises:
+            ConfigError: where it cannot be reached.
+        """
+        with self._self.mesh.call("trainer.init_hf_repo()"):
+            self.hub_model_id = open_repository(self._self, token, private)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> CommitInfo | Future[CommitInfo] | None:
+        """Upload what `save` writes, and a draft of a model card; all ranks call it, and wait until it is there.
+
+        Args:
+            commit_message: that of the commit.
+            blocking: False: what is returned is a future, which is done.
+            token: in place of that of `TrainingArguments`, of `HF_TOKEN`, or of `hf auth login`. It is written nowhere.
+            revision: the branch, in place of `hub.revision`.
+            private: whether a repository that is made is, in place of `hub.private`.
+            card: what else is known of the model, as in `create_model_card`.
+
+        Returns the commit on rank 0, and None on the others.
+
+        Raises:
+            ConfigError: where the repository cannot be reached.
+            StorageError: where the model cannot be saved or uploaded; what was saved is in `hub-upload` of the run's directory.
+        """
+        self._self.events.call("on_push_begin")
+        if self.hub_model_id is None:
+            self.init_hf_repo(token, private)
+        with self._self.mesh.call("trainer.push_to_hub()"):
+            commit = push(self._self, commit_message, token=token, revision=revision, card=card)
+        if blocking or commit is None:
+            return commit
+        done: Future[CommitInfo] = Future()
+        done.set_result(commit)
+        return done
+
+    def try_to_push(self, message: str) -> None:
+        """`push_to_hub`, where nothing else is to be lost if that fails: a warning says so."""
+        try:
+            self.push_to_hub(message)
+        except (ConfigError, StorageError) as error:
+            self._self.note(f"WARNING: {error}")
+
+    def save_state(self) -> None:
+        """Write `trainer_state.json` into the run's directory, as transformers has it; rank 0 does. It is for people: a run that
+        goes on reads that of its checkpoints."""
+        if self.is_world_process_zero():
+            state = TrainerState()
+            bring_up_to_date(state, self._self, self.training_arguments)
+            state.save_to_json(str(self._directory() / "trainer_state.json"))
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Print values, one a line; rank 0 does."""
+        if self.is_world_process_zero():
+            shown = metrics_format(dict(metrics))
+            width = max(map(len, shown), default=0)
+            lines = "\n".join(f"  {name:{width}} = {shown[name]}" for name in sorted(shown))
+            self._self.note(f"***** {split} metrics *****\n{lines}")
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Write values to `SPLIT_results.json` in the run's directory, and to `all_results.json`; rank 0 does."""
+        if not self.is_world_process_zero():
+            return
+        directory = self._directory()
+        _write(directory / f"{split}_results.json", metrics)
+        if combined:
+            path = directory / "all_results.json"
+            earlier = json.loads(read_whole(path)) if path.exists() else {}
+            _write(path, {**earlier, **metrics})
+
+    def create_model_card(self, **values: Any) -> None:
+        """Write `README.md` into the run's directory: a draft of a model card, as transformers makes it; rank 0 does.
+
+        Args:
+            values: what else is known, by transformers' names: `language`, `license`, `tags`, `model_name`, `finetuned_from`,
+                `tasks`, `dataset_tags`, `dataset`, `dataset_args`.
+
+        Raises:
+            ConfigError: for a model that is none of transformers'.
+        """
+        if not isinstance(getattr(self._self.model, "config", None), PreTrainedConfig):
+            raise ConfigError(
+                "create_model_card describes models of transformers, and this one has no configuration of theirs"
+            )
+        if self.is_world_process_zero():
+            write_model_card(self._self, self._directory(), values)
+
+    def log(self, logs: Mapping[str, Any] | None = None, start_time: float | None = None, **named: Any) -> None:
+        """Log scalars of one's own, as a mapping or as `log(name=value)`, at any time during `fit` and on any rank.
+
+        The next line of `metrics.jsonl` and of the trackers has the mean of all values that any rank has given for a name since the
+        line before. A mapping also becomes a line of `state.log_history`, of which callbacks are told, as in transformers.
+
+        Raises:
+            ConfigError: for names that a step's line has already.
+        """
+        run, given = self._self.run, {**(logs or {}), **named}
+        require_free_names(given, "trainer.log")
+        run.trained.stepper.scalars.add(given)
+        if logs:
+            run.log_values(logs)
+
+    def _directory(self) -> Path:
+        directory = self._self.run_directory
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    write_whole(path, (json.dumps(strict(values), indent=4, sort_keys=True) + "\n").encode())
+
+
+def collator_of(given: Collate | None, processing_class: Any, *, datasets: bool) -> Collate | None:
+    """What makes a batch of samples: as transformers does, samples of given datasets are padded by a tokenizer if there is one that
+    can."""
+    pads = isinstance(processing_class, PreTrainedTokenizerBase) and "pad_token" in processing_class.special_tokens_map
+    if given is None and datasets and pads:
+        return cast("Collate", DataCollatorWithPadding(processing_class))
+    return given
+
+
+def loss_of(
+    trainer: TransformersNames, compute_loss: ComputeLoss | None, mean: Callable[..., Tensor] | None
+) -> ComputeLoss | None:
+    """The loss that a user has written: `compute_loss`, transformers' `compute_loss_func`, or `compute_loss` of a subclass, as
+    transformers calls it. The latter two give the mean over a microbatch's targets."""
+    if compute_loss is not None:
+        return compute_loss
+    own: Any = getattr(trainer, "compute_loss", None)
+    if mean is None and own is None:
+        return None
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
+        count, inputs = _targets(batch), dict(batch)
+        if mean is None:
+            return own(model, inputs, return_outputs=False, num_items_in_batch=count) * count, count
+        labels = inputs.pop("labels", None)
+        return mean(model(**inputs), labels, num_items_in_batch=count) * count, count
+
+    return loss
+
+
+def _targets(batch: Mapping[str, Any]) -> int:
+    """Labels that are not -100; samples where there are none."""
+    labels = batch.get("labels")
+    if isinstance(labels, Tensor):
+        return int((labels != -100).sum()) if not labels.is_floating_point() else labels.numel()
+    return next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 0)

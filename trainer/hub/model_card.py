@@ -1,0 +1,60 @@
+"""Model cards: transformers' own draft, of what a run knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.modelcard import TrainingSummary
+
+from zeromesh.files import write_whole
+from zeromesh.trainer.callbacks.control import RunState
+from zeromesh.trainer.callbacks.transformers_views import arguments_of
+from zeromesh.trainer.models.peft import is_adapted
+
+if TYPE_CHECKING:
+    from zeromesh.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Described:
+    """What transformers reads of a trainer for a card."""
+
+    args: Any
+    model: Any
+    state: RunState
+    train_dataset: Any
+    eval_dataset: Any
+
+
+def write_model_card(trainer: Trainer, directory: Path, values: Mapping[str, Any]) -> None:
+    """Write `README.md`. `values` are what the user says of the model, by transformers' names."""
+    described = _Described(
+        args=trainer.training_arguments or arguments_of(trainer.run_config),
+        model=trainer.model,
+        state=trainer.state,
+        train_dataset=trainer.train_dataset,
+        eval_dataset=trainer.eval_dataset,
+    )
+    summary = TrainingSummary.from_trainer(described, **values)
+    summary.hyperparameters |= _over_ranks(trainer)
+    path = directory / "README.md"
+    write_whole(path, summary.to_model_card().encode())
+    if is_adapted(trainer.model):
+        model: Any = trainer.model
+        model.create_or_update_model_card(str(directory))
+
+
+def _over_ranks(trainer: Trainer) -> dict[str, int]:
+    """What follows from the number of ranks, which transformers' arguments do not always know."""
+    config, mesh = trainer.run_config, trainer.mesh
+    if mesh.world_size == 1:
+        return {}
+    micro = config.batch.eval_micro_size or config.batch.micro_size
+    return {
+        "num_devices": mesh.world_size,
+        "total_train_batch_size": config.batch.global_size,
+        "total_eval_batch_size": micro * mesh.data.size,
+    }

@@ -1,0 +1,112 @@
+"""Uploading a model to the Hub: rank 0 does it, and the other ranks wait for what came of it.
+
+What goes there is what `Trainer.save` writes, and a draft of a model card: nothing else of the run's directory, whose files name
+paths and settings of this machine.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import huggingface_hub
+from huggingface_hub import CommitInfo
+from transformers import PreTrainedConfig
+
+from zeromesh.environment import secret_values
+from zeromesh.errors import ConfigError, StorageError
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.config.redact import Redaction
+from zeromesh.trainer.hub.model_card import write_model_card
+from zeromesh.trainer.models.hub_download import T, while_posting
+from zeromesh.trainer.tracking.worker import said_by
+
+if TYPE_CHECKING:
+    from zeromesh.trainer.trainer import Trainer
+
+FOLDER = "hub-upload"
+"""In the run's directory: what is uploaded, until it is."""
+_TOKEN = "give a token that may write (HF_TOKEN, hub_token, or `hf auth login`)"
+
+
+def open_repository(trainer: Trainer, token: str | None, private: bool | None) -> str:
+    """The full name of the repository, which is made if there is none; all ranks call it.
+
+    Raises:
+        ConfigError: on all ranks, where it cannot be reached.
+    """
+    hub = trainer.config.hub
+    name = hub.repository or trainer.config.run.name
+    token = token or _token_of(trainer)
+
+    def make() -> str:
+        wanted = hub.private if private is None else private
+        return huggingface_hub.HfApi().create_repo(name, token=token, private=wanted, exist_ok=True).repo_id
+
+    found, failure = _by_first_rank(trainer.mesh, make, token, "repository on the Hub")
+    if failure:
+        raise ConfigError(
+            f"the repository {name!r} of the Hub cannot be written to: {failure}; {_TOKEN}", where="hub.repository"
+        )
+    return trainer.mesh.world.gather_bytes((found or "").encode(), "name of the repository")[0].decode()
+
+
+def push(
+    trainer: Trainer, message: str | None, *, token: str | None, revision: str | None, card: Mapping[str, Any]
+) -> CommitInfo | None:
+    """Upload the model as it is now to `trainer.hub_model_id`; all ranks call it. The commit, on rank 0.
+
+    Raises:
+        StorageError: on all ranks, where it cannot be saved or uploaded; what was saved stays in `hub-upload`.
+    """
+    directory, token = trainer.run_directory / FOLDER, token or _token_of(trainer)
+    trainer.save(directory)
+
+    def upload() -> CommitInfo:
+        if isinstance(getattr(trainer.model, "config", None), PreTrainedConfig):
+            write_model_card(trainer, directory, _values_of_card(trainer, card))
+        return huggingface_hub.HfApi().upload_folder(
+            repo_id=trainer.hub_model_id or "",
+            folder_path=directory,
+            commit_message=message,
+            token=token,
+            revision=revision or trainer.config.hub.revision,
+        )
+
+    commit, failure = _by_first_rank(trainer.mesh, upload, token, "upload to the Hub")
+    if failure:
+        raise StorageError(
+            f"the model could not be uploaded to {trainer.hub_model_id}: {failure}. It is in {directory}: upload it with "
+            f"`hf upload {trainer.hub_model_id} {directory}`"
+        )
+    if commit is not None:
+        shutil.rmtree(directory, ignore_errors=True)
+        trainer.note(f"uploaded to {commit.commit_url}")
+    return commit
+
+
+def _token_of(trainer: Trainer) -> str | None:
+    """What `TrainingArguments` say; None: huggingface_hub looks for one."""
+    return getattr(trainer.training_arguments, "hub_token", None)
+
+
+def _values_of_card(trainer: Trainer, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The repository's name and the model's tags beside what the user says of the model, as in transformers."""
+    values = {"model_name": (trainer.hub_model_id or "").rpartition("/")[2], **given}
+    tags: Any = getattr(trainer.model, "model_tags", None)
+    if tags:
+        own = values.get("tags") or []
+        values["tags"] = list(dict.fromkeys([*([own] if isinstance(own, str) else own), *tags]))
+    return values
+
+
+def _by_first_rank(mesh: Mesh, call: Callable[[], T], token: str | None, what: str) -> tuple[T | None, str]:
+    """What `call` returns on rank 0, which alone runs it; and on all ranks why it failed, without secrets, empty if it did not."""
+    result, failure = None, ""
+    if mesh.rank == 0:
+        try:
+            result = while_posting(mesh, call)
+        except Exception as error:  # noqa: BLE001 - a library's and the network's; all ranks have to know
+            failure = said_by(error, Redaction([*([token] if token else []), *secret_values()]))
+    return result, mesh.world.gather_bytes(failure.encode(), what)[0].decode()

@@ -1,0 +1,155 @@
+"""What a model returns for an evaluation set, from all ranks, in the order of the set: for `compute_metrics` and `predict`.
+
+Each rank encodes what its microbatch gave, all ranks hold all of it, as in transformers' own trainer, and samples stand in the
+order of the dataset, so metrics do not depend on the layout. Nothing is padded to a common number of samples and dropped again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load, save
+from torch import Tensor
+
+from zeromesh.errors import DataError
+from zeromesh.mesh.process_mesh import Mesh
+
+Tree = Any
+"""An array, or a tuple, list or mapping of trees."""
+PreprocessLogits = Callable[[Any, Any], Any]
+"""`preprocess_logits_for_metrics(logits, labels)`, as transformers has it."""
+
+PADDING = -100
+"""What stands after the end of a sequence that is shorter than the longest."""
+_LABELS = ("labels", "label_ids", "label", "start_positions", "end_positions")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """All samples of a dataset: `predictions` as the model returned them, without its loss; `label_ids` as the batches had them."""
+
+    predictions: Tree
+    label_ids: Tree
+
+
+class Collector:
+    """Gathers what microbatches give, for one evaluation; all ranks call `add` alike."""
+
+    def __init__(self, mesh: Mesh, ignored: Sequence[str], preprocess: PreprocessLogits | None) -> None:
+        self._mesh = mesh
+        self._ignored = {"loss", *ignored}
+        self._preprocess = preprocess
+        self._found: list[Tree] = []
+
+    def part(self, outputs: Any, batch: Mapping[str, Any]) -> Tree:
+        """What is kept of a microbatch: the model's outputs but the loss, and the labels; on the CPU."""
+        labels = _alone([batch[name] for name in _LABELS if name in batch])
+        logits = _alone(self._logits(outputs))
+        if self._preprocess is not None:
+            logits = self._preprocess(logits, labels)
+        return {"predictions": _numpy(logits), "label_ids": _numpy(labels)}
+
+    def _logits(self, outputs: Any) -> list[Any]:
+        if isinstance(outputs, Mapping):
+            return [value for name, value in outputs.items() if name not in self._ignored and value is not None]
+        if isinstance(outputs, tuple | list):
+            # A tuple with a loss begins with it: a scalar among what has a batch dim.
+            return [value for value in outputs if not isinstance(value, Tensor) or value.dim()]
+        return [outputs]
+
+    def add(self, parts: Sequence[Tree | None]) -> None:
+        """One round: this rank's parts of as many microbatches as every rank runs in it; None where it has nothing to say."""
+        for part in parts:
+            payload = b"" if part is None else encode(part)
+            said = self._mesh.world.gather_bytes(payload, "predictions of a microbatch")
+            by_data_rank = sorted(
+                (self._mesh.shape.data_index(self._mesh.world.ranks[at]), each) for at, each in enumerate(said) if each
+            )
+            self._found += [decode(each) for _, each in by_data_rank]
+
+    def result(self) -> Prediction:
+        """Everything, as one array each. Raises `DataError` where microbatches gave different kinds of things."""
+        try:
+            whole = _concatenated(self._found)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"what the model returned for two microbatches cannot be put together: {error}") from error
+        return Prediction(predictions=whole["predictions"], label_ids=whole["label_ids"])
+
+
+def encode(tree: Tree) -> bytes:
+    """Arrays as safetensors, how they hang together as JSON beside them."""
+    arrays: dict[str, Any] = {}
+    skeleton = json.dumps(_taken_apart(tree, arrays))
+    return bytes(save(arrays, {"tree": skeleton}))
+
+
+def decode(content: bytes) -> Tree:
+    """What `encode` was given; tuples stay tuples."""
+    length = int.from_bytes(content[:8], "little")
+    skeleton = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["tree"])
+    return _put_together(skeleton, load(content))
+
+
+def _taken_apart(tree: Tree, arrays: dict[str, Any]) -> Any:
+    if tree is None:
+        return None
+    if isinstance(tree, Mapping):
+        return {"mapping": {str(name): _taken_apart(value, arrays) for name, value in tree.items()}}
+    if isinstance(tree, tuple | list):
+        kind = "tuple" if isinstance(tree, tuple) else "list"
+        return {kind: [_taken_apart(value, arrays) for value in tree]}
+    name = f"{len(arrays)}"
+    arrays[name] = np.ascontiguousarray(tree)
+    return {"array": name, "shape": list(np.shape(tree))}
+
+
+def _put_together(skeleton: Any, arrays: Mapping[str, Any]) -> Tree:
+    if skeleton is None:
+        return None
+    if "mapping" in skeleton:
+        return {name: _put_together(value, arrays) for name, value in skeleton["mapping"].items()}
+    for kind, make in (("tuple", tuple), ("list", list)):
+        if kind in skeleton:
+            return make(_put_together(value, arrays) for value in skeleton[kind])
+    return arrays[skeleton["array"]].reshape(skeleton["shape"])
+
+
+def _alone(found: Sequence[Any]) -> Any:
+    """One thing as it is, several as a tuple, nothing as None."""
+    return None if not found else found[0] if len(found) == 1 else tuple(found)
+
+
+def _numpy(tree: Any) -> Tree:
+    """Tensors as arrays; 16-bit floats, which NumPy has not all of, as 32-bit ones."""
+    if isinstance(tree, Mapping):
+        return {name: _numpy(value) for name, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(_numpy(value) for value in tree) if type(tree) in (tuple, list) else tuple(map(_numpy, tree))
+    if isinstance(tree, Tensor):
+        wide = tree.float() if tree.is_floating_point() and tree.dtype.itemsize < 4 else tree
+        return wide.detach().cpu().numpy()
+    return tree if tree is None else np.asarray(tree)
+
+
+def _concatenated(trees: Sequence[Tree]) -> Tree:
+    first = trees[0]
+    if isinstance(first, Mapping):
+        return {name: _concatenated([tree[name] for tree in trees]) for name in first}
+    if isinstance(first, tuple | list):
+        return type(first)(_concatenated(parts) for parts in zip(*trees, strict=True))
+    if first is None:
+        return None
+    if first.ndim == 0:
+        return np.stack(trees)
+    if first.ndim == 1:
+        return np.concatenate(trees)
+    longest = max(tree.shape[1] for tree in trees)
+    padded = [
+        np.pad(tree, [(0, 0), (0, longest - tree.shape[1])] + [(0, 0)] * (tree.ndim - 2), constant_values=PADDING)
+        for tree in trees
+    ]
+    return np.concatenate(padded)

@@ -1,0 +1,412 @@
+"""One optimizer step: fetch all its microbatches, count their targets once over all ranks, then run them.
+
+A loss is a sum and a count. Backward of every microbatch starts with one over the global count, so accumulation, data parallelism
+and ragged batches cannot change the scale of a gradient. A loss whose count is known only after forward starts with 1, and the
+update divides.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.errors import ConfigError
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.optim.fused_optimizer import Rates
+from zeromesh.pipeline.pipeline import Pipeline
+from zeromesh.pipeline.zero_runner import MicrobatchWork
+from zeromesh.rng import Streams, data_randomness
+from zeromesh.telemetry.comm_stats import Figures
+from zeromesh.telemetry.step_timer import StepPhase
+from zeromesh.trainer.data.collate import Collate, MapDataset, fetch_microbatch
+from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
+from zeromesh.trainer.data.streaming import StreamedDataset
+from zeromesh.trainer.loop.batch_agreement import require_same
+from zeromesh.trainer.loop.prediction import Collector, Prediction
+from zeromesh.trainer.losses.losses import Loss
+from zeromesh.trainer.models.prepare import TrainingModes, in_evaluation_mode
+from zeromesh.trainer.monitoring.user_scalars import UserScalars
+from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.pass_progress import MicrobatchPosition
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Feed:
+    """Where batches come from and how they are checked."""
+
+    dataset: MapDataset | StreamedDataset
+    order: SampleOrder
+    plan: BatchPlan
+    collate: Collate | None
+    vocab_size: int | None
+    causal: bool
+    fields: frozenset[str] | None = None
+    """Fields of a batch that the model takes; others are left out. None: all are kept."""
+    kept: frozenset[str] | None = None
+    """Fields of a sample that the data collator sees; None: all."""
+    passed_over: int = 0
+    """Steps whose data was left out, because a callback ended an epoch early."""
+
+    def microbatches(self, step: int, data_rank: int) -> tuple[Microbatch, ...]:
+        """The microbatches of a rank in step `step` (from 0)."""
+        return self.plan.microbatches(step + self.passed_over, data_rank)
+
+    def rounds(self, step: int) -> int:
+        """Of these, those in which some rank has samples that count."""
+        return self.plan.rounds_of(step + self.passed_over)
+
+    def fetch(self, microbatch: Microbatch) -> dict[str, Any]:
+        """The checked batch of a microbatch, on CPU."""
+        with data_randomness(self.order.seed, microbatch.first_sample):
+            batch = fetch_microbatch(
+                self.dataset,
+                self.order,
+                microbatch,
+                collate=self.collate,
+                kept=self.kept,
+                vocab_size=self.vocab_size,
+                causal=self.causal,
+            )
+        return {name: value for name, value in batch.items() if self.fields is None or name in self.fields}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Votes:
+    """How many ranks were asked to stop, by which signal."""
+
+    terminate: int = 0
+    interrupt: int = 0
+
+    @classmethod
+    def of(cls, number: int) -> Votes:
+        """One rank's vote after signal `number`; 0: none."""
+        return cls(terminate=int(number == signal.SIGTERM), interrupt=int(number == signal.SIGINT))
+
+    @property
+    def number(self) -> int:
+        """The signal that stops all, the graver one if ranks got different ones; 0: none."""
+        return int(signal.SIGTERM) if self.terminate else int(signal.SIGINT) if self.interrupt else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What a step did, over all ranks. `loss` is the mean over `targets`; `tokens` counts inputs; `cause`: why it was skipped."""
+
+    loss: float
+    targets: int
+    tokens: int
+    unit: str = "tokens"
+    """What `tokens` counts: samples, where the model has no `input_ids`."""
+    grad_norm: float
+    skipped: bool
+    loss_scale: float
+    seconds: float
+    cause: str = ""
+    idle: float = 0.0
+    """Seconds in which this rank has waited for others."""
+    waited: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that this rank stood still for bytes of a tier, by its name."""
+    communication: Figures = field(default_factory=dict)
+    """What this rank told others, by axis and collective."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """This rank's seconds in the step, by what they went to."""
+    bubble: Mapping[str, float] = field(default_factory=dict)
+    """The part of the step in which ranks of a pipeline did not compute, `predicted` and `measured`."""
+    votes: Votes = field(default_factory=Votes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationResult:
+    """Mean loss over `targets` of an evaluation set, nan where it had none; `prediction` where outputs were wanted."""
+
+    loss: float
+    targets: int
+    prediction: Prediction | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepEvents:
+    """Who wants to know what happens inside a step."""
+
+    substep_end: Callable[[], None] = lambda: None
+    """After each microbatch but the last one that counts."""
+    before_update: Callable[[], None] = lambda: None
+    """Between the last backward and the update."""
+
+
+class Stepper:
+    """Runs training steps of an engine, and evaluations of the model with or without one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        mesh: Mesh,
+        compute_dtype: torch.dtype,
+        engine: ZeroEngine | None,
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        """`pipeline`: the engine's model is but some stages of it."""
+        self._model = model
+        self._loss = loss
+        self._mesh = mesh
+        self._dtype = compute_dtype
+        self._engine = engine
+        self._pipeline = pipeline
+        self._modes = TrainingModes(model)
+        self._scalars_found: list[Mapping[str, Any]] = []
+        self.scalars = UserScalars()
+        """What losses and users want to have logged."""
+        self.gradient_factor = 1.0
+        """What gradients have to be multiplied by, between the last backward and the update, to be the loss's."""
+
+    def train_step(
+        self,
+        feed: Feed,
+        step: int,
+        rates: Rates,
+        events: StepEvents = StepEvents(),
+        vote: Votes = Votes(),
+    ) -> StepResult:
+        """Run step `step` (from 0); votes are counted.
+
+        Raises:
+            DataError: for a batch that cannot be trained on.
+            CollectiveError: when a peer is gone, late or elsewhere.
+        """
+        engine = self._require_engine()
+        began, waited = time.perf_counter(), self._mesh.waited
+        self._mesh.traffic.take()  # What ranks have told one another since the last step is no part of this one.
+        self._mesh.clock.begin(engine.tiers.seconds_waited)
+        microbatches, rounds = feed.microbatches(step, self._mesh.data_index), feed.rounds(step)
+        with self._mesh.clock.span(StepPhase.DATA):
+            batches = [feed.fetch(microbatch) for microbatch in microbatches]
+        require_same(batches, self._mesh)
+        count, parts = self._known_counts(feed.plan, microbatches, batches)
+        seed = 1.0 if count is None else 1.0 / max(1, count)
+        engine.begin_step(step, rates)
+        self._modes.restore()
+        self._scalars_found = []
+        sums = torch.tensor([0, 0, 0, vote.terminate, vote.interrupt], dtype=torch.float64)
+        where = _positions(step, microbatches)
+        seeds = [seed * part * each.weight for part, each in zip(parts, microbatches, strict=True)]
+        for number, ((loss, targets), each, batch, part) in enumerate(
+            zip(self._forwards_backwards(engine, batches, seeds, where), microbatches, batches, parts, strict=True),
+            start=1,
+        ):
+            if each.weight and self._speaks:
+                sums[:3] += torch.tensor([float(loss) * part, targets, _tokens(batch)], dtype=torch.float64)
+                self.scalars.add(self._scalars_found[number - 1])
+            if number < rounds:
+                events.substep_end()
+                self._modes.restore()
+        loss_finite = math.isfinite(sums[0])
+        self._mesh.world.sum_(sums, "sum of the loss")
+        total, count_found = float(sums[0]), int(sums[1])
+        factor = 1.0 if count is not None else 1.0 / max(1, count_found)
+        self.gradient_factor = factor / engine.updater.scaler.scale
+        events.before_update()
+        outcome = engine.finish_step(factor, loss_finite=loss_finite)
+        return StepResult(
+            loss=total / count_found if count_found else float("nan"),
+            targets=count_found,
+            tokens=int(sums[2]),
+            unit=_unit(batches[0]),
+            votes=Votes(terminate=int(sums[3]), interrupt=int(sums[4])),
+            grad_norm=outcome.grad_norm,
+            skipped=outcome.skipped,
+            cause=outcome.cause,
+            waited={tier.value: seconds for tier, seconds in outcome.waited.items()},
+            communication=self._mesh.traffic.take(),
+            phases=self._mesh.clock.take(),
+            bubble=self._bubble(),
+            loss_scale=outcome.loss_scale,
+            seconds=time.perf_counter() - began,
+            idle=self._mesh.waited - waited,
+        )
+
+    def _bubble(self) -> dict[str, float]:
+        found = self._pipeline.bubble() if self._pipeline is not None else None
+        return {} if found is None else {"predicted": found.predicted, "measured": found.measured}
+
+    def evaluate(
+        self, feed: Feed, go_on: Callable[[int, int], bool], collector: Collector | None = None
+    ) -> EvaluationResult | None:
+        """Mean loss over the feed's dataset, each sample once, as one batch of its plan; None where it was not to go on.
+
+        `go_on(done, total)` is called after each of this rank's microbatches, and answers alike on all ranks. `collector` gets what
+        the model returns.
+        """
+        rounds = feed.plan.accumulation
+        sums = torch.zeros(2, dtype=torch.float64)
+        with in_evaluation_mode(self._model):
+            for start in range(0, rounds, self._evaluated_at_once):
+                done = min(start + self._evaluated_at_once, rounds)
+                group = [feed.plan.microbatch(0, self._mesh.data_index, turn) for turn in range(start, done)]
+                fetched = [feed.fetch(each) for each in group]
+                require_same(fetched, self._mesh)
+                batches = [self._to_device(batch) for batch in fetched]
+                parts: list[Any] = []
+                streams = [Streams(feed.order.seed, "evaluation", each.first_sample) for each in group]
+                found = self._forwards(batches, streams, outputs=collector is not None)
+                for each, batch, (loss, targets, outputs) in zip(group, batches, found, strict=True):
+                    heard = bool(each.weight) and self._speaks
+                    if heard:
+                        sums += torch.tensor([float(loss), targets], dtype=torch.float64)
+                    parts.append(collector.part(outputs, batch) if collector is not None and heard else None)
+                if collector is not None:
+                    collector.add(parts)
+                if not go_on(done, rounds):
+                    return None
+        self._mesh.world.sum_(sums, "sum of the evaluation loss")
+        targets = int(sums[1])
+        return EvaluationResult(
+            loss=float(sums[0]) / targets if targets else float("nan"),
+            targets=targets,
+            prediction=collector.result() if collector is not None else None,
+        )
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank counts what several ranks see alike: one tensor rank, of the stage that knows the loss."""
+        last = self._mesh.pipeline.index == 0 if self._pipeline is None else self._pipeline.is_last
+        return self._mesh.tensor.index == 0 and last
+
+    @property
+    def _evaluated_at_once(self) -> int:
+        """Microbatches that are in a pipeline together."""
+        return 2 * self._mesh.pipeline.size if self._pipeline is not None else 1
+
+    def _forwards(
+        self, batches: Sequence[dict[str, Any]], streams: Sequence[Streams], *, outputs: bool
+    ) -> list[tuple[Tensor, int, Any]]:
+        """The loss of each batch, its targets and, if they are wanted, the model's outputs, where this rank speaks."""
+        if self._engine is None or self._pipeline is None:
+            found = []
+            for batch, drawn in zip(batches, streams, strict=True):
+                with torch.no_grad(), drawn.in_force() if self._engine is None else self._engine.evaluation(drawn):
+                    found.append(self._evaluated(batch, outputs=outputs))
+            return found
+        last: list[tuple[Tensor, int, Any]] = []
+
+        def loss_of(batch: Mapping[str, Any], seed: float) -> Tensor:
+            last.append(self._evaluated(batch, outputs=outputs))
+            return last[-1][0]
+
+        nowhere = MicrobatchPosition(step=0, first_sample=0, first=True, last=True)
+        work = [
+            MicrobatchWork(batch=batch, where=nowhere, seed=0.0, streams=drawn)
+            for batch, drawn in zip(batches, streams, strict=True)
+        ]
+        losses = self._pipeline.evaluate(self._engine.passes, work, loss_of, self._engine.evaluation())
+        return last or [(loss, 0, None) for loss in losses]
+
+    def _evaluated(self, batch: Mapping[str, Any], *, outputs: bool) -> tuple[Tensor, int, Any]:
+        if outputs:
+            loss, made = self._loss.with_outputs(self._model, batch)
+            return loss, self._loss.last_count, made
+        return self._loss(self._model, batch, seed=0.0), self._loss.last_count, None
+
+    def _forwards_backwards(
+        self,
+        engine: ZeroEngine,
+        batches: Sequence[dict[str, Any]],
+        seeds: Sequence[float],
+        where: Sequence[MicrobatchPosition],
+    ) -> Iterator[tuple[Tensor, int]]:
+        """Run a step's microbatches; gives the loss of each and its targets, where this rank speaks."""
+        scale = engine.updater.scaler.scale
+        if self._pipeline is None:
+            for batch, seed, at in zip(batches, seeds, where, strict=True):
+                run = partial(self._loss_of, self._to_device(batch), seed * scale)
+                yield engine.forward_backward(run, seed, at), self._loss.last_count
+            return
+        counts: list[int] = []
+
+        def loss_of(batch: Mapping[str, Any], seed: float) -> Tensor:
+            loss = self._loss_of(batch, seed)
+            counts.append(self._loss.last_count)
+            return loss
+
+        work = [
+            MicrobatchWork(batch=self._to_device(batch), where=at, seed=seed * scale)
+            for batch, seed, at in zip(batches, seeds, where, strict=True)
+        ]
+        losses = engine.forwards_backwards(partial(self._pipeline.train, engine.passes, work, loss_of))
+        yield from zip(losses, counts or [0] * len(losses), strict=True)
+
+    def _loss_of(self, batch: Mapping[str, Any], seed: float) -> Tensor:
+        loss = self._loss(self._model, batch, seed=seed)
+        self._scalars_found.append(self._loss.last_scalars)
+        if self._loss.last_count and not loss.requires_grad:
+            raise ConfigError(
+                "the loss does not depend on any trained parameter: it was computed under no_grad, detached, or made into a "
+                "number and back"
+            )
+        return loss
+
+    def _known_counts(
+        self, plan: BatchPlan, microbatches: tuple[Microbatch, ...], batches: list[dict[str, Any]]
+    ) -> tuple[int | None, list[float]]:
+        """Targets of the global batch, or None where the loss tells only after forward; and for each microbatch, by what the sum of
+        its losses is multiplied beside: 1 for a mean over targets."""
+        counts = [self._loss.count(batch) for batch in batches]
+        if any(count is None for count in counts):
+            return None, [1.0] * len(counts)
+        known = [count or 0 for count in counts]
+        mine = [sum(count * each.weight for count, each in zip(known, microbatches, strict=True))]
+        mine += [sum(len(each.samples) * each.weight for each in microbatches)]
+        targets, samples = self._mesh.data.sum_(torch.tensor(mine), "count of targets").tolist()
+        if plan.average == "tokens":
+            return int(targets), [1.0] * len(counts)
+        # A microbatch's mean counts by its samples: sum of losses / count x samples / all samples, in terms of 1 / targets.
+        parts = [
+            len(each.samples) / samples * targets / max(1, count)
+            for count, each in zip(known, microbatches, strict=True)
+        ]
+        return int(targets), parts
+
+    def _to_device(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors to the device; floating-point inputs to the compute dtype, but labels as they are."""
+        moved: dict[str, Any] = {}
+        for name, value in batch.items():
+            if isinstance(value, Tensor):
+                dtype = self._dtype if value.is_floating_point() and name != "labels" else value.dtype
+                value = value.to(self._mesh.device, dtype, non_blocking=True)
+            moved[name] = value
+        return moved
+
+    def _require_engine(self) -> ZeroEngine:
+        if self._engine is None:
+            raise RuntimeError("training needs an engine")
+        return self._engine
+
+
+def _unit(batch: Mapping[str, Any]) -> str:
+    """What throughput counts: tokens where a batch has `input_ids`, else samples."""
+    return "tokens" if isinstance(batch.get("input_ids"), Tensor) else "samples"
+
+
+def _tokens(batch: Mapping[str, Any]) -> int:
+    """The number of input elements of a batch, in its `_unit`."""
+    if _unit(batch) == "tokens":
+        return int(batch["input_ids"].numel())
+    first = next((value for value in batch.values() if isinstance(value, Tensor)), None)
+    return 0 if first is None else first.shape[0]
+
+
+def _positions(step: int, microbatches: Sequence[Microbatch]) -> list[MicrobatchPosition]:
+    """Where the microbatches of a step stand, for the engine."""
+    last = len(microbatches) - 1
+    return [
+        MicrobatchPosition(step=step, first_sample=each.first_sample, first=number == 0, last=number == last)
+        for number, each in enumerate(microbatches)
+    ]

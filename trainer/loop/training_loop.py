@@ -1,0 +1,333 @@
+"""The loop over steps: train, log, evaluate, save, stop in order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from zeromesh.optim.fused_optimizer import Rates
+from zeromesh.trainer.callbacks.control import TrainerControl
+from zeromesh.trainer.checkpoints.manager import RunCheckpoints
+from zeromesh.trainer.checkpoints.trainer_state import TrainerState
+from zeromesh.trainer.data.streaming import StreamedDataset
+from zeromesh.trainer.loop.stop_signals import StopRequest
+from zeromesh.trainer.loop.train_step import Feed, StepEvents, Votes
+from zeromesh.trainer.monitoring.memory_timeline import NAME as STEP_MEMORY
+from zeromesh.trainer.monitoring.memory_timeline import MemoryTimeline
+from zeromesh.trainer.monitoring.profiler import Profile
+from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, MetricsWriter, StepMetrics
+from zeromesh.trainer.monitoring.step_stats import RankStats, Stragglers
+from zeromesh.trainer.tracking.tracking import Tracking
+
+if TYPE_CHECKING:
+    from zeromesh.trainer.run import Run
+
+
+class TrainingLoop:
+    """Takes a run from the step where it is to its last one, or to one after which somebody wants it to stop."""
+
+    def __init__(
+        self,
+        run: Run,
+        feed: Feed,
+        *,
+        writer: MetricsWriter | None,
+        tracking: Tracking,
+        profile: Profile,
+        checkpoints: RunCheckpoints,
+        request: StopRequest,
+    ) -> None:
+        self._run = run
+        self._feed = feed
+        self._writer = writer
+        self._tracking = tracking
+        self._profile = profile
+        self._checkpoints = checkpoints
+        self._request = request
+        self._last = run.config.run.max_steps
+        self._stragglers = Stragglers()
+        self._memory = MemoryTimeline(writer.path.with_name(STEP_MEMORY) if writer is not None else None, run.step + 1)
+        self._stopped = 0
+        """The signal by which some rank was asked to stop."""
+        self._ended = ""
+        """Why the run ends before its last step, as if that were it."""
+        self._written = 0
+        """The latest step whose line is in the files."""
+        self._metrics: StepMetrics | None = None
+        """Of the present step, until it is logged."""
+        self._unannounced = False
+        """Whether the present step is saved, and callbacks have not heard of it."""
+        self._evaluated: tuple[int, float] | None = None
+        """The latest evaluation: after which step, and its loss."""
+
+    @property
+    def eval_loss(self) -> float | None:
+        """Of the evaluation after the present step."""
+        return self._evaluated[1] if self._evaluated and self._evaluated[0] == self._run.step else None
+
+    @property
+    def _over(self) -> bool:
+        run = self._run
+        return run.step + run.passed_over >= self._last or bool(self._stopped or self._ended)
+
+    def go(self) -> int:
+        """Train; returns 0 after the last step, or the number of the signal that some rank was stopped by."""
+        run = self._run
+        run.begin_summary()
+        run.call("on_train_begin")
+        run.console.start(total_steps=self._last, first_step=run.step, after=self._last_evaluation())
+        if run.config.run.eval_at_start and run.step == 0 and run.data.eval is not None:
+            self._evaluate()
+            run.start_times.end("evaluation")
+        self._begin_epoch(resumed=run.step > 0)
+        while not self._over:
+            self._train_one()
+        wanted = (run.config.run.eval_at_end or run.owes_evaluation) and self.eval_loss is None
+        if wanted and run.data.eval is not None and not self._stopped:
+            self._save_last()
+            self._evaluate()
+        if self._ended:
+            run.console.note(f"ended after step {run.step}: {self._ended}")
+        self._save_last()
+        self._announce_save()
+        self._checkpoints.close()
+        if not self._stopped:
+            run.summarize()
+            run.call("on_train_end")
+        return self._stopped
+
+    def _train_one(self) -> None:
+        run = self._run
+        number = run.step + 1
+        position = run.step + run.passed_over
+        run.events.wishes = run.fresh_wishes()
+        run.call("on_step_begin", number)
+        rates = Rates(lr_factor=run.schedule.factor(run.step), momentum=run.schedule.momentum(run.step))
+        run.learning_rate = run.config.optimizer.lr * rates.lr_factor
+        events = StepEvents(
+            substep_end=lambda: run.call("on_substep_end", number), before_update=lambda: run.before_update(number)
+        )
+        feed = replace(self._feed, passed_over=run.passed_over)
+        with self._profile.step(number), self._memory.recorded(number, run.trained.require_engine().ledger):
+            result = run.trained.stepper.train_step(feed, run.step, rates, events, Votes.of(self._request.signal))
+        run.step, run.reached = number, position + 1
+        start = run.start_times.finish()
+        self._note_stop(result.votes.number)
+        run.call("on_optimizer_step", number)
+        self._stragglers.took(result.seconds, result.idle)
+        due = self._due_after_step(position)
+        figures = RankStats.of(run.mesh, self._stragglers.busy) if due.log else None
+        peak = figures.peak_bytes if figures else 0
+        metrics = run.progress.add(result, number, run.learning_rate, peak, run.figures.of(result))
+        run.history.count(metrics.loss)
+        if result.skipped and result.loss_scale == 1.0:
+            run.console.note(f"step {number}: no update on any rank: {result.cause}")
+        self._metrics = metrics
+        if due.log:
+            metrics = self._metrics = self._with_scalars(metrics)
+            self._write(metrics)
+        run.tell(start)
+        run.events.wishes |= due
+        self._announce("on_step_end", metrics)
+        run.agree()
+        if not self._log():
+            run.console.advance(number)
+        if figures is not None:
+            run.tell(self._stragglers.look(number, figures.busy))
+        run.progress.check(number)
+        self._fulfil()
+        if run.plan.ends_epoch(position) or run.events.wishes.stop_epoch or (self._over and not self._stopped):
+            self._end_epoch(position)
+
+    def _due_after_step(self, position: int) -> TrainerControl:
+        """What the configuration wants after the step that has just been made, whose data was that of step `position`."""
+        number, config = self._run.step, self._run.config
+        every, last = config.run, position + 1 == self._last
+
+        def due(steps: int | str) -> bool:
+            return not isinstance(steps, str) and bool(steps) and (last or number % steps == 0)
+
+        judged = every.eval_every != "epoch"  # Else the last checkpoint waits for the evaluation.
+        return TrainerControl(
+            log=due(every.log_every) or (every.log_first_step and number == 1),
+            evaluate=due(every.eval_every) or (last and judged and every.eval_at_end),
+            save=due(config.checkpoint.every_steps) and (judged or not last),
+            stop=last,
+        )
+
+    def _due_after_epoch(self) -> TrainerControl:
+        """What it wants at the end of an epoch."""
+        config = self._run.config
+        return TrainerControl(
+            log=config.run.log_every == "epoch",
+            evaluate=config.run.eval_every == "epoch",
+            save=config.checkpoint.every_steps == "epoch",
+        )
+
+    def _with_scalars(self, metrics: StepMetrics) -> StepMetrics:
+        """The line with what losses, callbacks and `trainer.log` have given since the last one."""
+        found = self._run.trained.stepper.scalars.take(self._run.mesh)
+        return replace(metrics, extras={**metrics.extras, **found}) if found else metrics
+
+    def _announce(self, event: str, metrics: StepMetrics) -> None:
+        """Tell callbacks of a step's line; what they add to it is logged with the next one."""
+        record = metrics.record()
+        before = dict(record)
+        self._run.call(event, metrics.step, record)
+        added = {name: value for name, value in record.items() if value is not before.get(name)}
+        self._run.trained.stepper.scalars.add(added)
+
+    def _write(self, metrics: StepMetrics) -> None:
+        """Before callbacks see the step's end, so that a line is there whatever they do."""
+        run = self._run
+        if self._writer is not None:
+            self._writer.write({**metrics.record(), **run.start_times.take()})
+        self._tracking.log(metrics)
+        run.console.step(metrics)
+        self._written = metrics.step
+
+    def _log(self) -> bool:
+        """Log the present step, if that is wished for and not done yet; whether it was."""
+        run, metrics = self._run, self._metrics
+        if not run.events.wishes.log or metrics is None:
+            return False
+        if self._written != metrics.step:
+            peak = RankStats.of(run.mesh).peak_bytes
+            metrics = self._with_scalars(replace(metrics, peak_memory_bytes=peak))
+            self._write(metrics)
+        self._metrics = None
+        run.events.wishes.log = False
+        run.history.step(metrics, run.epoch)
+        self._announce("on_log", metrics)
+        return True
+
+    def _fulfil(self) -> None:
+        """Evaluate, save and stop as is wished for now."""
+        run = self._run
+        if run.events.wishes.evaluate and run.data.eval is not None and not self._stopped:
+            if self._over:
+                self._save_last()
+            self._evaluate()
+            run.agree()
+        self._checkpoints.poll()
+        if run.events.wishes.save and not self._stopped:
+            self._save()
+        if run.events.wishes.stop and not self._over:
+            self._ended = "a callback asked to stop"
+
+    def _begin_epoch(self, *, resumed: bool = False) -> None:
+        run = self._run
+        position = run.step + run.passed_over
+        if not self._over and (resumed or position == 0 or run.plan.ends_epoch(position - 1)):
+            run.events.wishes = run.fresh_wishes()
+            run.call("on_epoch_begin", run.plan.epochs_after(position))
+
+    def _end_epoch(self, position: int) -> None:
+        """After the last step of an epoch, or of the run, at the data of step `position`; what is left of an epoch that was ended
+        early is passed over."""
+        run = self._run
+        epoch = run.plan.epochs_after(position)
+        if not run.plan.ends_epoch(position) and not self._over:
+            run.passed_over += run.plan.next_epoch(position + 1) - position - 1
+        ended = replace(run.fresh_wishes(), stop_epoch=run.events.wishes.stop_epoch)
+        run.events.wishes = ended | self._due_after_epoch()
+        run.call("on_epoch_end", epoch)
+        run.agree()
+        self._log()
+        self._fulfil()
+        self._begin_epoch()
+
+    def _note_stop(self, number: int) -> bool:
+        """Whether some rank has been asked to stop, by signal `number` if that is none yet."""
+        self._stopped = self._stopped or number
+        return bool(self._stopped)
+
+    def _asked(self) -> bool:
+        """Whether some rank has been asked to stop; between two microbatches of an evaluation, which may be long."""
+        asked = self._run.mesh.world.max_(torch.tensor([int(self._request.signal)]), "wishes to stop")
+        return self._note_stop(int(asked[0]))
+
+    def _last_evaluation(self) -> float:
+        """About how many steps take as long as the evaluation after the last one: without backward a third of the work."""
+        if not self._run.config.run.eval_at_end:
+            return 0.0
+        samples = sum(len(each) for each in self._run.data.evaluated().values())
+        return samples / self._run.config.batch.global_size / 3
+
+    def _evaluate(self) -> None:
+        run, section = self._run, self._run.config.run
+        values = run.evaluations(self._asked)
+        if values is None:
+            return
+        self._evaluated = (run.step, values["eval_loss"])
+        if self._writer is not None:
+            with MetricsWriter(self._writer.path.with_name(EVALUATIONS)) as evaluations:
+                evaluations.write({"step": run.step, **values})
+        # As transformers: a callback compares with what was best before.
+        run.log_evaluation(values)
+        self._tracking.evaluated(run.step, values)
+        run.best = run.best.after(run.latest_metric, run.step, run.goal, section.min_improvement)
+        if section.load_best and run.best.step == run.step:
+            run.events.wishes.save = True
+        if section.patience and run.best.waited >= section.patience:
+            self._ended = f"{run.best.waited} evaluations without a better {section.metric} (run.patience)"
+        self._checkpoints.record(self._state())
+
+    def _save(self) -> None:
+        run, checkpoints = self._run, self._checkpoints
+        run.events.wishes.save = False
+        if self._over:
+            self._save_last()
+        if run.step not in (checkpoints.latest, checkpoints.in_flight):
+            wait, processing_class = run.events.read_checkpoints, run.processing_class
+            self._unannounced = checkpoints.save(self._state(), run.trained.model, processing_class, wait=wait)
+        self._announce_save()
+
+    def _save_last(self) -> None:
+        """Save the state after the last step, before an evaluation that a kill may end."""
+        run, checkpoints = self._run, self._checkpoints
+        if run.config.checkpoint.every_steps and run.step not in (checkpoints.latest, checkpoints.in_flight):
+            self._unannounced = True
+        if run.config.checkpoint.every_steps:
+            checkpoints.save_last(self._state(), run.trained.model, run.processing_class)
+        checkpoints.finish()
+
+    def _announce_save(self) -> None:
+        """As with transformers, callbacks hear of a checkpoint after the evaluation of its step."""
+        if self._unannounced:
+            self._unannounced = False
+            self._run.call("on_save", self._run.step)
+
+    def _state(self) -> TrainerState:
+        run = self._run
+        engine = run.trained.require_engine()
+        scaler = engine.updater.scaler
+        samples = run.plan.samples_of(run.step + run.passed_over).start
+        stream = run.data.train.state(samples) if isinstance(run.data.train, StreamedDataset) else {}
+        latest = self._evaluated is not None and self._evaluated[0] == run.step
+        return TrainerState(
+            step=run.step,
+            samples=samples,
+            stream=stream,
+            passed_over=run.passed_over,
+            tokens=run.progress.tokens,
+            updates=engine.updater.updates,
+            skipped=run.progress.skipped,
+            trained=engine.flags.changes(),
+            averages=engine.updater.averages.count if engine.updater.averages is not None else 0,
+            loss=run.progress.last_loss,
+            eval_loss=self.eval_loss,
+            metric=run.latest_metric if latest else None,
+            best=run.best.to_json(),
+            callbacks=run.events.states(),
+            loss_scale=scaler.scale,
+            good_steps=scaler.good_steps,
+            seed=run.config.run.seed,
+            max_steps=self._last,
+            learning_rate=run.rate_of(max(0, run.step - 1)),
+            tracker=self._tracking.identity(run.config.run.name),
+            log_history=run.history.to_json(),
+            settings=run.settings,
+        )

@@ -1,0 +1,198 @@
+"""A language model's head that computes the loss itself, chunk by chunk, and never returns logits.
+
+The model's own code stays as it is. While a microbatch is announced, the head module's `forward` computes the loss and
+returns a few known numbers where logits were expected. They flow through the model to its end, which shows what the model
+does to its logits on the way. Because the loss is computed inside the head module's own call, hooks on it (which may
+gather its weight) find things as always. Otherwise, as in `generate`, the head does what it always did.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from zeromesh.errors import PhaseError
+from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunk_for, chunked_cross_entropy
+from zeromesh.tensor.layers import VocabParallelHead
+from zeromesh.trainer.models.peft import output_layer
+
+Route = Literal["loss_function", "logits"]
+"""Where the model's logits end: in its replaced `loss_function`, or in what a call without labels returns."""
+
+_TINY, _HUGE = 2.0**-26, 2.0**40
+_PROBES = (_TINY, _HUGE, -7.0, -0.5, 0.3, 1.0, 4.0, 40.0)
+"""Stand where logits were expected. What the model makes of the first two gives scale and cap; the others must agree."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Microbatch:
+    """What the head computes now: targets [tokens], the gradient backward will start with, the number of targets."""
+
+    targets: torch.Tensor
+    seed: float
+    count: int
+    result: torch.Tensor | None = None
+
+
+class ChunkedHead:
+    """Stands for `forward` of a model's output embedding, and for the route `loss_function` for that too, while it runs.
+
+    Before and after a run the model is as it was: it can be copied, pickled and given to others.
+
+    Args:
+        model: a Hugging Face model whose `output_layer` is an `nn.Linear`.
+        route: see `Route`.
+        chunk_tokens: tokens whose logits exist at once; None: what needs the least memory.
+        change: what the model does to each logit before its loss; the first run checks it.
+    """
+
+    def __init__(
+        self, model: Any, *, route: Route, chunk_tokens: int | None = None, change: LogitChange = UNCHANGED
+    ) -> None:
+        self._model = model
+        self._route = route
+        self._chunk_tokens = chunk_tokens
+        self._change = change
+        self.found: LogitChange | None = None
+        """What the first run has shown that the model does to its logits."""
+        self._current: _Microbatch | None = None
+
+    @property
+    def _head(self) -> nn.Linear | VocabParallelHead:
+        """The present one: a divided model has its own again after training."""
+        head: nn.Linear | VocabParallelHead = output_layer(self._model)
+        return head
+
+    def run(
+        self, model: Any, inputs: dict[str, Any], *, targets: torch.Tensor, seed: float, count: int
+    ) -> torch.Tensor:
+        """The sum of the losses over `targets`: the model's inputs include `labels`; -100 marks what is no target.
+
+        Raises `PhaseError` if the model uses its head in a way that this cannot stand for, or changes its logits otherwise.
+        """
+        with self._announced(_Microbatch(targets=targets.reshape(-1), seed=seed, count=count)) as current:
+            if self._route == "loss_function":
+                # What the model adds to its mean loss (auxiliary losses of experts) is scaled as the mean is.
+                loss: torch.Tensor = model(**inputs).loss * count
+                if current.result is None:
+                    raise PhaseError("the model computed a loss without calling its output embedding")
+                return loss
+            return self._arrived(model(**without_labels(model, inputs)).logits)
+
+    @contextmanager
+    def _announced(self, microbatch: _Microbatch) -> Iterator[_Microbatch]:
+        self._current = microbatch
+        forward = vars(self._head).get("forward")
+        loss = vars(self._model).get("_loss_function")
+        vars(self._head)["forward"] = self._forward
+        if self._route == "loss_function":
+            self._model.loss_function = self._loss
+        try:
+            yield microbatch
+        finally:
+            self._current = None
+            put_back(self._head, "forward", forward)
+            put_back(self._model, "_loss_function", loss)
+
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        current = self._announcement()
+        if current.result is not None:
+            raise PhaseError("the model called its output embedding twice in one forward")
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        if rows.shape[0] != current.targets.numel():
+            raise PhaseError(f"{rows.shape[0]} hidden states reached the head for {current.targets.numel()} labels")
+        vocab = self._head.weight.shape[0]
+        targets = current.targets.to(rows.device)
+        chunk = self._chunk_tokens or chunk_for(rows.shape[0], rows.shape[1], vocab, rows.dtype)
+        if isinstance(self._head, VocabParallelHead):
+            total = self._head.loss(rows, targets, seed=current.seed, chunk_tokens=chunk, change=self._change)
+        else:
+            weight, bias = self._head.weight, self._head.bias
+            total = chunked_cross_entropy(
+                rows, weight, bias, targets, seed=current.seed, chunk_tokens=chunk, change=self._change
+            )
+        if self._route == "loss_function":
+            total = total / max(1, current.count)
+        returned = torch.cat((total.reshape(1), total.new_tensor(_PROBES))).reshape(1, 1, -1)
+        # Through what is returned, whose gradient hooks on the head listen for; a copy, as the model may write into that.
+        current.result = returned[0, 0, 0].clone()
+        return returned
+
+    def _loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._arrived(args[0] if args else kwargs["logits"])
+
+    def _arrived(self, logits: torch.Tensor) -> torch.Tensor:
+        current = self._announcement()
+        if current.result is None:
+            raise PhaseError("the model computed a loss without calling its output embedding")
+        if self.found is None:
+            self.found = _change_of(logits)
+            if not self.found.close_to(self._change):
+                raise PhaseError(
+                    f"the model changes its logits before its loss by {self.found}, and a small copy of it by {self._change}; "
+                    "set model.loss: native"
+                )
+        return current.result
+
+    def _announcement(self) -> _Microbatch:
+        if self._current is None:
+            raise PhaseError("the head was called outside of a run")
+        return self._current
+
+
+def _change_of(logits: torch.Tensor) -> LogitChange:
+    """What the model has done to `_PROBES`, which follow the loss in `logits`.
+
+    Raises `PhaseError` where it is neither a scale nor a cap.
+    """
+    if logits.numel() != len(_PROBES) + 1:
+        raise PhaseError(f"{logits.numel()} logits arrive at the loss where the head gave {len(_PROBES) + 1}")
+    made = logits.detach().flatten()[1:].double().cpu()
+    scale, most = float(made[0]) / _TINY, float(made[1])
+    change = LogitChange(scale=scale, cap=0.0 if math.isclose(most, scale * _HUGE, rel_tol=1e-2) else most)
+    expected = torch.tensor(_PROBES, dtype=torch.float64)
+    change.apply_(expected)
+    rounding = 1e-12 if logits.dtype is torch.float64 else 16 * torch.finfo(logits.dtype).eps
+    if not torch.allclose(made, expected, rtol=rounding, atol=0):
+        raise PhaseError("the model changes its logits between the head and the loss")
+    return change
+
+
+def without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a call that is to give logits alone. An encoder-decoder model makes its decoder's inputs of the labels."""
+    rest = {name: value for name, value in inputs.items() if name != "labels"}
+    given = any(rest.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    shift = None if given else _shift_of(model)
+    if shift is not None:
+        rest["decoder_input_ids"] = shift(inputs["labels"])
+    return rest
+
+
+def _shift_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """How a decoder's inputs are made of labels: by a method of the model, or by the function that its module has for it."""
+    method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if method is not None:
+        return lambda labels: method(labels=labels)
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return None
+    for cls in type(model).__mro__:
+        function = getattr(sys.modules[cls.__module__], "shift_tokens_right", None)
+        if function is not None:
+            config = model.config
+            return lambda labels: function(labels, config.pad_token_id, config.decoder_start_token_id)
+    return None
+
+
+def put_back(module: nn.Module, name: str, value: Any) -> None:
+    """An attribute of the instance as it was; None: it had none."""
+    if value is None:
+        vars(module).pop(name, None)
+    else:
+        vars(module)[name] = value

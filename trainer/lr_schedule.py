@@ -1,0 +1,234 @@
+"""Learning-rate schedules as pure functions of the step.
+
+`LRSchedule.factor(step)` is what the base learning rate is multiplied by in step `step` (from 0). Names and
+values are those of `transformers.get_scheduler`, which a test compares, so a run moves between the two
+without a change of its curve; with a warm-up of another shape they are those of DeepSpeed's schedulers.
+Being a function of the step, a schedule has no state to save.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from zeromesh.errors import ConfigError
+
+DECAY_SHAPES = ("linear", "cosine", "1-sqrt")
+WARMUP_SHAPES = ("linear", "log", "cosine", "1-sqrt")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LRSchedule:
+    """A named schedule of `total_steps` optimizer steps, the first `warmup_steps` of them rising from 0.
+
+    | name | after the warm-up | options |
+    |---|---|---|
+    | `constant` (also `constant_with_warmup`) | 1 | |
+    | `linear` | falls to 0 | |
+    | `cosine` | `num_cycles` waves, 0.5 (one fall to 0) if not given | `num_cycles` |
+    | `cosine_with_restarts` | `num_cycles` falls to 0, 1 if not given | `num_cycles` |
+    | `cosine_with_min_lr` | as `cosine`, down to `min_ratio` | `min_ratio` (needed), `num_cycles` |
+    | `cosine_warmup_with_min_lr` | the same a step earlier, as is its warm-up | `min_ratio` (needed), `num_cycles` |
+    | `polynomial` | (1 - progress) ** `power` (1 if not given), down to `min_ratio` | `min_ratio`, `power` |
+    | `warmup_stable_decay`, `wsd` | 1, then to `min_ratio` in `decay_steps` | `min_ratio`, `decay_steps` (a \
+tenth of the run), `decay_shape` (cosine, linear, 1-sqrt), `num_cycles` |
+    | `inverse_sqrt` | 1 / sqrt(step / warmup steps) | `timescale`, which replaces the warmup steps |
+
+    `min_ratio` is a fraction of the base learning rate. `constant` here heeds `warmup_steps`, which
+    transformers' ignores. All warm-ups rise from `start_ratio` (0 if not given) in the form of `warmup_shape`,
+    linear if not given; log is DeepSpeed's: log(step + 1) / log(warmup steps). Raises `ConfigError` for a name
+    that does not exist, an option out of range, or one that the schedule does not have.
+    """
+
+    name: str
+    warmup_steps: int
+    total_steps: int
+    min_ratio: float | None = None
+    num_cycles: float | None = None
+    power: float | None = None
+    decay_steps: int | None = None
+    decay_shape: str | None = None
+    timescale: int | None = None
+    warmup_shape: str | None = None
+    start_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        problems = [*_name_problems(self), *_range_problems(self)]
+        if problems:
+            raise ConfigError(problems)
+
+    def factor(self, step: int) -> float:
+        """The factor of step `step`, counted from 0; the first step of a warm-up has factor 0."""
+        curve = _CURVES[self.name][0]
+        if step >= self.warmup_steps:
+            return curve(self, step)
+        if curve is _cosine_ahead and self.warmup_shape is None:
+            return _rise_ahead(self, step)
+        rise = _RISES[self.warmup_shape or "linear"](step, self.warmup_steps)
+        # A warm-up of `warmup_stable_decay` starts at the ratio that its decay ends at.
+        start = self.min_ratio if curve is _stable_decay and self.start_ratio is None else self.start_ratio
+        return _above(rise, start) if start else rise
+
+    def momentum(self, step: int) -> None:
+        """None: the optimizer's own, in every step."""
+
+    @property
+    def decaying_steps(self) -> int:
+        """The length of the decay of `warmup_stable_decay`: as given, or a tenth of the run."""
+        return max(1, self.total_steps // 10) if self.decay_steps is None else self.decay_steps
+
+
+def _constant(schedule: LRSchedule, step: int) -> float:
+    return 1.0
+
+
+def _linear(schedule: LRSchedule, step: int) -> float:
+    return max(0.0, (schedule.total_steps - step) / max(1, schedule.total_steps - schedule.warmup_steps))
+
+
+def _cosine(schedule: LRSchedule, step: int) -> float:
+    cycles = 0.5 if schedule.num_cycles is None else schedule.num_cycles
+    return max(0.0, _above(_wave(cycles * 2.0, _progress(schedule, step)), schedule.min_ratio or 0.0))
+
+
+def _cosine_ahead(schedule: LRSchedule, step: int) -> float:
+    return _cosine(schedule, step + 1)
+
+
+def _rise_ahead(schedule: LRSchedule, step: int) -> float:
+    if schedule.start_ratio is None:
+        return (step + 1) / schedule.warmup_steps
+    return schedule.start_ratio + (1.0 - schedule.start_ratio) * step / max(1, schedule.warmup_steps - 1)
+
+
+def _cosine_with_restarts(schedule: LRSchedule, step: int) -> float:
+    progress = _progress(schedule, step)
+    cycles = 1.0 if schedule.num_cycles is None else schedule.num_cycles
+    return 0.0 if progress >= 1.0 else max(0.0, _wave(1.0, (cycles * progress) % 1.0))
+
+
+def _polynomial(schedule: LRSchedule, step: int) -> float:
+    lowest = schedule.min_ratio or 0.0
+    if step >= schedule.total_steps:
+        return lowest
+    remaining = 1.0 - (step - schedule.warmup_steps) / (schedule.total_steps - schedule.warmup_steps)
+    power = 1.0 if schedule.power is None else schedule.power
+    return float((1.0 - lowest) * remaining**power + lowest)
+
+
+def _stable_decay(schedule: LRSchedule, step: int) -> float:
+    lowest = schedule.min_ratio or 0.0
+    decay_start = max(schedule.warmup_steps, schedule.total_steps - schedule.decaying_steps)
+    if step < decay_start:
+        return 1.0
+    if step >= decay_start + schedule.decaying_steps:
+        return lowest
+    progress = (step - decay_start) / max(1, schedule.decaying_steps)
+    match schedule.decay_shape:
+        case "linear":
+            fall = 1.0 - progress
+        case "1-sqrt":
+            fall = 1.0 - math.sqrt(progress)
+        case _:
+            fall = _wave((0.5 if schedule.num_cycles is None else schedule.num_cycles) * 2.0, progress)
+    return max(0.0, _above(fall, lowest))
+
+
+def _inverse_sqrt(schedule: LRSchedule, step: int) -> float:
+    timescale = schedule.timescale or schedule.warmup_steps or 10_000
+    return 1.0 / math.sqrt((step + timescale - schedule.warmup_steps) / timescale)
+
+
+def _progress(schedule: LRSchedule, step: int) -> float:
+    """The part of the steps after the warm-up that lies behind `step`; above 1 past the end."""
+    return (step - schedule.warmup_steps) / max(1, schedule.total_steps - schedule.warmup_steps)
+
+
+def _wave(half_waves: float, progress: float) -> float:
+    """A cosine from 1 to 0 (and back, for each further half wave)."""
+    return 0.5 * (1.0 + math.cos(math.pi * half_waves * progress))
+
+
+def _above(factor: float, lowest: float) -> float:
+    """`factor` of [0, 1] mapped onto [`lowest`, 1]."""
+    return factor * (1.0 - lowest) + lowest
+
+
+_RISES: dict[str, Callable[[int, int], float]] = {
+    "linear": lambda step, steps: step / steps,
+    "log": lambda step, steps: math.log(step + 1) / math.log(max(2, steps)),
+    "cosine": lambda step, steps: 0.5 * (1.0 - math.cos(math.pi * (step / steps))),
+    "1-sqrt": lambda step, steps: 1.0 - math.sqrt(1.0 - step / steps),
+}
+
+_CURVES: dict[str, tuple[Callable[[LRSchedule, int], float], frozenset[str]]] = {
+    "constant": (_constant, frozenset()),
+    "constant_with_warmup": (_constant, frozenset()),
+    "linear": (_linear, frozenset()),
+    "cosine": (_cosine, frozenset({"num_cycles"})),
+    "cosine_with_restarts": (_cosine_with_restarts, frozenset({"num_cycles"})),
+    "cosine_with_min_lr": (_cosine, frozenset({"min_ratio", "num_cycles"})),
+    "cosine_warmup_with_min_lr": (_cosine_ahead, frozenset({"min_ratio", "num_cycles"})),
+    "polynomial": (_polynomial, frozenset({"min_ratio", "power"})),
+    "warmup_stable_decay": (
+        _stable_decay,
+        frozenset({"min_ratio", "decay_steps", "decay_shape", "num_cycles"}),
+    ),
+    "wsd": (_stable_decay, frozenset({"min_ratio", "decay_steps", "decay_shape", "num_cycles"})),
+    "inverse_sqrt": (_inverse_sqrt, frozenset({"timescale"})),
+}
+_OF_ALL = frozenset({"warmup_shape", "start_ratio"})
+
+SCHEDULE_NAMES = tuple(_CURVES)
+STEADY = ("constant", "constant_with_warmup", "inverse_sqrt")
+"""Curves that do not depend on the length of the run."""
+
+
+def _name_problems(schedule: LRSchedule) -> list[str]:
+    if schedule.name not in _CURVES:
+        near = difflib.get_close_matches(schedule.name, SCHEDULE_NAMES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return [f"schedule.name {schedule.name!r} is not one of {', '.join(SCHEDULE_NAMES)}{hint}"]
+    allowed = _CURVES[schedule.name][1] | _OF_ALL
+    problems = [
+        f"schedule.{option.name} has no effect on {schedule.name}; remove it"
+        for option in fields(schedule)[3:]
+        if option.name not in allowed and getattr(schedule, option.name) is not None
+    ]
+    if schedule.name.endswith("_with_min_lr") and schedule.min_ratio is None:
+        problems.append(f"schedule.min_ratio is missing; {schedule.name} needs the fraction it falls to")
+    return problems
+
+
+def _range_problems(schedule: LRSchedule) -> list[str]:
+    problems = []
+    if schedule.warmup_steps < 0:
+        problems.append(f"schedule.warmup_steps is {schedule.warmup_steps}; give 0 or more")
+    if schedule.total_steps < 1:
+        problems.append(f"a schedule of {schedule.total_steps} steps; give 1 or more (run.max_steps)")
+    for name, value in (("min_ratio", schedule.min_ratio), ("start_ratio", schedule.start_ratio)):
+        if value is not None and not 0.0 <= value <= 1.0:
+            problems.append(f"schedule.{name} is {value}; give 0 to 1, a part of optimizer.lr")
+    for name, value in (("num_cycles", schedule.num_cycles), ("power", schedule.power)):
+        if value is not None and not 0.0 < value < math.inf:
+            problems.append(f"schedule.{name} is {value}; give a finite number above 0")
+    for name, word, allowed in (
+        ("decay_shape", schedule.decay_shape, DECAY_SHAPES),
+        ("warmup_shape", schedule.warmup_shape, WARMUP_SHAPES),
+    ):
+        if word is not None and word not in allowed:
+            problems.append(f"schedule.{name} {word!r} is not one of {', '.join(allowed)}")
+    if schedule.timescale is not None and schedule.timescale < 1:
+        problems.append(f"schedule.timescale is {schedule.timescale}; give a number of steps, 1 or more")
+    if schedule.decay_steps is not None:
+        room = schedule.total_steps - schedule.warmup_steps
+        if not 0 <= schedule.decay_steps <= max(0, room):
+            problems.append(
+                f"schedule.decay_steps is {schedule.decay_steps}; give 0 to {max(0, room)}, what the warm-up "
+                f"of {schedule.warmup_steps} leaves of {schedule.total_steps} steps"
+            )
+    if schedule.num_cycles is not None and schedule.decay_shape in ("linear", "1-sqrt"):
+        problems.append(f"schedule.num_cycles has no effect on decay_shape {schedule.decay_shape}; remove it")
+    return problems

@@ -1,0 +1,274 @@
+"""Building a Hugging Face model from a configuration, a local directory or the cache of the Hub, on the meta device where that is
+exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, GenerationConfig
+from transformers.activations import ACT2FN
+
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection
+from zeromesh.trainer.models.forward_inputs import integer, text_part
+from zeromesh.trainer.models.hub_download import directory_of
+from zeromesh.trainer.weights.key_mapping import match
+from zeromesh.trainer.weights.safetensors_reader import TensorFiles
+from zeromesh.trainer.weights.safetensors_source import SafetensorsSource
+from zeromesh.weight_init.meta_init import BuiltModel, build_deferred
+from zeromesh.weight_init.recompute_init import INITIALISER_ERRORS
+from zeromesh.weight_init.weight_sources import canonical_names
+
+_COUNTS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    "vocab_size",
+)
+# Accepted by every configuration without being one of its fields, or under an older name.
+_ALSO_KNOWN = {
+    "attn_implementation", "auto_map", "decoder_start_token_id", "experts_implementation", "model_type", "num_labels",
+    "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype", "_attn_implementation", "_name_or_path",
+}  # fmt: skip
+_CONFIG_ERRORS = (*INITIALISER_ERRORS, StrictDataclassError, OSError, ImportError)
+
+
+def build_model(
+    *,
+    source: str | os.PathLike[str] | None,
+    config: Mapping[str, Any] | None,
+    head: Head,
+    seed: int,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    vocab_size: int | None = None,
+    end_of_text: int | None = None,
+) -> BuiltModel:
+    """Build the model that a run's `model` section names.
+
+    Args:
+        source: a directory with `config.json` and safetensors files, or a model in the cache of the Hub; None: random weights.
+        config: fields of the configuration; with `source` they are set on top of `config.json`. Without `source`, `model_type`
+            says which configuration.
+        head: the task, and with it the class of the model.
+        seed: of all weights that no file has.
+        revision: branch, tag or commit of a `source` that is not a directory.
+        trust_remote_code: whether Python code of `source` may be run. No other code of it ever is.
+        vocab_size, end_of_text: the tokenizer's, taken where neither `config` nor `source` says a size.
+
+    The model's parameters are fp32 and on the meta device; `BuiltModel.source` gives their values. Where building on meta would
+    lose values it is built whole on CPU, and a note says so.
+
+    Raises:
+        ConfigError: for a model type, a field or a value that does not exist, with the nearest names, and for a source that is not
+            there, with what was tried.
+    """
+    directory = None if source is None else directory_of(os.fspath(source), revision)
+    made, automatic = read_configuration(
+        source,
+        directory,
+        config,
+        head,
+        trust_remote_code=trust_remote_code,
+        vocab_size=vocab_size,
+        end_of_text=end_of_text,
+    )
+    files = None if directory is None else TensorFiles(directory)
+
+    def build() -> Any:
+        return automatic.from_config(made, dtype=torch.float32, trust_remote_code=trust_remote_code)
+
+    try:
+        built = build_deferred(build, seed, stored=None if files is None else lambda model: _stored(model, files))
+    except ConfigError:
+        raise
+    except _CONFIG_ERRORS as error:
+        raise ConfigError(f"{made.model_type} cannot be built: {_first_line(error)}", where="model.config") from error
+    if directory is None:
+        return built
+    streamed = SafetensorsSource(directory, built.model, built.source)
+    _take_generation_config(built.model, directory)
+    return BuiltModel(model=built.model, source=streamed, notes=built.notes + streamed.notes)
+
+
+def read_configuration(
+    source: str | os.PathLike[str] | None,
+    directory: Path | None,
+    config: Mapping[str, Any] | None,
+    head: Head,
+    *,
+    trust_remote_code: bool = False,
+    vocab_size: int | None = None,
+    end_of_text: int | None = None,
+) -> tuple[Any, Any]:
+    """The library's configuration of a model, and the class that builds it; `directory` is where `source` is on this machine.
+
+    Builds and reads no weights. The other arguments and errors are those of `build_model`.
+    """
+    if head not in get_args(Head):
+        raise ConfigError(f"{head!r} is not one of {', '.join(get_args(Head))}", where="model.head")
+    settings = dict(config or {})
+    if directory is None:
+        made = _from_fields(settings, vocab_size, end_of_text)
+    else:
+        made = _from_directory(directory, settings, trust_remote_code=trust_remote_code)
+        # What adapters are said to belong to, and where code is.
+        made.name_or_path = directory if trust_remote_code else source
+    _check_values(made)
+    return made, _automatic_class(made, head, trust_remote_code=trust_remote_code)
+
+
+def check_model(section: ModelSection) -> None:
+    """Look at what a configuration says about its model, before anything else is read or built.
+
+    A `source` that is not on this machine is passed over. Raises `ConfigError` as `build_model` does.
+    """
+    directory = None if section.source is None else Path(section.source).expanduser()
+    if directory is None or directory.is_dir():
+        read_configuration(
+            section.source, directory, section.config, section.head, trust_remote_code=section.trust_remote_code
+        )
+
+
+def _automatic_class(made: Any, head: Head, *, trust_remote_code: bool) -> Any:
+    """The library's class that builds a model of this configuration for the task."""
+    automatic = getattr(transformers, AUTO_CLASSES[head])
+    own_code = getattr(made, "auto_map", None) or {}
+    if type(made) in automatic._model_mapping or (trust_remote_code and automatic.__name__ in own_code):
+        return automatic
+    if automatic.__name__ in own_code:
+        raise ConfigError(
+            f"transformers has no {head} model of {made.model_type}, and the code that its directory brings is not run; read that "
+            "code, and set model.trust_remote_code: true to have it run",
+            where="model.source",
+        )
+    heads = [h for h, name in AUTO_CLASSES.items() if type(made) in getattr(transformers, name)._model_mapping]
+    raise ConfigError(
+        f"{type(made).__name__} has no {head} model; it has {', '.join(heads) or 'none of the known heads'}",
+        where="model.head",
+    )
+
+
+def _take_generation_config(model: Any, directory: Path) -> None:
+    """How to generate is not a weight, but belongs to the directory and is written with the model again."""
+    if (directory / "generation_config.json").is_file() and model.can_generate():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        except _CONFIG_ERRORS as error:
+            raise ConfigError(
+                f"{directory / 'generation_config.json'}: {_first_line(error)}", where="model.source"
+            ) from error
+
+
+def _stored(model: Any, files: TensorFiles) -> frozenset[str]:
+    """Names of parameters (their first ones) and buffers that the files have."""
+    matched = match(model, files.entries)
+    canonical = canonical_names(model)
+    return frozenset(canonical.get(name, name) for name in (*matched.direct, *matched.converted))
+
+
+def _from_fields(settings: dict[str, Any], vocab_size: int | None, end_of_text: int | None) -> Any:
+    where = "model.config"
+    known = sorted(transformers.CONFIG_MAPPING)
+    kind = settings.pop("model_type", None)
+    if kind is None:
+        raise ConfigError("model_type is missing, and model.source gives no config.json", where=where)
+    if kind not in transformers.CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(kind), known, n=3, cutoff=0.5)
+        hint = f"nearest: {', '.join(near)}" if near else f"there are {len(known)}, such as llama, gpt2, bert"
+        raise ConfigError(f"model_type: {kind!r} is not known to transformers ({hint})", where=where)
+    cls = transformers.CONFIG_MAPPING[kind]
+    _check_fields(cls, settings)
+    if vocab_size is not None and "vocab_size" in _fields(cls) and settings.get("vocab_size") is None:
+        settings["vocab_size"] = vocab_size
+        _fit_special_ids(cls, settings, vocab_size, end_of_text)
+    try:
+        return AutoConfig.for_model(kind, **settings)
+    except _CONFIG_ERRORS as error:
+        raise ConfigError(_first_line(error), where=where) from error
+
+
+def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_code: bool) -> Any:
+    if not (directory / "config.json").is_file():
+        cure = "give a directory that save_pretrained of a transformers model wrote"
+        if (directory / "adapter_config.json").is_file():
+            cure = "it holds an adapter alone: give the model that this belongs to, or pass a PeftModel to Trainer"
+        raise ConfigError(f"{directory} has no config.json; {cure}", where="model.source")
+    try:
+        stored = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+    except _CONFIG_ERRORS as error:
+        raise ConfigError(f"{directory / 'config.json'}: {_first_line(error)}", where="model.source") from error
+    if getattr(stored, "quantization_config", None) is not None:
+        raise ConfigError(f"{directory} is quantized; dequantize and save it first", where="model.source")
+    kind = settings.pop("model_type", stored.model_type)
+    if kind != stored.model_type:
+        raise ConfigError(
+            f"model_type: {kind!r} differs from {stored.model_type!r} in {directory}; leave it out",
+            where="model.config",
+        )
+    _check_fields(type(stored), settings)
+    values = stored.to_dict()
+    if "num_labels" in settings:  # Names of other labels, which would count for more.
+        values = {name: value for name, value in values.items() if name not in ("id2label", "label2id")}
+    try:
+        return type(stored).from_dict({**values, **settings})
+    except _CONFIG_ERRORS as error:
+        raise ConfigError(_first_line(error), where="model.config") from error
+
+
+def _fields(cls: type) -> set[str]:
+    names = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+    return names | set(getattr(cls, "attribute_map", {})) | _ALSO_KNOWN
+
+
+def _fit_special_ids(cls: type, settings: dict[str, Any], vocab_size: int, end_of_text: int | None) -> None:
+    """Ids of a class's own vocabulary mean nothing in the tokenizer's: the end of a text is the tokenizer's there."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        usual = getattr(cls, name, None)
+        if name not in settings and isinstance(usual, int) and usual >= vocab_size:
+            settings[name] = None if name == "pad_token_id" else end_of_text
+
+
+def _check_values(made: Any) -> None:
+    """Raise `ConfigError` for values that the library takes and that fail, or mean something else, later."""
+    text = text_part(made)
+    values = {name: integer(text, name) for name in _COUNTS}
+    problems = [
+        f"{name} is {value}; give 1 or more" for name, value in values.items() if value is not None and value < 1
+    ]
+    heads, groups = values["num_attention_heads"], values["num_key_value_heads"]
+    if not problems and heads and groups and heads % groups:
+        problems.append(f"num_key_value_heads {groups} does not divide num_attention_heads {heads}")
+    for name in ("hidden_act", "activation_function"):
+        value = getattr(text, name, None)
+        if isinstance(value, str) and value not in ACT2FN:
+            near = difflib.get_close_matches(value, list(ACT2FN), n=3, cutoff=0.5) or ["gelu", "relu", "silu"]
+            problems.append(f"{name} {value!r} is not known to transformers; nearest: {', '.join(near)}")
+    if problems:
+        raise ConfigError(problems, where="model.config")
+
+
+def _check_fields(cls: type, settings: Mapping[str, Any]) -> None:
+    known = _fields(cls)
+    problems = []
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            problems.append(f"{name} is not a field of {cls.__name__}{hint}")
+    if problems:
+        raise ConfigError(problems, where="model.config")
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
+        return str(error.__cause__)  # what the field's own check said
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"

@@ -1,0 +1,146 @@
+"""Model FLOPs utilisation: the floating-point operations that a step needs at least, over what its ranks could have done meanwhile.
+
+Counted is what the model needs, and not what is computed again (activation checkpointing), as in "PaLM: Scaling Language Modeling
+with Pathways" (arXiv 2204.02311, appendix B): for a token
+
+    6 for each trained weight of a matrix, 4 for each frozen one      forward 2, gradients of inputs 2, of weights 2
+    12 x layers x heads x head size x length                          attention, a causal one not halved
+
+Embeddings that are only looked up do not count, nor experts that a token does not reach.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeromesh.trainer.models.forward_inputs import integer, text_part
+
+_PEAKS = {
+    "A100": 312e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+}
+"""Dense 16-bit operations a second by what a device's name holds, from NVIDIA's data sheets; the first that fits."""
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")
+_TRIES = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFlops:
+    """Of a whole model's forward and backward. `windows` has the longest distance that each attention layer sees, in tokens."""
+
+    dense: float
+    """For a token, without attention."""
+    attention: float = 0.0
+    """For a token and each token that it sees, in a layer."""
+    windows: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelFlops | None:
+        """Of a language model, before it is divided; None for models whose samples are not tokens, or two kinds of tokens."""
+        config: Any = getattr(model, "config", None)
+        if "input_ids" not in inspect.signature(model.forward).parameters or getattr(
+            config, "is_encoder_decoder", False
+        ):
+            return None
+        config = text_part(config)
+        dense = 0.0
+        looked_up = _looked_up(model)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2 and id(parameter) not in looked_up:
+                each = 6 if parameter.requires_grad else 4
+                dense += each * parameter.numel() * (_reached(config) if "experts" in name.split(".") else 1.0)
+        heads = _number(config, "num_attention_heads", "n_head")
+        width = _number(config, "hidden_size", "n_embd")
+        size = _number(config, "head_dim") or (width // heads if heads else 0)
+        return cls(dense=dense, attention=12.0 * heads * size, windows=_windows(config) if heads else ())
+
+    def of_step(self, tokens: int, length: float) -> float:
+        """Operations for so many tokens, in sequences of `length`."""
+        seen = sum(min(window, length) for window in self.windows)
+        return tokens * (self.dense + self.attention * seen)
+
+
+def parameters_of(model: nn.Module) -> int:
+    """Of a Hugging Face model, without embeddings: by these transformers estimates operations. 0 for others, as there."""
+    count = getattr(model, "num_parameters", None)
+    return int(count(exclude_embeddings=True)) if callable(count) else 0
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """Operations a second that this rank could do at most, and where that is known from.
+
+    16-bit products of some accelerators are in a table; else a product of matrices is timed, once in a process.
+    """
+    if device.type == "cuda" and dtype.itemsize == 2:
+        name = torch.cuda.get_device_name(device)
+        for part, peak in _PEAKS.items():
+            if part in name:
+                return peak, f"by the data sheet of {part}"
+    # Many CPUs multiply 16-bit numbers slower than wider ones, which then stand in for them.
+    dtypes = [dtype] if dtype.itemsize > 2 or device.type == "cuda" else [dtype, torch.float32]
+    return max(_measured(device, each, torch.get_num_threads()) for each in dtypes), "measured by a product of matrices"
+
+
+@cache
+def _measured(device: torch.device, dtype: torch.dtype, threads: int) -> float:
+    """The best of a few products of square matrices, of tens of milliseconds altogether."""
+    size = 8192 if device.type == "cuda" else 512 * max(1, math.isqrt(threads // 2))
+    left, out = torch.ones(size, size, dtype=dtype, device=device), torch.empty(size, size, dtype=dtype, device=device)
+    best = math.inf
+    for _ in range(1 + _TRIES):  # The first one allocates and loads kernels.
+        began = time.perf_counter()
+        torch.mm(left, left, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return 2.0 * size**3 / best
+
+
+def _looked_up(model: nn.Module) -> set[int]:
+    """Ids of parameters that are tables of embeddings and are multiplied by nothing: those that are no head's weight too."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    multiplied = {id(parameter) for parameter in head.parameters()} if isinstance(head, nn.Module) else set()
+    tables = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))
+    return {id(weight) for weight in tables} - multiplied
+
+
+def _reached(config: Any) -> float:
+    """The part of a layer's experts that a token goes through."""
+    count = _number(config, *_EXPERTS)
+    chosen = _number(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk")
+    return chosen / count if count and chosen else 1.0
+
+
+def _windows(config: Any) -> tuple[float, ...]:
+    """How far each attention layer sees."""
+    layers = _number(config, "num_hidden_layers", "n_layer")
+    window = _number(config, "sliding_window") or math.inf
+    kinds = getattr(config, "layer_types", None) or ["attention" if window == math.inf else "sliding"] * layers
+    return tuple(
+        float(window) if "sliding" in kind else math.inf
+        for kind in kinds
+        if not any(word in kind for word in _NO_ATTENTION)
+    )
+
+
+def _number(config: Any, *names: str) -> int:
+    """The first of these attributes that is a number above 0; else 0."""
+    for name in names:
+        value = integer(config, name)
+        if value is not None and value > 0:
+            return value
+    return 0

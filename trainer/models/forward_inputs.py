@@ -1,0 +1,126 @@
+"""What a model takes: which fields of a batch, how many positions, which token ids.
+
+Reading values of Hugging Face configurations, some of which answer a question with an exception.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeromesh.errors import DataError
+from zeromesh.trainer.models.peft import pretrained_of
+from zeromesh.weight_init.recompute_init import is_pretrained_model
+
+
+def text_part(config: Any) -> Any:
+    """The configuration of the model's language part; the whole where there is no single one."""
+    try:
+        return config.get_text_config()
+    except (AttributeError, ValueError):
+        return config
+
+
+def integer(config: Any, name: str) -> int | None:
+    """A value that is one integer for the whole model, or None."""
+    try:
+        value = getattr(config, name, None)
+    except (AttributeError, ValueError, RuntimeError):  # it differs from layer to layer
+        return None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+_LABELS = frozenset({"labels", "label", "label_ids"})
+"""What labels are called in samples: collators make `labels` of them."""
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardInputs:
+    """What a batch has to be like for a model's forward.
+
+    `fields`: those that forward takes; None where any may go. `named`: those that it names, and labels by any of their names.
+    `required`: those that it cannot do without.
+    `vocab_size`: rows of the input embedding, which token ids stay below; `positions`: the longest sequence. None: not known.
+    """
+
+    model: str
+    fields: frozenset[str] | None
+    named: frozenset[str]
+    required: tuple[str, ...]
+    vocab_size: int | None
+    positions: int | None
+
+    @classmethod
+    def of(cls, model: nn.Module, *, users_loss: bool) -> ForwardInputs:
+        """What `model` takes; with a loss function of the user's own, fields are that function's business."""
+        pretrained = pretrained_of(model)
+        # Adapters hand on what the model inside takes.
+        model = model if pretrained is None else pretrained
+        parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+        named = frozenset(each.name for each in parameters if each.kind in _NAMED)
+        fields: frozenset[str] | None = named
+        anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+        # A Hugging Face forward hands unknown keywords on to where they may or may not matter; its own Trainer drops them.
+        if users_loss or (anything and not (pretrained is not None and fields)):
+            fields = None
+        required = [each.name for each in parameters if each.kind in _NAMED and each.default is each.empty]
+        main = getattr(model, "main_input_name", None)
+        if pretrained is not None and fields and main in fields and main not in required:
+            required.insert(0, main)  # all arguments of a Hugging Face forward have defaults
+        return cls(
+            model=type(model).__name__,
+            fields=fields,
+            named=named | _LABELS,
+            required=() if users_loss else tuple(required),
+            vocab_size=_vocabulary_of(model),
+            positions=_positions_of(model),
+        )
+
+    def left_out(self, batch: Mapping[str, Any]) -> list[str]:
+        """Fields of a batch that the model does not take."""
+        return [name for name in batch if self.fields is not None and name not in self.fields]
+
+    def check(self, batch: Mapping[str, Any]) -> None:
+        """Raise `DataError` for a batch that lacks a required field or is longer than the model's positions."""
+        missing = [name for name in self.required if name not in batch]
+        if missing and not ("inputs_embeds" in batch and missing == ["input_ids"]):
+            raise DataError(
+                f"{self.model}.forward needs {', '.join(missing)}, and the batch has {', '.join(batch) or 'nothing'}; name "
+                "the dataset's fields after the arguments of forward, or pass a data_collator or compute_loss"
+            )
+        ids = batch.get("input_ids")
+        if isinstance(ids, torch.Tensor) and ids.ndim > 1:
+            self.check_length(ids.shape[-1], "cut the samples")
+
+    def check_length(self, length: int, cure: str) -> None:
+        """Raise `DataError` for sequences of `length` tokens that the model has no positions for."""
+        if self.positions is not None and length > self.positions:
+            raise DataError(
+                f"sequences of {length} tokens are longer than the {self.positions} positions of {self.model} "
+                f"(max_position_embeddings of its configuration); {cure}, or build the model with more positions"
+            )
+
+
+def _vocabulary_of(model: nn.Module) -> int | None:
+    getter = getattr(model, "get_input_embeddings", None)
+    if getter is None:
+        return None
+    try:
+        embedding = getter()
+    except (NotImplementedError, AttributeError):
+        return None
+    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+
+
+def _positions_of(model: nn.Module) -> int | None:
+    config: Any = getattr(model, "config", None)
+    if not is_pretrained_model(model) or config is None:
+        return None
+    found = integer(text_part(config), "max_position_embeddings")
+    return found if found is not None and found > 0 else None

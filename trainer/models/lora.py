@@ -1,0 +1,141 @@
+"""Low-rank adapters (Hu et al., "LoRA", 2021), made by PEFT around a model whose own weights may still be in files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.config.sections.model import Head, LoraSection
+from zeromesh.trainer.models.peft import is_adapted
+from zeromesh.weight_init.meta_init import BuiltModel
+from zeromesh.weight_init.recompute_init import INITIALISER_ERRORS, is_pretrained_model, seeded_cpu
+from zeromesh.weight_init.weight_sources import ParameterSource
+
+_TASKS: Mapping[Head, str] = {
+    "causal_lm": "CAUSAL_LM",
+    "seq2seq_lm": "SEQ_2_SEQ_LM",
+    "sequence_classification": "SEQ_CLS",
+    "token_classification": "TOKEN_CLS",
+    "question_answering": "QUESTION_ANS",
+    "base": "FEATURE_EXTRACTION",
+}
+"""PEFT's names. It trains the heads of those for classification and question answering too."""
+_LANGUAGE: tuple[Head, ...] = ("causal_lm", "masked_lm", "seq2seq_lm", "image_text_to_text", "speech_seq2seq", "base")
+"""Heads that are part of the pretrained model."""
+
+
+def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> BuiltModel:
+    """`built` with adapters, which alone are trained, and the head of a classifier. Values of adapters depend on `seed` alone.
+
+    Raises:
+        ConfigError: without PEFT, for a model that is none of transformers or has adapters, and for targets that it does not have.
+    """
+    peft = import_peft()
+    base: Any = built.model
+    if is_adapted(base):
+        raise ConfigError(
+            "the model has adapters already; leave this out, or give the model without them", where="model.lora"
+        )
+    if not is_pretrained_model(base):
+        raise ConfigError(
+            f"adapters are for models of transformers, and this is a {type(base).__name__}", where="model.lora"
+        )
+    names = {id(tensor): name for name, tensor in [*base.named_parameters(), *base.named_buffers()]}
+    settings = peft.LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha or 2 * section.rank,
+        lora_dropout=section.dropout,
+        target_modules=list(section.targets) if isinstance(section.targets, tuple) else section.targets,
+        task_type=_TASKS.get(head),
+        modules_to_save=None if head in _LANGUAGE else _heads(base),
+    )
+    try:
+        with seeded_cpu(seed, "adapters"):
+            model = peft.get_peft_model(base, settings, autocast_adapter_dtype=False)
+    except INITIALISER_ERRORS as error:
+        raise ConfigError(f"no adapters can be added: {str(error).splitlines()[0]}", where="model.lora") from error
+    for name, layer in model.named_modules():
+        if isinstance(layer, peft.tuners.lora.LoraLayer):
+            _initialise(layer, seed, name)
+    return BuiltModel(model=model, source=AdaptedSource(built.source, model, names), notes=built.notes)
+
+
+def import_peft() -> Any:
+    """The package. Raises `ConfigError` where it is not installed."""
+    try:
+        import peft
+        import peft.tuners.lora
+    except ImportError as error:
+        raise ConfigError("adapters need the package peft: pip install peft", where="model.lora") from error
+    return peft
+
+
+def _heads(model: Any) -> list[str]:
+    """Modules beside the pretrained ones, which classify what those find."""
+    return [
+        name
+        for name, module in model.named_children()
+        if not is_pretrained_model(module)
+        and name != model.base_model_prefix
+        and any(True for _ in module.parameters())
+    ]
+
+
+def _initialise(layer: Any, seed: int, name: str) -> None:
+    """Draw a layer's adapters as PEFT does. Those of a layer on the meta device are there too: get them memory first."""
+    for adapters in (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B):
+        if any(parameter.is_meta for parameter in adapters.parameters()):
+            adapters.to_empty(device="cpu")
+    with seeded_cpu(seed, name):
+        for adapter in layer.active_adapters:
+            layer.reset_lora_parameters(adapter, True)
+
+
+class AdaptedSource:
+    """The values of a model with adapters: of the adapters their own, of the rest those of the model inside, by its names."""
+
+    def __init__(self, source: ParameterSource, model: nn.Module, names: Mapping[int, str]) -> None:
+        """`names`: of the tensors of the model inside, by identity."""
+        self._source = source
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        tensors = parameters | dict(model.named_buffers(remove_duplicate=False))
+        self._inside = {name: names[id(tensor)] for name, tensor in tensors.items() if id(tensor) in names}
+        rest = {name: tensor for name, tensor in parameters.items() if name not in self._inside}
+        self._own = {name: tensor.detach() for name, tensor in rest.items() if not tensor.is_meta}
+        # The trained copy of a head starts from what its original has.
+        self._inside |= {name: self._inside[_original(name)] for name in rest if name not in self._own}
+        self._readers = Counter(self._inside[name] for name, _ in model.named_parameters() if name in self._inside)
+
+    def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
+        """See `ParameterSource`."""
+        own = self._own.get(fqn)
+        return self._source.read(self._inside[fqn], start, end) if own is None else own.reshape(-1)[start:end]
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """See `ParameterSource`."""
+        return self._source.buffer(self._inside[name]) if name in self._inside else None
+
+    def release(self, fqn: str) -> None:
+        """See `ParameterSource`."""
+        self._own.pop(fqn, None)
+        name = self._inside.get(fqn)
+        if name is not None:
+            self._readers[name] -= 1
+            if not self._readers[name]:
+                self._source.release(name)
+
+    def close(self) -> None:
+        """See `ParameterSource`."""
+        self._source.close()
+        self._own.clear()
+
+
+def _original(name: str) -> str:
+    """`head.original_module.weight` of `head.modules_to_save.default.weight`."""
+    before, _, after = name.partition(".modules_to_save.")
+    return f"{before}.original_module.{after.partition('.')[2]}"

@@ -1,0 +1,299 @@
+"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere, nothing on ranks above 0.
+
+Training never fails for the sake of its display: a terminal that goes away or a closed pipe makes the console
+silent.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Protocol, Self, TextIO
+
+from rich.console import Console as RichConsole
+from rich.errors import ConsoleError
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from zeromesh.errors import printable, printable_lines
+from zeromesh.trainer.monitoring.step_metrics import StepMetrics
+
+_LOG = logging.getLogger(__name__)
+_REFRESH_SECONDS = 0.25
+_SILENCE_SECONDS = 5.0  # after which a log file gets a line of status
+_DISPLAY_ERRORS = (OSError, ValueError, ConsoleError)
+
+
+class RunConsole(Protocol):
+    """What the trainer tells about a run. All methods may be called in any order and raise nothing."""
+
+    def note(self, text: str) -> None:
+        """Show one line once."""
+        ...
+
+    def status(self, text: str) -> None:
+        """Show what goes on now, until anything else is shown."""
+        ...
+
+    def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
+        """Begin to show progress: `first_step` of `total_steps` are done, and what comes `after` them takes as long as so many."""
+        ...
+
+    def advance(self, step: int) -> None:
+        """Say that `step` steps are done."""
+        ...
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show a logged step."""
+        ...
+
+    def close(self) -> None:
+        """Stop showing progress and leave the terminal as it was."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class SilentConsole:
+    """The console of all ranks but the first: it takes everything and shows nothing."""
+
+    def note(self, text: str) -> None:
+        """Show nothing."""
+
+    def status(self, text: str) -> None:
+        """Show nothing."""
+
+    def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
+        """Show nothing."""
+
+    def advance(self, step: int) -> None:
+        """Show nothing."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Terminal(RichConsole):
+    """rich's console, but a closed pipe is an error of this file's, where rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError("the reader of the output has gone")
+
+
+class Console(SilentConsole):
+    """The console of rank 0, on `stream` (standard output if None).
+
+    On a terminal: a bar with steps, time left and the numbers of the last logged step. Elsewhere: a line per
+    logged step, and a line of status where nothing has been said for a while.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._rich = _Terminal(file=stream, highlight=False, markup=False, emoji=False)
+        self._is_terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._total_steps = 0
+        self._first_step = 0
+        self._after = 0.0
+        self._started = time.monotonic()
+        self._drawn = -math.inf
+        self._said = time.monotonic()
+        self._alive = True
+        self._live: Live | None = None
+        self._numbers = ""
+
+    def note(self, text: str) -> None:
+        """Show one line once, above the bar where there is one."""
+        self._attempt(lambda: self._print(text))
+
+    def status(self, text: str) -> None:
+        """Show what goes on now: in the bar, on a line that the next note replaces, or now and then as a line."""
+        self._attempt(lambda: self._show_status(text))
+
+    def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
+        """Begin to show progress: `first_step` of `total_steps` are done, and what comes `after` them takes as long as so many."""
+        self._attempt(self._end_status, always=True)
+        self._total_steps, self._first_step, self._started = total_steps, first_step, time.monotonic()
+        self._after = after
+        if self._is_terminal and self._progress is None:
+            self._attempt(self._start_bar)
+
+    def advance(self, step: int) -> None:
+        """Move the bar to `step`; it is drawn a few times a second at most."""
+        self._attempt(lambda: self._move_bar(step))
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show a logged step, in the bar or as a line."""
+        if self._progress is not None:
+            self._numbers = _bar_numbers(metrics)
+            self._attempt(lambda: self._move_bar(metrics.step, self._numbers))
+        else:
+            self._attempt(lambda: self._print(self._line(metrics)))
+
+    def close(self) -> None:
+        """Draw the bar once more and leave the terminal as it was; closing twice is allowed."""
+        self._attempt(self._end_status, always=True)
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            self._attempt(progress.stop, always=True)  # it also gives standard output back
+
+    def _attempt(self, action: Callable[[], None], *, always: bool = False) -> None:
+        """Run an action on the stream; after the first that fails, only those to be tried `always`."""
+        if not (self._alive or always):
+            return
+        try:
+            action()
+        except _DISPLAY_ERRORS as error:
+            self._alive = False
+            _LOG.warning("nothing more is shown of this run: %s", error)
+
+    def _print(self, text: str) -> None:
+        self._end_status()
+        self._said = time.monotonic()
+        if self._progress is not None:
+            self._progress.update(self._task, numbers=self._numbers)
+        # A log file's lines are not wrapped, whatever width rich assumes of it.
+        self._rich.print(Text(printable_lines(text)), soft_wrap=True)
+        self._rich.file.flush()
+
+    def _show_status(self, text: str) -> None:
+        now = time.monotonic()
+        if not self._is_terminal:
+            if now - self._said >= _SILENCE_SECONDS:
+                self._print(text)
+        elif now - self._drawn >= _REFRESH_SECONDS:
+            if self._progress is not None:
+                self._move_bar(None, printable(text))
+                return
+            self._drawn = now
+            if self._live is None:
+                self._live = Live(console=self._rich, auto_refresh=False, transient=True)
+                self._live.start()
+            self._live.update(Text(printable(text), overflow="ellipsis", no_wrap=True), refresh=True)
+
+    def _end_status(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()  # it also gives standard output back
+            self._drawn = -math.inf
+
+    def _start_bar(self) -> None:
+        # No thread draws the bar: it would take time from those that train, and not live through a fork.
+        self._progress = Progress(
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[numbers]}", markup=False),
+            console=self._rich,
+            auto_refresh=False,
+            expand=True,
+        )
+        self._task = self._progress.add_task("", total=self._total_steps, completed=self._first_step, numbers="")
+        self._progress.start()
+
+    def _move_bar(self, step: int | None, numbers: str | None = None) -> None:
+        if self._progress is None:
+            return
+        if numbers is None:
+            self._progress.update(self._task, completed=step)
+        else:
+            self._progress.update(self._task, completed=step, numbers=numbers)
+        now = time.monotonic()
+        if now - self._drawn >= _REFRESH_SECONDS:
+            self._drawn = now
+            self._progress.refresh()
+
+    def _line(self, metrics: StepMetrics) -> str:
+        """A logged step as one line, with the time left at the pace since the start."""
+        line = step_line(metrics, total_steps=self._total_steps)
+        done = metrics.step - self._first_step
+        left = self._total_steps + self._after - metrics.step
+        if done > 0 and left > 0:
+            pace = (time.monotonic() - self._started) / done
+            line += f"  {human_seconds(pace * left)} left"
+        return line
+
+
+def make_console(rank: int, stream: TextIO | None = None) -> RunConsole:
+    """The console of a rank: rank 0 shows, the others are silent."""
+    return Console(stream) if rank == 0 else SilentConsole()
+
+
+def step_line(metrics: StepMetrics, *, total_steps: int = 0) -> str:
+    """A logged step in plain text, numbers in units for people, extras last."""
+    of_total = f"/{total_steps}" if total_steps else ""
+    parts = [f"step {metrics.step}{of_total}", f"loss {metrics.loss:.4f}"]
+    if metrics.grad_norm is not None:
+        parts.append(f"grad {metrics.grad_norm:.3g}")
+    parts += [
+        f"lr {metrics.lr:.3g}",
+        f"{human_count(metrics.tokens_per_second)} {metrics.unit}/s",
+        f"{human_seconds(metrics.step_seconds)}/step",
+        human_bytes(metrics.peak_memory_bytes),
+        *(f"{name} {value}" for name, value in metrics.extras.items() if not isinstance(value, Mapping)),
+    ]
+    return "  ".join(parts)
+
+
+def human_bytes(count: float) -> str:
+    """A number of bytes in powers of 1024, such as `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def human_count(count: float) -> str:
+    """A number in powers of 1000, such as `12.3k` or `1.2M`."""
+    for unit in ("", "k", "M", "G", "T"):
+        if not abs(count) >= 999.95 or unit == "T":  # `not ... >=` lets NaN through
+            break
+        count /= 1000
+    return f"{count:.0f}" if unit == "" else f"{count:.1f}{unit}"
+
+
+def human_seconds(seconds: float) -> str:
+    """A duration, such as `12 ms`, `1.25 s`, `3:05` (minutes) or `1:02:03` (hours)."""
+    if not math.isfinite(seconds):
+        return str(seconds)
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _bar_numbers(metrics: StepMetrics) -> str:
+    """What stands beside the bar: short enough for 80 columns."""
+    return (
+        f"loss {metrics.loss:.3f}  {human_count(metrics.tokens_per_second)} {metrics.unit.replace('tokens', 'tok')}/s  "
+        f"{human_bytes(metrics.peak_memory_bytes)}"
+    )

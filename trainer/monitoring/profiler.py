@@ -1,0 +1,117 @@
+"""`Profile`: traces of a few steps by torch's profiler, on every rank, in the run's directory.
+
+Beside operators they show named ranges (`zeromesh/profiler_ranges.py`): gathers and reductions of units, forward and backward
+of each,
+collectives, updates. Chrome's tracing page and ui.perfetto.dev read them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch.profiler import ProfilerActivity, profile
+
+from zeromesh import profiler_ranges
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.config.sections.outputs import ProfileSection
+
+FOLDER = "profile"
+_NAME = f'"name": "{profiler_ranges.IN_TURN}'
+_ROW = re.compile(r'(?<="tid": )[^,\s]+')
+
+
+class Profile:
+    """Of one run on one rank; `note` tells a person. A context manager: a run that ends early, in order, writes what there is."""
+
+    def __init__(self, section: ProfileSection, directory: Path, mesh: Mesh, note: Callable[[str], None]) -> None:
+        self._first, self._last = section.steps or (0, -1)
+        self._memory = section.memory
+        self._folder = directory / FOLDER
+        self._mesh = mesh
+        self._note = note
+        self._recorded: list[int] = []
+        self._open: ExitStack | None = None
+        self._profiler: profile | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop(write=error is None)
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around step `number`, counted from 1."""
+        if not self._first <= number <= self._last:
+            yield
+            return
+        if self._open is None:
+            self._start()
+        self._recorded.append(number)
+        with profiler_ranges.named("step", str(number)):
+            yield
+        if number == self._last:
+            self._stop()
+            self._mesh.meet("writing of traces")
+
+    def _start(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if self._mesh.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._open = ExitStack()
+        self._profiler = self._open.enter_context(
+            profile(activities=activities, record_shapes=self._memory, profile_memory=self._memory)
+        )
+        self._open.enter_context(profiler_ranges.recording())
+
+    def _stop(self, *, write: bool = True) -> None:
+        """End recording, and write what there is. A full disk is no reason to end a run."""
+        opened, profiler = self._open, self._profiler
+        if opened is None or profiler is None:
+            return
+        self._open = self._profiler = None
+        opened.close()
+        if not write:
+            return
+        path = self._folder / f"steps-{self._recorded[0]}-{self._recorded[-1]}-rank-{self._mesh.rank}.json.gz"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            _write(profiler, path)
+        except (OSError, RuntimeError) as error:  # torch has no narrower kind for a file that it cannot write
+            self._note(f"WARNING: {path} was not written: {error}")
+            return
+        steps = f"{self._recorded[0]} to {self._recorded[-1]}"
+        self._note(f"steps {steps} are recorded in {self._folder}, a trace for each rank")
+
+
+def _write(profiler: profile, path: Path) -> None:
+    """The trace, compressed. Ranges of units in backward get a row of their own: they begin and end amid operators of autograd's,
+    and viewers drop what is neither inside another range nor beside it.
+    """
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        plain, packed = Path(folder, "trace.json"), Path(folder, "trace.json.gz")
+        profiler.export_chrome_trace(str(plain))
+        with plain.open(encoding="utf-8") as lines, gzip.open(packed, "wt", encoding="utf-8", compresslevel=5) as out:
+            out.writelines(_in_rows(lines))
+        packed.replace(path)
+
+
+def _in_rows(lines: Iterable[str]) -> Iterator[str]:
+    """The lines of a trace, in which an event says its name before its row."""
+    own = False
+    for line in lines:
+        own = own or _NAME in line
+        if own and _ROW.search(line):
+            yield _ROW.sub('"units in backward"', line)
+            own = False
+        else:
+            yield line

@@ -1,0 +1,137 @@
+"""The directory of a run: its resolved configuration, its metrics, when processes of it have begun, and where ranks are."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import platform
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeromesh import __version__
+from zeromesh.environment import secret_values
+from zeromesh.errors import StorageError
+from zeromesh.files import open_regular, remove_unfinished, try_lock, write_whole
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload.memory.memory_usage import cpu_name
+from zeromesh.telemetry.status_file import NAME as RANKS
+from zeromesh.telemetry.status_file import StateMonitor
+from zeromesh.trainer.config.redact import Redaction
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.monitoring.step_metrics import ENDED, EVALUATIONS, LOCK, METRICS, STARTS, MetricsWriter
+
+
+class RunDirectory:
+    """Where a run writes; rank 0 does so.
+
+    Raises:
+        StorageError: at birth, if it cannot be written; what was in it is still there then.
+    """
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path = path
+        self._writes = rank == 0
+        if not self._writes:
+            return
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error.strerror or str(error)) from error
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise self._unwritable("permission denied")
+
+    def _unwritable(self, reason: str) -> StorageError:
+        return StorageError(f"{str(self.path)!r} cannot be written ({reason}); change run.output_dir")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """No other run writes here inside the block; the lock goes with the process, however that ends.
+
+        Raises:
+            StorageError: when another run has it.
+        """
+        if not self._writes:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            file = self._lock(stack)
+            try:
+                yield
+            except BaseException as error:
+                _note(file, f"{ENDED} by {type(error).__name__}")
+                raise
+            _note(file, ENDED)
+
+    def _lock(self, stack: contextlib.ExitStack) -> io.FileIO:
+        """The file that is locked until `stack` ends. What killed processes have left half-written is removed."""
+        path = self.path / LOCK
+        try:
+            file = stack.enter_context(io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT), "r+"))
+            if not try_lock(file.fileno()):
+                holder = file.read(200).decode(errors="replace").strip() or "another process"
+                raise StorageError(
+                    f"{str(self.path)!r} belongs to a run that is going on ({holder}); wait for it, or give another run.name"
+                )
+            _note(file, f"pid {os.getpid()} on {socket.gethostname()}")
+            remove_unfinished(self.path)
+            return file
+        except OSError as error:
+            raise StorageError(
+                f"{str(path)!r} cannot be opened and locked: {error.strerror or error}; another run could not be kept out. Change "
+                "that, or set run.output_dir to another file system"
+            ) from error
+
+    @contextmanager
+    def open(self, config: TrainerConfig, step: int, facts: Mapping[str, Any]) -> Iterator[MetricsWriter | None]:
+        """Write the resolved configuration, without secrets, and hand out the writer of metrics, which continues after `step`.
+
+        `facts` about the model and the machine go into the line of this start.
+        """
+        if not self._writes:
+            yield None
+            return
+        try:
+            text = config.to_yaml(Redaction(secret_values()).values)
+            write_whole(self.path / "config.resolved.yaml", text.encode())
+        except OSError as error:
+            raise self._unwritable(error.strerror or str(error)) from error
+        with MetricsWriter(self.path / STARTS) as starts:
+            starts.write({"step": step, "host": socket.gethostname(), **facts})
+        if os.path.lexists(self.path / EVALUATIONS):
+            MetricsWriter(self.path / EVALUATIONS, keep_through=step).close()
+        with MetricsWriter(self.path / METRICS, keep_through=step) as writer:
+            yield writer
+
+    @contextmanager
+    def monitored(self, mesh: Mesh) -> Iterator[None]:
+        """Inside the block a file says where every rank is."""
+        if not self._writes or mesh.watch is None:
+            yield
+            return
+        clean = Redaction(secret_values()).text
+        with StateMonitor(mesh.watch, mesh.world.ranks, self.path / RANKS, clean=clean):
+            yield
+
+
+def start_facts(mesh: Mesh, parameters: int) -> dict[str, Any]:
+    """What the record of a start says of the run: parameters of the model, the hardware, and versions of packages."""
+    device, size = mesh.device, mesh.shape.world_size
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    versions = {"zeromesh": __version__, "python": platform.python_version()}
+    versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
+    hardware = f"{size} rank{'s' * (size > 1)} on {name}"
+    return {"parameters": parameters, "hardware": hardware, "versions": versions}
+
+
+def _note(file: io.FileIO, text: str) -> None:
+    """Put one line into the file of the lock. A disk that is full now is reported by what matters."""
+    with contextlib.suppress(OSError):
+        os.pwrite(file.fileno(), f"{text}\n".encode(), 0)
+        file.truncate(len(text) + 1)

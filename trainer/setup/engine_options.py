@@ -1,0 +1,104 @@
+"""What a configuration says to the engine.
+
+Which parameters weight decay leaves out in transformers' Trainer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers.trainer_pt_utils import get_parameter_names
+
+from zeromesh.offload import FileSettings, TierChoice
+from zeromesh.optim.fused_optimizer import OptimizerSettings
+from zeromesh.optim.gradient_scaling import ScalerSettings
+from zeromesh.optim.weight_average import AverageSettings
+from zeromesh.options import OffloadOptions, Precision, ZeroOptions
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+
+# As in `transformers.Trainer.get_decay_parameter_names`, which a test compares: searched for in names in lower case.
+_LEFT_OUT = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+
+
+def biases_and_norms(model: nn.Module) -> list[str]:
+    """The names of `model`'s parameters that are biases, or belong to a normalisation by its name or as an `nn.LayerNorm`."""
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_LEFT_OUT)))
+    return [name for name, _ in model.named_parameters() if name not in decayed]
+
+
+def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
+    """What the engine is told."""
+    precision, optimizer, ema = config.precision, config.optimizer, config.ema
+    scale = precision.loss_scale
+    settings = ScalerSettings(
+        initial=scale.initial_scale,
+        growth_interval=scale.growth_interval,
+        growth=scale.growth_factor,
+        backoff=scale.backoff_factor,
+    )
+    return ZeroOptions(
+        stage=config.zero.stage,
+        prefetch=config.zero.prefetch,
+        gathered_budget=None if config.zero.gathered_budget == "auto" else config.zero.gathered_budget,
+        overlap=config.zero.overlap,
+        transport=config.parallel.transport,
+        precision=Precision(
+            compute=_dtype(precision.compute),
+            master=_dtype(precision.master),
+            reduce=_dtype(precision.reduce),
+            loss_scale=settings if precision.compute == "float16" else None,
+        ),
+        optimizer=OptimizerSettings(
+            name=optimizer.name,
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            momentum=optimizer.momentum,
+            no_decay=optimizer.no_decay,
+        ),
+        offload=_offload(config),
+        average=AverageSettings(decay=ema.decay, every=ema.every_steps, start=ema.start_step) if ema.decay else None,
+        accumulation=accumulation,
+        clip_norm=config.run.clip_norm,
+        on_nonfinite=config.run.on_nonfinite,
+        optimizer_in_backward=optimizer.in_backward,
+        seed=config.run.seed,
+    )
+
+
+def exempted(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> ZeroOptions:
+    """The same options, with the names of parameters that are not decayed because of what they are (`optimizer.exempt`)."""
+    if config.optimizer.exempt == "none":
+        return options
+    names = tuple(biases_and_norms(model))
+    return replace(options, optimizer=replace(options.optimizer, no_decay=options.optimizer.no_decay + names))
+
+
+def _offload(config: TrainerConfig) -> OffloadOptions:
+    """What rests where."""
+    section, gradients = config.offload, config.offload.gradients
+    named = section.directory or str(Path(config.run.output_dir, config.run.name, "offload"))
+    directories = (named,) if isinstance(named, str) else named
+    return OffloadOptions(
+        optimizer=TierChoice(tier=section.optimizer.tier, fraction=section.optimizer.fraction),
+        gradients=None if gradients.tier == "auto" else TierChoice(tier=gradients.tier, fraction=gradients.fraction),
+        parameters=TierChoice(tier=section.parameters.tier, fraction=section.parameters.fraction),
+        activations=TierChoice(tier=section.activations.tier, fraction=section.activations.fraction),
+        files=FileSettings(
+            directories=tuple(Path(directory).expanduser().absolute() for directory in directories),
+            label=config.run.name,
+            checksums=section.checksums,
+        ),
+        update=section.update,
+        staging_bytes=section.staging,
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    """`bfloat16` to `torch.bfloat16`."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

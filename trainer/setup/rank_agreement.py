@@ -1,0 +1,109 @@
+"""What all ranks of a run must have alike, compared before anything else waits for another rank: settings, data, model, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from zeromesh.errors import ConfigError, DataError, LayoutError
+from zeromesh.mesh.agreement import require_same
+from zeromesh.mesh.process_mesh import Mesh, ProcessSet
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.data.streaming import StreamedDataset
+
+_OF_A_HOST = frozenset(
+    {"data.eval", "data.tokenizer", "data.train", "model.source", "offload.directory", "run.output_dir", "tracking"}
+)
+"""Keys that may differ: where files lie on a host (what is in them is compared), and what rank 0 alone does."""
+
+_CHUNK = 64 * 2**20
+"""Bytes of a weight that are sent at a time."""
+
+
+def require_same_settings(mesh: Mesh, config: TrainerConfig, given: Mapping[str, object]) -> None:
+    """Compare configurations, and `given`: what was handed to the trainer beside it. Raises `ConfigError` where they differ."""
+    values = {**dict(_flat(config.model_dump(mode="json"))), **given}
+    if config.checkpoint.resume not in ("auto", "never"):
+        values["checkpoint.resume"] = "a path"
+    advice = "Give every rank the same configuration and arguments; what only one rank is to do belongs behind its rank's number"
+    require_same(mesh.world, values, ConfigError, advice=advice)
+
+
+def require_same_data(mesh: Mesh, sets: Mapping[str, Any], others: Mapping[str, object]) -> None:
+    """Compare the kinds and lengths of datasets by name, and `others`. Raises `DataError` where they differ."""
+    values = {**{name: _kind(dataset) for name, dataset in sets.items()}, **others}
+    advice = "Give every rank the whole of each dataset: the trainer deals its samples out to ranks"
+    require_same(mesh.world, values, DataError, advice=advice)
+
+
+def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
+    """Compare the models of all ranks, and give all of them the weights and buffers of rank 0 where theirs have other values.
+
+    Returns notes. Parameters on the meta device have no values yet, and are left as they are.
+
+    Raises:
+        LayoutError: for models with other parameters or buffers.
+    """
+    tensors = dict(_tensors(model))
+    plan = {
+        name: f"{list(t.shape)} {t.dtype} {'trained' if t.requires_grad else 'frozen'}" for name, t in tensors.items()
+    }
+    advice = "All ranks must build one model, with the same shapes, dtypes and frozen parameters"
+    mesh.meet("comparison of models")
+    require_same(mesh.world, {"model": type(model).__name__, **plan}, LayoutError, advice=advice)
+    if mesh.world_size == 1:
+        return []
+    held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+    rows = mesh.world.gather_integers([_digest(tensor) for tensor in held.values()])
+    differing = [name for index, name in enumerate(held) if len({row[index] for row in rows}) > 1]
+    for name in differing:
+        _take_from_first(held[name], mesh.world)
+    if not differing:
+        return []
+    others = ", ".join(str(rank) for rank, row in enumerate(rows) if row != rows[0])
+    some = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
+    return [f"initial weights differed on ranks {others} ({some}): every rank begins with those of rank 0"]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in values.items():
+        key = prefix + name
+        if key in _OF_A_HOST:
+            continue
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _kind(dataset: Any) -> str:
+    return "a stream" if isinstance(dataset, StreamedDataset) else f"{len(dataset)} samples"
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from ((f"parameter {name}", each) for name, each in model.named_parameters())
+    yield from ((f"buffer {name}", each) for name, each in model.named_buffers())
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Its values on CPU, as uint8 [bytes]."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _digest(tensor: Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(_bytes_of(tensor).numpy().data) >> 1
+
+
+def _take_from_first(tensor: Tensor, world: ProcessSet) -> None:
+    """Overwrite a tensor with what the first rank has, in place: bytes are summed with zeros, which keeps every bit."""
+    content = _bytes_of(tensor).clone()
+    if world.index:
+        content.zero_()
+    for start in range(0, len(content), _CHUNK):
+        world.sum_(content[start : start + _CHUNK], "initial weights of rank 0")
+    if world.index:
+        tensor.detach().copy_(content.view(tensor.dtype).view(tensor.shape))

@@ -1,0 +1,77 @@
+"""`TorchSchedule`: any scheduler of `torch.optim.lr_scheduler` as a function of the step, so that a run can go on anywhere."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.config.sections.training import OptimizerSection
+
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+"""Makes a scheduler of an optimizer, such as `lambda optimizer: StepLR(optimizer, 30)`."""
+
+
+class TorchSchedule:
+    """What a scheduler makes of the learning rate and of the momentum, which `OneCycleLR` and `CyclicLR` change too. It acts on an
+    optimizer of one number, of the kind of the run's and with its settings, of no use otherwise.
+
+    Raises:
+        ConfigError: for what makes no scheduler, one that waits for a metric, or one that changes a momentum that there is not.
+    """
+
+    def __init__(self, make: MakeScheduler, settings: OptimizerSection) -> None:
+        self._settings = settings
+        self._optimizer, self._scheduler = self._start(make)
+        self._rates = [self._now()]
+
+    def _start(self, make: MakeScheduler) -> tuple[Optimizer, LRScheduler]:
+        settings, parameters = self._settings, [torch.zeros(1, requires_grad=True)]
+        optimizer: Optimizer
+        if settings.name == "sgd":
+            optimizer = SGD(parameters, lr=settings.lr, momentum=settings.momentum)
+        elif settings.name == "adagrad":
+            optimizer = Adagrad(parameters, lr=settings.lr)
+        else:
+            optimizer = Adam(parameters, lr=settings.lr, betas=settings.betas)
+        try:
+            scheduler = make(optimizer)
+        except ValueError as error:
+            raise ConfigError(f"lr_scheduler, with optimizer.name {settings.name}: {error}") from error
+        if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+            raise ConfigError(
+                f"lr_scheduler gave a {type(scheduler).__name__}; give a callable that makes a scheduler of torch.optim, "
+                "whose rate depends on the step alone"
+            )
+        return optimizer, scheduler
+
+    def _now(self) -> tuple[float, float | None]:
+        settings, group = self._settings, self._optimizer.param_groups[0]
+        momentum = group["betas"][0] if "betas" in group else group.get("momentum")
+        if settings.name == "sgd" and momentum and not settings.momentum:
+            raise ConfigError(
+                f"lr_scheduler changes the momentum to {momentum}, and optimizer.momentum is 0, so that the optimizer keeps none; "
+                "set optimizer.momentum, or give the scheduler cycle_momentum=False"
+            )
+        return group["lr"] / settings.lr if settings.lr else 0.0, momentum
+
+    def factor(self, step: int) -> float:
+        """What the rate of step `step` (from 0) is multiplied by."""
+        return self._at(step)[0]
+
+    def momentum(self, step: int) -> float | None:
+        """The momentum of SGD, or the first of Adam's betas, in step `step`; None for an optimizer without."""
+        return self._at(step)[1]
+
+    def _at(self, step: int) -> tuple[float, float | None]:
+        with warnings.catch_warnings():
+            # torch wants optimizer.step() before scheduler.step(); this optimizer has nothing to update.
+            warnings.simplefilter("ignore", UserWarning)
+            while len(self._rates) <= step:
+                self._scheduler.step()
+                self._rates.append(self._now())
+        return self._rates[step]

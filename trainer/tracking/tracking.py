@@ -1,0 +1,204 @@
+"""`Tracking`: figures of a run to trackers, from rank 0, by a thread for each of them.
+
+    training thread    log, log, evaluated, log ...   puts rows into queues, and never waits
+    tracking threads   start, then row by row         a tracker that fails, or does not answer, is left out: the others go on
+
+A run that goes on keeps its id, and a tracker gets no row twice: rows that an earlier process has sent are not sent again, though
+this one computes their steps anew. `tracking.json` in the run's directory has the id, and so has each checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from zeromesh.environment import kept_environment, secret_values
+from zeromesh.files import read_whole, write_whole
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.config.redact import Redaction
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.monitoring.step_metrics import StepMetrics
+from zeromesh.trainer.tracking.backend_options import TrackedRun
+from zeromesh.trainer.tracking.backends import Tracker, make_tracker
+from zeromesh.trainer.tracking.rows import TrackedRow, evaluation_row, step_row
+from zeromesh.trainer.tracking.worker import HAS_ALL, Sender, said_by
+
+NAME = "tracking.json"
+_CAPACITY = 10_000
+_FINISH_SECONDS = 30.0
+_ERROR_SECONDS = 5.0
+"""After an error, of which the other ranks are told only then."""
+_ABANDON_SECONDS = 2.0
+_SHARE = 0.7
+"""Of the time for which ranks wait for each other."""
+_IDENT = re.compile(r"[A-Za-z0-9]{1,64}")
+
+
+class Tracking:
+    """Of one run; without trackers, as on all ranks but the first, it does nothing. A context manager: trackers end with it."""
+
+    def __init__(
+        self,
+        trackers: Sequence[Tracker] = (),
+        note: Callable[[str], None] = lambda text: None,
+        *,
+        ident: str = "",
+        redaction: Redaction | None = None,
+        capacity: int = _CAPACITY,
+        patience: float = math.inf,
+        leave: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`note` tells a person; it is called from the training thread alone. `leave` is called when all trackers have ended.
+
+        The end waits `patience` seconds at most, and never more than half a minute.
+        """
+        self.ident = ident
+        """What trackers know the run by; empty where there are none."""
+        self._note = note
+        self._leave = leave
+        self._patience = patience
+        self._senders = [Sender(each, redaction or Redaction(), capacity) for each in trackers]
+
+    @classmethod
+    def open(
+        cls,
+        config: TrainerConfig,
+        mesh: Mesh,
+        directory: Path,
+        *,
+        step: int,
+        known: Mapping[str, str],
+        note: Callable[[str], None],
+    ) -> Tracking:
+        """For a run that goes on after `step`; `known` is what its checkpoint has kept of `identity`. All ranks call it."""
+        section = config.tracking
+        if not section.backends:
+            return cls()
+        mine = _ident(directory / NAME, config.run.name, step, known, note) if mesh.rank == 0 else ""
+        ident = mesh.world.gather_bytes(mine.encode(), "id of the run in trackers")[0].decode()
+        if mesh.rank:
+            return cls(ident=ident)
+        redaction = Redaction(secret_values())
+        run = TrackedRun(
+            ident=ident,
+            name=redaction.text(section.name or config.run.name),
+            project=redaction.text(section.project),
+            tags=tuple(map(redaction.text, section.tags)),
+            online=section.mode == "online",
+            directory=directory.absolute(),
+            step=step,
+            config=redaction.values(config.model_dump(mode="json")),
+        )
+        try:
+            leave = _join_accelerate(mesh.device)
+        except Exception as error:  # noqa: BLE001 - a library's own, which must not end a run
+            note(f"WARNING: there is no tracking: {said_by(error, redaction)}. Training goes on; {HAS_ALL}")
+            return cls(ident=ident)
+        trackers = [make_tracker(name, run) for name in dict.fromkeys(section.backends)]
+        # The other ranks wait for this one meanwhile.
+        patience = _SHARE * config.parallel.timeout_seconds if mesh.world_size > 1 else math.inf
+        return cls(trackers, note, ident=ident, redaction=redaction, patience=patience, leave=leave)
+
+    def identity(self, run: str) -> dict[str, str]:
+        """What a checkpoint of run `run` keeps, so that its trackers know it again."""
+        return {"id": self.ident, "run": run} if self.ident else {}
+
+    def log(self, metrics: StepMetrics) -> None:
+        """Send a step's figures."""
+        if self._senders:
+            self._put(step_row(metrics.record()))
+
+    def evaluated(self, step: int, values: Mapping[str, Any]) -> None:
+        """Send the figures of an evaluation after `step`; what is no number among them is left out."""
+        if self._senders:
+            self._put(evaluation_row(step, values))
+
+    def _put(self, row: TrackedRow) -> None:
+        for sender in self._senders:
+            sender.put(row)
+        self._tell()
+
+    def __enter__(self) -> Self:
+        for sender in self._senders:
+            sender.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish(min(_FINISH_SECONDS if error is None else _ERROR_SECONDS, self._patience))
+
+    def finish(self, seconds: float) -> None:
+        """Send what is left, waiting for that so many seconds at most. Nothing is sent afterwards."""
+        if not self._senders:
+            return
+        end = time.monotonic() + seconds
+        for sender in self._senders:
+            sender.close()
+        late = [sender for sender in self._senders if not sender.ended(end)]
+        if late:
+            names = ", ".join(sender.name for sender in late)
+            self._tell()
+            self._note(f"WARNING: tracking by {names} did not end within {seconds:g} seconds; {HAS_ALL}")
+            _abandon(late)
+        else:
+            self._leave()
+        self._tell()
+        self._senders = []
+
+    def _tell(self) -> None:
+        for sender in self._senders:
+            for line in sender.news():
+                self._note(line)
+
+
+def _abandon(late: Sequence[Sender]) -> None:
+    """Let go of trackers that do not answer."""
+    for sender in late:
+        sender.abandon()
+    end = time.monotonic() + _ABANDON_SECONDS
+    for sender in late:
+        sender.ended(end)
+
+
+def _ident(path: Path, run: str, step: int, known: Mapping[str, Any], note: Callable[[str], None]) -> str:
+    """The run's id: that of its directory, else that of its checkpoint, where it goes on; else a new one. It is kept in `path`."""
+    found = ""
+    if step:
+        try:
+            found = json.loads(read_whole(path))["id"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            found = known.get("id", "") if known.get("run") == run else ""
+    if not (isinstance(found, str) and _IDENT.fullmatch(found)):
+        found = secrets.token_hex(4)
+    try:
+        write_whole(path, json.dumps({"id": found, "run": run}).encode())
+    except OSError as error:
+        note(f"WARNING: {path} cannot be written ({error.strerror}); trackers know the run as {found}")
+    return found
+
+
+def _join_accelerate(device: torch.device) -> Callable[[], None]:
+    """accelerate's trackers ask its state whether this is the main process; it finds the process group that is there.
+
+    Returns what takes that state away again, where nobody else has made it.
+    """
+    from accelerate import PartialState
+
+    if PartialState._shared_state:
+        return lambda: None
+    threads = torch.get_num_threads()
+    with kept_environment():
+        PartialState(cpu=device.type == "cpu")
+    torch.set_num_threads(threads)
+    leave: Callable[[], None] = PartialState._reset_state
+    return leave

@@ -1,0 +1,166 @@
+"""Initial values from a local Hugging Face model directory, streamed: no rank reads more than it owns, where
+it can.
+
+A parameter that lies in the file as it is is read by element range. One that the library converts (stacked
+experts, split projections) is made whole on CPU, one conversion at a time, and a bounded number of them is
+kept between reads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from zeromesh.errors import ConfigError, LayoutError
+from zeromesh.trainer.weights.key_mapping import Conversion, Matched, match
+from zeromesh.trainer.weights.safetensors_reader import TensorFiles
+from zeromesh.weight_init.recompute_init import Skeleton
+from zeromesh.weight_init.weight_sources import (
+    LostValuesError,
+    ParameterSource,
+    SeededSource,
+    canonical_names,
+    check_interval,
+)
+
+_COMPARED_ELEMENTS = 16384
+
+
+class SafetensorsSource:
+    """The parameters and buffers of `model` as the safetensors files of `directory` have them.
+
+    Args:
+        directory: with `model.safetensors`, or `model.safetensors.index.json` and its files.
+        model: a Hugging Face model of the same architecture, which may be on the meta device.
+        fallback: gives the parameters that no file has (a new classification head).
+        cache_bytes: of converted parameters kept between reads (one conversion at least).
+
+    `notes` are lines for the run to print. Raises `ConfigError` that lists every tensor that is missing,
+    unexpected or of another shape, and for files that are broken.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        model: Any,
+        fallback: ParameterSource,
+        *,
+        cache_bytes: int = 256 * 2**20,
+    ) -> None:
+        self._files = TensorFiles(directory)
+        self._matched = match(model, self._files.entries)
+        self._skeleton = Skeleton(model)
+        self._fallback = fallback
+        self._origin = _origins(model, self._matched)
+        self._numel = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
+        self._refuse_lost(fallback)
+        self._compare_tied(model)
+        self._cache: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
+        self._cache_bytes = cache_bytes
+        self.notes = self._describe()
+
+    def provides(self, name: str) -> bool:
+        """Whether the files have a value for parameter or buffer `name` (or another name of a tied
+        parameter).
+        """
+        return self._matched.provides(self._origin.get(name, name))
+
+    def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
+        """See `ParameterSource.read`; in the file's dtype. Raises `StorageError` for a file that has become
+        short.
+        """
+        if fqn not in self._numel:
+            raise LayoutError(f"{fqn} is not among the {len(self._numel)} parameters of this source")
+        check_interval(fqn, start, end, self._numel[fqn])
+        name = self._origin[fqn]
+        if name in self._matched.direct:
+            return self._files.read(self._matched.direct[name], start, end)
+        if name in self._matched.converted:
+            return self._converted(self._matched.converted[name])[name].reshape(-1)[start:end]
+        return self._fallback.read(fqn, start, end)
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """The stored value of a persistent buffer, in the file's dtype, or None."""
+        if name in self._matched.direct:
+            stored = self._matched.direct[name]
+            return self._files.read(stored).reshape(self._files.entries[stored].shape)
+        if name in self._matched.converted:
+            return self._converted(self._matched.converted[name])[name]
+        return None
+
+    def release(self, fqn: str) -> None:
+        """Passed on to the fallback; memory here is bounded by the cache."""
+        self._fallback.release(fqn)
+
+    def close(self) -> None:
+        """Close the files and drop the cache."""
+        self._files.close()
+        self._cache.clear()
+        self._fallback.close()
+
+    def _converted(self, conversion: Conversion) -> dict[str, torch.Tensor]:
+        key = conversion.target
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        sizes = (self._files.entries[name] for _, name in conversion.sources)
+        wanted = sum(entry.end - entry.begin for entry in sizes)
+        held = sum(t.numel() * t.element_size() for tensors in self._cache.values() for t in tensors.values())
+        while self._cache and held + wanted > self._cache_bytes:
+            _, dropped = self._cache.popitem(last=False)
+            held -= sum(t.numel() * t.element_size() for t in dropped.values())
+        self._cache[key] = conversion.run(self._whole, self._skeleton.root)
+        return self._cache[key]
+
+    def _whole(self, name: str) -> torch.Tensor:
+        return self._files.read(name).reshape(self._files.entries[name].shape)
+
+    def _refuse_lost(self, fallback: ParameterSource) -> None:
+        lost = fallback.lost() if isinstance(fallback, SeededSource) else ()
+        unknown = tuple(name for name in lost if not self.provides(name))
+        if unknown:
+            raise LostValuesError(unknown, "they are in no file either")
+
+    def _compare_tied(self, model: Any) -> None:
+        """Refuse files in which the names of one tied parameter have different values: one of them would be
+        lost.
+        """
+        problems = []
+        for name, origin in self._origin.items():
+            pair = (self._matched.direct.get(name), self._matched.direct.get(origin))
+            if name == origin or pair[0] is None or pair[1] is None or pair[0] == pair[1]:
+                continue
+            n = self._numel[name]
+            for start in {0, n // 2, max(0, n - _COMPARED_ELEMENTS)}:
+                end = min(n, start + _COMPARED_ELEMENTS)
+                if not torch.equal(self._files.read(pair[0], start, end), self._files.read(pair[1], start, end)):
+                    problems.append(f"{name} and {origin} are one parameter in the model and differ in the files")
+                    break
+        if problems:
+            problems.append("set model.config.tie_word_embeddings: false to train them apart")
+            raise ConfigError(problems, where="model.source")
+
+    def _describe(self) -> tuple[str, ...]:
+        notes = []
+        if self._matched.new:
+            notes.append(f"not in {self._files.directory}, so newly initialised: {_some(self._matched.new)}")
+        if self._matched.unused:
+            notes.append(f"in {self._files.directory} and not used by this model: {_some(self._matched.unused)}")
+        return tuple(notes)
+
+
+def _origins(model: Any, matched: Matched) -> dict[str, str]:
+    """Every parameter name to the name, among those of the same parameter, under which the files have it."""
+    canonical = canonical_names(model)
+    stored: dict[str, str] = {}
+    for name, first in canonical.items():
+        if matched.provides(name) and not matched.provides(first):
+            stored.setdefault(first, name)
+    return {name: stored.get(first, first) for name, first in canonical.items()}
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

@@ -1,0 +1,280 @@
+"""`manifest.json`: what a checkpoint holds, byte by byte, and a checksum of every piece. Nothing in it is believed unchecked.
+
+    {"format": "zeromesh-checkpoint", "schema": 1, "step": 100,
+     "files":   {"model-00001-of-00001.safetensors": {"bytes": 8392704, "pieces": [[0, 4194304, "9f..", 0], ...]}, ...},
+     "tensors": {"model": {"model.norm.weight": ["model-00001-of-00001.safetensors", 4096, "F32", [256]], ...}, ...},
+     "aliases": {"lm_head.weight": "model.embed_tokens.weight"},
+     "layout":  {...}, "part": [0, 1], "sha256": "..."}
+
+Pieces tile every file: begin, end, xxh3-128 of the bytes, and the rank that wrote them. Tensors have their file, first byte, dtype
+and shape, by kind: `model`, `master` for master weights that differ from the parameters, and the optimizer's moments. `layout` is
+for information. `sha256` is that of the manifest itself without this key, as canonical JSON. See docs/checkpoint-format.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from zeromesh.checkpoint.format.safetensors_layout import (
+    DTYPE_NAMES,
+    DTYPES,
+    MAX_DIMS,
+    TensorSpec,
+    check_names,
+    check_plain,
+    is_size,
+    parse_json,
+)
+from zeromesh.errors import CheckpointError
+
+NAME = "manifest.json"
+FORMAT = "zeromesh-checkpoint"
+SCHEMA = 1
+MAX_BYTES = 1 << 30
+_MAX_FILES = 1_000_000
+_PART = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}"
+_PATH = re.compile(rf"{_PART}(/{_PART})?")
+_CHECKSUM = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChecksumPiece:
+    """Bytes [begin, end) of the file `path`, their checksum, and the rank that wrote them."""
+
+    path: str
+    begin: int
+    end: int
+    checksum: str
+    rank: int
+
+    def row(self) -> list[Any]:
+        return [self.begin, self.end, self.checksum, self.rank]
+
+
+def checksum(data: torch.Tensor | bytes) -> str:
+    """xxh3-128 of bytes, or of a 1-D uint8 tensor on CPU, in 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data if isinstance(data, bytes) else data.numpy().data)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """A file of a checkpoint: its size and its pieces in order, which tile it unless the manifest is a part of several."""
+
+    nbytes: int
+    pieces: tuple[ChecksumPiece, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """A whole tensor, from byte `begin` of the file `path` on."""
+
+    spec: TensorSpec
+    path: str
+    begin: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.spec.nbytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """`part` is (0, 1) for a whole checkpoint, (index, count) where each host has a directory of its own."""
+
+    step: int
+    files: Mapping[str, FileRecord]
+    tensors: tuple[StoredTensor, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    part: tuple[int, int] = (0, 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(record.nbytes for record in self.files.values())
+
+    def to_json(self) -> bytes:
+        """The manifest with its own hash."""
+        content: dict[str, Any] = {
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "step": self.step,
+            "files": {
+                path: {"bytes": record.nbytes, "pieces": [piece.row() for piece in record.pieces]}
+                for path, record in sorted(self.files.items())
+            },
+            "tensors": _tensor_rows(self.tensors),
+            "aliases": dict(self.aliases),
+            "layout": dict(self.layout),
+            "part": list(self.part),
+        }
+        return _signed(content, _hash_of(content))
+
+
+def _tensor_rows(tensors: Iterable[StoredTensor]) -> dict[str, dict[str, list[Any]]]:
+    rows: dict[str, dict[str, list[Any]]] = {}
+    for tensor in tensors:
+        spec = tensor.spec
+        row = [tensor.path, tensor.begin, DTYPE_NAMES[spec.dtype], list(spec.shape)]
+        rows.setdefault(spec.kind, {})[spec.name] = row
+    return rows
+
+
+def _signed(content: Mapping[str, Any], digest: str) -> bytes:
+    return json.dumps({**content, "sha256": digest}, separators=(",", ":")).encode()
+
+
+def _hash_of(content: Mapping[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    return hashlib.sha256(canonical).hexdigest()
+
+
+def parse(path: Path, raw: bytes) -> Manifest:
+    """A manifest from the bytes of `path`, checked: its own hash, schema, names, sizes, and that pieces tile the files.
+
+    Raises:
+        CheckpointError: that says what is wrong.
+    """
+    content = parse_json(path, raw)
+    found = content.pop("sha256", None)
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is no manifest of zeromesh: its format is {content.get('format')!r:.50}")
+    schema = content.get("schema")
+    if type(schema) is not int or not 1 <= schema <= SCHEMA:
+        cure = "; use a newer zeromesh to read it" if type(schema) is int and schema > SCHEMA else ""
+        raise CheckpointError(f"{path} has schema {schema!r:.50}, this version reads up to {SCHEMA}{cure}")
+    digest = _hash_of(content)
+    if found != digest:
+        raise CheckpointError(f"{path} does not agree with its own sha256: it was changed or is damaged")
+    # The hash is that of the content: a blank at the end or `1E-5` for `1e-5` does not change it.
+    if raw != _signed(content, digest):
+        raise CheckpointError(f"{path} is not written as it was: bytes were added or changed")
+    fields = _Fields(path, content)
+    part = tuple(fields.integers("part", 2))
+    if not 0 <= part[0] < part[1]:
+        raise CheckpointError(f"{path}: part {list(part)} is no index and count")
+    files = fields.mapping("files")
+    if len(files) > _MAX_FILES:
+        raise CheckpointError(f"{path} names {len(files):,} files; at most {_MAX_FILES:,} are allowed")
+    records = {name: _file(path, name, value, whole=part[1] == 1) for name, value in files.items()}
+    check_plain(path, "layout", fields.mapping("layout"))
+    return Manifest(
+        step=fields.integer("step"),
+        files=records,
+        tensors=_tensors(path, fields.mapping("tensors"), records),
+        aliases=fields.texts("aliases"),
+        layout=fields.mapping("layout"),
+        part=(part[0], part[1]),
+    )
+
+
+class _Fields:
+    """Typed access to a JSON object from an untrusted file."""
+
+    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+        self._path, self._content = path, content
+
+    def _wrong(self, name: str, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: {name} should be {what}")
+
+    def integer(self, name: str) -> int:
+        value = self._content.get(name)
+        if type(value) is not int or not 0 <= value < 1 << 62:
+            raise self._wrong(name, "a whole number, 0 or more")
+        return value
+
+    def integers(self, name: str, count: int) -> list[int]:
+        value = self._content.get(name)
+        if not isinstance(value, list) or len(value) != count or not all(is_size(item) for item in value):
+            raise self._wrong(name, f"a list of {count} whole numbers, 0 or more")
+        return value
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        value = self._content.get(name)
+        if not isinstance(value, dict):
+            raise self._wrong(name, "an object")
+        return value
+
+    def texts(self, name: str) -> dict[str, str]:
+        value = self.mapping(name)
+        if not all(isinstance(item, str) for item in value.values()):
+            raise self._wrong(name, "an object of texts")
+        return value
+
+
+def _file(path: Path, name: str, value: Any, *, whole: bool) -> FileRecord:
+    if not _PATH.fullmatch(name) or name == NAME:
+        raise CheckpointError(f"{path} names the file {name[:300]!r}, which is no plain name inside the checkpoint")
+    rows = value.get("pieces") if isinstance(value, dict) else None
+    nbytes = value.get("bytes") if isinstance(value, dict) else None
+    if not isinstance(rows, list) or not isinstance(nbytes, int) or not is_size(nbytes):
+        raise CheckpointError(f"{path}: {name} should have a number of bytes and a list of pieces")
+    found, end = [], 0
+    for row in rows:
+        if (
+            not isinstance(row, list)
+            or len(row) != 4
+            or not (is_size(row[0]) and is_size(row[1]) and is_size(row[3]))
+            or not isinstance(row[2], str)
+            or not _CHECKSUM.fullmatch(row[2])
+        ):
+            raise CheckpointError(f"{path}: {name} has a piece that is no [begin, end, checksum, rank]")
+        begin, stop = row[0], row[1]
+        if begin < end or stop <= begin or stop > nbytes or (whole and begin != end):
+            raise CheckpointError(
+                f"{path}: {name} has the piece [{begin}, {stop}) after byte {end} of {nbytes}: pieces overlap, leave a gap "
+                "or end beyond the file"
+            )
+        found.append(ChecksumPiece(path=name, begin=begin, end=stop, checksum=row[2], rank=row[3]))
+        end = stop
+    if whole and end != nbytes:
+        raise CheckpointError(f"{path}: the pieces of {name} end at byte {end} of {nbytes}")
+    return FileRecord(nbytes=nbytes, pieces=tuple(found))
+
+
+def _tensors(path: Path, kinds: Mapping[str, Any], files: Mapping[str, FileRecord]) -> tuple[StoredTensor, ...]:
+    found = []
+    for kind, rows in kinds.items():
+        if not re.fullmatch(_PART, kind) or not isinstance(rows, dict):
+            raise CheckpointError(f"{path}: tensors {kind[:300]!r} should be an object, under a plain name")
+        check_names(path, rows)
+        found += [_tensor(path, kind, name, row, files) for name, row in rows.items()]
+    end, last = 0, ""
+    for tensor in sorted(found, key=lambda tensor: (tensor.path, tensor.begin, tensor.end)):
+        if tensor.path == last and tensor.begin < end:
+            raise CheckpointError(f"{path}: {tensor.spec.name} overlaps another tensor in {tensor.path}")
+        last, end = tensor.path, tensor.end
+    return tuple(found)
+
+
+def _tensor(path: Path, kind: str, name: str, row: Any, files: Mapping[str, FileRecord]) -> StoredTensor:
+    if not isinstance(row, list) or len(row) != 4:
+        raise CheckpointError(f"{path}: {kind} {name} is no [file, begin, dtype, shape]")
+    file, begin, dtype, shape = row
+    if (
+        not isinstance(file, str)
+        or file not in files
+        or not is_size(begin)
+        or not isinstance(dtype, str)
+        or dtype not in DTYPES
+        or not isinstance(shape, list)
+        or len(shape) > MAX_DIMS
+        or not all(is_size(size) for size in shape)
+    ):
+        raise CheckpointError(f"{path}: {kind} {name} is {row!r:.200}, no file of it, byte, dtype and shape")
+    spec = TensorSpec(kind=kind, name=name, dtype=DTYPES[dtype], shape=tuple(shape))
+    tensor = StoredTensor(spec=spec, path=file, begin=begin)
+    if begin % DTYPES[dtype].itemsize or tensor.end > files[file].nbytes:
+        raise CheckpointError(
+            f"{path}: {kind} {name} of {spec.nbytes} bytes at {begin} does not fit {file} of {files[file].nbytes} bytes"
+        )
+    return tensor

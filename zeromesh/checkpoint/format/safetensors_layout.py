@@ -1,0 +1,261 @@
+"""The safetensors format: headers, written and read, and whole tensors laid out in files.
+
+    8 bytes   length of the header, little-endian
+    header    JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, "__metadata__": {...}}, then spaces
+    data      the tensors back to back: no holes, no tail
+
+Nothing in a file is executed, and nothing is believed before it is checked. Headers written here end at a multiple of 4096 bytes,
+so that data can move past the page cache.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeromesh.errors import CheckpointError
+from zeromesh.intervals import round_up
+from zeromesh.offload.io.direct_io import BLOCK
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_DIMS = 64
+_MOST_LEVELS = 64
+_MOST_BITS = 1000
+"""Of an integer: it can still become a float."""
+_MAX_NAME = 1000
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LARGEST_FILE = 4 << 30
+"""Bytes. A tensor is never cut, so a file may be larger by one."""
+_LEAST_FILE = 64 << 20
+"""Bytes. Below this more files would not make writing faster."""
+_MOST_FOR_WRITERS = 64
+"""Files of a kind for the sake of their writers. Every rank has a part of each bucket, and so opens all of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """A whole tensor that is stored. `kind` is `model`, `master` or the name of a moment."""
+
+    kind: str
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One tensor in a file: `begin` and `end` are absolute byte positions."""
+
+    name: str
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileLayout:
+    """A file to be written: its path within the checkpoint, its header, and the absolute position of each tensor's first byte."""
+
+    path: str
+    header: bytes
+    places: tuple[tuple[TensorSpec, int], ...]
+    nbytes: int
+
+
+def kind_stem(kind: str) -> str:
+    """What the files of a kind are called: `model`, or `optimizer/exp_avg`."""
+    return "model" if kind == "model" else f"optimizer/{kind}"
+
+
+def plan_files(specs: Iterable[TensorSpec], writers: int) -> tuple[FileLayout, ...]:
+    """Lay tensors out in files, those of a kind in their order: as many files as writers where that makes writing faster.
+
+    All ranks come to the same plan.
+    """
+    kinds: dict[str, list[TensorSpec]] = {}
+    for spec in specs:
+        kinds.setdefault(spec.kind, []).append(spec)
+    files: list[FileLayout] = []
+    for kind, members in kinds.items():
+        total = sum(spec.nbytes for spec in members)
+        count = max(-(-total // _LARGEST_FILE), min(writers, _MOST_FOR_WRITERS, total // _LEAST_FILE), 1)
+        groups = _balanced(members, count)
+        for number, group in enumerate(groups, start=1):
+            path = f"{kind_stem(kind)}-{number:05d}-of-{len(groups):05d}.safetensors"
+            files.append(_file(path, group))
+    return tuple(files)
+
+
+def _balanced(specs: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:
+    """Consecutive groups of about equal bytes, none of them empty."""
+    goal = sum(spec.nbytes for spec in specs) / count
+    groups: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for spec in specs:
+        if groups[-1] and len(groups) < count and filled + spec.nbytes / 2 >= goal * len(groups):
+            groups.append([])
+        groups[-1].append(spec)
+        filled += spec.nbytes
+    return groups
+
+
+def _file(path: str, specs: Sequence[TensorSpec]) -> FileLayout:
+    # Wider dtypes first, as the format's own writer has them, so that each tensor begins at a multiple of its element size.
+    ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at, offsets = 0, []
+    for spec in ordered:
+        end = at + spec.nbytes
+        fields[spec.name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [at, end]}
+        offsets.append(at)
+        at = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (round_up(8 + len(text), BLOCK) - 8 - len(text))
+    header = len(text).to_bytes(8, "little") + text
+    places = tuple((spec, len(header) + offset) for spec, offset in zip(ordered, offsets, strict=True))
+    return FileLayout(path=path, header=header, places=places, nbytes=len(header) + at)
+
+
+def index_files(files: Iterable[FileLayout]) -> dict[str, bytes]:
+    """The index of each kind by its path: which file has which tensor, as Hugging Face writes it."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in files:
+        for spec, _ in file.places:
+            path = f"{kind_stem(spec.kind)}.safetensors.index.json"
+            index = found.setdefault(path, {"metadata": {"total_size": 0}, "weight_map": {}})
+            index["metadata"]["total_size"] += spec.nbytes
+            index["weight_map"][spec.name] = file.path.rpartition("/")[2]
+    return {path: json.dumps(index, indent=1).encode() for path, index in found.items()}
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of a file, once its header is found to be right and to describe the whole file.
+
+    Raises:
+        CheckpointError: which says what is wrong with it.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(f"{path} says that its header has {length} bytes, but the file has {size}")
+        content = parse_json(path, file.read(length))
+    content.pop("__metadata__", None)
+    check_names(path, content)
+    entries = {name: _entry(path, name, fields, 8 + length) for name, fields in content.items()}
+    position = 8 + length
+    for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != position:
+            raise CheckpointError(f"{path} leaves a hole or an overlap before {entry.name} (byte {position})")
+        position = entry.end
+    if position != size:
+        raise CheckpointError(
+            f"{path} has {size} bytes, but its header describes {position}: it is cut short or has a tail"
+        )
+    return entries
+
+
+def _entry(path: Path, name: str, fields: Any, origin: int) -> Entry:
+    try:
+        code, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{path} has no dtype, shape and two data_offsets for {name}") from None
+    if not isinstance(code, str) or code not in DTYPES:
+        hint = "; quantized weights are dequantized first" if str(code).startswith(("F8", "F4", "F6")) else ""
+        raise CheckpointError(f"{path} holds {name} as {code!r:.50}; known are {', '.join(DTYPES)}{hint}")
+    numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
+    if len(numbers) > MAX_DIMS + 2:
+        raise CheckpointError(f"{path} gives {name} {len(shape):,} dims; at most {MAX_DIMS} are allowed")
+    if not all(is_size(number) for number in numbers):
+        raise CheckpointError(f"{path} has a shape or offsets for {name} that are not whole numbers below 2**62")
+    if end - begin != math.prod(shape) * DTYPES[code].itemsize:
+        raise CheckpointError(f"{path} gives {name} {end - begin} bytes, {code}{shape} has another size")
+    dtype = DTYPES[code]
+    return Entry(name=name, path=path, dtype=dtype, shape=tuple(shape), begin=origin + begin, end=origin + end)
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value from an untrusted file can be a number of bytes or elements."""
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def check_names(path: Path, names: Iterable[str]) -> None:
+    """Raise `CheckpointError` for a tensor's name that would not stay what it is on a terminal or in UTF-8."""
+    for name in names:
+        if len(name) > _MAX_NAME or not name.isprintable():
+            raise CheckpointError(
+                f"{path} has a tensor called {name[:100]!r}; names are of at most {_MAX_NAME:,} printable characters"
+            )
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a finite number that a float can hold."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def check_plain(where: object, name: str, content: Any) -> None:
+    """Raise `CheckpointError` where JSON that was read is nested deeply or has huge integers, which who uses it may not bear."""
+    level = [content]
+    for _ in range(_MOST_LEVELS):
+        if any(isinstance(value, int) and value.bit_length() > _MOST_BITS for value in level):
+            raise CheckpointError(f"{where}: {name} has an integer of more than {_MOST_BITS} bits")
+        below = [
+            value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)
+        ]
+        level = [value for values in below for value in values]
+        if not level:
+            return
+    raise CheckpointError(f"{where}: {name} is nested deeper than {_MOST_LEVELS} levels")
+
+
+def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
+    """A JSON object in which no name comes twice. Raises `CheckpointError`."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("a name appears twice")
+        return result
+
+    try:
+        content = json.loads(raw.decode("utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not readable JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return content

@@ -1,0 +1,136 @@
+"""One checkpoint from the parts that hosts without a shared disk have written.
+
+Each part is a directory with the same files at their full sizes, of which its manifest lists the pieces that are in it:
+
+    part 0 of 2    pieces  [0, 4 MiB)               [8 MiB, 9 MiB)
+    part 1 of 2    pieces            [4 MiB, 8 MiB)
+    merged         pieces  [0, 4 MiB) [4 MiB, 8 MiB) [8 MiB, 9 MiB)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from zeromesh.checkpoint.format import manifest as manifests
+from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
+from zeromesh.checkpoint.io.atomic_directory import fresh_directory
+from zeromesh.checkpoint.io.reader import CheckpointReader
+from zeromesh.errors import CheckpointError
+from zeromesh.files import write_whole
+from zeromesh.offload.io.direct_io import PositionalFile
+
+
+def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:
+    """The parts of one checkpoint, in order.
+
+    Raises:
+        CheckpointError: when they are not of one checkpoint, one is absent, or their pieces are not each byte once.
+    """
+    readers = [CheckpointReader(directory, parts=True) for directory in directories]
+    found: dict[int, CheckpointReader] = {}
+    for reader in readers:
+        index, count = reader.manifest.part
+        if count == 1:
+            raise CheckpointError(
+                f"{reader.directory} is a whole checkpoint, not a part of one; there is nothing to merge"
+            )
+        if index in found:
+            raise CheckpointError(
+                f"{found[index].directory} and {reader.directory} are both part {index + 1} of {count}"
+            )
+        found[index] = reader
+    check_parts([(str(reader.directory), reader.manifest) for reader in readers])
+    return [found[index] for index in sorted(found)]
+
+
+def check_parts(parts: Sequence[tuple[str, Manifest]]) -> None:
+    """Raise `CheckpointError` unless these, each with a name for messages, are all parts of one checkpoint."""
+    name, first = parts[0]
+    for other, manifest in parts[1:]:
+        differ = _differences(first, manifest)
+        if differ:
+            raise CheckpointError(
+                f"{name} and {other} are not parts of one checkpoint: they differ in {', '.join(differ)}"
+            )
+    there, count = {manifest.part[0] for _, manifest in parts}, first.part[1]
+    absent = [str(index + 1) for index in range(count) if index not in there]
+    if absent:
+        raise CheckpointError(
+            f"of the checkpoint in {name}, part {', '.join(absent[:5])} of {count} is missing; give the directories of all hosts"
+        )
+
+
+def _differences(one: Manifest, two: Manifest) -> list[str]:
+    shared = one.files.keys() & two.files.keys()
+    sizes = [{path: each.files[path].nbytes for path in shared} for each in (one, two)]
+    return [
+        what
+        for what, here, there in (
+            ("step", one.step, two.step),
+            ("number of parts", one.part[1], two.part[1]),
+            ("the sizes of files", sizes[0], sizes[1]),
+            ("tensors", set(one.tensors), set(two.tensors)),
+            ("aliases", dict(one.aliases), dict(two.aliases)),
+            ("layout", dict(one.layout), dict(two.layout)),
+        )
+        if here != there
+    ]
+
+
+def merged_manifest(parts: Sequence[Manifest]) -> Manifest:
+    """The manifest of the whole. Raises `CheckpointError` where pieces overlap or leave a gap."""
+    one = parts[0]
+    files = {}
+    for path in {path: None for part in parts for path in part.files}:
+        records = [part.files[path] for part in parts if path in part.files]
+        pieces = tuple(sorted((piece for each in records for piece in each.pieces), key=lambda piece: piece.begin))
+        _check_tiles(path, pieces, records[0].nbytes)
+        files[path] = FileRecord(nbytes=records[0].nbytes, pieces=pieces)
+    return replace(one, files=files, part=(0, 1))
+
+
+def _check_tiles(path: str, pieces: Sequence[ChecksumPiece], nbytes: int) -> None:
+    end = 0
+    for begin, stop in [*((piece.begin, piece.end) for piece in pieces), (nbytes, nbytes)]:
+        if begin > end:
+            raise CheckpointError(
+                f"{path}: bytes [{end:,}, {begin:,}) are in no part: the checkpoint was never complete"
+            )
+        if begin < end:
+            raise CheckpointError(f"{path}: bytes [{begin:,}, {end:,}) are in two parts")
+        end = stop
+
+
+def merge(parts: Sequence[CheckpointReader], out: Path, tell: Callable[[int], None]) -> Manifest:
+    """Write the whole checkpoint to `out`, verifying every piece on its way; `tell` gets the bytes of each.
+
+    Raises:
+        CheckpointError: when a piece is not what was written, or pieces are not each byte once.
+        ConfigError, StorageError: where `out` cannot be written.
+    """
+    whole = merged_manifest([part.manifest for part in parts])
+    text = whole.to_json()
+    manifests.parse(out / manifests.NAME, text)
+    with fresh_directory(out, whole.nbytes) as directory:
+        for path, record in whole.files.items():
+            (directory / path).parent.mkdir(exist_ok=True)
+            with PositionalFile(directory / path, write=True, size=record.nbytes) as file:
+                _copy(parts, path, file, tell)
+                file.sync()
+        write_whole(directory / manifests.NAME, text)
+    return whole
+
+
+def _copy(parts: Sequence[CheckpointReader], path: str, file: PositionalFile, tell: Callable[[int], None]) -> None:
+    def use(piece: ChecksumPiece, data: torch.Tensor) -> None:
+        file.write(data, piece.begin)
+        tell(data.numel())
+
+    for part in parts:
+        record = part.manifest.files.get(path)
+        if record is not None:
+            part.stream(record.pieces, use, lambda: None)

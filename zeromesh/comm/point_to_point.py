@@ -1,0 +1,308 @@
+"""`Channels`: tensors of any dtype and shape from a rank of a process set to its neighbours, in the order of sending.
+
+Each direction between two ranks is a process group of these two: what one sends the other receives in the same order, and nothing
+that goes the other way can stand before it (on NCCL, a receive would hold up a send behind it). A message is a broadcast, which
+unlike gloo's own send and receive can be waited for in slices, so that `Watchdog` bounds it and names whom it waits for.
+
+The receiver must know shapes before it can receive. Those of a kind of message that it has not had yet travel ahead in a header;
+both sides remember what they are, and the next message of the kind needs none: it can be on its way while the receiver computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zeromesh.errors import CollectiveError
+from zeromesh.mesh.process_mesh import ProcessSet
+from zeromesh.telemetry.comm_stats import Account, Collective
+from zeromesh.telemetry.watchdog import AsyncWork, Watchdog
+
+HEADER_WORDS = 64
+_DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128,
+)  # fmt: skip
+_FOREVER = timedelta(days=7)  # A receive is posted long before its message; `Watchdog` bounds what is waited for.
+_KINDS = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MessageSpec:
+    """A tensor that travels. `differentiable`: its gradient travels back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> MessageSpec:
+        return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, differentiable=tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Room for such a tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+class Incoming:
+    """A message on its way to this rank."""
+
+    def __init__(self, line: _Line, kind: Hashable, specs: Sequence[MessageSpec] | None, what: str) -> None:
+        self._line = line
+        self._kind = kind
+        self._header: torch.Tensor | None = None
+        self._tensors: list[torch.Tensor] = []
+        self._works: list[AsyncWork] | None = None
+        self._specs = specs
+        self.what = what
+
+    def advance(self, *, block: bool) -> bool:
+        """Begin to receive as soon as shapes are known; whether that is so, and the next message may begin."""
+        line = self._line
+        if self._works is not None:
+            return True
+        if self._specs is None:
+            self._specs = line.known.get(self._kind)
+        if self._specs is None:
+            if self._header is None:
+                self._header = torch.zeros(HEADER_WORDS, dtype=torch.int64, device=line.device)
+                self._header_work = line.receive(self._header)
+            if not block and not self._header_work.is_completed():
+                return False
+            line.wait(self._header_work, f"the shapes of {self.what}")
+            self._specs = line.known[self._kind] = read_header(self._header.tolist())
+            self._header = None
+        self._tensors = [spec.empty(line.device) for spec in self._specs]
+        self._works = [line.receive(tensor) for tensor in self._tensors]
+        return True
+
+    def wait(self) -> tuple[list[torch.Tensor], Sequence[MessageSpec]]:
+        """The tensors, and what they are; once."""
+        self._line.advance_to(self)
+        for work in self._works or ():
+            self._line.wait(work, self.what)
+        tensors, self._tensors, self._works = self._tensors, [], []
+        return tensors, self._specs or ()
+
+
+class _Line:
+    """One direction between this rank and another."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        source: int,
+        peer: int,
+        watch: Watchdog,
+        device: torch.device,
+        traffic: Account,
+    ) -> None:
+        self._group = group
+        self._source = source
+        self._peer = peer
+        self._watch = watch
+        self._traffic = traffic
+        self.device = device
+        self.known: dict[Hashable, Sequence[MessageSpec]] = {}
+        """Shapes of kinds of messages. Both ends have the same ones."""
+        self._queue: deque[Incoming] = deque()
+        self._flying: deque[tuple[torch.Tensor, AsyncWork, str]] = deque()
+
+    def receive(self, tensor: torch.Tensor) -> AsyncWork:
+        return _broadcast(tensor, self._source, self._group)
+
+    def post(self, kind: Hashable, specs: Sequence[MessageSpec] | None, what: str) -> Incoming:
+        """The next message that comes."""
+        incoming = Incoming(self, kind, specs, what)
+        self._queue.append(incoming)
+        self.advance()
+        return incoming
+
+    def advance(self) -> None:
+        """Begin with messages whose shapes are known by now, in order."""
+        while self._queue and self._queue[0].advance(block=False):
+            self._queue.popleft()
+
+    def advance_to(self, wanted: Incoming) -> None:
+        """Begin with a message, and with those before it."""
+        while wanted in self._queue:
+            self._queue[0].advance(block=True)
+            self._queue.popleft()
+
+    def send(
+        self, kind: Hashable, tensors: Sequence[torch.Tensor], specs: Sequence[MessageSpec] | None, what: str
+    ) -> None:
+        found = [MessageSpec.of(tensor) for tensor in tensors]
+        if specs is None:
+            known = self.known.setdefault(kind, found)
+            if known is found:
+                self._launch(torch.tensor(write_header(found), device=self.device), what)
+            specs = known
+        if [(each.shape, each.dtype) for each in found] != [(each.shape, each.dtype) for each in specs]:
+            raise CollectiveError(
+                f"{what} are {_describe(found)}, but for inputs of the same shapes they were {_describe(specs)}, which the "
+                "receiver expects: what a pipeline stage returns may depend on the shapes of a batch alone"
+            )
+        for tensor in tensors:
+            self._launch(tensor.detach().contiguous(), what)
+
+    def _launch(self, tensor: torch.Tensor, what: str) -> None:
+        while self._flying and self._flying[0][1].is_completed():
+            _tensor, work, earlier = self._flying.popleft()
+            self.wait(work, earlier)  # It may have failed.
+        self._traffic.count(Collective.POINT_TO_POINT, tensor.nbytes)
+        with self._traffic.timed(Collective.POINT_TO_POINT):
+            work = _broadcast(tensor, self._source, self._group)
+        self._flying.append((tensor, work, what))
+
+    def settle(self) -> None:
+        """Wait until all that was sent is gone."""
+        while self._flying:
+            _tensor, work, what = self._flying.popleft()
+            self.wait(work, what)
+
+    def forget(self) -> None:
+        """Between steps: do not remember shapes without end."""
+        if len(self.known) > _KINDS:
+            self.known.clear()
+
+    def wait(self, work: AsyncWork, what: str) -> None:
+        with self._traffic.timed(Collective.POINT_TO_POINT):
+            if self.device.type == "cuda":
+                work.wait()
+            else:
+                self._watch.wait_work(work, [self._peer], what)
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)
+
+
+class Channels:
+    """This rank's lines to its neighbours in a process set: the ranks before and after it and, in a ring, the other end."""
+
+    def __init__(
+        self,
+        group: ProcessSet,
+        device: torch.device,
+        *,
+        sets: Sequence[tuple[int, ...]] | None = None,
+        ring: bool = True,
+    ) -> None:
+        """All ranks of the world call this together. `sets`: the ranks of all such sets of the world (`MeshShape.groups` of the
+        axis), by default this one alone."""
+        self.group = group
+        self.device = device
+        self._out: dict[int, _Line] = {}
+        self._in: dict[int, _Line] = {}
+        mine = group.ranks[group.index]
+        for ranks in sets or [group.ranks]:
+            for pair in _neighbours(len(ranks), ring=ring):
+                ends = [ranks[index] for index in pair]
+                for source, target in (ends, ends[::-1]):
+                    made = _pair(ends, device)
+                    if mine not in ends or group.watch is None:
+                        continue
+                    peer = target if mine == source else source
+                    line = _Line(made, source, peer, group.watch, device, group.traffic)
+                    if mine == source:
+                        self._out[group.ranks.index(target)] = line
+                    else:
+                        self._in[group.ranks.index(source)] = line
+
+    def send(
+        self,
+        target: int,
+        kind: Hashable,
+        tensors: Sequence[torch.Tensor],
+        what: str,
+        specs: Sequence[MessageSpec] | None = None,
+    ) -> None:
+        """Send to the neighbour at position `target` of the set. Returns at once; the tensors are kept until they are gone.
+
+        Messages of one `kind` have the same shapes and dtypes. `specs`: what the receiver knows by itself to expect.
+
+        Raises:
+            CollectiveError: for tensors that are not what the receiver expects.
+        """
+        self._out[target].send(kind, tensors, specs, what)
+
+    def receive(self, source: int, kind: Hashable, what: str, specs: Sequence[MessageSpec] | None = None) -> Incoming:
+        """Begin to receive the next message of the neighbour at position `source`, whose `kind` and `specs` are the sender's."""
+        return self._in[source].post(kind, specs, what)
+
+    def advance(self) -> None:
+        """Go on with what could not begin yet; between two computations."""
+        for line in self._in.values():
+            line.advance()
+
+    def settle(self) -> None:
+        """Wait until all that was sent is gone; at the end of a step.
+
+        Raises:
+            CollectiveError: as `Watchdog` has it.
+        """
+        for line in self._out.values():
+            line.settle()
+        for line in (*self._out.values(), *self._in.values()):
+            line.forget()
+
+    def close(self) -> None:
+        """Leave the groups, on all ranks alike, when nothing is in flight. After a wait that ended with an error they stay until
+        the process ends, for they wait for what is in flight."""
+        if self.group.watch is not None and not self.group.watch.in_doubt:
+            for line in (*self._out.values(), *self._in.values()):
+                line.close()
+        self._out, self._in = {}, {}
+
+
+def _neighbours(size: int, *, ring: bool) -> list[tuple[int, int]]:
+    """Pairs of positions, each once, in order."""
+    pairs = [(index, index + 1) for index in range(size - 1)]
+    return sorted(pairs + ([(0, size - 1)] if ring and size > 2 else []))
+
+
+def _pair(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    made: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=_FOREVER)
+    return made
+
+
+def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> AsyncWork:
+    # Bytes: not every backend takes every dtype.
+    flat = (
+        tensor.reshape(-1).view(torch.uint8)
+        if tensor.numel()
+        else torch.zeros(1, dtype=torch.uint8, device=tensor.device)
+    )
+    work: AsyncWork = dist.broadcast(flat, src=source, group=group, async_op=True)
+    return work
+
+
+def write_header(specs: Sequence[MessageSpec]) -> list[int]:
+    """What `read_header` reads, in `HEADER_WORDS` integers. Raises `CollectiveError` for tensors that are too many for them."""
+    words = [len(specs)]
+    for spec in specs:
+        words += [_DTYPES.index(spec.dtype), int(spec.differentiable), len(spec.shape), *spec.shape]
+    if len(words) > HEADER_WORDS:
+        raise CollectiveError(f"{_describe(specs)} cannot be described in {HEADER_WORDS} numbers; send fewer tensors")
+    return words + [0] * (HEADER_WORDS - len(words))
+
+
+def read_header(words: Sequence[int]) -> list[MessageSpec]:
+    """The tensors that a header describes."""
+    specs, at = [], 1
+    for _ in range(words[0]):
+        dtype, differentiable, dims = words[at : at + 3]
+        shape = tuple(words[at + 3 : at + 3 + dims])
+        specs.append(MessageSpec(shape=shape, dtype=_DTYPES[dtype], differentiable=bool(differentiable)))
+        at += 3 + dims
+    return specs
+
+
+def _describe(specs: Sequence[MessageSpec]) -> str:
+    return ", ".join(f"{spec.dtype} {list(spec.shape)}" for spec in specs)

@@ -1,0 +1,288 @@
+"""The transport of CPU ranks on one host: gathered parameters and gradient slots are memory that all of them see.
+
+    arena     one segment:   | bucket 0: shard 0 | shard 1 | bucket 1: ... |       each rank writes its shards, all
+    read all rings     one per rank:  | slot 0 | slot 1 |                                   each rank fills its own,
+    all read all words     one segment:   per rank: published, consumed, then per bucket: written, done
+
+Counters only grow, and each has one writer. `written[bucket][rank]` is the generation that the rank's shard holds and
+`done[bucket][rank]` the last generation that the rank has finished reading; a shard is rewritten when all are done
+with it. `published[rank]` and `consumed[rank]` count gradient buckets: slot n % slots is refilled when all have
+consumed bucket n - slots.
+
+The counters order memory as x86 does (stores are seen in order); `open_transport` uses gloo on other processors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from zeromesh.comm.shm_counters import LINE, Counters
+from zeromesh.comm.transport import (
+    BufferRequest,
+    GatherBuffer,
+    Reducer,
+    Reduction,
+    RingRequest,
+    sum_in_order,
+)
+from zeromesh.errors import CollectiveError
+from zeromesh.intervals import Interval
+from zeromesh.mesh.process_mesh import ProcessSet
+from zeromesh.offload import TieredTensor, Transfer
+from zeromesh.offload.memory.shared_segment import PAGE, SharedSegment, require_memory
+from zeromesh.telemetry.comm_stats import Collective
+
+
+class SharedBuffer:
+    """A buffer whose shards are written by their ranks straight into the pages that all ranks read."""
+
+    def __init__(
+        self,
+        request: BufferRequest,
+        group: ProcessSet,
+        arena: SharedSegment,
+        offset: int,
+        written: Counters,
+        done: Counters,
+    ) -> None:
+        self.full = arena.tensor(offset, request.padded, request.dtype)
+        self.persistent = request.persistent
+        self._arena = arena
+        self._written = written
+        self._done = done
+        self._traffic = group.traffic
+        self._counted = 0
+        self._generation = 0
+        self._reading: Transfer | None = None
+        self._live = False
+        self._pages_out = True
+        length = request.padded // group.size
+        self._own = (group.index * length, (group.index + 1) * length)
+        itemsize = request.dtype.itemsize
+        self._own_bytes = (offset + self._own[0] * itemsize, length * itemsize)
+        self._what = f"gather of {request.name}"
+        if self.persistent:
+            require_memory(f"parameters of {request.name}", self._own_bytes[1])
+            self._reserve_own()
+
+    def carve(self, places: Sequence[Interval]) -> list[torch.Tensor]:
+        return [self.full[place.start : place.end] for place in places]
+
+    def own(self) -> torch.Tensor:
+        return self.full[self._own[0] : self._own[1]]
+
+    def begin_write(self) -> None:
+        if self.persistent:
+            with self._traffic.timed(Collective.ALL_GATHER):
+                self._done.wait(self._generation, f"end of reading before the update ({self._what})")
+
+    def end_write(self) -> None:
+        if self.persistent:
+            self._generation += 1
+            self._written.set(self._generation)
+
+    def gather(self, shard: TieredTensor) -> None:
+        if self.persistent or self._live:
+            return
+        with self._traffic.timed(Collective.ALL_GATHER):
+            self._done.wait(self._generation, f"end of reading before the refill ({self._what})")
+        self._reserve_own()
+        self._live = True
+        self._generation += 1
+        self._reading = shard.read(0, self.own())
+        self.poll()
+
+    def wait(self) -> None:
+        if self._counted != self._generation:
+            self._counted = self._generation
+            self._traffic.count(Collective.ALL_GATHER, self.full.nbytes)
+        self._finish_reading()
+        with self._traffic.timed(Collective.ALL_GATHER):
+            self._written.wait(self._generation, self._what)
+
+    def _finish_reading(self) -> None:
+        """This rank's shard is in place: others may read it."""
+        if self._reading is not None:
+            self._reading.wait()
+            self._reading = None
+            self._written.set(self._generation)
+
+    def release(self) -> None:
+        if self.persistent or not self._live:
+            return
+        self._finish_reading()
+        self._live = False
+        self._done.set(self._generation)
+        self.poll()
+
+    def retire(self) -> None:
+        if self.persistent:
+            self._done.set(self._generation)
+
+    def poll(self) -> None:
+        """Let others have this rank's shard once it is there; give its pages back once nobody reads them."""
+        if self._reading is not None and self._reading.done():
+            self._finish_reading()
+        if not self.persistent and not self._live and not self._pages_out and self._done.reached(self._generation):
+            self._arena.give_back(*self._own_bytes)
+            self._pages_out = True
+
+    def _reserve_own(self) -> None:
+        if self._pages_out and self._own_bytes[1]:
+            self._arena.reserve(*self._own_bytes)
+            self._pages_out = False
+
+
+class _Sum:
+    """A reduction over shared slots: the sum happens in this rank's own thread, when it is asked to finish."""
+
+    def __init__(
+        self,
+        reducer: SharedReducer,
+        sequence: int,
+        kind: Collective,
+        parts: list[torch.Tensor],
+        out: torch.Tensor,
+        add: bool,
+    ) -> None:
+        self._reducer = reducer
+        self._kind = kind
+        self._sequence = sequence
+        self._parts = parts
+        self._out = out
+        self._add = add
+        self._done = False
+
+    def ready(self) -> bool:
+        return self._done or self._reducer.published.reached(self._sequence + 1)
+
+    def finish(self) -> None:
+        if self._done:
+            return
+        with self._reducer.traffic.timed(self._kind):
+            self._reducer.published.wait(self._sequence + 1, "reduction of gradients")
+            sum_in_order(self._out, self._parts, add=self._add)
+            self._reducer.consume(self._sequence)
+        self._done = True
+
+    def settle(self) -> None:
+        """`finish` has read from every rank all that `out` wants."""
+
+
+class SharedReducer:
+    """Gradient slots in shared memory."""
+
+    def __init__(
+        self,
+        ring: RingRequest,
+        group: ProcessSet,
+        rings: Sequence[SharedSegment],
+        published: Counters,
+        consumed: Counters,
+    ) -> None:
+        self._group = group
+        self.traffic = group.traffic
+        self._ring = ring
+        self.published = published
+        self._consumed = consumed
+        self._slots = [
+            [segment.tensor(slot * ring.nbytes, ring.nbytes, torch.uint8) for slot in range(ring.slots)]
+            for segment in rings
+        ]
+        self._next = 0
+
+    def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
+        free_at = sequence - self._ring.slots + 1
+        if free_at > 0 and not self._consumed.reached(free_at):
+            if not block:
+                return None
+            with self.traffic.timed(Collective.REDUCE_SCATTER):
+                self._consumed.wait(free_at, "a free gradient slot")
+        return self._slots[self._group.index][sequence % self._ring.slots]
+
+    def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
+        if sequence != self._next:
+            raise CollectiveError(f"gradient bucket {sequence} was launched out of order; {self._next} is next")
+        self._next += 1
+        self.published.set(self._next)
+        group, nbytes = self._group, filled.numel() * filled.element_size()
+        whole = out.numel() == filled.numel()
+        length = filled.numel() // group.size
+        parts = []
+        for slots in self._slots:
+            theirs = slots[sequence % self._ring.slots][:nbytes].view(filled.dtype)
+            parts.append(theirs if whole else theirs[group.index * length : (group.index + 1) * length])
+        kind = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
+        self.traffic.count(kind, nbytes)
+        return _Sum(self, sequence, kind, parts, out, add)
+
+    def consume(self, sequence: int) -> None:
+        """This rank has read bucket `sequence` of all ranks."""
+        self._consumed.set(sequence + 1)
+
+
+class SharedTransport:
+    """See the module. Raises StorageError when memory is short or a peer's segment cannot be mapped."""
+
+    name = "shared"
+
+    def __init__(self, group: ProcessSet, requests: Sequence[BufferRequest], ring: RingRequest) -> None:
+        if group.watch is None:
+            raise ValueError(f"axis {group.name} has one rank and needs no transport")
+        self.share = 1.0 / group.size
+        offsets, end = [], 0
+        for request in requests:
+            offsets.append(end)
+            end += -(-request.padded * request.dtype.itemsize // PAGE) * PAGE
+        sizes = (end, (2 + 2 * len(requests)) * group.size * LINE * 8)
+        arena, words, *rings = _exchange_segments(group, sizes, ring)
+        self._segments = (arena, words, *rings)
+        table = words.words()
+
+        def counters(row: int) -> Counters:
+            return Counters(table, row * group.size * LINE, group, watch)
+
+        watch = group.watch
+        buffers = []
+        for number, (request, offset) in enumerate(zip(requests, offsets, strict=True)):
+            written, done = counters(2 + 2 * number), counters(3 + 2 * number)
+            buffers.append(SharedBuffer(request, group, arena, offset, written, done))
+        self._released = [buffer for buffer in buffers if not buffer.persistent]
+        self.buffers: Sequence[GatherBuffer] = buffers
+        self.reducer: Reducer = SharedReducer(ring, group, rings, counters(0), counters(1))
+
+    def poll(self) -> None:
+        for buffer in self._released:
+            buffer.poll()
+
+    def close(self) -> None:
+        for segment in self._segments:
+            segment.close()
+
+
+def _exchange_segments(group: ProcessSet, sizes: tuple[int, int], ring: RingRequest) -> list[SharedSegment]:
+    """The arena and the counters, which the first rank makes, and every rank's ring of slots."""
+    first = group.index == 0
+    mine = SharedSegment.create("gradients", ring.slots * ring.nbytes)
+    arena = SharedSegment.create("parameters", sizes[0], reserve=False) if first else None
+    words = SharedSegment.create("counters", sizes[1]) if first else None
+    numbers = [os.getpid(), mine.descriptor]
+    numbers += [arena.descriptor if arena else -1, words.descriptor if words else -1]
+    table = group.gather_integers(numbers)
+    rings = []
+    for index, (pid, descriptor, arena_at, words_at) in enumerate(table):
+        if index == 0:
+            arena = arena or SharedSegment.attach(pid, arena_at, sizes[0], "parameters")
+            words = words or SharedSegment.attach(pid, words_at, sizes[1], "counters")
+        rings.append(
+            mine
+            if index == group.index
+            else SharedSegment.attach(pid, descriptor, ring.slots * ring.nbytes, "gradients")
+        )
+    if arena is None or words is None:
+        raise CollectiveError(f"axis {group.name}: its first rank gave no shared memory")
+    group.barrier("mapping of shared memory")
+    return [arena, words, *rings]

@@ -1,0 +1,230 @@
+"""The protocol of a transport, which owns the memory that it moves.
+
+A transport allocates the flat buffers that it will gather and the slots that it will reduce, so that it can make moving
+unnecessary: on one host, gathered parameters are pages that all ranks see, and a reduction reads the others' slots.
+
+    GatherBuffer   full   |  shard 0  |  shard 1  | ...     begin_write -> write own() -> end_write -> gather -> wait -> retire
+    Reducer        slots  |  sequence n  |  sequence n+1    acquire -> fill -> launch -> Reduction.finish
+
+All ranks of the group make the same calls in the same order. Nothing here knows what a parameter is.
+
+The transport of a group of one rank, and of parameters that every rank updates by itself: nothing moves between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from zeromesh.errors import LayoutError
+from zeromesh.intervals import Interval
+from zeromesh.offload import DONE, PassingMemory, TieredTensor, Transfer, allocate_lasting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferRequest:
+    """A buffer to gather into: `padded` elements of `dtype`.
+
+    A `persistent` buffer keeps its memory, so what was gathered stays until its owners write again; another one has
+    memory only from `gather` to `release`.
+    """
+
+    name: str
+    padded: int
+    dtype: torch.dtype
+    persistent: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingRequest:
+    """`slots` gradient buffers of `nbytes` each, used in turn."""
+
+    slots: int
+    nbytes: int
+
+
+class GatherBuffer(Protocol):
+    """One flat buffer whose shards belong to the ranks of the group."""
+
+    full: torch.Tensor
+    """`[padded]`. Its address never changes; without memory while released."""
+    persistent: bool
+
+    def carve(self, places: Sequence[Interval]) -> list[torch.Tensor]:
+        """Flat views of `full`, which stay valid for the buffer's life; also while it has no memory."""
+        ...
+
+    def own(self) -> torch.Tensor:
+        """This rank's shard, a view of `full`; only for a buffer that has memory."""
+        ...
+
+    def begin_write(self) -> None:
+        """Wait until no rank reads the present contents any more."""
+        ...
+
+    def end_write(self) -> None:
+        """This rank's shard is new; what others have gathered is out of date."""
+        ...
+
+    def gather(self, shard: TieredTensor) -> None:
+        """Start to complete `full`. `shard` is this rank's part, `[padded / ranks]`, of any floating dtype, wherever it rests."""
+        ...
+
+    def poll(self) -> None:
+        """Go on with what `gather` has started, as far as that needs no waiting."""
+        ...
+
+    def wait(self) -> None:
+        """Return when `full` is complete and current."""
+        ...
+
+    def release(self) -> None:
+        """Give the memory back unless the buffer is persistent. This rank will read no more before the next gather."""
+        ...
+
+    def retire(self) -> None:
+        """This rank will not read the present contents again: their owners may write."""
+        ...
+
+
+class Reduction(Protocol):
+    """A reduction in flight."""
+
+    def ready(self) -> bool:
+        """Whether `finish` would return without waiting for a peer."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for the peers and sum what this rank sums; its slot is free afterwards. Moves nothing itself, so ranks may
+        finish at different moments."""
+        ...
+
+    def settle(self) -> None:
+        """Complete an `out` that wants the whole sum. All ranks settle in the order of launches."""
+        ...
+
+
+class Reducer(Protocol):
+    """Slots in which gradient buckets wait to be summed over the group; bucket number `sequence` counts up from 0."""
+
+    def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
+        """The bytes of the slot for `sequence`; None while a peer still reads what it held, unless told to wait."""
+        ...
+
+    def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
+        """Start to sum `filled` over the group.
+
+        `filled` is the slot seen in the gradients' dtype, `[padded]`. `out` has the dtype of the sum and receives
+        this rank's shard of it, or all of it when `out` is as long as `filled`; `add` adds to what is there. Sums run
+        in rank order, one addition after the other in the dtype of `out`, so that every transport gives the same
+        bits.
+        """
+        ...
+
+
+class Transport(Protocol):
+    """Buffers and slots of one group."""
+
+    name: str
+    buffers: Sequence[GatherBuffer]
+    reducer: Reducer
+    share: float
+    """Part of the buffers' memory that counts for this process: 1, or 1 / ranks where ranks share pages."""
+
+    def poll(self) -> None:
+        """Do what can be done without waiting."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def sum_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool) -> None:
+    """`out = parts[0] + parts[1] + ...` (after `out` itself when `add`), in this order, in the dtype of `out`."""
+    remaining = list(parts)
+    if not add:
+        first = remaining.pop(0)
+        if remaining and first.dtype == out.dtype and remaining[0].dtype == out.dtype:
+            torch.add(first, remaining.pop(0), out=out)
+        else:
+            out.copy_(first)
+    for part in remaining:
+        out.add_(part)
+
+
+class LocalBuffer:
+    """Private memory that holds everything, all the time or around its use."""
+
+    def __init__(self, request: BufferRequest, device: torch.device) -> None:
+        self.persistent = request.persistent
+        self._memory = None if request.persistent else PassingMemory(request.padded, request.dtype, device)
+        kept = allocate_lasting(request.padded, request.dtype, device) if self._memory is None else self._memory.full
+        self.full = kept
+        self._live = False
+        self._reading: Transfer = DONE
+        if self._memory is not None:
+            self._memory.give_back()
+
+    def carve(self, places: Sequence[Interval]) -> list[torch.Tensor]:
+        if self._memory is not None:
+            return self._memory.carve([(place.start, place.end) for place in places])
+        return [self.full[place.start : place.end] for place in places]
+
+    def own(self) -> torch.Tensor:
+        return self.full
+
+    def begin_write(self) -> None:
+        """Nobody else reads."""
+
+    def end_write(self) -> None:
+        """Nobody else reads."""
+
+    def gather(self, shard: TieredTensor) -> None:
+        if self._memory is not None and not self._live:
+            self._memory.take()
+            self._live = True
+            self._reading = shard.read(0, self.full)
+
+    def poll(self) -> None:
+        """Reading goes on by itself."""
+
+    def wait(self) -> None:
+        self._reading.wait()
+
+    def release(self) -> None:
+        if self._memory is not None and self._live:
+            self._reading.wait()
+            self._memory.give_back()
+            self._live = False
+
+    def retire(self) -> None:
+        """Nobody waits for it."""
+
+
+class LocalReducer:
+    """A group of one has nothing to sum: gradients are accumulated where they stay, and no slot exists."""
+
+    def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
+        raise LayoutError(f"a group of one rank has no gradient slots (sequence {sequence})")
+
+    def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
+        raise LayoutError(f"a group of one rank has nothing to reduce (sequence {sequence})")
+
+
+class LocalTransport:
+    """See the module."""
+
+    name = "local"
+    share = 1.0
+
+    def __init__(self, requests: Sequence[BufferRequest], device: torch.device) -> None:
+        self.buffers: Sequence[GatherBuffer] = [LocalBuffer(request, device) for request in requests]
+        self.reducer: Reducer = LocalReducer()
+
+    def poll(self) -> None:
+        """Nothing is in flight."""
+
+    def close(self) -> None:
+        """Nothing to give back."""

@@ -1,0 +1,115 @@
+"""Faults on demand, at named sites, so that tests and cautious users can see what a run does when things break.
+
+`ZEROMESH_FAULT=KIND@SITE[:RANK][:COUNT]` strikes when rank RANK (default 0) comes to SITE for the COUNT-th time (default 1):
+
+    kind    kill         the process is killed (SIGKILL)
+            hang         it stops for ever (SIGSTOP)
+            disk-full    the system says that the disk is full
+            short-write  the second half of what is written there never reaches the disk
+            bit-flip     one bit of the file that is written there changes
+            truncate     that file loses its second half
+    site    before-tmp, mid-write, before-manifest, before-rename, after-rename, during-retention, forward, reduce, optimizer
+
+Nothing happens unless the variable is set.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from zeromesh.environment import read_environment, setting
+from zeromesh.errors import ConfigError
+
+KINDS = ("kill", "hang", "disk-full", "short-write", "bit-flip", "truncate")
+SITES = (
+    "before-tmp",
+    "mid-write",
+    "before-manifest",
+    "before-rename",
+    "after-rename",
+    "during-retention",
+    "forward",
+    "reduce",
+    "optimizer",
+)
+_ON_FILES = ("short-write", "bit-flip", "truncate")
+_VARIABLE = "ZEROMESH_FAULT"
+
+
+@dataclass(kw_only=True, slots=True)
+class Fault:
+    """What strikes, where, on which rank and at which visit; `visits` counts them."""
+
+    kind: str
+    site: str
+    rank: int
+    count: int
+    visits: int = 0
+
+    def strike(self, path: Path | None, start: int, end: int) -> None:
+        """Do it. `path` and its bytes [start, end) are what has just been written there, if anything."""
+        if self.kind == "disk-full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self.kind in _ON_FILES and path is not None:
+            _damage(self.kind, path, start, end)
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "hang":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def visit(site: str, path: Path | None = None, start: int = 0, end: int = 0) -> None:
+    """This process is at a site, where it may have just written bytes [start, end) of `path`.
+
+    Raises:
+        OSError: where a full disk was asked for.
+    """
+    fault = _fault()
+    if fault is None or fault.site != site:
+        return
+    fault.visits += 1
+    if fault.visits == fault.count:
+        fault.strike(path, start, end)
+
+
+@cache
+def _fault() -> Fault | None:
+    """The fault that the environment asks of this process."""
+    text = setting(_VARIABLE)
+    if not text:
+        return None
+    fault = parse(text)
+    return fault if fault.rank == read_environment().rank else None
+
+
+def parse(text: str) -> Fault:
+    """Raises `ConfigError` for a text that names no fault."""
+    kind, _, rest = text.partition("@")
+    site, *numbers = rest.split(":")
+    if kind not in KINDS or site not in SITES or len(numbers) > 2 or not all(word.isdecimal() for word in numbers):
+        raise ConfigError(
+            f"{_VARIABLE} is {text!r}; give KIND@SITE[:RANK][:COUNT] with a kind of {', '.join(KINDS)} and a site of "
+            f"{', '.join(SITES)}"
+        )
+    rank, count = (int(word) for word in (*numbers, *("0", "1")[len(numbers) :]))
+    return Fault(kind=kind, site=site, rank=rank, count=max(1, count))
+
+
+def _damage(kind: str, path: Path, start: int, end: int) -> None:
+    middle = (start + end) // 2
+    with path.open("rb+") as file:
+        if kind == "truncate":
+            file.truncate(middle)
+            return
+        file.seek(middle)
+        if kind == "bit-flip":
+            byte = file.read(1)[0]
+            file.seek(middle)
+            file.write(bytes([byte ^ 1]))
+        else:
+            file.write(bytes(end - middle))

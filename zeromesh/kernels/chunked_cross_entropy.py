@@ -1,0 +1,358 @@
+"""Cross entropy over a linear head without holding all logits in fp32, and without computing anything twice.
+
+The gradient of a sum of losses is known as soon as the logits are, up to a factor that the caller knows too
+(one over the number of targets, times the loss scale). So the forward pass turns each chunk's logits into
+their gradient in place, multiplies it into the gradients of the hidden states and of the weight, and forgets
+it; backward hands out what is ready. Known as fused linear cross entropy (Liger Kernel, Hsu et al. 2024,
+arXiv:2410.10989).
+
+    chunk of tokens   logits [chunk, vocab] in the compute dtype; becomes softmax - onehot in place
+      block of rows   the softmax itself, in fp32 (float64 for float64), on a scratch that stays in cache
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from zeromesh.errors import DataError, LayoutError, PhaseError
+from zeromesh.kernels.cpu_matmul import product_dtype, row_blocks
+
+_ROW_ELEMENTS = 2**18  # of the softmax's scratch on CPU: 1 MiB in fp32, within the second-level cache
+_ROW_ELEMENTS_ACCELERATOR = 2**24  # there a block has to be worth its kernel launches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogitChange:
+    """What a model does to each logit z before its loss: `scale * z`, or `cap * tanh(scale * z / cap)` unless `cap` is 0.
+
+    Gemma 2 and 3 cap their logits (arXiv:2408.00118); Cohere and Granite scale them.
+    """
+
+    scale: float = 1.0
+    cap: float = 0.0
+
+    def __str__(self) -> str:
+        cap = f", capped at {self.cap:g}" if self.cap else ""
+        return f"a factor of {self.scale:g}{cap}"
+
+    def close_to(self, other: LogitChange) -> bool:
+        """Whether it is the same but for rounding to 16 bits."""
+        return all(
+            math.isclose(mine, theirs, rel_tol=1e-2)
+            for mine, theirs in ((self.scale, other.scale), (self.cap, other.cap))
+        )
+
+    def apply_(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Change `logits` in place. Returns the derivative of the change over `scale`, of the same shape; None where it is 1."""
+        if not self.cap:
+            if self.scale != 1:
+                logits.mul_(self.scale)
+            return None
+        logits.mul_(self.scale / self.cap).tanh_()
+        slope = logits.square().neg_().add_(1)
+        logits.mul_(self.cap)
+        return slope
+
+
+UNCHANGED = LogitChange()
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    seed: float,
+    chunk_tokens: int,
+    change: LogitChange = UNCHANGED,
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """Sum of the cross entropy losses of `hidden @ weight.T + bias`, changed by `change`, over the targets that are
+    not `ignore_index`.
+
+    Args:
+        hidden: [tokens, hidden], floating point; its dtype is the compute dtype.
+        weight: [vocab, hidden], same dtype.
+        bias: [vocab], same dtype, or None.
+        targets: [tokens], integers in [0, vocab) or `ignore_index`.
+        seed: the gradient that backward will be given for the result; any other is right too, at the price of one
+            more pass over the gradients.
+        chunk_tokens: tokens whose logits are held at once (see `chunk_for`).
+        change: what is done to each logit before the softmax, in the dtype of the softmax.
+
+    Returns a scalar: fp32, or float64 for float64 inputs. The softmax runs in that dtype, matrix products in
+    the compute dtype (or a wider one where that is faster), and the weight's gradient is summed over chunks
+    in fp32.
+
+    Without gradients to compute nothing is kept. Raises `LayoutError` for shapes and dtypes that do not fit,
+    a bad `seed` or chunk, and `DataError` for a target outside of the vocabulary.
+    """
+    return summed_loss(
+        hidden,
+        weight,
+        bias,
+        targets,
+        run=partial(HeadPass, change=change),
+        vocab=weight.shape[0],
+        seed=seed,
+        chunk_tokens=chunk_tokens,
+        ignore_index=ignore_index,
+    )
+
+
+def summed_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    run: Callable[..., HeadPass],
+    vocab: int,
+    seed: float,
+    chunk_tokens: int,
+    ignore_index: int,
+) -> torch.Tensor:
+    """See `chunked_cross_entropy`; `run` makes the evaluation of a head over `vocab` tokens, of which `weight` may be a part."""
+    _check(hidden, weight, bias, targets, seed, chunk_tokens)
+    trained = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias)]
+    kept = (targets != ignore_index).nonzero().squeeze(1)
+    masked = kept.numel() < targets.numel()
+    bound = targets[kept] if masked else targets
+    if bound.numel() and not 0 <= int(bound.min()) <= int(bound.max()) < vocab:
+        raise DataError(
+            f"targets lie in [{int(bound.min())}, {int(bound.max())}], but the head knows ids in "
+            f"[0, {vocab}); check the tokenizer against the model's vocab_size"
+        )
+    rows = HeadRows(index=kept if masked else None, targets=bound.long())
+    seed = seed or 1.0  # a microbatch of weight 0 is told so by its gradient
+    if not any(trained):
+        return run(hidden.detach(), weight.detach(), bias, rows, seed, chunk_tokens, (False,) * 3).run()
+    arguments = (run, hidden, weight, bias, rows, seed, chunk_tokens, tuple(trained))
+    total: torch.Tensor = _ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+    return total
+
+
+def chunk_for(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> int:
+    """The number of tokens in a chunk that needs the least memory, in elements of [tokens, hidden] x [vocab,
+    hidden].
+
+    In fp32 and wider, chunks add into the gradient itself: small ones are best, and 256 tokens are enough for
+    the speed of matrix products. In a 16-bit dtype more than one chunk needs a second, fp32 sum of the
+    gradient (4 vocab x hidden bytes), and holding all logits (2 vocab x tokens bytes) is cheaper up to 2 x
+    hidden tokens.
+    """
+    small = min(tokens, 256)
+    if dtype.itemsize >= 4 or tokens > 2 * hidden + small:
+        return max(1, small)
+    return max(1, tokens)
+
+
+def _check(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    seed: float,
+    chunk_tokens: int,
+) -> None:
+    fits = hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
+    fits = fits and targets.shape == hidden.shape[:1] and (bias is None or bias.shape == weight.shape[:1])
+    if not fits:
+        shapes = [None if t is None else tuple(t.shape) for t in (hidden, weight, bias, targets)]
+        raise LayoutError(
+            "expected hidden [tokens, hidden], weight [vocab, hidden], bias [vocab] or None, "
+            f"targets [tokens]; got {shapes}"
+        )
+    dtypes = {t.dtype for t in (hidden, weight, bias) if t is not None}
+    if len(dtypes) != 1 or not hidden.is_floating_point():
+        raise LayoutError(f"hidden, weight and bias must share one floating dtype; got {sorted(map(str, dtypes))}")
+    if not math.isfinite(seed):
+        raise LayoutError(f"seed must be finite; got {seed}")
+    if chunk_tokens < 1:
+        raise LayoutError(f"chunk_tokens must be at least 1; got {chunk_tokens}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadRows:
+    """The rows of `hidden` that have a target: their positions (None: all of them) and the targets, int64."""
+
+    index: torch.Tensor | None
+    targets: torch.Tensor
+
+
+class HeadPass:
+    """One evaluation: the loss and, where wanted, its gradients times `seed`. Under tensor parallelism some steps are others."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows: HeadRows,
+        seed: float,
+        chunk_tokens: int,
+        trained: tuple[bool, ...],
+        change: LogitChange = UNCHANGED,
+    ) -> None:
+        self.shape = hidden.shape
+        self.hidden = hidden if rows.index is None else hidden.index_select(0, rows.index)
+        self.weight, self.bias, self.rows, self.change = weight, bias, rows, change
+        # The change's derivative but for its slope, which differs from logit to logit.
+        self.seed = seed * change.scale
+        self.tokens, self.vocab = self.hidden.shape[0], weight.shape[0]
+        self.chunk = max(1, min(chunk_tokens, self.tokens))
+        self.wide = torch.float64 if hidden.dtype is torch.float64 else torch.float32
+        self.product = product_dtype(hidden.dtype, hidden.device.type)
+        self.blocks = [slice(0, self.vocab)]
+        if self.product != hidden.dtype:
+            self.blocks = row_blocks(self.vocab, max(self.chunk, hidden.shape[1]))
+        several = self.chunk < self.tokens
+        self.grad_hidden = torch.empty_like(self.hidden) if trained[0] else None
+        # One chunk's product is rounded once; a sum of several needs the wide dtype.
+        dtype = self.wide if several else weight.dtype
+        self.grad_weight = weight.new_empty(weight.shape, dtype=dtype) if trained[1] else None
+        self.grad_bias = weight.new_zeros(self.vocab, dtype=self.wide) if trained[2] else None
+
+    def run(self) -> torch.Tensor:
+        """The sum of the losses; gradients lie in `grad_hidden`, `grad_weight`, `grad_bias` afterwards."""
+        losses = self.hidden.new_empty(self.tokens, dtype=self.wide)
+        logits = self.hidden.new_empty(self.chunk, self.vocab)
+        for start in range(0, self.tokens, self.chunk):
+            end = min(start + self.chunk, self.tokens)
+            chunk = logits[: end - start]
+            self._logits(self.hidden[start:end], chunk)
+            self.softmax(chunk, self.rows.targets[start:end], losses[start:end])
+            self.gradients(chunk, start, end)
+        del logits
+        self.finish()
+        return losses.sum()
+
+    @property
+    def wants_gradients(self) -> bool:
+        return any(g is not None for g in (self.grad_hidden, self.grad_weight, self.grad_bias))
+
+    def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """`out` [chunk, vocab] = hidden [chunk, hidden] @ weight.T + bias."""
+        if self.product == hidden.dtype:
+            if self.bias is None:
+                torch.mm(hidden, self.weight.t(), out=out)
+            else:
+                torch.addmm(self.bias, hidden, self.weight.t(), out=out)
+            return
+        hidden = hidden.to(self.product)
+        for block in self.blocks:
+            product = torch.mm(hidden, self.weight[block].to(self.product).t())
+            if self.bias is not None:
+                product += self.bias[block]
+            out[:, block] = product
+
+    def rows_at_once(self, logits: torch.Tensor) -> int:
+        """Rows whose softmax is made at once."""
+        elements = _ROW_ELEMENTS if logits.device.type == "cpu" else _ROW_ELEMENTS_ACCELERATOR
+        return max(1, elements // self.vocab)
+
+    def softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
+        """Write the losses; with gradients wanted, turn `logits` into their gradient in place, but for `seed`: softmax -
+        onehot, times the slope of the change."""
+        rows = self.rows_at_once(logits)
+        scratch = None if logits.dtype == self.wide else logits.new_empty(rows, self.vocab, dtype=self.wide)
+        for start in range(0, logits.shape[0], rows):
+            part = logits[start : start + rows]
+            wide = part if scratch is None else scratch[: part.shape[0]].copy_(part)
+            slope = self.change.apply_(wide)
+            picked = targets[start : start + rows].unsqueeze(1)
+            wide.sub_(wide.amax(dim=1, keepdim=True))
+            chosen = wide.gather(1, picked)
+            total = wide.exp_().sum(dim=1, keepdim=True)
+            losses[start : start + rows] = (total.log() - chosen).squeeze(1)
+            if self.wants_gradients:
+                wide.div_(total).scatter_add_(1, picked, torch.full_like(chosen, -1.0))
+                if slope is not None:
+                    wide.mul_(slope)
+                if scratch is not None:
+                    part.copy_(wide)
+
+    def gradients(self, dlogits: torch.Tensor, start: int, end: int) -> None:
+        """Multiply a chunk's gradient of the logits into those of hidden states, weight and bias."""
+        hidden = self.hidden[start:end].to(self.product)
+        first = start == 0
+        grad_hidden = None if self.grad_hidden is None else self.grad_hidden[start:end]
+        wide = grad_hidden
+        if grad_hidden is not None and grad_hidden.dtype != self.product:
+            wide = torch.empty_like(hidden)
+        for number, block in enumerate(self.blocks):
+            part = dlogits[:, block].to(self.product)
+            if wide is not None:
+                weight = self.weight[block].to(self.product)
+                wide.addmm_(part, weight, beta=float(number > 0), alpha=self.seed)
+            if self.grad_weight is not None:
+                _accumulate(self.grad_weight[block], part.t(), hidden, self.seed, first=first)
+            if self.grad_bias is not None:
+                self.grad_bias[block] += part.sum(dim=0, dtype=self.wide)
+        if grad_hidden is not None and wide is not None and wide is not grad_hidden:
+            grad_hidden.copy_(wide)
+
+    def finish(self) -> None:
+        """Bring the gradients into the form of what they belong to."""
+        dtype = self.hidden.dtype
+        if self.grad_bias is not None:
+            self.grad_bias = self.grad_bias.mul_(self.seed).to(dtype)
+        if self.grad_weight is not None:
+            self.grad_weight = self.grad_weight.zero_() if self.tokens == 0 else self.grad_weight
+            self.grad_weight = self.grad_weight.to(dtype)
+        if self.grad_hidden is not None and self.rows.index is not None:
+            full = self.grad_hidden.new_zeros(self.shape)
+            self.grad_hidden = full.index_copy_(0, self.rows.index, self.grad_hidden)
+
+
+def _accumulate(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float, *, first: bool) -> None:
+    """out = alpha a @ b, added to `out` unless `first`; `out` may have another dtype than the factors."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b, beta=0.0 if first else 1.0, alpha=alpha)
+    elif first:
+        out.copy_(torch.mm(a, b)).mul_(alpha)
+    else:
+        out.add_(torch.mm(a, b), alpha=alpha)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Callable[..., HeadPass],
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows: HeadRows,
+        seed: float,
+        chunk_tokens: int,
+        trained: tuple[bool, ...],
+    ) -> torch.Tensor:
+        head = run(hidden, weight, bias, rows, seed, chunk_tokens, trained)
+        total = head.run()
+        ctx.seed = seed
+        ctx.gradients = [head.grad_hidden, head.grad_weight, head.grad_bias]
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise PhaseError("backward ran a second time through chunked_cross_entropy, which keeps its gradients once")
+        gradients: list[torch.Tensor | None] = ctx.gradients
+        ctx.gradients = None
+        # Reading the number would make the host wait for an accelerator; multiplying there costs less. A seed that
+        # came through a product and a quotient is off by a rounding, which changes nothing that a sum would keep.
+        close = 4 * torch.finfo(grad.dtype).eps
+        if grad.device.type != "cpu" or not math.isclose(float(grad), ctx.seed, rel_tol=close):
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_((grad / ctx.seed).to(torch.promote_types(gradient.dtype, torch.float32)))
+        return None, *gradients, None, None, None, None

@@ -1,0 +1,211 @@
+"""What `zeromesh launch` and the launcher that it starts on a host say to each other, and the host's end of it.
+
+The line is the standard input and output of the remote command. The host sends a *beat* a few times within the time after which it
+counts as silent, the launching side an *echo* of each. A beat's number stands for the time at which it was sent: the host ends its
+own processes when that time lies back too far, so it has always ended before the other side, which heard the beat later,
+gives it up. Two runs never write into one directory, whatever the network does (a lease, as in Gray and Cheriton 1989).
+
+Messages of the host stand between control characters in what its processes print; those to the host are lines.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from types import TracebackType
+from typing import NoReturn, Self
+
+from zeromesh.environment import export
+from zeromesh.launch.messages import (
+    MAX_MESSAGE,
+    Message,
+    MessageError,
+    dumped,
+    number,
+    parsed,
+    signal_number,
+    variables,
+)
+
+BEGIN, END = b"\x1ezeromesh:", b"\x1e"
+BEATS = 5
+"""Beats within the time after which a host counts as silent."""
+_LAST_WORD_SECONDS = 1.0
+_KILLED = 128 + int(signal.SIGKILL)
+
+
+def frame(message: Message) -> bytes:
+    """A message of the host, as it stands in its output."""
+    return BEGIN + dumped(message) + END
+
+
+def line(message: Message) -> bytes:
+    """A message to the host."""
+    return dumped(message) + b"\n"
+
+
+class Splitter:
+    """Tells messages and printed bytes apart in the output of a host, however it is cut into pieces."""
+
+    def __init__(self) -> None:
+        self._kept = b""
+
+    def feed(self, data: bytes) -> tuple[bytes, list[Message]]:
+        """What was printed, as far as it is sure to be no message, and the messages that are complete."""
+        rest, printed = self._kept + data, b""
+        messages: list[Message] = []
+        while True:
+            start = rest.find(BEGIN)
+            if start < 0:
+                keep = _beginning(rest)
+                self._kept = rest[len(rest) - keep :]
+                return printed + rest[: len(rest) - keep], messages
+            end = rest.find(END, start + len(BEGIN))
+            if end < 0 and len(rest) - start <= MAX_MESSAGE:
+                self._kept = rest[start:]
+                return printed + rest[:start], messages
+            end = end if end >= 0 else start
+            message = _parsed(rest[start + len(BEGIN) : end])
+            # What only looks like a message is something that a process printed.
+            printed += rest[:start] if message is not None else rest[: start + len(BEGIN)]
+            rest = rest[end + len(END) :] if message is not None else rest[start + len(BEGIN) :]
+            if message is not None:
+                messages.append(message)
+
+    def flush(self) -> bytes:
+        """What is left when nothing more comes."""
+        kept, self._kept = self._kept, b""
+        return kept
+
+
+def _beginning(data: bytes) -> int:
+    """How many bytes at the end of `data` may be the beginning of a message."""
+    return next((n for n in range(min(len(BEGIN) - 1, len(data)), 0, -1) if data.endswith(BEGIN[:n])), 0)
+
+
+def _parsed(data: bytes) -> Message | None:
+    try:
+        return parsed(data)
+    except MessageError:
+        return None
+
+
+class Lifeline:
+    """The host's end: as a context, it beats from entering to leaving, and says at the end how that came about.
+
+    The process becomes the leader of its own group, which is killed as a whole when the other side is silent for
+    `silence_seconds`, has closed the line, or says so; its workers die with it. It takes standard input for itself.
+    """
+
+    def __init__(self, silence_seconds: float) -> None:
+        self._silence = silence_seconds
+        self._sent: deque[tuple[int, float]] = deque()
+        self._heard = time.monotonic()
+        self._write = threading.Lock()
+        self._input = os.dup(0)
+        self._partial = b""
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+
+    def __enter__(self) -> Self:
+        if os.getpgrp() != os.getpid():
+            os.setpgid(0, 0)
+        for run in (self._beat, self._listen):
+            threading.Thread(target=run, name=f"lifeline{run.__name__}", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            self.end(1, text=f"{type(error).__name__}: {error}")
+
+    def read_variables(self) -> None:
+        """Take over the environment variables that the first message has. Call before entering."""
+        while b"\n" not in self._partial:
+            # The other side waits longer for a first beat than for the next ones.
+            piece = os.read(self._input, 65536)
+            if not piece or len(self._partial) > MAX_MESSAGE:
+                _end_all()
+            self._partial += piece
+        first, _, self._partial = self._partial.partition(b"\n")
+        try:
+            export(variables(parsed(first)))
+        except MessageError as error:
+            self._refuse(error)
+        self._heard = time.monotonic()
+
+    def end(self, exit_code: int, *, text: str = "", noticed: bool = False, apart: bool = False) -> None:
+        """Say that the processes here have ended, and why."""
+        self._say({"end": exit_code, "text": text, "noticed": noticed, "apart": apart})
+
+    def _say(self, message: Message) -> None:
+        sys.stdout.flush()
+        data = memoryview(frame(message))
+        with self._write:
+            while data:
+                data = data[os.write(1, data) :]
+
+    def _beat(self) -> None:
+        number = 0
+        while True:
+            number += 1
+            self._sent.append((number, time.monotonic()))
+            try:
+                # One piece of at most PIPE_BUF bytes, so that nothing of the workers can come in between.
+                self._say({"beat": number})
+            except OSError:
+                _end_all()
+            time.sleep(self._silence / BEATS)
+
+    def _listen(self) -> None:
+        while True:
+            *whole, self._partial = self._partial.split(b"\n")
+            try:
+                for each in whole:
+                    self._take(parsed(each))
+            except MessageError as error:
+                self._refuse(error)
+            left = self._heard + self._silence - time.monotonic()
+            if left <= 0:
+                _end_all()
+            if not select.select([self._input], [], [], min(left, self._silence / BEATS))[0]:
+                continue
+            piece = os.read(self._input, 65536)
+            if not piece:
+                _end_all()
+            self._partial += piece
+
+    def _take(self, message: Message) -> None:
+        if "echo" in message:
+            echo = number(message, "echo")
+            while self._sent and self._sent[0][0] <= echo:
+                self._heard = self._sent.popleft()[1]
+        elif "signal" in message:
+            os.kill(os.getpid(), signal_number(message, "signal"))
+        elif "kill" in message:
+            self._end_with(_KILLED, "")
+
+    def _refuse(self, error: MessageError) -> NoReturn:
+        """The launching side has said what makes no sense: nothing that it says can be relied on."""
+        self._end_with(1, f"what the launching side has sent makes no sense: {error}")
+
+    def _end_with(self, exit_code: int, text: str) -> NoReturn:
+        """End all here, and say so, which may wait for a pipe that nobody empties any more."""
+        last = threading.Thread(target=self.end, args=(exit_code,), kwargs={"text": text}, daemon=True)
+        last.start()
+        last.join(_LAST_WORD_SECONDS)
+        _end_all()
+
+
+def _end_all() -> NoReturn:
+    """End all that this process has started, and itself, now."""
+    os.killpg(0, signal.SIGKILL)
+    # The first process of a container is not killed by a signal of its own.
+    os._exit(_KILLED)

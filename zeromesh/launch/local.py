@@ -1,0 +1,72 @@
+"""Starts a command as several workers on this host, again where that is asked for, and says what stopped them.
+
+The launching process only waits, and loads no torch for that. It ends its workers when one of them fails or when it is
+interrupted. Each worker leaves its error to it, so that one message comes out, from the rank that failed first, and not one
+traceback per process.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from zeromesh.environment import exported, worker_environment
+from zeromesh.launch.rank_processes import RankProcesses, RankRange, WorkersFailed, become_worker
+from zeromesh.launch.rendezvous import Nodes, meeting
+from zeromesh.launch.stop_requests import StopSignals, noted_signals
+
+ALONE = Nodes()
+_TICK_SECONDS = 0.05
+_REST_SECONDS = 300.0
+"""How long ranks may take to save and end when they are to start again."""
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(f"zeromesh: {line}\n")
+
+
+def launch_workers(
+    arguments: Sequence[str], *, processes: int, nodes: Nodes = ALONE, tell: Callable[[str], None] = _to_stderr
+) -> WorkersFailed | int:
+    """Run `python ARGUMENTS` as `processes` ranks on this host, with those of other nodes, and wait for all of them.
+
+    `tell` is given a line for a person when all start again. Returns 0 when all succeed, what failed when one does not, and 128
+    plus the signal's number when this process was told to stop; the workers are gone then.
+
+    Raises:
+        ConfigError: when this host is to serve the endpoint, and cannot.
+    """
+    with exported(worker_environment(processes, alone=nodes.alone)), noted_signals() as requests:
+        others = meeting(nodes, processes, tell, lambda: bool(requests.first))
+        try:
+            found = others.first()
+            while isinstance(found, RankRange) and not requests.first:
+                ranks = RankProcesses(arguments, found)
+                try:
+                    _run(ranks, others.turn, requests)
+                    found = others.next(ranks.failure())
+                finally:
+                    ranks.close()
+        finally:
+            others.close()
+        return requests.exit_code() or (0 if isinstance(found, RankRange) else found)
+
+
+def _run(ranks: RankProcesses, turn: Callable[[], bool], requests: StopSignals) -> None:
+    """Wait until all ranks have ended. The first signal is passed on to them, a second one ends them at once."""
+    while not ranks.over():
+        if turn():
+            ranks.stop(signal.SIGTERM, _REST_SECONDS)
+        while requests.pending:
+            number = requests.pending.pop(0)
+            if requests.told:
+                ranks.send(signal.SIGKILL)
+            else:
+                ranks.stop(number, _REST_SECONDS)
+            requests.told = True
+        time.sleep(_TICK_SECONDS)
+
+
+__all__ = ["Nodes", "WorkersFailed", "become_worker", "launch_workers"]

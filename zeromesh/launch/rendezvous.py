@@ -1,0 +1,518 @@
+"""How launchers come together, and stay so while hosts come and go.
+
+The launcher whose host has the endpoint leads: it waits until there are enough, numbers the hosts, and tells each which ranks are
+its own. When a host fails, is lost or joins, the leader has the ranks of all ended, and numbers anew. Launchers that were numbered
+by the user part as soon as they have met. A launcher alone leads itself, and listens nowhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import select
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+from zeromesh.environment import LOOPBACK, SECRET, setting
+from zeromesh.errors import ConfigError
+from zeromesh.launch.messages import (
+    MAX_EXIT_CODE,
+    LauncherConnection,
+    Message,
+    MessageError,
+    number,
+    parsed,
+    text,
+    truth,
+)
+from zeromesh.launch.rank_processes import RankRange, WorkersFailed
+from zeromesh.mesh.network_interfaces import is_here, listen
+
+MEETING_SECONDS = 120.0
+"""How long launchers with numbers wait for each other; they start together. Also how long the leader is looked for."""
+_JOIN_SECONDS = 600.0
+"""How long launchers that may come and go wait until there are enough of them."""
+_LAST_CALL_SECONDS = 1.0
+"""How long they wait for further ones then."""
+_HELLO_SECONDS = 10.0
+_PART_SECONDS = 5.0
+_BEAT_SECONDS = 1.0
+_SILENCE_SECONDS = 15.0
+_TICK_SECONDS = 0.05
+_MOST_STRANGERS = 64
+_MOST_PROCESSES = 1 << 16
+_USERS_MISTAKE = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nodes:
+    """Launchers that start a run together, each its own workers, and that may come and go while it runs.
+
+    `endpoint` is `HOST:PORT` of the launcher that the others find; all give the same `run_id`. When a host is lost or joins, all
+    workers start again; after a failure they do so at most `max_restarts` times.
+
+    With a `rank` the launchers are `most`, numbered from 0, which serves the endpoint, and so are the ranks of their workers.
+    None of them comes or goes, and none starts workers again.
+    """
+
+    least: int = 1
+    most: int = 1
+    endpoint: str = f"{LOOPBACK}:0"
+    run_id: str = ""
+    max_restarts: int = 0
+    rank: int | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one launcher."""
+        return self.most == 1
+
+    @property
+    def where(self) -> tuple[str, int]:
+        """The host and the port of the endpoint. Raises `ConfigError`."""
+        host, _, port = self.endpoint.rpartition(":")
+        if not host or not port.isdecimal() or int(port[:6]) > 65535:
+            raise ConfigError(f"--rdzv-endpoint {self.endpoint!r}: allowed is HOST:PORT, such as gpu1:29400")
+        return host.strip("[]"), int(port)
+
+
+Result = WorkersFailed | int
+Stopped = Callable[[], bool]
+Tell = Callable[[str], None]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Member:
+    """A launcher at the other end of a line, as the leader sees it: a stranger until it has said hello."""
+
+    line: LauncherConnection
+    drawn: str
+    heard: float
+    name: str = ""
+    processes: int = 0
+    rank: int | None = None
+    running: bool = False
+    """Whether its ranks take part in the start that goes on."""
+    failure: WorkersFailed | None = None
+
+
+class Leader:
+    """The launcher that the others find at the endpoint. Raises `ConfigError` when this host cannot listen there."""
+
+    def __init__(self, nodes: Nodes, processes: int, tell: Tell, stopped: Stopped) -> None:
+        self._nodes, self._processes = nodes, processes
+        self._tell, self._stopped = tell, stopped
+        self._secret = setting(SECRET) or ""
+        self._listener = None if nodes.alone else listen(*nodes.where)
+        if self._listener is not None:
+            self._listener.setblocking(False)
+        self._members: list[_Member] = []
+        self._lost: list[str] = []
+        self._refused: set[str] = set()
+        self._joining = self._stopping = False
+        self._beat = 0.0
+        self._failures = self._starts = 0
+        self._run_id = nodes.run_id or uuid.uuid4().hex
+
+    def first(self) -> RankRange | Result:
+        """Wait until enough launchers are there; returns the ranks of this one, or why there are none."""
+        nodes = self._nodes
+        began, enough = time.monotonic(), None
+        patience = MEETING_SECONDS if nodes.rank is not None else _JOIN_SECONDS
+        while not self._stopped():
+            self._serve()
+            now, there = time.monotonic(), 1 + len(self._known)
+            if there < nodes.least:
+                enough = None
+            elif there >= nodes.most or now > (enough := enough or now) + _LAST_CALL_SECONDS:
+                return self._start()
+            if now > began + patience:
+                return self._end(self._too_few(there))
+            self._wait()
+        return 0
+
+    def turn(self) -> bool:
+        """See to the others while ranks run here; whether the ranks of all are to be ended."""
+        self._serve()
+        running = [each for each in self._members if each.running]
+        waiting = len(self._known) - len(running)
+        self._joining = waiting > 0 and 1 + len(running) < self._nodes.most
+        failed = any(each.failure for each in self._members)
+        if self._lost or failed or self._joining:
+            self._stop()
+        return self._stopping
+
+    def next(self, failure: WorkersFailed | None) -> RankRange | Result:
+        """The ranks here are over. Wait for those elsewhere; returns what is next, or how the run has ended."""
+        if failure is not None:
+            self._stop()
+        while any(each.running for each in self._members):
+            self.turn()
+            if self._stopped():
+                return 0
+            self._wait()
+        cause, lost = self._cause(failure), self._lost
+        if cause is None and not lost:
+            return self._end(0)
+        if cause is not None and cause.exit_code == _USERS_MISTAKE:
+            return self._end(cause)
+        if not lost and not self._joining:
+            self._failures += 1
+            if cause is not None and self._failures > self._nodes.max_restarts:
+                return self._end(cause)
+        self._say_why(cause)
+        return self.first()
+
+    def close(self) -> None:
+        """Leave; launchers that are still there are told that the run is over."""
+        self._end(WorkersFailed(ranks=(), message=f"the launcher at {self._nodes.endpoint} has ended", exit_code=1))
+
+    @property
+    def _known(self) -> list[_Member]:
+        return [each for each in self._members if each.processes]
+
+    def _start(self) -> RankRange:
+        """Number the hosts, this one first, and tell each its ranks."""
+        members = sorted(self._known, key=lambda each: each.rank or 0)[: self._nodes.most - 1]
+        total = self._processes + sum(each.processes for each in members)
+        host, port = self._nodes.where
+        if self._listener is None or self._nodes.rank is None:
+            # Any will do on one host, where nothing listens on it unless the user's code does.
+            with listen(host, 0) as free:
+                port = free.getsockname()[1]
+        place = RankRange(
+            first=0,
+            processes=self._processes,
+            world_size=total,
+            master_address=host,
+            master_port=port,
+            run_id=self._run_id,
+            restart=self._starts,
+        )
+        first = self._processes
+        for each in members:
+            each.line.send({"start": {**asdict(place), "first": first, "processes": each.processes}})
+            each.running, each.failure = self._nodes.rank is None, None
+            first += each.processes
+        self._starts += 1
+        self._lost, self._joining, self._stopping = [], False, False
+        if self._nodes.rank is not None:
+            self._part()
+        return place
+
+    def _part(self) -> None:
+        """Let the others hang up first, since what is sent to who hangs up at once may be lost; the port is free then."""
+        until = time.monotonic() + _PART_SECONDS
+        while self._members and time.monotonic() < until:
+            self._serve()
+            self._wait()
+        self._end(0)
+
+    def _stop(self) -> None:
+        if not self._stopping:
+            self._stopping = True
+            for each in self._members:
+                each.line.send({"stop": True})
+
+    def _end(self, result: Result) -> Result:
+        """Tell the others how the run has ended, and hang up."""
+        said = (
+            {"code": result, "text": ""} if isinstance(result, int) else {"code": result.exit_code, "text": str(result)}
+        )
+        for each in self._known:
+            each.line.send({"over": said})
+        while self._members:
+            line = self._members.pop().line
+            line.read()  # A connection that is closed before all was read is reset, and what was sent may be lost.
+            line.connection.close()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        return result
+
+    def _cause(self, own: WorkersFailed | None) -> WorkersFailed | None:
+        """What the failures of all hosts follow from."""
+        elsewhere = [
+            WorkersFailed(
+                ranks=(),
+                message=f"host {each.name}: {each.failure.message}",
+                exit_code=each.failure.exit_code,
+                noticed=each.failure.noticed,
+            )
+            for each in self._members
+            if each.failure
+        ]
+        return min([*([own] if own else []), *elsewhere], key=lambda each: each.noticed, default=None)
+
+    def _say_why(self, cause: WorkersFailed | None) -> None:
+        again = "all ranks start again from the newest checkpoint"
+        if self._lost:
+            self._tell(f"host {', '.join(self._lost)} is gone; {again}")
+        elif self._joining:
+            self._tell(f"another host has come; {again}")
+        else:
+            self._tell(f"{cause}\nzeromesh: {again}: restart {self._failures} of {self._nodes.max_restarts}")
+
+    def _too_few(self, there: int) -> WorkersFailed:
+        nodes = self._nodes
+        if nodes.rank is None:
+            message = f"fewer than {nodes.least} of the hosts (--nnodes) have come to {nodes.endpoint} in time: {there}"
+        else:
+            message = (
+                f"the launchers of {nodes.most} hosts could not meet at {nodes.endpoint}, here: {there} came in time"
+            )
+        return WorkersFailed(ranks=(), message=message, exit_code=1, apart=True)
+
+    def _wait(self) -> None:
+        lines = [each.line.connection for each in self._members]
+        select.select([*lines, *([self._listener] if self._listener else [])], [], [], _TICK_SECONDS)
+
+    def _serve(self) -> None:
+        """Take what has come, without waiting."""
+        if self._listener is None:
+            return
+        now = time.monotonic()
+        for connection in _accepted(self._listener):
+            if len(self._members) - len(self._known) >= _MOST_STRANGERS:
+                connection.close()
+                continue
+            drawn = secrets.token_hex(16)
+            line = LauncherConnection(connection, self._secret, serves=True)
+            line.send({"zeromesh": 1, "drawn": drawn})
+            self._members.append(_Member(line=line, drawn=drawn, heard=now))
+        beats, self._beat = now > self._beat + _BEAT_SECONDS, max(self._beat, now - _BEAT_SECONDS)
+        if beats:
+            self._beat = now
+        for each in list(self._members):
+            if beats and each.processes:
+                each.line.send({"beat": True})
+            self._hear(each, now)
+
+    def _hear(self, each: _Member, now: float) -> None:
+        each.line.flush()
+        lines = each.line.read()
+        try:
+            for data in lines or ():
+                self._take(each, data)
+                each.heard = now
+        except MessageError as error:
+            self._refuse(each.name or each.line.peer, str(error))
+            each.line.send({"over": {"code": 1, "text": str(error)}})
+            lines = None
+        if lines is None or now > each.heard + (_SILENCE_SECONDS if each.processes else _HELLO_SECONDS):
+            each.line.connection.close()
+            self._members.remove(each)
+            if each.running:
+                self._lost.append(each.name)
+
+    def _refuse(self, who: str, reason: str) -> None:
+        """Say so once for each, and for a few: what connects here need not belong to the run."""
+        if who not in self._refused and len(self._refused) < _MOST_STRANGERS:
+            self._refused.add(who)
+            self._tell(f"{who}, which came to {self._nodes.endpoint}, is refused: {reason}")
+
+    def _take(self, each: _Member, data: bytes) -> None:
+        if not each.processes:
+            # What the other end has drawn stands in the line itself, which its digest covers.
+            message = parsed(data.partition(b" ")[2])
+            each.line.agree(each.drawn, text(message, "drawn"))
+            self._greet(each, each.line.opened(data))
+            return
+        message = each.line.opened(data)
+        if "rest" in message and each.running:
+            each.running = False
+            if code := number(message, "rest", most=MAX_EXIT_CODE):
+                each.failure = WorkersFailed(
+                    ranks=(), message=text(message, "text"), exit_code=code, noticed=truth(message, "noticed")
+                )
+
+    def _greet(self, each: _Member, message: Message) -> None:
+        processes = number(message, "processes", least=1, most=_MOST_PROCESSES)
+        if text(message, "run_id") != self._nodes.run_id:
+            raise MessageError(f"its --rdzv-id is {text(message, 'run_id')!r}, not {self._nodes.run_id!r}")
+        if not text(message, "name").isprintable():
+            raise MessageError("its host's name has characters that cannot be printed")
+        each.name = text(message, "name")
+        if self._nodes.rank is not None:
+            each.rank = number(message, "rank", least=1, most=self._nodes.most - 1)
+            if each.rank in [other.rank for other in self._known]:
+                raise MessageError(f"--node-rank {each.rank} is there twice")
+        each.processes = processes
+
+
+class Follower:
+    """A launcher that finds the others at the endpoint."""
+
+    def __init__(self, nodes: Nodes, processes: int, stopped: Stopped) -> None:
+        self._nodes, self._processes, self._stopped = nodes, processes, stopped
+        self._line: LauncherConnection | None = None
+        self._heard = self._beat = 0.0
+        self._result: Result | None = None
+        self._place: RankRange | None = None
+        self._stop = False
+
+    def first(self) -> RankRange | Result:
+        """Find the leader, and wait for what it says; see `Leader.first`."""
+        until = time.monotonic() + MEETING_SECONDS
+        reason = ""
+        while self._line is None:
+            try:
+                self._line = self._join(socket.create_connection(self._nodes.where, timeout=_HELLO_SECONDS))
+            except OSError as error:
+                reason = error.strerror or str(error)
+                if time.monotonic() > until:
+                    return self._unreached(reason)
+                time.sleep(4 * _TICK_SECONDS)
+            if self._stopped():
+                return 0
+        return self._wait()
+
+    def turn(self) -> bool:
+        """See `Leader.turn`."""
+        self._hear()
+        return self._stop
+
+    def next(self, failure: WorkersFailed | None) -> RankRange | Result:
+        """See `Leader.next`."""
+        if self._nodes.rank is not None:
+            return failure or 0
+        self._hear()  # What is sent to a leader that has ended would cost what it said last.
+        if self._line is not None:
+            code = min(failure.exit_code, MAX_EXIT_CODE) if failure else 0
+            self._line.send(
+                {"rest": code, "text": str(failure or ""), "noticed": failure.noticed if failure else False}
+            )
+        found = self._wait()
+        # A cause that was here says more than how the leader puts it; ranks that only noticed one say less.
+        here = failure is not None and not failure.noticed and isinstance(found, WorkersFailed)
+        return failure if failure is not None and here else found
+
+    def close(self) -> None:
+        """Leave."""
+        if self._line is not None:
+            self._line.connection.close()
+            self._line = None
+
+    def _join(self, connection: socket.socket) -> LauncherConnection:
+        line = LauncherConnection(connection, setting(SECRET) or "", serves=False)
+        until = time.monotonic() + _HELLO_SECONDS
+        found = line.read()
+        while not found:
+            if found is None or time.monotonic() > until:
+                raise OSError(errno.ECONNRESET, "what listens there is no launcher of zeromesh, or it is about to end")
+            select.select([connection], [], [], _TICK_SECONDS)
+            found = line.read()
+        drawn = secrets.token_hex(16)
+        try:
+            line.agree(text(line.opened(found[0]), "drawn"), drawn)
+        except MessageError as error:
+            raise ConfigError(f"--rdzv-endpoint {self._nodes.endpoint}: {error}") from error
+        hello = {
+            "processes": self._processes,
+            "run_id": self._nodes.run_id,
+            "name": socket.gethostname(),
+            "drawn": drawn,
+        }
+        line.send({**hello, "rank": self._nodes.rank or 0})
+        self._heard = time.monotonic()
+        return line
+
+    def _wait(self) -> RankRange | Result:
+        while not self._stopped():
+            self._hear()
+            if self._result is not None:
+                return self._result
+            if self._place is not None:
+                place, self._place, self._stop = self._place, None, False
+                if self._nodes.rank is not None:
+                    self.close()
+                return place
+            if self._line is not None:
+                select.select([self._line.connection], [], [], _TICK_SECONDS)
+        return 0
+
+    def _hear(self) -> None:
+        if self._line is None:
+            return
+        now = time.monotonic()
+        lines = self._line.read()
+        try:
+            for data in lines or ():
+                self._take(self._line.opened(data))
+                self._heard = now
+        except MessageError as error:
+            self._result = self._unreached(str(error))
+        if self._result is None and (lines is None or now > self._heard + _SILENCE_SECONDS):
+            self._result = self._unreached("the connection is gone")
+        if self._result is not None:
+            self._stop = True
+            self.close()
+            return
+        if now > self._beat + _BEAT_SECONDS:
+            self._beat = now
+            self._line.send({"beat": True})
+        self._line.flush()
+
+    def _take(self, message: Message) -> None:
+        if "start" in message:
+            self._place = _place(message["start"])
+        elif "stop" in message:
+            self._stop = True
+        elif "over" in message:
+            said = message["over"] if isinstance(message["over"], dict) else {}
+            code = number(said, "code", most=MAX_EXIT_CODE)
+            self._result = code and WorkersFailed(ranks=(), message=text(said, "text"), exit_code=code, noticed=True)
+
+    def _unreached(self, reason: str) -> WorkersFailed:
+        nodes = self._nodes
+        message = f"{nodes.endpoint}, where the hosts meet, cannot be reached from here ({reason})"
+        if nodes.rank is None:
+            message = (
+                f"the launcher at {nodes.endpoint}, which the others meet at, cannot be reached ({reason}); start it "
+                "and the others again, and the run goes on from its newest checkpoint"
+            )
+        return WorkersFailed(ranks=(), message=message, exit_code=1, apart=True)
+
+
+def meeting(nodes: Nodes, processes: int, tell: Tell, stopped: Stopped) -> Leader | Follower:
+    """This launcher's part: with numbers, number 0 leads; without, the first at the endpoint's host to listen there.
+
+    Raises:
+        ConfigError: when it cannot listen at the endpoint.
+    """
+    host = nodes.where[0]
+    if nodes.alone or nodes.rank == 0:
+        return Leader(nodes, processes, tell, stopped)
+    if nodes.rank is None and is_here(host):
+        try:
+            return Leader(nodes, processes, tell, stopped)
+        except ConfigError as error:
+            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE):
+                raise
+    return Follower(nodes, processes, stopped)
+
+
+def _accepted(listener: socket.socket) -> Iterator[socket.socket]:
+    while True:
+        try:
+            yield listener.accept()[0]
+        except OSError:
+            return
+
+
+def _place(said: object) -> RankRange:
+    if not isinstance(said, dict):
+        raise MessageError("'start' is no object")
+    size = number(said, "world_size", least=1, most=_MOST_PROCESSES**2)
+    return RankRange(
+        first=number(said, "first", most=size - 1),
+        processes=number(said, "processes", least=1, most=_MOST_PROCESSES),
+        world_size=size,
+        master_address=text(said, "master_address"),
+        master_port=number(said, "master_port", least=1, most=65535),
+        run_id=text(said, "run_id"),
+        restart=number(said, "restart"),
+    )

@@ -1,0 +1,163 @@
+"""Which network interface leads to another host: what gloo has to be told where a host has more than one.
+
+Left alone, gloo takes the address that the host's own name resolves to, which is the loopback on many systems, or an
+interface that the other hosts cannot reach.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import socket
+import struct
+import sys
+from typing import Protocol
+
+from zeromesh.environment import LOOPBACK
+from zeromesh.errors import ConfigError
+
+_SIOCGIFCONF = 0x8912
+_ENTRY_BYTES = 40  # sizeof(struct ifreq) on 64-bit Linux
+_ROUTE_PORT = 9  # discard; nothing is sent
+
+
+class RouteStore(Protocol):
+    """What `interface_for` needs of the rendezvous store. `get` waits for the key."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+
+def interface_for(store: RouteStore, *, rank: int, world_size: int, master_address: str) -> str | None:
+    """The interface of this host that the other hosts reach. All ranks of several hosts call this.
+
+    It is the one that leads to the master. On the master's own host that may be the loopback, where its name resolves so; then it
+    is the one that leads to a rank elsewhere, which the store tells; the loopback itself when there is none. None: not found.
+    """
+    mine = address_towards(master_address)
+    store.set(f"route/{rank}", mine or "")
+    if mine is not None and not is_loopback(mine):
+        return interface_of(mine)
+    for other in range(world_size):
+        theirs = store.get(f"route/{other}").decode()
+        if theirs and not is_loopback(theirs):
+            found = address_towards(theirs)
+            return interface_of(found) if found is not None else None
+    return interface_of(LOOPBACK) if mine is not None else None
+
+
+def listen(name: str, port: int) -> socket.socket:
+    """A socket that listens at the address by which the other hosts know this one as `name`, and at no other. Port 0: any.
+
+    Raises:
+        ConfigError: when that address cannot be told, or the port is in use.
+    """
+    address = own_address(name)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(f"{name}:{port}: this host cannot listen there ({error.strerror or error})") from error
+
+
+def own_address(name: str) -> str:
+    """The address of this host that `name` leads to from other hosts. A host's own name often leads to its loopback there.
+
+    Raises:
+        ConfigError: when `name` leads to no address of this host but the loopback, and the host has several others.
+    """
+    found = addresses_of(name)
+    if is_loopback(name) or name == "localhost":
+        return found[0] if found else LOOPBACK
+    mine = {address: interface for interface, each in interfaces().items() for address in each}
+    for address in found:
+        if address in mine and not is_loopback(address):
+            return address
+    kinds = {":" in address for address in found} or {False}
+    others = [
+        each for each in mine if not is_loopback(each) and not each.startswith("fe80:") and (":" in each) in kinds
+    ]
+    if len(others) == 1:
+        return others[0]
+    there = ", ".join(f"{each} ({mine[each]})" for each in others) or "none"
+    raise ConfigError(
+        f"{name!r}, by which the other hosts are to find this one, leads to {' and '.join(found) or 'no address'} here, which they "
+        f"cannot reach; give one of this host's addresses in its place: {there}"
+    )
+
+
+def is_here(name: str) -> bool:
+    """Whether a host's name or address leads to this one."""
+    mine = {address for each in interfaces().values() for address in each}
+    return any(address in mine or is_loopback(address) for address in addresses_of(name))
+
+
+def addresses_of(name: str) -> list[str]:
+    """The addresses that a host's name leads to from here, each once; none when it is not known."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def address_towards(host: str) -> str | None:
+    """The address of this host that packets to `host` leave from; None when there is no route, or no such host."""
+    try:
+        found = socket.getaddrinfo(host, _ROUTE_PORT, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, target in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address reaches only its own host."""
+    return address.startswith("127.") or address == "::1"
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has `address`, without an alias's suffix."""
+    if sys.platform != "linux":
+        return None
+    return (_ipv6() if ":" in address else _ipv4()).get(address.partition("%")[0])
+
+
+def interfaces() -> dict[str, list[str]]:
+    """The interfaces of this host that have an address, with their addresses; empty where the system does not tell."""
+    found: dict[str, list[str]] = {}
+    if sys.platform == "linux":
+        for address, name in {**_ipv4(), **_ipv6()}.items():
+            found.setdefault(name, []).append(address)
+    return found
+
+
+def _ipv4() -> dict[str, str]:
+    """Every IPv4 address of this host and its interface, from netdevice(7)."""
+    room = array.array("B", bytes(_ENTRY_BYTES * 512))
+    place, length = room.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iL", length, place))
+    used = struct.unpack("iL", answer)[0]
+    found = {}
+    for start in range(0, used, _ENTRY_BYTES):
+        entry = room[start : start + _ENTRY_BYTES].tobytes()
+        name = entry[:16].partition(b"\0")[0].decode()
+        found[socket.inet_ntoa(entry[20:24])] = name.partition(":")[0]
+    return found
+
+
+def _ipv6() -> dict[str, str]:
+    try:
+        with open("/proc/net/if_inet6", encoding="ascii") as file:
+            rows = [line.split() for line in file]
+    except OSError:
+        return {}
+    return {socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])): row[5] for row in rows}

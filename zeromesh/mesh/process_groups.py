@@ -1,0 +1,208 @@
+"""`Links`: the process groups behind a mesh, made once for each set of ranks and left together."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from zeromesh.environment import INTERFACE, LaunchEnvironment, export, setting
+from zeromesh.errors import ConfigError
+from zeromesh.mesh.network_interfaces import interface_for
+from zeromesh.mesh.run_store import START_SECONDS, LocalRowStore, rows, run_store
+from zeromesh.telemetry.watchdog import Watchdog
+
+_NUMBERS = itertools.count()
+_ROWS = itertools.count()
+
+Lane = Literal["control", "data", "reduce"]
+"""What a process group is for. Calls on one group match in order, so what may come in another order has one of its own.
+
+`control` is a CPU group for agreements. `data` gathers parameters and moves activations. `reduce` reduces gradients: reductions
+start as gradients arrive, so their order relative to gathers differs between ranks; a common group would match one with the other.
+"""
+
+
+@dataclass(kw_only=True, slots=True)
+class Link:
+    """The groups of some ranks. A lane that was not asked for is the control group, as far as that can carry it."""
+
+    control: dist.ProcessGroup
+    data: dist.ProcessGroup
+    reduce: dist.ProcessGroup
+    left: bool = False
+    """Whether the groups are gone."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Default:
+    """The process's default group, which meshes share."""
+
+    made_here: bool = False
+    users: int = 0
+    in_doubt: bool = False
+    """Whether some mesh has left groups behind in which something may still be in flight."""
+
+
+_DEFAULT = _Default()
+
+
+class Links:
+    """What a mesh holds of the others: process groups and the watch. Each group keeps threads, so none may be forgotten, and
+    only those are made that are used."""
+
+    def __init__(self, environment: LaunchEnvironment, device: torch.device) -> None:
+        self._environment = environment
+        self._on_cuda = device.type == "cuda"
+        self._rank = environment.rank
+        self._groups: dict[tuple[Lane, tuple[int, ...]], dist.ProcessGroup | None] = {}
+        self._links: list[Link] = []
+        self._more: list[dist.ProcessGroup] = []
+        self._joined = False
+        self.watch: Watchdog | None = None
+
+    def store(self) -> dist.distributed_c10d.Store:
+        """A store for one mesh: what an earlier one of the process has stored must not be taken for this one's.
+
+        Raises:
+            ConfigError: when the process is in a default group of another number of ranks than the launch.
+        """
+        prefix, environment = f"zeromesh/mesh-{next(_NUMBERS)}", self._environment
+        if not dist.is_initialized():
+            return dist.distributed_c10d.PrefixStore(prefix, run_store(environment))
+        if dist.get_world_size() != environment.world_size:
+            raise ConfigError(
+                f"the process group has {dist.get_world_size()} ranks, the launch environment {environment.world_size}"
+            )
+        return dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+
+    def rows(self) -> LocalRowStore | None:
+        """See `run_store.rows`."""
+        return rows(self._environment, next(_ROWS))
+
+    def join(self, rank: int) -> None:
+        """Join the default process group as `rank`, unless the process has done so."""
+        if not dist.is_initialized():
+            # A later group must not find the addresses that an earlier one has left in the store.
+            prefix = f"zeromesh/group-{next(_NUMBERS)}"
+            store = dist.distributed_c10d.PrefixStore(prefix, run_store(self._environment))
+            _choose_interface(store, self._environment)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if self._on_cuda else "gloo",
+                store=store,
+                rank=rank,
+                world_size=self._environment.world_size,
+                timeout=timedelta(seconds=START_SECONDS),
+            )
+            _DEFAULT.made_here = True
+            atexit.register(_leave_default)
+        _DEFAULT.users += 1
+        self._joined = True
+        self._rank = rank
+
+    def between(self, ranks: tuple[int, ...], lanes: Collection[Lane] = ()) -> Link | None:
+        """The link of these ranks, with the control group and what `lanes` adds; None on others.
+
+        All ranks of the world ask for the same ones in the same order. Equal ranks share the group of a lane.
+        """
+        wanted: list[Lane] = ["control", *lanes]
+        for lane in wanted:
+            if (lane, ranks) not in self._groups:
+                self._groups[lane, ranks] = self._make(ranks, lane)
+        return self._link({lane: self._groups[lane, ranks] for lane in wanted})
+
+    def apart(self, ranks: tuple[int, ...]) -> Link | None:
+        """A link that shares no group with any other, until it is `cut`; None on other ranks, all of which ask for it too."""
+        lanes: list[Lane] = ["control", "data"] if self._on_cuda else ["control"]
+        return self._link({lane: self._make(ranks, lane) for lane in lanes}, apart=True)
+
+    def cut(self, link: Link) -> None:
+        """Leave the groups of a link that was made `apart`, on all its ranks, when nothing is in flight in them."""
+        if link in self._links:
+            self._links.remove(link)
+            self._destroy(link)
+
+    def adopt(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Leave these groups, too, when this mesh leaves."""
+        self._more += groups
+
+    def leave(self, *, default: bool = False) -> None:
+        """Leave the board and this mesh's groups; with `default` also the default group, where it was made here for meshes of
+        which this is the last. Leaving twice is allowed.
+
+        A group waits for what is in flight in it. After a wait that ended with an error that may be a rank that hangs: then the
+        groups stay until the process ends. Without `default` ranks need not leave alike.
+        """
+        apart, self._links = self._links, []
+        groups, self._groups = [group for group in self._groups.values() if group is not None], {}
+        more, self._more = self._more, []
+        watch, self.watch = self.watch, None
+        joined, self._joined = self._joined, False
+        _DEFAULT.users -= joined
+        if watch is not None:
+            _DEFAULT.in_doubt |= watch.in_doubt
+            watch.close()
+        if not dist.is_initialized() or (watch is not None and watch.in_doubt):
+            return
+        for link in apart:
+            self._destroy(link)
+        for group in reversed([*groups, *more]):
+            dist.destroy_process_group(group)
+        if default and joined and not _DEFAULT.users:
+            _leave_default()
+
+    def _link(self, groups: Mapping[Lane, dist.ProcessGroup | None], *, apart: bool = False) -> Link | None:
+        control = groups["control"]
+        if control is None:
+            return None
+        link = Link(control=control, data=groups.get("data") or control, reduce=groups.get("reduce") or control)
+        if apart:
+            self._links.append(link)
+        return link
+
+    def _make(self, ranks: tuple[int, ...], lane: Lane) -> dist.ProcessGroup | None:
+        backend = "nccl" if self._on_cuda and lane != "control" else "gloo"
+        group = _new_group(ranks, backend)
+        return group if self._rank in ranks else None
+
+    def _destroy(self, link: Link) -> None:
+        link.left = True
+        if self.watch is None or not self.watch.in_doubt:
+            for group in {link.control, link.data, link.reduce}:
+                dist.destroy_process_group(group)
+
+
+def _leave_default() -> None:
+    """Leave the default group, if it was made here. Its threads must not outlive the interpreter, which could abort the process."""
+    if _DEFAULT.made_here and not _DEFAULT.in_doubt and dist.is_initialized():
+        _DEFAULT.made_here = False
+        dist.destroy_process_group()
+
+
+def _choose_interface(store: dist.distributed_c10d.Store, environment: LaunchEnvironment) -> None:
+    """Tell gloo the interface that leads to the other hosts, unless it has been told, or there are none.
+
+    A rank that has been told still says its route, which others may wait for.
+    """
+    if environment.local_world_size == environment.world_size:
+        return
+    name = interface_for(
+        store, rank=environment.rank, world_size=environment.world_size, master_address=environment.master_address
+    )
+    if name is not None and setting(INTERFACE) is None:
+        export({INTERFACE: name})
+
+
+def _new_group(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
+    # torch sorts ranks unless told not to, which only newer ones understand.
+    as_given: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+    made: dist.ProcessGroup = dist.new_group(
+        list(ranks), backend=backend, timeout=timedelta(seconds=START_SECONDS), **as_given
+    )
+    return made

@@ -1,0 +1,197 @@
+"""A picture of who is where: host by host, rank by rank, with coordinates. No torch and no processes.
+
+pipeline 2 x replicate 1 x shard 1 x tensor 2: 4 ranks on 2 hosts
+  node-a
+    rank 0   pipeline 0  tensor 0
+    rank 1   pipeline 0  tensor 1
+  node-b
+    rank 2   pipeline 1  tensor 0   <- here
+    rank 3   pipeline 1  tensor 1
+
+In which order processes become ranks, so that those that talk most are near each other. No torch and no processes.
+
+The mesh numbers its axes from outer to inner, pipeline, replicate, shard, tensor, and neighbours along tensor are neighbouring
+ranks. So it is enough that ranks run through one host after the other, and within a host through one island (NUMA node, or
+devices joined by NVLink) after the other. Launchers mostly number processes so; `srun --distribution=cyclic` and
+`mpirun --map-by node` do not.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from zeromesh.errors import ConfigError
+from zeromesh.mesh.mesh_shape import AXES, Axis, MeshShape
+
+Order = Literal["topology", "launch"] | Sequence[int]
+"""How ranks are numbered: by topology, as the launcher has done, or which process becomes rank 0, 1, 2 and so on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessLocation:
+    """Where a process runs."""
+
+    host: str
+    """Equal for processes that can share memory."""
+    name: str = ""
+    """The host's name, for a person."""
+    island: int = 0
+    """Which part of the host, by whatever number; processes of one island are nearer to each other."""
+
+
+def rank_order(places: Sequence[ProcessLocation], order: Order = "topology") -> tuple[int, ...]:
+    """Which process, by its number in the launch, becomes rank 0, 1, 2 and so on.
+
+    By topology, hosts come in the order of their first process, so do the islands of a host, and processes of one island in the
+    order of the launch. Process 0 is always rank 0: it keeps the rendezvous store.
+
+    Raises:
+        ConfigError: when a given order is none of these processes, each once, that begins with 0.
+    """
+    world = range(len(places))
+    if order == "launch":
+        return tuple(world)
+    if order == "topology":
+        first_of_host: dict[str, int] = {}
+        first_of_island: dict[tuple[str, int], int] = {}
+        for process, place in enumerate(places):
+            first_of_host.setdefault(place.host, process)
+            first_of_island.setdefault((place.host, place.island), process)
+
+        def key(process: int) -> tuple[int, int, int]:
+            place = places[process]
+            return first_of_host[place.host], first_of_island[place.host, place.island], process
+
+        return tuple(sorted(world, key=key))
+    given = tuple(order)
+    if sorted(given) != list(world) or given[0] != 0:
+        raise ConfigError(
+            f"order of ranks: got {list(given)}; allowed are topology, launch, or the numbers 0 to {len(places) - 1}, each once, "
+            "of which 0 is the first (process 0 keeps the rendezvous store)"
+        )
+    return given
+
+
+def far_groups(shape: MeshShape, places: Sequence[ProcessLocation]) -> tuple[tuple[int, ...], ...]:
+    """The tensor groups whose ranks are on more than one host. `places` are those of ranks, in their order."""
+    return tuple(ranks for ranks in shape.groups("tensor") if len({places[rank].host for rank in ranks}) > 1)
+
+
+def far_warning(shape: MeshShape, places: Sequence[ProcessLocation]) -> str:
+    """What to tell the user when tensor groups span hosts; empty when none does."""
+    groups = far_groups(shape, places)
+    if not groups:
+        return ""
+    shown = "; ".join(f"ranks {', '.join(map(str, ranks))}" for ranks in groups[:3]) + (" ..." if groups[3:] else "")
+    sizes = [sum(place.host == host for place in places) for host in dict.fromkeys(place.host for place in places)]
+    return (
+        f"{len(groups)} of {len(shape.groups('tensor'))} tensor groups span hosts ({shown}), and their activations cross the "
+        f"network in every layer; choose parallel.tensor so that it divides the processes of every host ({_sizes(sizes)})"
+    )
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes[:6])) + (", ..." if sizes[6:] else "")
+
+
+T = TypeVar("T")
+WIDTH = 100
+_RANKS_SHOWN = 8
+_HOSTS_SHOWN = 6
+
+
+def mesh_picture(
+    shape: MeshShape, places: Sequence[ProcessLocation], *, here: int | None = None, processes: Sequence[int] = ()
+) -> str:
+    """Lines of at most `WIDTH` columns. `places` are those of ranks; `here` is the reader's rank.
+
+    `processes` are the numbers that the launch had given the ranks, shown where they differ. Of a host with many ranks only the
+    first and the last are shown, so of a world with many hosts, and always the reader's.
+    """
+    hosts = _by_host(places)
+    names = _names(places, list(hosts))
+    count = f"{shape.world_size} rank{'s' * (shape.world_size > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)}"
+    lines = [f"{shape}: {count}"]
+    axes: list[Axis] = [axis for axis in AXES if getattr(shape, axis) > 1]
+    for host in _shown(list(hosts), _HOSTS_SHOWN, [] if here is None else [places[here].host]):
+        if isinstance(host, _Gap):
+            lines.append(f"  ... {host.count} more host{'s' * (host.count > 1)}")
+            continue
+        lines.append(f"  {names[host]}")
+        islands = len({places[rank].island for rank in hosts[host]}) > 1
+        for rank in _shown(hosts[host], _RANKS_SHOWN, [] if here is None else [here]):
+            if isinstance(rank, _Gap):
+                lines.append(f"    ... {rank.count} more rank{'s' * (rank.count > 1)}")
+            else:
+                lines.append("    " + _line(shape, axes, rank, places[rank] if islands else None, here, processes))
+    return "\n".join([*(line[:WIDTH] for line in lines), *_wrapped(far_warning(shape, places))])
+
+
+def _line(
+    shape: MeshShape,
+    axes: Sequence[Axis],
+    rank: int,
+    place: ProcessLocation | None,
+    here: int | None,
+    processes: Sequence[int],
+) -> str:
+    at = shape.coordinate(rank)
+    digits = len(str(shape.world_size - 1))
+    words = [f"rank {rank:<{digits}} "]
+    words += [f"{axis} {getattr(at, axis):<{len(str(getattr(shape, axis) - 1))}}" for axis in axes]
+    if place is not None:
+        words.append(f"island {place.island}")
+    if rank == here:
+        words.append("<- here")
+    if processes and processes[rank] != rank:
+        words.append(f"(launched as {processes[rank]})")
+    return "  ".join(words).rstrip()
+
+
+def _by_host(places: Sequence[ProcessLocation]) -> dict[str, list[int]]:
+    hosts: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        hosts.setdefault(place.host, []).append(rank)
+    return hosts
+
+
+def _names(places: Sequence[ProcessLocation], hosts: Sequence[str]) -> dict[str, str]:
+    """What hosts are called; those of one name are numbered."""
+    named = {place.host: place.name or place.host for place in reversed(places)}
+    twice = {name for name, count in Counter(named.values()).items() if count > 1}
+    found, numbers = {}, Counter[str]()
+    for host in hosts:
+        name = named[host]
+        numbers[name] += 1
+        found[host] = f"{name} ({numbers[name]})" if name in twice else name
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """So many that are not shown."""
+
+    count: int
+
+
+def _shown(items: Sequence[T], most: int, needed: Collection[T]) -> list[T | _Gap]:
+    """The items, but of more than `most` only the first and last few and the `needed`, with gaps between them."""
+    if len(items) <= most:
+        return list(items)
+    found: list[T | _Gap] = []
+    gap = 0
+    for number, item in enumerate(items):
+        if number < most - 2 or number >= len(items) - 2 or item in needed:
+            found += [_Gap(gap), item] if gap else [item]
+            gap = 0
+        else:
+            gap += 1
+    return found
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(f"warning: {text}", WIDTH, initial_indent="  ", subsequent_indent="  ") if text else []

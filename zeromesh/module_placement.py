@@ -1,0 +1,264 @@
+"""Gives modules of a model to process sets: each computes on the ranks of its set alone, and all ranks get what it returns.
+
+    sets = mesh.process_sets.declare({"left": [0, 1], "right": [2, 3]})
+    placement = place(model, {"encoder": sets["left"], "decoder": sets["right"]}, mesh)
+    loss(model(batch)).backward()        # on every rank, with the same batch
+    placement.clip_grad_norm_(1.0)       # over the parameters of all ranks
+    optimizer.step()                     # of this rank's parameters
+
+Every rank runs the same program. Where a module lives elsewhere, a stub stands in its place: its output comes from the first rank
+of its set, and in backward so do the gradients of its inputs. What is computed outside of placed modules is on all ranks; a placed
+parameter, its gradient and the optimizer's state for it are on the ranks of its set alone, alike on all of them.
+
+Autograd goes back through a graph in the reverse order of its making, so ranks that ran one forward meet in one order in backward.
+Recompute activations inside a placed module, not around it: what is recomputed around it would differ from rank to rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from zeromesh.comm.point_to_point import HEADER_WORDS, MessageSpec, read_header, write_header
+from zeromesh.errors import CollectiveError, LayoutError
+from zeromesh.mesh.process_mesh import Mesh, ProcessSet
+from zeromesh.pipeline.stages.stubs import Stub, meta_copy
+from zeromesh.tensor.dropout_rng import ShardedRandomness
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> ModulePlacement:
+    """Give each module whose fully qualified name matches a pattern of `homes` to a process set, in place.
+
+    A pattern may have `*` for whatever; the first that matches a name counts. All ranks of the mesh call this alike, on equal
+    models. Ranks outside of the set lose the module's parameters; other names stay as they were.
+
+    Raises:
+        LayoutError: on all ranks alike, for a pattern without a module, a module inside another one that is placed, and a
+            parameter that a placed module shares with another part of the model.
+    """
+    found = _modules_of(model, homes)
+    _refuse_ties(model, found)
+    for name, home in found.items():
+        module = model.get_submodule(name)
+        meeting = _Meeting(f"{name} on process set {home.name}", home, mesh)
+        if home.member:
+            module.forward = _AtHome(module.forward, meeting)
+        else:
+            parent, _, leaf = name.rpartition(".")
+            model.get_submodule(parent)._modules[leaf] = _Away(module, meeting)
+    return ModulePlacement(model, mesh, found)
+
+
+def _modules_of(model: nn.Module, homes: Mapping[str, ProcessSet]) -> dict[str, ProcessSet]:
+    """The process set of each module that is to be placed, by its name."""
+    found: dict[str, ProcessSet] = {}
+    for pattern, home in homes.items():
+        names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
+        if not names:
+            raise LayoutError(
+                f"placement of {pattern!r} on process set {home.name}: the model has no module of that name"
+            )
+        for name in names:
+            found.setdefault(name, home)
+    for name in found:
+        outer = next((other for other in found if name.startswith(f"{other}.")), None)
+        if outer is not None:
+            raise LayoutError(f"placement: {name} is inside {outer}, which is placed as a whole; name one of them")
+    return found
+
+
+def _refuse_ties(model: nn.Module, found: Mapping[str, ProcessSet]) -> None:
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    for names in names_of.values():
+        if len({_place_of(name, found) for name in names}) > 1:
+            raise LayoutError(
+                f"placement: {' and '.join(names)} are one parameter in parts of the model that are placed apart; untie them, "
+                "or place a module that holds all of them"
+            )
+
+
+def _place_of(name: str, found: Mapping[str, ProcessSet]) -> str | None:
+    """The placed module that a parameter belongs to."""
+    return next((module for module in found if name.startswith(f"{module}.")), None)
+
+
+class ModulePlacement:
+    """Which modules of a model live where, and what concerns the parameters of all ranks.
+
+    `homes`: the process set of each placed module, by its name.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, homes: Mapping[str, ProcessSet]) -> None:
+        self.homes = dict(homes)
+        self._model = model
+        self._mesh = mesh
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale the gradients of all ranks so that their norm is at most `max_norm`; returns what it was. All ranks call this.
+
+        As `torch.nn.utils.clip_grad_norm_`: each parameter counts once, wherever it is and however many ranks hold it.
+        """
+        gradients = {name: each.grad for name, each in self._model.named_parameters() if each.grad is not None}
+        counted = [gradient for name, gradient in gradients.items() if self._counts_here(name)]
+        squares = sum(float(gradient.detach().double().pow(2).sum()) for gradient in counted)
+        total = torch.tensor([squares], dtype=torch.float64)
+        norm = math.sqrt(self._mesh.world.sum_(total, "gradient norm of a placed model").item())
+        factor = min(1.0, max_norm / (norm + 1e-6))
+        for gradient in gradients.values():
+            gradient.detach().mul_(factor)
+        return norm
+
+    def _counts_here(self, name: str) -> bool:
+        module = _place_of(name, self.homes)
+        home = self._mesh.world if module is None else self.homes[module]
+        return home.index == 0
+
+
+class _Meeting:
+    """What the ranks tell each other about one placed module."""
+
+    def __init__(self, what: str, home: ProcessSet, mesh: Mesh) -> None:
+        self.what = what
+        self.randomness = ShardedRandomness(0, mesh.device)
+        self._world, self._device = mesh.world, mesh.device
+        self._source = mesh.world.ranks.index(home.ranks[0])
+
+    def tell(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """At home: what the first rank of the set has goes to all; the others of the set have the same, and get it too."""
+        header = torch.tensor(write_header([MessageSpec.of(each) for each in tensors]), device=self._device)
+        self._broadcast(header)
+        # Contiguous copies: the first rank's own tensor may be changed in place later, and the others' be views.
+        return [self._broadcast(each.detach().clone(memory_format=torch.contiguous_format)) for each in tensors]
+
+    def hear(self) -> tuple[list[torch.Tensor], list[MessageSpec]]:
+        """Elsewhere: what the set's first rank tells."""
+        header = self._broadcast(torch.zeros(HEADER_WORDS, dtype=torch.int64, device=self._device))
+        specs = read_header(header.tolist())
+        return [self._broadcast(spec.empty(self._device)) for spec in specs], specs
+
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Bytes: not every backend takes every dtype.
+        if tensor.numel():
+            self._world.broadcast_(tensor.view(-1).view(torch.uint8), self._source, self.what)
+        return tensor
+
+
+class _AtHome:
+    """Stands for the `forward` of a placed module on the ranks of its set."""
+
+    def __init__(self, forward: Callable[..., Any], meeting: _Meeting) -> None:
+        self._forward = forward
+        self._meeting = meeting
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        at = _differentiable(leaves)
+        if at:
+            for index, tensor in zip(at, _apply(_Enter, self._meeting, *(leaves[index] for index in at)), strict=True):
+                leaves[index] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        with self._meeting.randomness.sharded():
+            output = self._forward(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten(output)
+        at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        for index, tensor in zip(at, _apply(_Leave, self._meeting, *(leaves[index] for index in at)), strict=True):
+            leaves[index] = tensor
+        return pytree.tree_unflatten(leaves, spec)
+
+
+class _Away(Stub):
+    """Stands for a module that lives on a process set without this rank."""
+
+    def __init__(self, module: nn.Module, meeting: _Meeting) -> None:
+        shape = meta_copy(module)
+        super().__init__(shape)
+        self._shape = (shape,)
+        self._meeting = meeting
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        # On all ranks the generators go on alike: what stands for this call's randomness is drawn here too.
+        with self._meeting.randomness.sharded(), torch.no_grad():
+            made, spec = pytree.tree_flatten(self._shape[0](*args, **kwargs))
+        tensors, specs = self._meeting.hear()
+        at = [index for index, leaf in enumerate(made) if isinstance(leaf, torch.Tensor)]
+        if len(at) != len(tensors):
+            raise CollectiveError(
+                f"{self._meeting.what} returned {len(tensors)} tensors, where its shapes tell of {len(at)}: what a placed module "
+                "returns may depend on the shapes of its inputs alone"
+            )
+        wanted = [index for index, each in enumerate(specs) if each.differentiable]
+        if wanted:
+            anchor = torch.zeros((), requires_grad=True)
+            inputs = [leaves[index] for index in _differentiable(leaves)]
+            heard = _apply(
+                _Elsewhere, self._meeting, anchor, len(wanted), *(tensors[index] for index in wanted), *inputs
+            )
+            for index, tensor in zip(wanted, heard, strict=True):
+                tensors[index] = tensor
+        for index, tensor in zip(at, tensors, strict=True):
+            made[index] = tensor
+        return pytree.tree_unflatten(made, spec)
+
+
+class _Enter(torch.autograd.Function):
+    """At home, before the module: gradients of its inputs go to the other ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, meeting: _Meeting, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.meeting = meeting
+        return tuple(each.view_as(each) for each in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
+        return None, *ctx.meeting.tell(list(gradients))
+
+
+class _Leave(torch.autograd.Function):
+    """At home, after the module: its output goes to the other ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, meeting: _Meeting, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        told = meeting.tell(list(outputs))
+        ctx.mark_non_differentiable(*(t for t, o in zip(told, outputs, strict=True) if not o.requires_grad))
+        return tuple(told)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
+        return None, *gradients
+
+
+class _Elsewhere(torch.autograd.Function):
+    """On other ranks: `count` outputs of the module, then its inputs; the gradients of these come from where it lives."""
+
+    @staticmethod
+    def forward(ctx: Any, meeting: _Meeting, anchor: torch.Tensor, count: int, *tensors: torch.Tensor) -> Any:
+        ctx.meeting, ctx.count, ctx.inputs = meeting, count, len(tensors) - count
+        return tuple(each.view_as(each) for each in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Gradients:
+        heard = ctx.meeting.hear()[0] if ctx.inputs else ()
+        return None, None, None, *([None] * ctx.count), *heard
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> tuple[torch.Tensor, ...]:
+    return cast("tuple[torch.Tensor, ...]", function.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
+def _differentiable(leaves: list[Any]) -> list[int]:
+    """Where tensors stand whose gradients are wanted."""
+    if not torch.is_grad_enabled():
+        return []
+    return [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

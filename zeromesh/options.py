@@ -1,0 +1,151 @@
+"""What an engine is told: precision and ZeRO options, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from zeromesh.comm.select import TransportName
+from zeromesh.errors import ConfigError
+from zeromesh.flat.placement import Placement, Placements, placements_of
+from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
+from zeromesh.optim.fused_optimizer import OptimizerSettings
+from zeromesh.optim.gradient_scaling import ScalerSettings
+from zeromesh.optim.update_device import UpdateOn
+from zeromesh.optim.weight_average import AverageSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """The dtype of each role. `loss_scale` is for float16 gradients alone.
+
+    Raises:
+        ConfigError: when a sum or a master weight would be kept in less than the compute dtype.
+    """
+
+    compute: torch.dtype = torch.float32
+    master: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+    loss_scale: ScalerSettings | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"precision.{role} is {dtype}, less than precision.compute {self.compute}"
+            for role, dtype in (("master", self.master), ("reduce", self.reduce))
+            if dtype.itemsize < self.compute.itemsize
+        ]
+        if self.master.itemsize != self.reduce.itemsize:
+            problems.append(
+                f"precision.master {self.master} and precision.reduce {self.reduce} differ: an update needs equal ones"
+            )
+        if problems:
+            raise ConfigError(problems)
+
+    def table(self, optimizer: str) -> str:
+        """One line naming the dtype of every role."""
+
+        def short(dtype: torch.dtype) -> str:
+            return str(dtype).removeprefix("torch.")
+
+        scale = "dynamic loss scale" if self.loss_scale else "no loss scale"
+        return (
+            f"precision: parameters and gradients {short(self.compute)}, sums {short(self.reduce)}, "
+            f"master weights and {optimizer} moments {short(self.master)}, {scale}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadOptions:
+    """Where states rest between uses: master weights and moments (`optimizer`), gradient shards, parameters at stage 3; and what
+    recomputed blocks keep for backward (`activations`), which is the caller's business.
+
+    `gradients` None follows the optimizer. `update`: where it is computed, if states are not on the device. `staging_bytes` is what
+    all buffers on the way there take.
+    """
+
+    optimizer: TierChoice = field(default_factory=TierChoice)
+    gradients: TierChoice | None = None
+    parameters: TierChoice = field(default_factory=TierChoice)
+    activations: TierChoice = field(default_factory=TierChoice)
+    update: UpdateOn = "auto"
+    files: FileSettings = field(default_factory=FileSettings)
+    staging_bytes: int = STAGING_BYTES
+
+    @property
+    def gradients_at(self) -> TierChoice:
+        """Where gradient shards rest."""
+        return self.optimizer if self.gradients is None else self.gradients
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroOptions:
+    """How an engine partitions and overlaps.
+
+    `gathered_budget` is bytes of gathered parameters that a rank keeps between uses at stage 3; None lets the transport decide:
+    on one host all ranks share one copy, so it is kept while memory allows; elsewhere nothing is.
+
+    Raises:
+        ConfigError: for impossible combinations.
+    """
+
+    stage: int = 3
+    prefetch: int = 1
+    gathered_budget: int | None = None
+    overlap: bool = True
+    transport: TransportName = "auto"
+    precision: Precision = field(default_factory=Precision)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
+    average: AverageSettings | None = None
+    """Of the weights, beside them."""
+    accumulation: int = 1
+    """Microbatches of a step on each rank."""
+    clip_norm: float = 0.0
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    optimizer_in_backward: bool = False
+    seed: int = 0
+    gradient_slots: int = 2
+
+    def __post_init__(self) -> None:
+        placements_of(self.stage)
+        problems = []
+        if self.prefetch < 0:
+            problems.append(f"zero.prefetch is {self.prefetch}; it must be 0 or more units")
+        if self.offload.parameters.away and self.placements.parameters is not Placement.SHARDED:
+            problems.append(
+                f"offload.parameters is {self.offload.parameters.tier} at zero.stage {self.stage}: only stage 3 gathers "
+                "parameters around their use; set zero.stage to 3, or offload.parameters to none"
+            )
+        if self.optimizer_in_backward:
+            if self.clip_norm:
+                problems.append("optimizer.in_backward needs run.clip_norm 0: the norm is known only after backward")
+            if self.precision.loss_scale:
+                problems.append("optimizer.in_backward cannot run with a loss scale, which may take a step back")
+            if self.on_nonfinite != "stop":
+                problems.append("optimizer.in_backward needs run.on_nonfinite: stop: there is no step left to skip")
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def placements(self) -> Placements:
+        return placements_of(self.stage)
+
+    @property
+    def gradients_pass_through(self) -> bool:
+        """Whether a gradient shard is needed only from its reduction to its update, within one backward."""
+        return self.optimizer_in_backward and self.accumulation == 1
+
+    def gradients_stay(self, device: torch.device) -> bool:
+        """Whether gradient shards have memory from step to step on a rank that computes on `device`: sums over several
+        microbatches, and what rests on another tier. Else they have it from reduction to update, which activations have
+        just left.
+        """
+        resting = not self.optimizer_in_backward and self.offload.gradients_at.leaves(device)
+        return self.accumulation > 1 or resting
+
+    @property
+    def sums_before_reducing(self) -> bool:
+        """Whether microbatches before the last are summed on each rank by itself."""
+        return self.accumulation > 1 and self.placements.accumulating is Placement.PARTIAL

@@ -1,0 +1,119 @@
+"""Divides a model over the tensor and pipeline axes of a mesh, in place, before its parameters are partitioned over the data axes.
+
+    source = BuiltSource(model)                   # or any other of the whole model
+    divided = divide(model, mesh, options)        # modules compute this rank's part; what is divided is on the meta device
+    engine = ZeroEngine.build(model, mesh, zero_options, source, cuts=divided.cuts)
+
+Layers are divided first, then the stages of other ranks leave the model: what a stage is does not depend on how its layers are
+divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from zeromesh.comm.activation_collectives import Exchange
+from zeromesh.comm.select import TransportName, open_exchange
+from zeromesh.flat.placement import StageCopies
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.pipeline.pipeline import Pipeline
+from zeromesh.pipeline.schedule.actions import ScheduleName
+from zeromesh.pipeline.stages.build import Balance, Stages, copies_outside, plan_cut
+from zeromesh.pipeline.stages.model_anatomy import examine
+from zeromesh.units.plan import ModelCuts
+
+if TYPE_CHECKING:
+    from zeromesh.tensor.parallelize_module import Parallelized
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelOptions:
+    """How a model is divided.
+
+    `rules` are the user's own styles of layers, by pattern of their names; with `sequence`, blocks pass on shares of the sequence.
+    `chunks` are stages of a pipeline rank, `stages` the numbers of blocks of all stages; none: by their cost, see `Balance`.
+    """
+
+    rules: Mapping[str, str] = field(default_factory=dict)
+    sequence: bool = False
+    transport: TransportName = "auto"
+    schedule: ScheduleName = "1f1b"
+    chunks: int = 1
+    stages: tuple[int, ...] = ()
+    balance: Balance = "parameters"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Divided:
+    """What `divide` made of a model."""
+
+    cuts: ModelCuts = field(default_factory=ModelCuts)
+    tensor: Parallelized | None = None
+    pipeline: Pipeline | None = None
+    notes: tuple[str, ...] = ()
+
+    def restore(self) -> None:
+        """Give the model its own modules back; parameters that were divided are then whole and on the meta device."""
+        if self.pipeline is not None:
+            self.pipeline.restore()
+        if self.tensor is not None:
+            self.tensor.restore()
+
+    def close(self) -> None:
+        """Leave what was opened for it."""
+        if self.pipeline is not None:
+            self.pipeline.close()
+
+
+def divide(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Divided:
+    """Make `model` compute this rank's part. All ranks of the mesh call this alike.
+
+    Raises:
+        LayoutError: for a model that cannot be divided so, with the reason.
+    """
+    anatomy = examine(model) if mesh.pipeline.size > 1 else None
+    count = mesh.pipeline.size * options.chunks
+    cut = plan_cut(model, anatomy, count, options.stages, options.balance) if anatomy is not None else None
+    outside = copies_outside(model, anatomy) if anatomy is not None else None
+    tensor = _divide_layers(model, mesh, options) if mesh.tensor.size > 1 else None
+    parts, notes = (tensor.parts, tensor.notes) if tensor is not None else ({}, ())
+    if anatomy is None or cut is None:
+        return Divided(cuts=ModelCuts(parts=parts), tensor=tensor, notes=notes)
+    ranks = mesh.pipeline.size
+    own = [chunk * ranks + mesh.pipeline.index for chunk in range(options.chunks)]
+    stages = Stages(model, anatomy, cut, own, outside, tensor.shares if tensor is not None else None)
+    blocks = [model.get_submodule(f"{anatomy.blocks}.{index}") for stage in own for index in cut.ranges()[stage]]
+    cuts = ModelCuts(
+        parts=parts,
+        copies=_copies(stages, ranks),
+        chunks=options.chunks,
+        chunk_of=lambda name: own.index(stages.stage_of(name)),
+    )
+    pipeline = Pipeline(mesh, stages, options.schedule, blocks)
+    listed = " + ".join(map(str, cut.counts))
+    return Divided(cuts=cuts, tensor=tensor, pipeline=pipeline, notes=(*notes, f"pipeline: stages of {listed} blocks"))
+
+
+def _divide_layers(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Parallelized:
+    # Divided layers load torch's compiler, to keep it out of their exchanges: two seconds that other runs need not spend.
+    from zeromesh.tensor.parallelize_module import parallelize
+    from zeromesh.tensor.plan.planner import plan_tensor
+
+    exchange: Exchange = open_exchange(mesh.tensor, mesh.device, options.transport)
+    plan = plan_tensor(model, mesh.tensor.size, options.rules or None)
+    return parallelize(model, exchange, plan, sequence=options.sequence, device=mesh.device)
+
+
+def _copies(stages: Stages, ranks: int) -> dict[str, StageCopies]:
+    """Tied parameters that this rank and another one have, by their name here."""
+    found = {}
+    for tie in stages.ties:
+        holders = tuple(sorted({stage % ranks for stage in tie.held}))
+        here = [name for stage, name in tie.held.items() if stage in stages.own]
+        if here and len(holders) > 1:
+            found[here[0]] = StageCopies(name=tie.names[0], aliases=tie.names[1:], ranks=holders)
+    return found

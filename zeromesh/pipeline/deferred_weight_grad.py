@@ -1,0 +1,164 @@
+"""Gradients of linear weights, computed apart from the rest of backward: the W of zero-bubble schedules.
+
+Backward computes the gradient of a linear layer's input at once, as the stage before waits for it, and queues the two factors of
+the weight's gradient. Later these are multiplied, and a backward through the parameter alone accumulates the product: it reaches
+`parameter.grad` as every gradient does, so that hooks on it run, once for each microbatch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from zeromesh.errors import PhaseError
+from zeromesh.kernels.cpu_matmul import linear, linear_grad_weight, linear_grad_x
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Product:
+    """A weight's gradient, yet to be multiplied."""
+
+    weight: nn.Parameter
+    edge: GradientEdge
+    """Where its gradient is accumulated: the values need not be there any more."""
+    grad: torch.Tensor
+    x: torch.Tensor
+    transposed: bool
+
+    def compute(self) -> torch.Tensor:
+        product = linear_grad_weight(self.x, self.grad) if self.transposed else linear_grad_weight(self.grad, self.x)
+        return product.view(self.weight.shape)
+
+
+class WeightQueue:
+    """Factors of gradients of weights, by the work that they belong to (a microbatch in a chunk)."""
+
+    def __init__(self) -> None:
+        self._queued: dict[Hashable, list[_Product]] = {}
+        self._current: list[_Product] | None = None
+
+    @contextmanager
+    def deferring(self, key: Hashable) -> Iterator[None]:
+        """Backward inside the block queues. Raises PhaseError when `key` has been queued and not run."""
+        if self._current is not None or key in self._queued:
+            raise PhaseError(f"gradients of weights of {key} are queued already")
+        self._current = self._queued[key] = []
+        try:
+            yield
+        finally:
+            self._current = None
+
+    def take(self, product: _Product) -> None:
+        """Queue a product. Raises PhaseError outside of `deferring`."""
+        if self._current is None:
+            raise PhaseError("backward of a model whose gradients of weights are deferred ran outside of `deferring`")
+        self._current.append(product)
+
+    def run(self, key: Hashable) -> None:
+        """Compute what was queued, in the order of backward; factors are freed on the way.
+
+        Raises:
+            PhaseError: when nothing was queued under `key`.
+        """
+        if key not in self._queued:
+            raise PhaseError(f"gradients of weights of {key} were to be computed, but its backward has not run")
+        products = self._queued.pop(key)
+        uses = Counter(id(product.weight) for product in products)
+        sums: dict[int, torch.Tensor] = {}
+        products.reverse()
+        while products:
+            product = products.pop()
+            which = id(product.weight)
+            gradient = product.compute()
+            # A weight that was used several times has one gradient.
+            gradient = sums.pop(which).add_(gradient) if which in sums else gradient
+            uses[which] -= 1
+            if uses[which]:
+                sums[which] = gradient
+            else:
+                torch.autograd.backward([product.edge], [gradient])
+
+
+class _DeferredLinear(torch.autograd.Function):
+    """The weight comes twice: as a plain tensor to multiply with, and as the parameter, of which autograd knows nothing here. Were
+    it an input without a gradient, hooks on it would run all the same."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, later: _Later
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.later = later
+        return linear(x, weight.t() if later.transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        later: _Later = ctx.later
+        of_x, _, of_bias = ctx.needs_input_grad[:3]
+        later.queue.take(_Product(weight=later.parameter, edge=later.edge, grad=grad, x=x, transposed=later.transposed))
+        grad_x = linear_grad_x(grad, weight.t() if later.transposed else weight) if of_x else None
+        grad_bias = grad.flatten(0, -2).sum(dim=0) if of_bias else None
+        return grad_x, None, grad_bias, None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Later:
+    """Where the gradient of a layer's weight goes."""
+
+    queue: WeightQueue
+    parameter: nn.Parameter
+    edge: GradientEdge
+    transposed: bool
+
+
+def defer_weights(model: nn.Module, blocks: Iterable[nn.Module], queue: WeightQueue) -> Callable[[], None]:
+    """Have the linear layers in `blocks` use a queue; returns a call that puts them back.
+
+    Only weights of which nothing else in `model` has a share: another's gradient would come at another time. Layers that are
+    computed otherwise than `torch.nn.Linear` and GPT-2's transposed ones stay as they are; their gradients come at once.
+    """
+    holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    changed: list[tuple[nn.Module, Any]] = []
+    for module in {id(module): module for block in blocks for module in block.modules()}.values():
+        if not _is_linear(module) or holders[id(module._parameters["weight"])] > 1:
+            continue
+        changed.append((module, vars(module).get("forward")))
+        vars(module)["forward"] = MethodType(_forward_of(queue, transposed=type(module) is not nn.Linear), module)
+
+    def put_back() -> None:
+        for module, forward in changed:
+            if forward is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = forward
+
+    return put_back
+
+
+def _forward_of(queue: WeightQueue, *, transposed: bool) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    def forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        weight: nn.Parameter = layer.weight
+        if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
+            return linear(x, weight.t() if transposed else weight, layer.bias)
+        later = _Later(queue=queue, parameter=weight, edge=get_gradient_edge(weight), transposed=transposed)
+        made: torch.Tensor = _DeferredLinear.apply(x, weight.detach(), layer.bias, later)  # type: ignore[no-untyped-call]
+        return made
+
+    return forward
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it is one of the two kinds, and computes as its class does or as zeromesh has it do."""
+    kind, own = type(module), vars(module).get("forward")
+    transposed = kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+    ours = own is None or str(getattr(own, "__module__", "")).startswith("zeromesh.")
+    return ours and (kind is nn.Linear or transposed)

@@ -1,0 +1,138 @@
+"""The forward of a model in stages as a loop over tokens calls it; each stage keeps the keys and values of its own blocks.
+
+Every rank of the pipeline runs the same loop and is given the same logits, so that all of them choose the same tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zeromesh.errors import DataError, LayoutError, PhaseError
+from zeromesh.pipeline.executor import Executor
+from zeromesh.pipeline.schedule.actions import forward_only
+from zeromesh.pipeline.stages.build import Stages
+
+CACHE = "past_key_values"
+_BY_ROW = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
+
+
+class StagedForward:
+    """The calls of one generation: the first has the prompts, each later one what is new, if keys and values are kept.
+
+    Args:
+        microbatches: into how many parts rows are cut, which ranks work on at the same time.
+        call: the model's own call, for the last stage.
+    """
+
+    def __init__(self, executor: Executor, stages: Stages, *, microbatches: int, call: Callable[..., Any]) -> None:
+        self._executor = executor
+        self._stages = stages
+        self._microbatches = microbatches
+        self._call = call
+        self._schedule = forward_only(ranks=executor.group.size, microbatches=microbatches, chunks=len(stages.own))
+        self._caches: dict[tuple[int, int], Any] = {}
+        """By chunk and microbatch: in one chunk, stubs keep something for the blocks of another. The first is the caller's."""
+        self._vocabulary = 0
+
+    def __call__(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Logits `[rows, 1, vocabulary]` of the last position in fp32, the same on every rank, from the arguments of a forward.
+
+        `past_key_values` is empty in the first call, and the same object in all; without it nothing is kept. All ranks of the
+        pipeline call this together, with the same inputs.
+
+        Raises:
+            DataError: for fewer rows than microbatches.
+            LayoutError: for a model that keeps something else than `past_key_values`.
+        """
+        rows = len(inputs["input_ids"])
+        if rows < self._microbatches:
+            raise DataError(
+                f"{rows} prompts cannot be generated in {self._microbatches} microbatches; at least one row each"
+            )
+        cache = inputs.get(CACHE)
+        if cache is None and inputs.get("use_cache"):
+            raise LayoutError(
+                f"{type(self._stages.model).__name__} keeps something else than past_key_values between tokens, which stages of a "
+                "pipeline cannot; pass use_cache=False"
+            )
+        if cache is not None and not self._caches:
+            for chunk in range(len(self._stages.own)):
+                for number in range(self._microbatches):
+                    self._caches[chunk, number] = copy.deepcopy(cache) if chunk or number else cache
+        caches = self._caches if cache is not None else {}
+        runner = _Runner(self._stages, self._call, _cut(inputs, rows, self._microbatches), caches)
+        with torch.no_grad():
+            self._executor.run(self._schedule, runner)
+        return self._shared(runner.logits, rows, inputs["input_ids"].device)
+
+    def _shared(self, logits: Mapping[int, torch.Tensor], rows: int, device: torch.device) -> torch.Tensor:
+        """What the last stage has, on every rank."""
+        group = self._executor.group
+        mine = torch.cat([logits[number] for number in range(self._microbatches)]).float() if logits else None
+        if not self._vocabulary:
+            sizes = group.gather_integers([0 if mine is None else mine.shape[-1]])
+            self._vocabulary = max(size for (size,) in sizes)
+        if mine is None:
+            mine = torch.empty(rows, 1, self._vocabulary, device=device)
+        return group.broadcast_(mine.contiguous(), group.size - 1, "logits of the last stage")
+
+
+class _Runner:
+    """One call: `logits` of each microbatch, on the last stage."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        call: Callable[..., Any],
+        batches: Sequence[dict[str, Any]],
+        caches: Mapping[tuple[int, int], Any],
+    ) -> None:
+        self._stages = stages
+        self._call = call
+        self._batches = batches
+        self._caches = caches
+        self.logits: dict[int, torch.Tensor] = {}
+
+    def signature(self, microbatch: int) -> Hashable:
+        """See `StageRunner`."""
+        return "tokens", tuple(self._batches[microbatch]["input_ids"].shape)
+
+    def forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """See `StageRunner`."""
+        stages, batch = self._stages, dict(self._batches[microbatch])
+        if hasattr(getattr(stages.model, "config", None), "output_router_logits"):
+            batch["output_router_logits"] = False  # Experts have no loss here.
+        if self._caches:
+            batch[CACHE] = self._caches[chunk, microbatch]
+        if not stages.is_last(chunk):
+            return stages.run(chunk, batch, received, balance=False)[0]
+        with stages.chunk(chunk, received, balance=False):
+            self.logits[microbatch] = self._call(**batch).logits[:, -1:]
+        return ()
+
+    def backward(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Raises `PhaseError`."""
+        raise PhaseError("generation has no backward")
+
+    backward_input = backward
+
+    def backward_weight(self, chunk: int, microbatch: int) -> None:
+        """Raises `PhaseError`."""
+        raise PhaseError("generation has no backward")
+
+
+def _cut(inputs: Mapping[str, Any], rows: int, parts: int) -> list[dict[str, Any]]:
+    """Arguments of a forward in parts: what has a row for each prompt is cut, everything else is every part's."""
+    cut = {
+        name: value.tensor_split(parts)
+        for name, value in inputs.items()
+        if name in _BY_ROW and isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == rows
+    }
+    return [
+        {name: cut[name][part] if name in cut else value for name, value in inputs.items() if name != CACHE}
+        for part in range(parts)
+    ]

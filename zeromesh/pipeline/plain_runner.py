@@ -1,0 +1,76 @@
+"""`PlainRunner`: stages of a model whose parameters are simply there, with autograd and nothing else. Evaluation is the same under
+`torch.no_grad()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from zeromesh.errors import PhaseError
+from zeromesh.pipeline.deferred_weight_grad import WeightQueue
+from zeromesh.pipeline.executor import signature_of, take_gradient
+from zeromesh.pipeline.stages.build import Stages
+
+
+class PlainRunner:
+    """`loss(model, batch)` gives a microbatch's loss, a scalar; its backward starts with `seed`. `losses` are those of all
+    microbatches, on the last stage; elsewhere zeros."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        batches: Sequence[Mapping[str, Any]],
+        loss: Callable[[Any, Mapping[str, Any]], torch.Tensor],
+        seed: float = 1.0,
+        queue: WeightQueue | None = None,
+    ) -> None:
+        self._stages = stages
+        self._batches = batches
+        self._loss = loss
+        self._seed = seed
+        self._queue = queue
+        self.losses = torch.zeros(len(batches), dtype=torch.float64)
+        self._inputs: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._outputs: dict[tuple[int, int], Sequence[GradientEdge] | torch.Tensor] = {}
+
+    def signature(self, microbatch: int) -> Hashable:
+        return signature_of(self._batches[microbatch])
+
+    def forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        batch, key = self._batches[microbatch], (chunk, microbatch)
+        if torch.is_grad_enabled():
+            self._inputs[key] = [tensor for tensor in received if tensor.requires_grad]
+        if self._stages.is_last(chunk):
+            with self._stages.chunk(chunk, received):
+                loss = self._loss(self._stages.model, batch)
+            self.losses[microbatch] = loss.detach()
+            if loss.requires_grad:
+                self._outputs[key] = loss
+            return ()
+        made = self._stages.forward(chunk, batch, received)
+        # The edge alone: what was sent need not stay until backward.
+        edges = [get_gradient_edge(tensor) for tensor in made if tensor.requires_grad]
+        if edges:
+            self._outputs[key] = edges
+        return made
+
+    def backward(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        inputs, outputs = self._inputs.pop((chunk, microbatch)), self._outputs.pop((chunk, microbatch), None)
+        if isinstance(outputs, torch.Tensor):
+            torch.autograd.backward(outputs, torch.full_like(outputs, self._seed))
+        elif outputs is not None:
+            torch.autograd.backward(outputs, gradients)
+        return [take_gradient(tensor) for tensor in inputs]
+
+    def backward_input(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if self._queue is None:
+            raise PhaseError("a schedule that splits backward needs a queue for the gradients of weights")
+        with self._queue.deferring((chunk, microbatch)):
+            return self.backward(chunk, microbatch, gradients)
+
+    def backward_weight(self, chunk: int, microbatch: int) -> None:
+        if self._queue is not None:
+            self._queue.run((chunk, microbatch))

@@ -1,0 +1,268 @@
+"""Pipeline schedules as data: what each rank does, in order. Pure: integers, no torch and no processes.
+
+Blocks are cut into `ranks x chunks` stages; chunk c of rank r is stage `c x ranks + r`, so activations run around the ring of
+ranks, once for each chunk. A schedule lists the actions of every rank; sends and receives follow from them. Four microbatches on
+two ranks, one step of each kind of schedule (F forward, B backward, I and W its halves: gradients of inputs, then of weights):
+
+    gpipe        0  F0 F1 F2 F3          B0 B1 B2 B3
+                 1     F0 F1 F2 F3 B0 B1 B2 B3
+    1f1b         0  F0 F1    B0 F2 B1 F3 B2    B3
+                 1     F0 B0 F1 B1 F2 B2 F3 B3
+    zero bubble  0  F0 F1    I0 W0 F2 I1 W1 F3 I2 W2 I3 W3
+                 1     F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, get_args
+
+from zeromesh.errors import LayoutError
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+
+
+class Kind(Enum):
+    """What an action does with a microbatch in a chunk."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    """The gradient of what the chunk received; those of linear weights come later."""
+    BACKWARD_WEIGHT = "W"
+
+    @property
+    def sends_back(self) -> bool:
+        """Whether it makes the gradient that the stage before waits for."""
+        return self in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Action:
+    """One thing that a rank does: `kind`, with one of its chunks, for one microbatch."""
+
+    kind: Kind
+    chunk: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.microbatch}" + (f" of chunk {self.chunk}" if self.chunk else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSchedule:
+    """The actions of each rank, in order. What it must satisfy is checked by `validate`, not here."""
+
+    name: str
+    ranks: int
+    chunks: int
+    microbatches: int
+    actions: tuple[tuple[Action, ...], ...]
+    """One tuple for each rank."""
+
+    @property
+    def stages(self) -> int:
+        """Parts into which the model is cut."""
+        return self.ranks * self.chunks
+
+    def stage(self, rank: int, chunk: int) -> int:
+        """The stage that is a rank's chunk."""
+        return chunk * self.ranks + rank
+
+    def place(self, stage: int) -> tuple[int, int]:
+        """Rank and chunk of a stage."""
+        chunk, rank = divmod(stage, self.ranks)
+        return rank, chunk
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart."""
+        return any(action.kind is Kind.BACKWARD_WEIGHT for each in self.actions for action in each)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """What one action sends to another rank: activations to the stage after, or gradients to the stage before."""
+
+    source: int
+    target: int
+    stage: int
+    """The stage that receives."""
+    microbatch: int
+    gradient: bool
+
+    def __str__(self) -> str:
+        what = "gradients" if self.gradient else "activations"
+        return f"{what} of microbatch {self.microbatch} for stage {self.stage}"
+
+
+def sent_by(schedule: PipelineSchedule, rank: int, action: Action) -> Message | None:
+    """What an action sends; None at the ends of the pipeline and for gradients of weights. Source and target may be one rank."""
+    stage = schedule.stage(rank, action.chunk)
+    if action.kind is Kind.FORWARD and stage + 1 < schedule.stages:
+        return _message(schedule, rank, stage + 1, action.microbatch, gradient=False)
+    if action.kind.sends_back and stage > 0:
+        return _message(schedule, rank, stage - 1, action.microbatch, gradient=True)
+    return None
+
+
+def received_by(schedule: PipelineSchedule, rank: int, action: Action) -> Message | None:
+    """What an action waits for, as `sent_by` has it."""
+    stage = schedule.stage(rank, action.chunk)
+    if action.kind is Kind.FORWARD and stage > 0:
+        source = schedule.place(stage - 1)[0]
+        return Message(source=source, target=rank, stage=stage, microbatch=action.microbatch, gradient=False)
+    if action.kind.sends_back and stage + 1 < schedule.stages:
+        source = schedule.place(stage + 1)[0]
+        return Message(source=source, target=rank, stage=stage, microbatch=action.microbatch, gradient=True)
+    return None
+
+
+def _message(schedule: PipelineSchedule, source: int, stage: int, microbatch: int, *, gradient: bool) -> Message:
+    target = schedule.place(stage)[0]
+    return Message(source=source, target=target, stage=stage, microbatch=microbatch, gradient=gradient)
+
+
+def make_schedule(name: ScheduleName, *, ranks: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
+    """The schedule of that name.
+
+    Raises:
+        LayoutError: for a name that does not exist, a number below 1, or chunks with a schedule that takes one.
+    """
+    if name not in get_args(ScheduleName):
+        raise LayoutError(f"pipeline schedule {name!r}: allowed are {', '.join(get_args(ScheduleName))}")
+    if name == "interleaved":
+        return interleaved(ranks=ranks, microbatches=microbatches, chunks=chunks)
+    if chunks != 1:
+        raise LayoutError(f"pipeline schedule {name} has one chunk per rank, got {chunks}; take interleaved for more")
+    return {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble}[name](
+        ranks=ranks, microbatches=microbatches
+    )
+
+
+def gpipe(*, ranks: int, microbatches: int) -> PipelineSchedule:
+    """All forwards, then all backwards (Huang et al., "GPipe", 2019). All microbatches are in flight at once."""
+
+    def actions(_rank: int) -> Iterator[Action]:
+        yield from (_forward(number) for number in range(microbatches))
+        yield from (_backward(number) for number in range(microbatches))
+
+    return _schedule("gpipe", ranks, 1, microbatches, actions)
+
+
+def forward_only(*, ranks: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
+    """All forwards: evaluation, and one token of generation. Microbatches take turns on the chunks, as in `interleaved`."""
+
+    def actions(_rank: int) -> Iterator[Action]:
+        yield from (Action(kind=Kind.FORWARD, chunk=c, microbatch=m) for c, m in _turns(ranks, microbatches, chunks))
+
+    return _schedule("forward", ranks, chunks, microbatches, actions)
+
+
+def one_f_one_b(*, ranks: int, microbatches: int) -> PipelineSchedule:
+    """Forwards until the last rank can begin backwards, then one of each in turn (Narayanan et al., "PipeDream", 2019, flushed
+    at the end of a step). Rank r has at most `ranks - r` microbatches in flight."""
+
+    def actions(rank: int) -> Iterator[Action]:
+        return _alternate(
+            [_forward(number) for number in range(microbatches)],
+            [_backward(number) for number in range(microbatches)],
+            ahead=ranks - 1 - rank,
+        )
+
+    return _schedule("1f1b", ranks, 1, microbatches, actions)
+
+
+def interleaved(*, ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
+    """1F1B with several chunks per rank, whose bubble is `chunks` times smaller (Narayanan et al., "Efficient large-scale language
+    model training on GPU clusters", 2021). Rounds of microbatches, as many as ranks or up to twice that if they do not divide,
+    go through a chunk after the other."""
+
+    def actions(rank: int) -> Iterator[Action]:
+        turns = list(_turns(ranks, microbatches, chunks))
+        # The last rank begins its first backward when the first round has come to the last of its chunks.
+        passed = (chunks - 1) * _rounds(ranks, microbatches)[0]
+        ahead = passed + (2 if chunks > 1 else 1) * (ranks - 1 - rank)
+        return _alternate(
+            [Action(kind=Kind.FORWARD, chunk=chunk, microbatch=number) for chunk, number in turns],
+            [Action(kind=Kind.BACKWARD, chunk=chunks - 1 - chunk, microbatch=number) for chunk, number in turns],
+            ahead=ahead,
+        )
+
+    return _schedule("interleaved", ranks, chunks, microbatches, actions)
+
+
+def zero_bubble(*, ranks: int, microbatches: int) -> PipelineSchedule:
+    """Backward in halves; gradients of weights, which no other rank waits for, fill what is a bubble in 1F1B. At most `ranks`
+    microbatches are in flight, as on the first rank of 1F1B (ZB-H1 of Qi et al., "Zero bubble pipeline parallelism", 2023)."""
+
+    def actions(rank: int) -> Iterator[Action]:
+        halves = [Action(kind=Kind.BACKWARD_INPUT, chunk=0, microbatch=number) for number in range(microbatches)]
+        forwards = [_forward(number) for number in range(microbatches)]
+        inputs = weights = 0
+        for action in _alternate(forwards, halves, ahead=ranks - 1 - rank):
+            yield action
+            inputs += action.kind is Kind.BACKWARD_INPUT
+            # Rank r has r forwards fewer ahead than the first rank; the weights of as many microbatches may wait in their stead.
+            if inputs - weights > rank:
+                yield _weights(weights)
+                weights += 1
+        yield from (_weights(number) for number in range(weights, microbatches))
+
+    return _schedule("zero_bubble", ranks, 1, microbatches, actions)
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], *, ahead: int) -> Iterator[Action]:
+    """`ahead` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    ahead = min(ahead, len(forwards))
+    yield from forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[len(forwards) - ahead :]
+
+
+def _rounds(ranks: int, microbatches: int) -> list[int]:
+    """Sizes of the rounds in which microbatches go through chunks: none below `ranks`, for a smaller one would wait for itself at
+    each chunk, and larger ones first, for what begins later must not be overtaken."""
+    rounds = max(1, microbatches // ranks)
+    share, more = divmod(microbatches, rounds)
+    return [share + (number < more) for number in range(rounds)]
+
+
+def _turns(ranks: int, microbatches: int, chunks: int) -> Iterator[tuple[int, int]]:
+    """Chunk and microbatch, in the order in which rounds of microbatches go through the chunks of a rank."""
+    first = 0
+    for size in _rounds(ranks, microbatches):
+        for chunk in range(chunks):
+            for number in range(first, first + size):
+                yield chunk, number
+        first += size
+
+
+def _forward(number: int) -> Action:
+    return Action(kind=Kind.FORWARD, chunk=0, microbatch=number)
+
+
+def _backward(number: int) -> Action:
+    return Action(kind=Kind.BACKWARD, chunk=0, microbatch=number)
+
+
+def _weights(number: int) -> Action:
+    return Action(kind=Kind.BACKWARD_WEIGHT, chunk=0, microbatch=number)
+
+
+def _schedule(
+    name: str, ranks: int, chunks: int, microbatches: int, actions: Callable[[int], Iterator[Action]]
+) -> PipelineSchedule:
+    _check_numbers(ranks, chunks, microbatches)
+    made = tuple(tuple(actions(rank)) for rank in range(ranks))
+    return PipelineSchedule(name=name, ranks=ranks, chunks=chunks, microbatches=microbatches, actions=made)
+
+
+def _check_numbers(ranks: int, chunks: int, microbatches: int) -> None:
+    for what, number in (("ranks", ranks), ("chunks per rank", chunks), ("microbatches", microbatches)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise LayoutError(f"a pipeline schedule has at least 1 of {what}, got {number!r}")

@@ -1,0 +1,313 @@
+"""A rank's stages: the model itself, unmodified, with everything that belongs to other stages stubbed in place.
+
+Names do not change: a block keeps its place in the list, a parameter its FQN. Parameters of other stages are gone from the model,
+so whatever looks at its parameters sees this rank's alone. A model runs as it always does, from the batch: masks, positions and
+rotary embeddings are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from zeromesh.errors import LayoutError, PhaseError
+from zeromesh.pipeline.stages.model_anatomy import Anatomy, body_inputs, examine
+from zeromesh.pipeline.stages.moe_balance_loss import ExpertBalance
+from zeromesh.pipeline.stages.split_points import Cut, cut_by_cost, cut_by_hand
+from zeromesh.pipeline.stages.stubs import BlockStub, NanStub, Shares, StageSlot, meta_copy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tie:
+    """A parameter with several names, some of which belong to different stages: each of these has a copy, whose gradients are
+    to be summed and counted once."""
+
+    names: tuple[str, ...]
+    """In the order of the model; the first one is its name in checkpoints."""
+    held: Mapping[int, str]
+    """For each stage that has a copy: the first of its names there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ModuleSite:
+    """Where a module hangs in the model, and who runs it."""
+
+    parent: nn.Module
+    leaf: str
+    module: nn.Module
+    stub: nn.Module
+    stage: int
+
+    def put(self, *, real: bool) -> None:
+        self.parent._modules[self.leaf] = self.module if real else self.stub
+
+
+Balance = Literal["parameters", "flops"]
+"""What is to be even among stages: the parameters, and so the memory, or the multiplications of a token, and so the time."""
+
+
+def block_costs(
+    model: nn.Module, anatomy: Anatomy, balance: Balance = "parameters"
+) -> tuple[list[float], float, float]:
+    """The cost of each block, of what comes before the blocks, and of what comes after them, as `cut_by_cost` takes them. A tied
+    weight counts at both ends: both stages hold it.
+
+    Multiplications are counted from the weights: each element of a matrix once, of experts as many as a token meets, of an
+    embedding, which is looked up, none; those between tokens (attention) are left out, which are the same in all blocks.
+    """
+
+    def size(name: str) -> float:
+        module = model.get_submodule(name)
+        if balance == "flops":
+            return sum(_products(model, each) for each in module.modules())
+        return float(sum(parameter.numel() for parameter in module.parameters()))
+
+    blocks = [size(f"{anatomy.blocks}.{index}") for index in range(anatomy.count)]
+    return blocks, sum(map(size, anatomy.before)), sum(map(size, anatomy.after))
+
+
+def _products(model: nn.Module, module: nn.Module) -> float:
+    """Multiplications that a token takes part in by a module's own weights."""
+    if isinstance(module, nn.Embedding):
+        return 0.0
+    config = getattr(model, "config", None)
+    met, experts = getattr(config, "num_experts_per_tok", None), getattr(config, "num_local_experts", None)
+    experts = experts or getattr(config, "num_experts", None)
+    total = 0.0
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.ndim == 3 and experts == parameter.shape[0]:
+            total += parameter.numel() * (met or experts) / experts
+        elif parameter is not None and parameter.ndim > 1:
+            total += parameter.numel()
+    return total
+
+
+def plan_cut(
+    model: nn.Module, anatomy: Anatomy, stages: int, counts: Sequence[int] = (), balance: Balance = "parameters"
+) -> Cut:
+    """Which blocks each stage has: as many as `counts` says, else so that stages cost about as much. All ranks decide the same,
+    since a cut depends on the model alone.
+
+    Raises:
+        LayoutError: for counts that are not the model's, or more stages than blocks.
+    """
+    if counts:
+        return cut_by_hand(counts, blocks=anatomy.count, stages=stages)
+    costs, first, last = block_costs(model, anatomy, balance)
+    return cut_by_cost(costs, stages=stages, first=first, last=last)
+
+
+def cut_model(
+    model: nn.Module,
+    *,
+    ranks: int,
+    index: int,
+    chunks: int = 1,
+    counts: Sequence[int] = (),
+    example: Mapping[str, Any] | None = None,
+) -> Stages:
+    """Cut a model whose layers are whole for `ranks` ranks of `chunks` chunks each and leave in it what belongs to rank `index`;
+    `counts` as in `plan_cut`.
+
+    Raises:
+        LayoutError: for a model that cannot be cut, or not in this way.
+    """
+    anatomy = examine(model, example)
+    cut = plan_cut(model, anatomy, ranks * chunks, counts)
+    return Stages(model, anatomy, cut, [chunk * ranks + index for chunk in range(chunks)])
+
+
+def copies_outside(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
+    """Copies without memory of the modules outside the blocks, which tell what other stages do not compute."""
+    return {name: meta_copy(model.get_submodule(name)) for name in (*anatomy.before, *anatomy.after)}
+
+
+class Stages:
+    """The chunks of one rank, made from a model that is not on other hands meanwhile.
+
+    `own` has the stage of each chunk, in order. Outside of `chunk` all modules of all own chunks are in the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        cut: Cut,
+        own: Sequence[int],
+        outside: Mapping[str, nn.Module] | None = None,
+        shares: Shares | None = None,
+    ) -> None:
+        """`outside` has what `copies_outside` made of a model whose layers have been divided since; `shares`: of the sequence,
+        that blocks pass on.
+
+        Raises LayoutError when the cut is not the model's, or a stage does not exist.
+        """
+        if cut.blocks != anatomy.count:
+            raise LayoutError(f"the cut is of {cut.blocks} blocks, the model has {anatomy.count}")
+        if not own or any(not 0 <= stage < cut.stages for stage in own):
+            raise LayoutError(f"stages {list(own)} of a rank: there are 0 to {cut.stages - 1}")
+        self.model = model
+        self.own = tuple(own)
+        self.count = cut.stages
+        self._anatomy = anatomy
+        self._ranges = cut.ranges()
+        self._slot = StageSlot(anatomy.count - 1, shares)
+        self._running = False
+        self._balance = ExpertBalance.of(model) if cut.stages > 1 else None
+        self._places = self._find_places(outside or copies_outside(model, anatomy))
+        self._names = _names_by_parameter(model)
+        self.ties = self._find_ties()
+        """Parameters of which several stages have a copy."""
+        self._remove_foreign()
+
+    def _find_places(self, outside: Mapping[str, nn.Module]) -> list[_ModuleSite]:
+        """Every module that belongs to one stage."""
+        anatomy, places = self._anatomy, []
+        for stage, blocks in enumerate(self._ranges):
+            for index in blocks:
+                name = f"{anatomy.blocks}.{index}"
+                module = self.model.get_submodule(name)
+                stub = BlockStub(module, index, anatomy.forms[index], anatomy.takes, self._slot)
+                places.append(self._place(name, module, stub, stage))
+        for names, stage in ((anatomy.before, 0), (anatomy.after, self.count - 1)):
+            for name in names:
+                module = self.model.get_submodule(name)
+                places.append(self._place(name, module, NanStub(module, outside[name], self._slot), stage))
+        return places
+
+    def _place(self, name: str, module: nn.Module, stub: nn.Module, stage: int) -> _ModuleSite:
+        parent, _, leaf = name.rpartition(".")
+        return _ModuleSite(parent=self.model.get_submodule(parent), leaf=leaf, module=module, stub=stub, stage=stage)
+
+    def stage_of(self, name: str) -> int:
+        """The stage that a parameter's name belongs to, whatever rank has it. Raises LayoutError for a name without one."""
+        anatomy = self._anatomy
+        if name.startswith(f"{anatomy.blocks}."):
+            index = int(name[len(anatomy.blocks) + 1 :].partition(".")[0])
+            return next(stage for stage, blocks in enumerate(self._ranges) if index in blocks)
+        for names, stage in ((anatomy.before, 0), (anatomy.after, self.count - 1)):
+            if any(name.startswith(f"{each}.") for each in names):
+                return stage
+        raise LayoutError(f"no stage has a parameter {name}")
+
+    def _find_ties(self) -> tuple[Tie, ...]:
+        ties = []
+        for names in self._names:
+            held: dict[int, str] = {}
+            for name in names:
+                held.setdefault(self.stage_of(name), name)
+            if len(held) > 1:
+                ties.append(Tie(names=names, held=held))
+        return tuple(ties)
+
+    def _remove_foreign(self) -> None:
+        """What no own chunk has leaves the model, and its memory."""
+        meta: dict[int, nn.Parameter] = {}
+        for place in self._places:
+            if place.stage in self.own:
+                continue
+            for module in place.module.modules():
+                for leaf, parameter in module._parameters.items():
+                    if parameter is not None:
+                        module._parameters[leaf] = meta.setdefault(id(parameter), _on_meta(parameter))
+            place.put(real=False)
+
+    @contextmanager
+    def chunk(self, chunk: int, received: Sequence[torch.Tensor] = (), *, balance: bool = True) -> Iterator[None]:
+        """Inside the block the model runs as this chunk, from what the stage before has sent; none for the first stage.
+        `balance`: the experts' loss is wanted, if the model has it.
+
+        Raises:
+            PhaseError: inside another chunk, or for another number of tensors than the stage before sends.
+        """
+        stage = self.own[chunk]
+        experts = self._balance if balance else None
+        wanted = 0 if stage == 0 else 1 if experts is None else 2
+        if self._running or len(received) != wanted:
+            what = "another stage is running" if self._running else f"it takes {wanted} tensors, got {len(received)}"
+            raise PhaseError(f"stage {stage} cannot run: {what}")
+        slot, blocks = self._slot, self._ranges[stage]
+        slot.inject_at = blocks.start - 1
+        slot.capture_at = blocks.stop if stage + 1 < self.count else -1
+        slot.received = received[0] if received else None
+        self._running = True
+        try:
+            self._arrange(stage)
+            terms = received[1] if len(received) > 1 else None
+            if experts is None or stage + 1 < self.count:
+                yield
+            else:
+                with experts.continuing(terms):
+                    yield
+        finally:
+            self._running = False
+            slot.received = slot.captured = None
+            self._arrange(None)
+
+    def _arrange(self, stage: int | None) -> None:
+        """Put into place what a stage runs; None: what all own stages have."""
+        if len(self.own) > 1:
+            for place in self._places:
+                if place.stage in self.own:
+                    place.put(real=stage is None or place.stage == stage)
+
+    def is_last(self, chunk: int) -> bool:
+        """Whether a chunk ends with the head: then the model itself is called, inside `chunk`, with labels and all."""
+        return self.own[chunk] == self.count - 1
+
+    def forward(
+        self, chunk: int, batch: Mapping[str, Any], received: Sequence[torch.Tensor] = ()
+    ) -> tuple[torch.Tensor, ...]:
+        """Run a chunk that is not the last stage; returns what goes to the next one: the hidden state `[batch, sequence, hidden]`,
+        and for experts the sums that balance them.
+
+        Raises:
+            PhaseError: for the last stage, or when the model did not run its blocks.
+        """
+        return self.run(chunk, batch, received)[0]
+
+    def run(
+        self, chunk: int, batch: Mapping[str, Any], received: Sequence[torch.Tensor] = (), *, balance: bool = True
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """The same, with what the model's body has returned: of use is what it keeps for later calls."""
+        if self.is_last(chunk):
+            raise PhaseError("the last stage returns what the model returns; call the model inside `chunk`")
+        with self.chunk(chunk, received, balance=balance):
+            body = self.model.get_submodule(self._anatomy.body)
+            output = body(**body_inputs(self.model, body, batch))
+            hidden = self._slot.captured
+        if hidden is None:
+            raise PhaseError(f"stage {self.own[chunk]} ended without a hidden state: its blocks did not run")
+        if self._balance is None or not balance:
+            return (hidden,), output
+        terms = received[1] if len(received) > 1 else None
+        return (hidden, self._balance.add(terms, output.router_logits, batch.get("attention_mask"))), output
+
+    def restore(self) -> None:
+        """Put the model back whole. Parameters of other stages come back on the meta device, tied ones tied."""
+        for place in self._places:
+            place.put(real=True)
+        for names in self._names:
+            found = [self.model.get_parameter(name) for name in names]
+            best = next((each for each in found if each.device.type != "meta"), found[0])
+            for name in names:
+                parent, _, leaf = name.rpartition(".")
+                self.model.get_submodule(parent)._parameters[leaf] = best
+
+
+def _names_by_parameter(model: nn.Module) -> list[tuple[str, ...]]:
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return [tuple(names) for names in found.values()]
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made

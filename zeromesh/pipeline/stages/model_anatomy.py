@@ -1,0 +1,352 @@
+"""What a model is made of, as a pipeline sees it: blocks, what runs before and after them, and what a block takes and returns.
+
+The model is run once without values: parameters stand on the meta device, so that this needs no memory and does not care whether
+the model has any yet. Where the model asks for a value (is anything masked?) it is told yes, where a module inside a block cannot
+go on without values (an expert that picks its tokens) it is taken to return something like its input. What is computed from the
+embedding is followed through all operators, so a model whose later blocks need more than the hidden state is found out here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeromesh.errors import LayoutError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockOutput:
+    """What a block returns: a structure, and which of its leaves is the hidden state."""
+
+    structure: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    """Of the structure; None in place of every tensor."""
+    place: int
+
+    def around(self, hidden: torch.Tensor) -> Any:
+        """The same with another hidden state, and without what else the block computes."""
+        leaves = list(self.leaves)
+        leaves[self.place] = hidden
+        return pytree.tree_unflatten(leaves, self.structure)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Anatomy:
+    """Of a model that can be cut. Names are FQNs."""
+
+    body: str
+    """The module that runs the blocks and returns what the head takes; empty for the model itself."""
+    blocks: str
+    """The list of blocks."""
+    count: int
+    takes: int | str
+    """Where a block takes the hidden state: a position, or a name."""
+    forms: tuple[BlockOutput, ...]
+    """What each block returns."""
+    before: tuple[str, ...]
+    """Modules with parameters that run before the blocks; they belong to the first stage."""
+    after: tuple[str, ...]
+    """Those that run after them, or not at all; they belong to the last stage."""
+
+
+def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anatomy:
+    """Find out how a model runs.
+
+    `example` is a batch, by default token ids alone; its values do not matter.
+
+    Raises:
+        LayoutError: for a model that cannot be cut, with the reason.
+    """
+    kind = type(model).__name__
+    _refuse_by_configuration(model, kind)
+    body = _body(model)
+    blocks = _block_list(model, body)
+    outside = _outside(model, blocks)
+    recorder = _Recorder(model, body, blocks, outside)
+    batch = dict(example) if example is not None else {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
+    inputs = body_inputs(model, model.get_submodule(body), batch)
+    try:
+        output = recorder.run(inputs)
+    except LayoutError:
+        raise
+    except _RUN_ERRORS as error:
+        raise LayoutError(
+            f"{kind} cannot be cut into pipeline stages: it could not be run for a trial ({_first_line(error)})"
+        ) from error
+    return recorder.conclude(output)
+
+
+_RUN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError)
+
+
+def body_inputs(model: nn.Module, body: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a batch the body takes: not what the model's forward names and the body's does not (labels)."""
+    if body is model:
+        return dict(batch)
+    named = inspect.signature(body.forward).parameters
+    if not any(each.kind is each.POSITIONAL_OR_KEYWORD for each in named.values()):
+        return dict(batch)  # a wrapper that hands on whatever it is given
+    own = set(inspect.signature(model.forward).parameters) - set(named)
+    return {name: value for name, value in batch.items() if name not in own}
+
+
+def _refuse_by_configuration(model: nn.Module, kind: str) -> None:
+    """What a model's configuration says that a pipeline cannot do."""
+    config = getattr(model, "config", None)
+    reasons = {
+        "is_encoder_decoder": "every decoder block needs the encoder's output",
+        "layerdrop": "it leaves out blocks at random, each rank others",
+        "num_kv_shared_layers": "its last blocks use keys and values of earlier ones",
+    }
+    for name, reason in reasons.items():
+        if getattr(config, name, None):
+            raise LayoutError(f"{kind} cannot be cut into pipeline stages: {reason} (config.{name})")
+
+
+def _body(model: nn.Module) -> str:
+    """The name of what transformers calls the base model; of the model itself where there is none."""
+    base = getattr(model, "base_model", None)
+    return next((name for name, module in model.named_modules() if module is base), "")
+
+
+def _block_list(model: nn.Module, body: str) -> str:
+    """The largest list of `num_hidden_layers` modules, or without that number the largest list of equal modules."""
+    config = getattr(model, "config", None)
+    wanted = getattr(config, "num_hidden_layers", None)
+    found: list[tuple[int, str]] = []
+    for name, module in model.get_submodule(body).named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) == 0:
+            continue
+        if len(module) == wanted or (wanted is None and len({type(child) for child in module}) == 1):
+            size = sum(parameter.numel() for parameter in module.parameters())
+            found.append((size, f"{body}.{name}".strip(".")))
+    if not found:
+        what = f"no list of {wanted} modules" if wanted else "no list of equal modules"
+        raise LayoutError(
+            f"{type(model).__name__} cannot be cut into pipeline stages: it has {what}, which its blocks would be"
+        )
+    return max(found, key=lambda each: each[0])[1]
+
+
+def _outside(model: nn.Module, blocks: str) -> list[str]:
+    """The outermost modules with parameters that do not contain the blocks."""
+    around = _parents(blocks)
+    found = []
+    for parent in around:
+        module = model.get_submodule(parent)
+        for name in dict(module.named_parameters(recurse=False)):
+            raise LayoutError(
+                f"{type(model).__name__} cannot be cut into pipeline stages: {f'{parent}.{name}'.strip('.')} is a parameter of a "
+                "module that runs blocks, so it cannot be told which stage uses it"
+            )
+        for name, child in module.named_children():
+            fqn = f"{parent}.{name}".strip(".")
+            if fqn not in around and fqn != blocks and any(True for _ in child.parameters()):
+                found.append(fqn)
+    return found
+
+
+def _parents(fqn: str) -> list[str]:
+    """The modules around a module, from the root."""
+    parts = fqn.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts))]
+
+
+class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers questions about values that are not there, and marks what is computed from what is marked."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
+            return args[0].dtype == torch.bool
+        output = func(*args, **kwargs)
+        creates = "like" in func.name() or ".new_" in func.name() or "::new_" in func.name()
+        if not creates and any(map(_is_marked, pytree.tree_leaves((args, kwargs)))):
+            _mark(output)
+        return output
+
+
+_MARK = "_zeromesh_from_outside"
+
+
+def _mark(structure: Any, value: bool = True) -> None:
+    for leaf in pytree.tree_leaves(structure):
+        if isinstance(leaf, torch.Tensor):
+            setattr(leaf, _MARK, value)
+
+
+def _is_marked(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and getattr(leaf, _MARK, False)
+
+
+class _Recorder:
+    """One trial run."""
+
+    def __init__(self, model: nn.Module, body: str, blocks: str, outside: Sequence[str]) -> None:
+        self._model = model
+        self._body = body
+        self._blocks = blocks
+        self._list = list(model.get_submodule(blocks).children())
+        self._outside = outside
+        self._places: list[int | str] = []
+        """Where blocks found what the one before had returned."""
+        self._outputs: list[Any] = []
+        self._leaf = 0
+        """Which leaf of a block's output is the hidden state."""
+        self._order: list[int] = []
+        self._when: dict[str, set[int]] = {}
+        """For each module outside: how many blocks had begun when it ran."""
+
+    def run(self, inputs: Mapping[str, Any]) -> Any:
+        """Run the body on the meta device; returns its output."""
+        body = self._model.get_submodule(self._body)
+        meta = {
+            name: torch.empty_like(tensor, device="meta")
+            for name, tensor in [*body.named_parameters(), *body.named_buffers()]
+        }
+        batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), dict(inputs))
+        with torch.no_grad(), _as_evaluation(body), self._watched(), _Follower():  # type: ignore[no-untyped-call]
+            return functional_call(body, meta, args=(), kwargs=batch)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Modules tell when they run. Their `forward` is wrapped, as recomputation does it: hooks stay as they are."""
+        wraps = [(module, self._of_block(index, module.forward)) for index, module in enumerate(self._list)]
+        for name in self._outside:
+            module = self._model.get_submodule(name)
+            wraps.append((module, self._of_outside(name, module.forward)))
+        for block in self._list:
+            wraps += [(module, _tolerant(module.forward)) for module in block.modules() if module is not block]
+        before = [vars(module).get("forward") for module, _ in wraps]
+        try:
+            for module, forward in wraps:
+                vars(module)["forward"] = forward
+            yield
+        finally:
+            for (module, _), original in zip(wraps, before, strict=True):
+                if original is None:
+                    vars(module).pop("forward", None)
+                else:
+                    vars(module)["forward"] = original
+
+    def _of_block(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._order:
+                self._enter(index, dict(enumerate(args)) | kwargs)
+            self._order.append(index)
+            output = forward(*args, **kwargs)
+            _mark(output)
+            self._outputs.append(output)
+            if len(self._order) == len(self._list) > 1:
+                _mark(pytree.tree_leaves(output)[self._leaf], value=False)
+            return output
+
+        return wrapped
+
+    def _enter(self, index: int, arguments: Mapping[int | str, Any]) -> None:
+        """A later block begins: the hidden state may depend on what runs before the blocks, nothing else."""
+        returned = [id(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in pytree.tree_leaves(self._outputs[-1])]
+        places = [place for place, value in arguments.items() if id(value) in returned]
+        if not places:
+            raise self._refusal(f"block {index} does not take what the block before it returns just as it is")
+        self._places.append(places[0])
+        self._leaf = returned.index(id(arguments[places[0]]))
+        _mark(arguments[places[0]], value=False)
+        for place, value in arguments.items():
+            if any(map(_is_marked, pytree.tree_leaves(value))):
+                which = f"its argument {place + 1}" if isinstance(place, int) else place
+                raise self._refusal(
+                    f"block {index} takes {which}, which is computed from parameters of earlier stages, besides the hidden state"
+                )
+
+    def _of_outside(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            begun = len(self._order)
+            self._when.setdefault(name, set()).add(begun)
+            if begun == len(self._list) > 1 and any(map(_is_marked, pytree.tree_leaves((args, kwargs)))):
+                raise self._refusal(f"{name} takes what is computed from parameters of the first stage")
+            output = forward(*args, **kwargs)
+            if not begun:
+                _mark(output)
+            return output
+
+        return wrapped
+
+    def conclude(self, output: Any) -> Anatomy:
+        """What the run has shown."""
+        count = len(self._list)
+        if self._order != list(range(count)):
+            raise self._refusal(f"its blocks run in the order {self._order}, instead of each once")
+        first = output if isinstance(output, torch.Tensor) else next(iter(pytree.tree_leaves(output)), None)
+        if count > 1 and _is_marked(first):
+            raise self._refusal("what comes after the blocks is computed from parameters of the first stage")
+        for name, when in self._when.items():
+            if not (when == {0} or when == {count}):
+                raise self._refusal(f"{name} runs between blocks, or both before and after them")
+        return Anatomy(
+            body=self._body,
+            blocks=self._blocks,
+            count=count,
+            takes=self._takes(),
+            forms=tuple(map(self._form, self._outputs)),
+            before=tuple(name for name in self._outside if self._when.get(name) == {0}),
+            after=tuple(name for name in self._outside if self._when.get(name) != {0}),
+        )
+
+    def _takes(self) -> int | str:
+        if len(set(self._places)) > 1:
+            raise self._refusal("its blocks take the hidden state in different places")
+        return self._places[0] if self._places else 0
+
+    def _form(self, output: Any) -> BlockOutput:
+        leaves, structure = pytree.tree_flatten(output)
+        if len(leaves) <= self._leaf:
+            raise self._refusal("its blocks return structures that differ")
+        plain = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        return BlockOutput(structure=structure, leaves=plain, place=self._leaf)
+
+    def _refusal(self, reason: str) -> LayoutError:
+        return LayoutError(f"{type(self._model).__name__} cannot be cut into pipeline stages: {reason}")
+
+
+def _tolerant(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A module inside a block; where it cannot run without values, it is taken to return something like its first argument."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if not tensors:
+                raise
+            return torch.empty_like(tensors[0])
+
+    return wrapped
+
+
+@contextmanager
+def _as_evaluation(module: nn.Module) -> Iterator[None]:
+    """Without dropout; afterwards as before."""
+    training = [each for each in module.modules() if each.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -1,0 +1,135 @@
+"""Modules that stand in a stage for those of others. They hold no parameters, and have the attributes of what they stand for.
+
+For a stage with blocks 2 and 3 of six:
+
+    embedding   0      1       2   3   4        5      norm  head
+    NaN         pass   inject  own own capture  pass   NaN   not run
+
+Inject returns the hidden state that the stage received, capture keeps the one to send. What a NaN stub returns is used by nothing
+in a model that can be cut; in another the loss is NaN instead of silently wrong.
+
+Where tensor ranks pass on shares of the sequence, inject and capture have shares; the model gets a whole one from its last block.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from zeromesh.errors import PhaseError
+from zeromesh.pipeline.stages.model_anatomy import BlockOutput
+
+
+class Shares(Protocol):
+    """Of the sequence, that blocks pass on; see `zeromesh.tensor.shared_input.SequenceShares`."""
+
+    def enter(self, length: int) -> bool:
+        """Decide for a sequence of `length` that enters the blocks; whether it is to be shared out."""
+
+    def whole(self, length: int) -> int:
+        """The length of the sequence of which blocks pass on `length`."""
+
+
+class StageSlot:
+    """What passes in and out of the stage that is running. Stubs of a model share one."""
+
+    def __init__(self, last: int, shares: Shares | None) -> None:
+        self.last = last
+        """The last of all blocks."""
+        self.shares = shares
+        """None where blocks pass on the whole sequence."""
+        self.inject_at = -1
+        """The block that returns what was received; -1: none."""
+        self.capture_at = -1
+        self.received: torch.Tensor | None = None
+        self.captured: torch.Tensor | None = None
+
+
+class Stub(nn.Module):
+    """Attributes that it has not are those of the module that it stands for."""
+
+    def __init__(self, foreign: nn.Module) -> None:
+        super().__init__()
+        # In a tuple it is no submodule, so that its parameters are not the model's.
+        self._foreign = (foreign,)
+        self.training = foreign.training
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            foreign = self.__dict__.get("_foreign")
+            if foreign is None:
+                raise
+            return getattr(foreign[0], name)
+
+
+class BlockStub(Stub):
+    """Stands for block `index`. `takes` is where a block finds the hidden state among its arguments."""
+
+    def __init__(self, foreign: nn.Module, index: int, form: BlockOutput, takes: int | str, slot: StageSlot) -> None:
+        super().__init__(foreign)
+        self._index = index
+        self._form = form
+        self._takes = takes
+        self._slot = slot
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden: torch.Tensor = args[self._takes] if isinstance(self._takes, int) else kwargs[self._takes]
+        slot = self._slot
+        length = hidden.shape[1]
+        if slot.shares is not None:
+            if self._index == 0:
+                slot.shares.enter(length)
+            elif self._index > slot.inject_at:
+                length = slot.shares.whole(length)
+        if self._index == slot.inject_at:
+            if slot.received is None:
+                raise PhaseError(f"block {self._index} was to hand on a hidden state, but none was received")
+            hidden = slot.received
+        if self._index == slot.capture_at:
+            slot.captured = hidden
+        cache = next((value for value in (*args, *kwargs.values()) if hasattr(value, "get_mask_sizes")), None)
+        if cache is not None:
+            # Models ask one layer for the length of all, and need not ask one that is here: this one has one too, of width 1.
+            nothing = hidden.new_zeros(hidden.shape[0], 1, length, 1)
+            cache.update(nothing, nothing, self._index)
+        if self._index == slot.last:
+            hidden = hidden.new_full((), float("nan")).expand(hidden.shape[0], length, *hidden.shape[2:])
+        return self._form.around(hidden)
+
+
+class NanStub(Stub):
+    """Stands for a module outside the blocks: returns NaN in the shapes that the module would return."""
+
+    def __init__(self, foreign: nn.Module, shape: nn.Module, slot: StageSlot) -> None:
+        """`shape` is a copy of it on the meta device, see `meta_copy`."""
+        super().__init__(foreign)
+        self._slot = slot
+        self._copy = (shape,)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = pytree.tree_leaves((args, kwargs))
+        device = next((leaf.device for leaf in given if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+        to_meta = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        with torch.no_grad():
+            output = self._copy[0](*to_meta[0], **to_meta[1])
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: self._nan(tensor, device), output)
+
+    def _nan(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """One NaN (zero for integers), seen in the shape of `like`. Models take dtypes of masks from it."""
+        if not like.is_floating_point():
+            return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
+        received = self._slot.received
+        dtype = like.dtype if received is None else received.dtype
+        return torch.full((), float("nan"), dtype=dtype, device=device).expand(like.shape)
+
+
+def meta_copy(module: nn.Module) -> nn.Module:
+    """A copy without memory that tells the shapes of what `module` returns: what is done to that one later, it does not feel."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return copy.deepcopy(module, {id(each): torch.empty_like(each, device="meta") for each in tensors}).eval()

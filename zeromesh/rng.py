@@ -1,0 +1,177 @@
+"""What forward and the data draw depends on what is computed, and not on who computes it.
+
+A microbatch has a stream of random numbers for its loss, and one for every call of a unit:
+
+    loss        draws a   draws b                             draws c            one stream: a, b, c
+    root                  draws d         draws e                                one stream: d, e
+    blocks                        draws f         draws g                        a stream for each call
+
+When a unit's call ends, the stream of its caller goes on from where it was.
+
+The global generators that a forward draws from: PyTorch's, NumPy's and Python's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_generators(number: int) -> None:
+    """Seed the CPU's generator and those of CUDA, as `torch.manual_seed` does, if CUDA is in use.
+
+    `torch.manual_seed` also keeps a call for every other kind of accelerator that PyTorch knows, each with the stack as text: deep
+    in a model that is a millisecond, before every unit.
+    """
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(number)
+
+
+def seed_all(number: int) -> None:
+    """Seed the generators of PyTorch, NumPy and Python. Models of speech draw from NumPy's what they mask."""
+    seed_generators(number)
+    random.seed(number)
+    np.random.seed(number & 0xFFFFFFFF)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostState:
+    """The states of NumPy's and Python's global generators, which `torch.utils.checkpoint` does not restore."""
+
+    numpy: Any
+    python: Any
+
+    @classmethod
+    def now(cls) -> HostState:
+        """Of both generators as they are."""
+        return cls(numpy=np.random.get_state(), python=random.getstate())
+
+    def restore(self) -> None:
+        """Put both generators into this state."""
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Inside the block both generators go on from this state; afterwards they are as they were before it."""
+        before = HostState.now()
+        self.restore()
+        try:
+            yield
+        finally:
+            before.restore()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllStates:
+    """The states of all global generators that `seed_all` seeds; of CUDA's, that of the current device."""
+
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
+    host: HostState
+
+    @classmethod
+    def now(cls) -> AllStates:
+        """Of all generators as they are."""
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return cls(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if in_use else None, host=HostState.now())
+
+    def restore(self) -> None:
+        """Put all generators into this state."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
+        self.host.restore()
+
+    def mark(self, number: int) -> None:
+        """Make `torch.initial_seed()` return `number` where this state is in force; what is drawn stays the same.
+
+        The state of the CPU's generator begins with the seed that it was last given, which it does not draw from.
+        """
+        self.cpu[:8].view(torch.int64).fill_(number)
+
+
+class Streams:
+    """The random numbers of one microbatch, from its forward to the recomputations in its backward."""
+
+    def __init__(self, seed: int, step: int | str, first_sample: int) -> None:
+        """`first_sample` is the global index of the microbatch's first sample; `step` may be the name of another kind of pass."""
+        self._where = f"{seed}/{step}/{first_sample}"
+        self._calls: Counter[str] = Counter()
+        self._known: dict[tuple[str, int], tuple[int, int]] = {}
+        """By unit and mark of the caller's stream: the number of the call, and the mark of that stream after it."""
+        self._callers: list[tuple[str, int, AllStates]] = []
+        self._first_mark = number_of(f"{self._where}//marks")
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Inside the block the generators go on in these streams, at first in that of the loss; afterwards they are as before."""
+        with own_randomness():
+            self._callers.clear()
+            seed_all(number_of(f"{self._where}//loss"))
+            yield
+
+    def begin(self, unit: str) -> None:
+        """Begin the stream of a unit's first call, where only a part of the unit runs and nothing calls the unit itself."""
+        seed_all(number_of(f"{self._where}/{unit}"))
+
+    def enter(self, unit: str, *, again: bool) -> None:
+        """A unit is called: its stream begins, and that of its caller pauses. `again`: backward recomputes the call.
+
+        `torch.utils.checkpoint` puts the caller's stream back before it calls a unit again. The mark on it tells which of the
+        unit's calls that is; where the stream was not put back (`preserve_rng_state=False`), it is taken for the last one.
+        """
+        caller, mark = AllStates.now(), torch.initial_seed()
+        if (unit, mark) not in self._known:
+            self._known[unit, mark] = (self._calls[unit] - again, (self._first_mark + len(self._known)) & _MASK)
+            self._calls[unit] += not again
+        number, after = self._known[unit, mark]
+        self._callers.append((unit, after, caller))
+        seed_all(number_of(f"{self._where}/{unit}/{number}" if number else f"{self._where}/{unit}"))
+
+    def leave(self, unit: str) -> None:
+        """The unit's call has ended: the stream of its caller goes on. Calls inside it that an exception ended are forgotten."""
+        while self._callers:
+            name, after, caller = self._callers.pop()
+            if name == unit:
+                caller.mark(after)
+                caller.restore()
+                return
+
+
+_MASK = 2**63 - 1
+
+
+def number_of(text: str) -> int:
+    """63 bits that look random."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def data_randomness(seed: int, first_sample: int) -> Iterator[None]:
+    """Inside the block datasets and collators draw numbers that belong to the microbatch whose first sample has this index.
+
+    That holds for the global generators of PyTorch, NumPy and Python, which are afterwards as they were.
+    """
+    with own_randomness():
+        seed_all(number_of(f"{seed}/data/{first_sample}"))
+        yield
+
+
+@contextmanager
+def own_randomness() -> Iterator[None]:
+    """What is drawn inside the block does not disturb what the user draws elsewhere."""
+    states = AllStates.now()
+    try:
+        yield
+    finally:
+        states.restore()

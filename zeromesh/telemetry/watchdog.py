@@ -1,0 +1,482 @@
+"""`Watchdog`: every wait for another rank goes through it, so that none is forever and each names whom it waited for."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from itertools import product
+from typing import Protocol
+
+from zeromesh.errors import CollectiveError
+from zeromesh.telemetry.disk_heartbeat import DiskHeartbeat
+from zeromesh.telemetry.status_board import HISTORY, Note, StatusBoard
+
+
+class Activity(IntEnum):
+    """What a rank is doing, as its row on the board says it."""
+
+    IDLE = 0
+    FORWARD = 1
+    BACKWARD = 2
+    GATHER = 3
+    REDUCE = 4
+    OPTIMIZER = 5
+    AGREE = 6
+    SAVE = 7
+    LOAD = 8
+    CALL = 9
+
+    @property
+    def phrase(self) -> str:
+        return _PHRASES[self]
+
+
+_PHRASES = {
+    Activity.IDLE: "between steps",
+    Activity.FORWARD: "in forward of",
+    Activity.BACKWARD: "in backward of",
+    Activity.GATHER: "gathering",
+    Activity.REDUCE: "reducing gradients of",
+    Activity.OPTIMIZER: "updating",
+    Activity.AGREE: "agreeing on",
+    Activity.SAVE: "saving the model",
+    Activity.LOAD: "loading a checkpoint",
+    Activity.CALL: "waiting for all ranks to make the same call",
+}
+_WITHOUT_UNIT = (Activity.IDLE, Activity.SAVE, Activity.LOAD, Activity.CALL)
+_GATHERS, _REDUCTIONS, _CALLS = range(3)
+"""The streams of events."""
+
+_UNIT_BITS = 28
+_CODE_BITS = 31
+_CODE = (1 << _CODE_BITS) - 1
+"""An event is one word: its code (activity and unit), and above it a digest of all events of its stream up to it. Rows remember
+the last few events alone; ranks that have parted before that still differ in the digest."""
+
+
+def _word(code: int, before: int) -> int:
+    """The event of this code after the one whose word is `before`."""
+    digest = zlib.crc32(code.to_bytes(8, "little"), before >> _CODE_BITS) & _CODE
+    return (digest << _CODE_BITS) | code
+
+
+def _when(step: int) -> str:
+    return f"at step {step}" if step else "before the first step"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankState:
+    """What a rank last said of itself. `step` counts from 1; `progress` moves while it works."""
+
+    pid: int
+    step: int
+    doing: str
+    progress: int
+    failure: str
+
+
+class AsyncWork(Protocol):
+    """An asynchronous collective, as torch.distributed returns it."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+
+
+class Watchdog:
+    """Bounds and explains waits.
+
+    A wait ends with `CollectiveError` when a peer's process is gone, when a peer has failed, when a peer went through
+    another event than this rank, or when for `timeout_seconds` neither the wait's own condition nor any peer's
+    progress counter moved.
+    """
+
+    SLICE_SECONDS = 0.25
+    PAUSE_SECONDS = 0.02
+
+    def __init__(self, board: StatusBoard, rank: int, timeout_seconds: float, *, compare_events: bool) -> None:
+        self._board = board
+        self._rank = rank
+        self.timeout_seconds = timeout_seconds
+        self._compare_events = compare_events
+        self._names: Mapping[int, Sequence[str]] = {}
+        self._alike: frozenset[int] | None = None
+        self._step = 0  # Counted from 1, as everything that a person reads; 0 before the first.
+        self._doing = (Activity.IDLE, -1)
+        self._events: dict[int, tuple[int, int]] = {}
+        self._calls: list[tuple[int, str]] = []
+        """Numbers and names of the calls that this rank is in, the innermost last."""
+        self.begun = 0
+        """How many things this rank has begun together with others so far."""
+        self.waited = 0.0
+        """Seconds that this rank has waited for others so far."""
+        self._pulse = DiskHeartbeat(board, min(0.25, timeout_seconds / 4))
+        self.in_doubt = False
+        """Whether collectives may be in flight that will not end: a wait ended with an error, or this rank stopped amid a step."""
+
+    def be_patient_with_disks(self, seconds: float) -> None:
+        """Let this rank wait so long for a single call to a disk before the others count that as no progress."""
+        self._pulse.patience_seconds = seconds
+
+    @contextmanager
+    def patience(self, seconds: float) -> Iterator[None]:
+        """Inside the block a wait lasts at least `seconds` before peers without progress are late."""
+        usual = self.timeout_seconds
+        self.timeout_seconds = max(usual, seconds)
+        try:
+            yield
+        finally:
+            self.timeout_seconds = usual
+
+    def name_units(self, names: Mapping[int, Sequence[str]]) -> None:
+        """Names that unit numbers stand for in messages, by rank."""
+        self._names = names
+
+    def compare_with(self, ranks: Iterable[int]) -> None:
+        """These ranks, and no others, go through the same events as this one. Before it is said, all do."""
+        self._alike = frozenset(ranks)
+
+    def post(self, activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
+        """Say what this rank does now; `step` counts from 0."""
+        if step is not None:
+            self._step = step + 1
+        self._doing = (activity, unit)
+        self._board.post(self._step, int(activity), unit)
+
+    def event(self, activity: Activity, unit: int, peers: Sequence[int], *, settled: bool = True) -> None:
+        """Go through an event that all peers go through in the same order.
+
+        On one host every event is compared, since looking is free there. Across hosts only one that is not `settled`
+        (not as recorded in an earlier pass) is: this rank then publishes it and waits for the peers' before it goes
+        on.
+
+        Raises:
+            CollectiveError: when a peer has gone through another one in its place.
+        """
+        self.post(activity, unit)
+        self.begun += 1
+        stream = _REDUCTIONS if activity is Activity.REDUCE else _GATHERS
+        number, word = self._append(stream, (int(activity) << _UNIT_BITS) | (unit + 1))
+        if self._compare_events:
+            self._compare(peers)
+        elif not settled:
+            self._board.publish()
+            what = f"agreement on {self._phrase(word)}"
+            self.wait(lambda: all(self._board.reached(peer, stream, number) for peer in peers), peers, what)
+            self._compare(peers)
+
+    def _append(self, stream: int, code: int) -> tuple[int, int]:
+        """The number and the word of a new event of this rank."""
+        word = _word(code, self._events.get(stream, (0, 0))[1])
+        self._events[stream] = (self._board.event(stream, word), word)
+        return self._events[stream]
+
+    @contextmanager
+    def call(self, name: str, peers: Sequence[int]) -> Iterator[None]:
+        """The block is a call that all `peers` make. It begins when all of them have made it: nothing that ranks do together is
+        begun before.
+
+        A rank that leaves the block with an error says so to those that are still in it and wait for it.
+
+        Raises:
+            CollectiveError: naming the call, when a peer makes another one, does not come within the patience, or is gone.
+        """
+        number = self._agree_on(name, peers)
+        entry = (number, name)
+        self._calls.append(entry)
+        try:
+            yield
+        except BaseException as error:
+            self._board.write(Note.LEFT, number, f"{type(error).__name__}: {error}".removesuffix(": "))
+            raise
+        finally:
+            self._calls.remove(entry)
+            self._board.write(Note.CALL, *(self._calls[-1] if self._calls else (0, "")))
+
+    def _agree_on(self, name: str, peers: Sequence[int]) -> int:
+        """Wait until all peers have made the call; returns its number, counted from 1."""
+        before = self._doing
+        self._board.write(Note.CALL, self._events.get(_CALLS, (-1, 0))[0] + 2, name)
+        self.post(Activity.CALL)
+        number, _ = self._append(_CALLS, zlib.crc32(name.encode()) & ((1 << _UNIT_BITS) - 1))
+        self._board.publish()
+        try:
+            self._wait(
+                lambda: all(self._board.reached(peer, _CALLS, number) for peer in peers),
+                _Patience(
+                    self, peers, f"the call of {name} by all ranks", lambda: self._not_called(name, number, peers)
+                ),
+            )
+            self._compare_calls(peers)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self.post(*before)
+        return number + 1
+
+    def _compare_calls(self, peers: Sequence[int]) -> None:
+        """Raise `CollectiveError` when a peer has made another call in the place of this rank's latest."""
+        number, word = self._events.get(_CALLS, (-1, 0))
+        for peer in peers:
+            theirs = self._board.event_of(peer, _CALLS, number) if number >= 0 else None
+            if theirs is not None and theirs != word:
+                self.in_doubt = True
+                calls = [(rank, self._board.read(rank, Note.CALL)[1]) for rank in sorted((self._rank, peer))]
+                said = " and ".join(f"rank {rank} called {name or 'another method'}" for rank, name in calls)
+                raise CollectiveError(
+                    f"{said} ({_when(self._step)}). These methods are for all ranks: each of them makes the same calls in the "
+                    "same order, whatever it then does with the result"
+                )
+
+    def _not_called(self, name: str, number: int, peers: Sequence[int]) -> CollectiveError:
+        """The error for a call that some peers have not made within the patience."""
+        missing = [peer for peer in peers if not self._board.reached(peer, _CALLS, number)]
+        lines = "; ".join(self.describe(peer) for peer in missing)
+        return CollectiveError(
+            f"{name} must be called on all ranks: rank {self._rank} called it, and {_ranks(missing)} did not within "
+            f"{self.timeout_seconds:g} seconds (parallel.timeout_seconds). {lines}"
+        )
+
+    def _called_alone(self, peers: Sequence[int], what: str) -> CollectiveError | None:
+        """The error for a peer that waits in a call which this rank has not made; None where there is no such peer."""
+        made = self._events.get(_CALLS, (-1, 0))[0] + 1
+        calls = {peer: self._board.read(peer, Note.CALL) for peer in peers if self._waits_for_calls(peer)}
+        ahead = {peer: name for peer, (number, name) in calls.items() if number > made}
+        if not ahead:
+            return None
+        name = next(iter(ahead.values()))
+        where = f" in {self._calls[-1][1]}" if self._calls else ""
+        return CollectiveError(
+            f"{name} must be called on all ranks: {_ranks([*ahead])} called it, and rank {self._rank} did not: it waits for "
+            f"{what}{where} ({_when(self._step)})"
+        )
+
+    def _waits_for_calls(self, peer: int) -> bool:
+        return peer != self._rank and self._board.row(peer).activity == Activity.CALL
+
+    def leaver(self, peers: Sequence[int]) -> str:
+        """Which peer has left a call that this rank is in, and why; empty where none has."""
+        inside = dict(self._calls)
+        for peer in peers:
+            number, why = self._board.read(peer, Note.LEFT) if inside else (0, "")
+            if peer != self._rank and number in inside:
+                return f"rank {peer} has left {inside[number]} with {why}"
+        return ""
+
+    def wait(
+        self, done: Callable[[], bool], peers: Sequence[int], what: str, pause: Callable[[float], None] | None = None
+    ) -> None:
+        """Wait until `done()`; for conditions that peers make true in shared memory. `pause` sleeps for so many seconds, or until
+        something has changed; None: nobody tells, and `done` is asked again and again."""
+        self.begun += 1
+        for _ in range(200):
+            if done():
+                return
+        self._wait(done, _Patience(self, peers, what, lambda: self.late(peers, what)), pause)
+
+    def _wait(
+        self, done: Callable[[], bool], patience: _Patience, pause: Callable[[float], None] | None = None
+    ) -> None:
+        seconds = 0.0
+        with self._waiting():
+            while not done():
+                if pause is not None:
+                    pause(self.PAUSE_SECONDS)
+                else:
+                    time.sleep(seconds)
+                    seconds = min(seconds + 2e-6, 2e-4)
+                patience.check()
+
+    def wait_work(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
+        """Wait for a collective that runs in the background.
+
+        Raises:
+            CollectiveError: also when the collective itself failed, with what the board knows of the peers.
+        """
+        self.begun += 1
+        patience = _Patience(self, peers, what, lambda: self.late(peers, what))
+        piece = timedelta(seconds=self.SLICE_SECONDS)
+        with self._waiting():
+            while True:
+                try:
+                    work.wait(piece)
+                    return
+                except RuntimeError:
+                    if work.is_completed():
+                        self._finish(work, peers, what)
+                        return
+                patience.check(force=True)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        except BaseException:
+            self.in_doubt = True
+            raise
+        finally:
+            self.waited += time.perf_counter() - began
+
+    def _finish(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
+        """A collective is over: it failed, or it succeeded just after a wait for it had given up."""
+        try:
+            work.wait(timedelta(seconds=self.SLICE_SECONDS))
+        except RuntimeError as error:
+            raise self._broken(error, peers, what) from error
+
+    def fail(self, error: BaseException) -> None:
+        """Tell peers that this rank stops, so that they name the cause and not its consequence."""
+        self._board.fail(f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Stop publishing and give the board's memory back."""
+        self._pulse.end()
+        self._board.close()
+
+    def state(self, rank: int) -> RankState:
+        """What a rank last said of itself."""
+        row = self._board.row(rank)
+        where = self._unit_name(rank, row.unit)
+        doing = Activity(row.activity).phrase + ("" if row.activity in _WITHOUT_UNIT else f" {where}")
+        return RankState(
+            pid=row.pid, step=row.step, doing=doing, progress=self._board.progress(rank), failure=row.failure
+        )
+
+    def describe(self, rank: int) -> str:
+        """The same as a line."""
+        state = self.state(rank)
+        call, disk = (self._board.read(rank, note)[1] for note in (Note.CALL, Note.DISK))
+        more = (f", in {call}" if call else "") + (f", and waited for a disk: {disk}" if disk else "")
+        return f"rank {rank} (pid {state.pid}) was {state.doing} {_when(state.step)}{more}"
+
+    def _unit_name(self, rank: int, unit: int) -> str:
+        names = self._names.get(rank, ())
+        return names[unit] if 0 <= unit < len(names) else "the run's counters"
+
+    def _broken(self, error: RuntimeError, peers: Sequence[int], what: str) -> CollectiveError:
+        """A transport's own error, usually a closed connection: look for the rank that explains it."""
+        seconds = min(2.0, self.timeout_seconds)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                self.examine(peers, what)
+            except CollectiveError as found:
+                return found
+            time.sleep(0.02)
+        silent = [peer for peer in peers if peer != self._rank and self._board.silent_seconds(peer) > 0.75 * seconds]
+        lines = "; ".join(f"rank {peer} has not been heard of since; before, {self.describe(peer)}" for peer in silent)
+        return CollectiveError(f"rank {self._rank}: {what} failed: {lines or error}")
+
+    def examine(self, peers: Sequence[int], what: str) -> None:
+        """Look for a peer that is gone, has failed or does something else.
+
+        Raises:
+            CollectiveError: naming it.
+        """
+        for peer in peers:
+            if peer == self._rank:
+                continue
+            if self._board.failed(peer):
+                raise CollectiveError(
+                    f"rank {self._rank}: {what} cannot end: rank {peer} failed with {self._board.row(peer).failure}"
+                )
+            if not self._board.alive(peer):
+                raise CollectiveError(
+                    f"rank {self._rank}: {what} cannot end: rank {peer} is gone (killed or exited); "
+                    f"before, {self.describe(peer)}"
+                )
+        self._compare(peers)
+        self._compare_calls(peers)
+
+    def _compare(self, peers: Sequence[int]) -> None:
+        alike = [peer for peer in peers if self._alike is None or peer in self._alike]
+        units = [(stream, event) for stream, event in self._events.items() if stream != _CALLS]
+        for peer, (stream, (number, word)) in product(alike, units):
+            theirs = self._board.event_of(peer, stream, number)
+            if theirs is not None and theirs != word:
+                self.in_doubt = True
+                raise self._parted(peer, stream, number, word, theirs)
+
+    def _parted(self, peer: int, stream: int, number: int, mine: int, theirs: int) -> CollectiveError:
+        """The error for events of one number that differ. It names the first that do, as far back as both rows go."""
+        for earlier in range(number - 1, -1, -1):
+            ours, its = (self._board.event_of(rank, stream, earlier) for rank in (self._rank, peer))
+            if ours is None or its is None or ours == its:
+                break
+            mine, theirs = ours, its
+        if mine & _CODE != theirs & _CODE:
+            where = f"rank {self._rank} is {self._phrase(mine)} where rank {peer} was {self._phrase(theirs)}"
+        else:
+            where = (
+                f"ranks {self._rank} and {peer} have gone through different units further back than the last {HISTORY} "
+                f"events, which are all that is remembered, before both were {self._phrase(mine)}"
+            )
+        return CollectiveError(
+            f"ranks disagree on the order of units: {where} ({_when(self._step)}). Every rank must run the same modules "
+            "in the same order; a branch that depends on a rank's own data breaks this"
+        )
+
+    def _phrase(self, word: int) -> str:
+        activity, unit = divmod(word & _CODE, 1 << _UNIT_BITS)
+        return f"{Activity(activity).phrase} {self._unit_name(self._rank, unit - 1)}"
+
+    def progress_of(self, peers: Sequence[int]) -> int:
+        """Sum of the peers' progress counters; it moves while any of them works."""
+        return sum(self._board.progress(peer) for peer in peers if peer != self._rank)
+
+    def late(self, peers: Sequence[int], what: str) -> CollectiveError:
+        """The error for peers that showed no progress for the whole timeout."""
+        alone = self._called_alone(peers, what)
+        if alone is not None:
+            return alone
+        lines = "; ".join(self.describe(peer) for peer in peers if peer != self._rank)
+        return CollectiveError(
+            f"rank {self._rank}: {what} did not end within {self.timeout_seconds:g} seconds "
+            f"(parallel.timeout_seconds) and no peer made progress. {lines}"
+        )
+
+
+class _Patience:
+    """Deadline of one wait: it moves on whenever a peer makes progress, and looks at the peers a few times a second."""
+
+    LEFT_SECONDS = 0.5
+    """How long a wait goes on after a peer has left the call: what it has done before may still be on its way."""
+
+    def __init__(self, watch: Watchdog, peers: Sequence[int], what: str, late: Callable[[], CollectiveError]) -> None:
+        self._watch = watch
+        self._peers = peers
+        self._what = what
+        self._late = late
+        now = time.monotonic()
+        self._next = now + 0.02
+        self._deadline = now + watch.timeout_seconds
+        self._progress = -1
+        self._left_at: float | None = None
+
+    def check(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if now < self._next and not force:
+            return
+        self._next = now + 0.05
+        self._watch.examine(self._peers, self._what)
+        leaver = self._watch.leaver(self._peers)
+        if leaver:
+            self._left_at = self._left_at or now
+            if now - self._left_at >= self.LEFT_SECONDS:
+                raise CollectiveError(f"{self._what} cannot end: {leaver}")
+        progress = self._watch.progress_of(self._peers)
+        if progress != self._progress:
+            self._progress = progress
+            self._deadline = now + self._watch.timeout_seconds
+        elif now > self._deadline:
+            raise self._late()
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

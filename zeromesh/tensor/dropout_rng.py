@@ -1,0 +1,65 @@
+"""Dropout under tensor parallelism: the same numbers where all ranks have the same activations, others where each has a part.
+
+Numbers are drawn from the global generators, which are seeded alike on all ranks. Where activations are divided, the generators
+are put to a state of this rank's own, made from a number that all ranks draw, and afterwards back to where they were. So a
+recomputation that starts from the same state draws the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from zeromesh.rng import seed_generators
+from zeromesh.tensor.autograd_collectives import uncompiled
+
+
+class ShardedRandomness:
+    """What is drawn between `enter` and `leave` is this rank's own. `active` is false for a model that draws nothing."""
+
+    def __init__(self, rank: int, device: torch.device, *, active: bool = True) -> None:
+        self.active = active
+        self._rank = rank
+        self._device = device
+        self._seed: int | None = None
+        self._states: list[torch.Tensor] = []
+
+    @property
+    def entered(self) -> bool:
+        """Whether the generators are in this rank's own state: a recomputation that was cut short may have put them back."""
+        return self._seed is not None and torch.initial_seed() == self._seed
+
+    @uncompiled
+    def enter(self) -> None:
+        """Activations are divided from here on. Does nothing where they already are."""
+        if not self.active or self.entered:
+            return
+        common = int(torch.randint(2**62, (), device="cpu"))
+        self._states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            self._states.append(torch.cuda.get_rng_state(self._device))
+        digest = hashlib.blake2b(f"{common}/{self._rank}".encode(), digest_size=8).digest()
+        self._seed = int.from_bytes(digest, "little") >> 1
+        seed_generators(self._seed)
+
+    @uncompiled
+    def leave(self) -> None:
+        """All ranks have the same activations again. Does nothing where they already do."""
+        if not self.active or not self.entered:
+            return
+        torch.set_rng_state(self._states[0])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._states[1], self._device)
+        self._seed = None
+
+    @contextmanager
+    def sharded(self) -> Iterator[None]:
+        """Inside the block activations are divided."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()

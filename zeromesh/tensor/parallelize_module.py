@@ -1,0 +1,290 @@
+"""Changes a model in place so that this rank has and computes its part of it, as a `TensorPlan` says.
+
+Modules keep their names, and so do parameters; code of the model stays as it is. With `sequence`, blocks of the model pass on
+shares of the sequence:
+
+    embeddings | split | norm | gather: attention: scatter | + | norm | gather: MLP: scatter | + | ... | gather | norm | head
+    whole        share                                                                              share    whole
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeromesh.comm.activation_collectives import Exchange
+from zeromesh.errors import LayoutError
+from zeromesh.flat.placement import ParameterPart
+from zeromesh.intervals import Interval
+from zeromesh.tensor.dropout_rng import ShardedRandomness
+from zeromesh.tensor.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    SlicedColumnLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    divided_experts,
+    latent_and_rotary,
+    lookup_own,
+)
+from zeromesh.tensor.plan.attention_split import linear_form
+from zeromesh.tensor.plan.tensor_plan import LayerPlan, Style, TensorPlan, parts_of
+from zeromesh.tensor.sequence_parallel import check_blocks, share_sequence
+from zeromesh.tensor.shared_input import SequenceShares, SharedInput
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parallelized:
+    """What `parallelize` made of a model."""
+
+    plan: TensorPlan
+    parts: Mapping[str, ParameterPart]
+    """By FQN (the first of a tied parameter), of every parameter that is divided or has partial gradients. All others are whole on
+    every rank, with the same gradient on each."""
+    head: VocabParallelHead | None
+    """The output embedding, where it is divided."""
+    randomness: ShardedRandomness
+    shares: SequenceShares | None
+    """Of the sequence, that blocks pass on; None where they pass on all of it."""
+    notes: tuple[str, ...]
+    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def restore(self) -> None:
+        """Give the model its own modules and numbers back. Parameters that were divided are whole again and on the meta device."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def parallelize(
+    model: nn.Module,
+    exchange: Exchange,
+    plan: TensorPlan,
+    *,
+    sequence: bool = False,
+    device: torch.device | None = None,
+) -> Parallelized:
+    """Make `model` compute rank `exchange.index`'s part of `plan`.
+
+    Divided parameters become local ones on the meta device, with the dtype and `requires_grad` that they had; `load_parts` or the
+    engine gives them values. All other parameters and buffers stay as they are.
+
+    Args:
+        sequence: blocks pass on shares of the sequence, so that norms, residuals and dropout between them are divided too.
+        device: where the model will compute (for its random numbers); CPU by default.
+
+    Raises:
+        LayoutError: when the plan is for another number of ranks; with `sequence`, for a model whose blocks may need all of it.
+    """
+    if plan.size != exchange.size:
+        raise LayoutError(f"a plan for {plan.size} tensor ranks on an axis of {exchange.size}")
+    if sequence:
+        check_blocks(model, plan)
+    return _Application(model, exchange, plan, sequence, device or torch.device("cpu")).run()
+
+
+def load_parts(model: nn.Module, parts: Mapping[str, ParameterPart], whole: Mapping[str, torch.Tensor]) -> None:
+    """Give every parameter on the meta device its values on CPU, and divided ones this rank's part of theirs.
+
+    `whole` has the whole tensors by FQN. Dtype and `requires_grad` of the parameters stay.
+
+    Raises:
+        LayoutError: for a tensor that is missing or has another shape.
+    """
+    for name, parameter in list(model.named_parameters()):
+        value, part = whole.get(name), parts.get(name)
+        shape = tuple(parameter.shape) if part is None else part.region.shape
+        if value is None or tuple(value.shape) != shape:
+            found = "is missing" if value is None else f"has shape {list(value.shape)}"
+            raise LayoutError(f"{name} {found}; it is to be {list(shape)}")
+        if part is not None:
+            for dim, intervals in enumerate(part.region.dims):
+                value = torch.cat([value.narrow(dim, one.start, one.length) for one in intervals], dim)
+        made = nn.Parameter(value.detach().to(parameter.dtype, copy=True), requires_grad=parameter.requires_grad)
+        _replace_parameter(model, parameter, made)
+
+
+def _replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> list[Callable[[], None]]:
+    """Put `new` wherever `old` is; returns what undoes it, leaving a meta tensor of the old shape there."""
+    undo: list[Callable[[], None]] = []
+    placeholder = nn.Parameter(torch.empty_like(old, device="meta"), requires_grad=old.requires_grad)
+    for module in model.modules():
+        for leaf, held in module._parameters.items():
+            if held is old:
+                undo.append(partial(module._parameters.__setitem__, leaf, placeholder))
+                module._parameters[leaf] = new
+    return undo
+
+
+class _Application:
+    def __init__(
+        self, model: nn.Module, exchange: Exchange, plan: TensorPlan, sequence: bool, device: torch.device
+    ) -> None:
+        self.model = model
+        self.exchange = exchange
+        self.plan = plan
+        self.shares = SequenceShares(exchange) if sequence else None
+        self.randomness = ShardedRandomness(exchange.index, device, active=_draws(model))
+        self.parts = parts_of(model, plan, exchange.index, sequence=sequence)
+        self.sources: dict[str, SharedInput] = {}
+        self.undo: list[Callable[[], None]] = []
+        self.readers = plan.readers()
+
+    def run(self) -> Parallelized:
+        names = dict(self.model.named_parameters())
+        for name, part in self.parts.items():
+            old = names[name]
+            if part.region.local_shape != tuple(old.shape):
+                local = torch.empty(part.region.local_shape, dtype=old.dtype, device="meta")
+                made = nn.Parameter(local, requires_grad=old.requires_grad)
+                self.undo += _replace_parameter(self.model, old, made)
+        head = None
+        for layer in self.plan.layers:
+            made_module = self._module(layer)
+            if isinstance(made_module, VocabParallelHead):
+                head = made_module
+            if made_module is not None:
+                self._replace(layer.module, made_module)
+        self._patch()
+        if self.shares is not None:
+            readers = {name: self.sources[name] for name in self.readers}
+            experts = [layer.parent for layer in self.plan.layers if layer.style is Style.EXPERTS]
+            self.undo += share_sequence(self.model, self.plan.stacks, readers, experts, self.shares, self.randomness)
+        return Parallelized(
+            plan=self.plan,
+            parts=self.parts,
+            head=head,
+            randomness=self.randomness,
+            shares=self.shares,
+            notes=self.plan.notes,
+            _undo=self.undo,
+        )
+
+    def _module(self, layer: LayerPlan) -> nn.Module | None:
+        """What replaces the module of `layer`; None where it stays."""
+        module: Any = self.model.get_submodule(layer.module)
+        index = self.exchange.index
+        if layer.style is Style.EXPERTS:
+            self._set(module, "forward", partial(divided_experts, module.forward, self.exchange))
+            return None
+        if layer.style in (Style.PARTIAL, Style.EMBEDDING_FEATURES, Style.SINKS):
+            return None
+        if layer.style is Style.LATENT:
+            attention: Any = self.model.get_submodule(layer.parent)
+            self._set(
+                module, "forward", partial(latent_and_rotary, module.forward, attention.kv_lora_rank, self.exchange)
+            )
+            return None
+        if layer.style is Style.EMBEDDING:
+            return self._embedding(module, layer.shares[index][0])
+        transposed = bool(linear_form(module))
+        if layer.style is Style.HEAD:
+            return VocabParallelHead(module.weight, module.bias, SharedInput(self.exchange), layer.sizes())
+        # In a block of experts the sequence is whole, since the router's losses are no sums over tokens.
+        on_shares = self.plan.in_block(layer.module) and not self.plan.in_experts(layer.module)
+        shares = self.shares if on_shares else None
+        randomness = self.randomness if self.shares is None else None
+        if layer.style in (Style.ROW, Style.ROW_SPLIT):
+            return RowParallelLinear(
+                module.weight,
+                module.bias,
+                self.exchange,
+                transposed=transposed,
+                shares=shares,
+                randomness=randomness,
+                source=self.sources.get(layer.parent),
+                splits=layer.sizes() if layer.style is Style.ROW_SPLIT else None,
+            )
+        source = self._source(layer.parent, shares)
+        if layer.style is Style.COLUMN_GATHERED:
+            return ColumnParallelLinear(
+                module.weight, module.bias, source, transposed=transposed, gathered=layer.sizes()
+            )
+        if layer.style is Style.SLICED:
+            return SlicedColumnLinear(
+                module.weight, module.bias, source, layer.shares[index], transposed=transposed, randomness=randomness
+            )
+        return ColumnParallelLinear(module.weight, module.bias, source, transposed=transposed, randomness=randomness)
+
+    def _source(self, parent: str, shares: SequenceShares | None) -> SharedInput:
+        if parent not in self.sources:
+            self.sources[parent] = SharedInput(self.exchange, shares, before=parent in self.readers)
+        return self.sources[parent]
+
+    def _embedding(self, module: Any, tokens: Interval) -> nn.Module | None:
+        if type(module) is nn.Embedding:
+            weight: Any = module.weight
+            return VocabParallelEmbedding(weight, tokens, self.exchange, padding_idx=module.padding_idx)
+        # One that scales its vectors, say: it looks up local numbers as it did whole ones.
+        padding = module.padding_idx
+        owned = padding is not None and tokens.start <= padding < tokens.end
+        self._set(module, "padding_idx", padding - tokens.start if owned else None)
+        self._set(module, "num_embeddings", tokens.length)
+        self._set(module, "forward", partial(lookup_own, module.forward, tokens, self.exchange))
+        return None
+
+    def _replace(self, name: str, made: nn.Module) -> None:
+        old = self.model.get_submodule(name)
+        made.train(old.training)
+        for module in list(self.model.modules()):
+            for leaf, child in list(module._modules.items()):
+                if child is old:
+                    module._modules[leaf] = made
+                    self.undo.append(partial(module._modules.__setitem__, leaf, old))
+
+    def _set(self, module: nn.Module, attribute: str, value: Any) -> None:
+        """An attribute of the instance."""
+        held = vars(module)
+        if attribute in held:
+            self.undo.append(partial(held.__setitem__, attribute, held[attribute]))
+        else:
+            self.undo.append(partial(held.pop, attribute, None))
+        held[attribute] = value
+
+    def _patch(self) -> None:
+        index = self.exchange.index
+        for patch in self.plan.patches:
+            module = self.model.get_submodule(patch.module)
+            holder, _, attribute = patch.attribute.rpartition(".")
+            if holder:
+                config = copy.copy(getattr(module, holder))
+                setattr(config, attribute, patch.values[index])
+                self._set(module, holder, config)
+            else:
+                self._set(module, attribute, patch.values[index])
+        for name, division in self.plan.attentions.items():
+            module = self.model.get_submodule(name)
+            if "alibi" in inspect.signature(module.forward).parameters:
+                own = division.shares[index].queries
+                self._set(module, "forward", partial(_with_biases, module.forward, own, division.queries))
+
+
+def _with_biases(forward: Callable[..., Any], own: Interval, heads: int, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an attention that is given position biases of all heads, and maybe a mask with them.
+
+    `alibi` is [batch x heads, 1, sequence] or [batch, heads, 1, sequence], a mask with them [batch, heads, sequence, sequence].
+    """
+    alibi, mask = kwargs.get("alibi"), kwargs.get("attention_mask")
+    if alibi is not None:
+        apart = alibi.view(-1, heads, *alibi.shape[-2:])[:, own.start : own.end]
+        kwargs["alibi"] = apart if alibi.dim() == 4 else apart.flatten(0, 1)
+        if mask is not None and mask.dim() == 4 and mask.shape[1] == heads > 1:
+            kwargs["attention_mask"] = mask[:, own.start : own.end]
+    return forward(*args, **kwargs)
+
+
+def _draws(model: nn.Module) -> bool:
+    """Whether the model has a rate of dropout above 0 anywhere."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return True
+        for name, value in vars(module).items():
+            if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and value > 0:
+                return True
+    return False

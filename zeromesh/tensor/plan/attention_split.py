@@ -1,0 +1,212 @@
+"""How the projections of one attention are divided by its heads. Pure: reads numbers that the attention's module has.
+
+Which attention heads a rank has: arithmetic on integers.
+
+Query heads that share a key-value head stay together with it. With fewer key-value heads than ranks, several ranks have the same
+key-value head and divide its query heads.
+
+    9 query heads, 3 key-value heads, 2 ranks      rank 0: q 0-5, kv 0 1        rank 1: q 6-8, kv 2
+    8 query heads, 2 key-value heads, 4 ranks      rank 0: q 0 1, kv 0   rank 1: q 2 3, kv 0   rank 2: q 4 5, kv 1   ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from zeromesh.errors import LayoutError
+from zeromesh.intervals import Interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadShare:
+    """Query and key-value heads of one rank."""
+
+    queries: Interval
+    keys: Interval
+
+
+def balanced(length: int, parts: int) -> tuple[Interval, ...]:
+    """`length` cut into `parts` that differ by one at most, the longer ones first."""
+    base, longer = divmod(length, parts)
+    ends = [number * base + min(number, longer) for number in range(parts + 1)]
+    return tuple(Interval(start=start, end=end) for start, end in pairwise(ends))
+
+
+def share_heads(queries: int, keys: int, ranks: int, where: str) -> tuple[HeadShare, ...]:
+    """The heads of every rank.
+
+    Raises:
+        LayoutError: when some rank would have none, naming `where`; and when key-value heads do not divide the query heads.
+    """
+    if keys < 1 or queries % keys:
+        raise LayoutError(f"{where}: {keys} key-value heads do not divide {queries} query heads")
+    group = queries // keys
+    if keys >= ranks:
+        return tuple(
+            HeadShare(queries=Interval(start=own.start * group, end=own.end * group), keys=own)
+            for own in balanced(keys, ranks)
+        )
+    crowds = balanced(ranks, keys)
+    if max(crowd.length for crowd in crowds) > group:
+        raise LayoutError(
+            f"{where}: {queries} query heads cannot be divided among {ranks} ranks; parallel.tensor may be at most {queries}"
+        )
+    shares = []
+    for key, crowd in enumerate(crowds):
+        for own in balanced(group, crowd.length):
+            start = key * group
+            queries_here = Interval(start=start + own.start, end=start + own.end)
+            shares.append(HeadShare(queries=queries_here, keys=Interval(start=key, end=key + 1)))
+    return tuple(shares)
+
+
+def scaled(interval: Interval, width: int) -> Interval:
+    """An interval of heads as one of features, `width` of each head."""
+    return Interval(start=interval.start * width, end=interval.end * width)
+
+
+def moved(interval: Interval, by: int) -> Interval:
+    return Interval(start=interval.start + by, end=interval.end + by)
+
+
+_QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads")
+_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
+_FEATURES = ("split_size", "all_head_size", "inner_dim")
+
+Shares = tuple[tuple[Interval, ...], ...]
+"""By rank: the intervals of the divided features that it has, in its order."""
+
+
+def linear_form(module: nn.Module) -> bool | None:
+    """Whether a linear layer keeps its weight transposed, `[in, out]`; None for what is no plain linear layer."""
+    if type(module) is nn.Linear or type(module).__name__ == "FalconLinear":
+        return False
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+        return True
+    return None
+
+
+def experts_form(shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int] | None:
+    """The dim of `gate_up_proj` and `down_proj` that is the intermediate one, from their shapes; None for other experts."""
+    if set(shapes) != {"gate_up_proj", "down_proj"} or any(len(shape) != 3 for shape in shapes.values()):
+        return None
+    up, down = shapes["gate_up_proj"], shapes["down_proj"]
+    if (up[1], up[2]) == (2 * down[2], down[1]):
+        return {"gate_up_proj": 1, "down_proj": 2}
+    if (up[2], up[1]) == (2 * down[1], down[2]):
+        return {"gate_up_proj": 2, "down_proj": 1}
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionDivision:
+    """Heads of an attention, by rank."""
+
+    queries: int
+    keys: int
+    shares: tuple[HeadShare, ...]
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether no two ranks have the same key-value head."""
+        return self.keys >= len(self.shares)
+
+    def queries_of(self, name: str, features: int) -> Shares:
+        """`features` that belong to query heads, each head's together."""
+        width = _width(name, features, self.queries, "query heads")
+        return tuple((scaled(share.queries, width),) for share in self.shares)
+
+    def keys_of(self, name: str, features: int) -> Shares:
+        """`features` that belong to key-value heads, each head's together."""
+        width = _width(name, features, self.keys, "key-value heads")
+        return tuple((scaled(share.keys, width),) for share in self.shares)
+
+    def fused(self, name: str, features: int, *, stacked: bool) -> Shares:
+        """`features` of queries, keys and values: all of each (`stacked`), or each key-value head's queries, key and value."""
+        width = _width(name, features, self.queries + 2 * self.keys, "query, key and value heads")
+        if stacked:
+            key_start, value_start = self.queries * width, (self.queries + self.keys) * width
+            return tuple(
+                (
+                    scaled(share.queries, width),
+                    moved(scaled(share.keys, width), key_start),
+                    moved(scaled(share.keys, width), value_start),
+                )
+                for share in self.shares
+            )
+        group = self.queries // self.keys
+        if self.exclusive:
+            return tuple((scaled(share.keys, (group + 2) * width),) for share in self.shares)
+        result = []
+        for share in self.shares:
+            start = share.keys.start * (group + 2) * width
+            own = scaled(moved(share.queries, -share.keys.start * group), width)
+            after = Interval(start=group * width, end=(group + 2) * width)
+            result.append((moved(own, start), moved(after, start)))
+        return tuple(result)
+
+    def is_stacked(self, attention: nn.Module, style: str) -> bool:
+        """Whether a fused projection has all queries, then all keys, then all values."""
+        if style == "qkv_falcon":
+            return bool(getattr(attention, "multi_query", False)) and not getattr(
+                attention, "new_decoder_architecture", False
+            )
+        return style == "qkv_stacked"
+
+    def patches(self, attention: nn.Module, *, stacked: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Numbers that the attention's code reads, and their values by rank."""
+        own = vars(attention)
+        local_queries = tuple(share.queries.length for share in self.shares)
+        local_keys = tuple(share.keys.length for share in self.shares)
+        found = False
+        for attribute in _QUERY_COUNTS:
+            if own.get(attribute) == self.queries:
+                found = True
+                yield attribute, local_queries
+        for attribute in _KEY_COUNTS:
+            if own.get(attribute) == self.keys:
+                yield attribute, local_keys
+        if "num_key_value_groups" in own:
+            groups = zip(local_queries, local_keys, strict=True)
+            yield "num_key_value_groups", tuple(queries // keys for queries, keys in groups)
+        width = next((own[attribute] for attribute in _WIDTHS if isinstance(own.get(attribute), int)), 0)
+        for attribute in _FEATURES:
+            if width and own.get(attribute) == self.queries * width:
+                yield attribute, tuple(queries * width for queries in local_queries)
+        if stacked and not found and hasattr(own.get("config"), "num_attention_heads"):
+            # It takes its projection apart by what its configuration says.
+            yield "config.num_attention_heads", local_queries
+
+
+def division_of(attention: nn.Module, name: str, ranks: int) -> AttentionDivision:
+    """The division of an attention.
+
+    Raises:
+        LayoutError: when it does not say how many heads it has, or cannot be divided among `ranks`.
+    """
+    own, config = vars(attention), getattr(attention, "config", None)
+    queries = _count(own, _QUERY_COUNTS) or _count(config, _QUERY_COUNTS)
+    if not queries:
+        raise LayoutError(f"{name}: it does not say how many heads it has; give it an attribute num_heads")
+    groups = own.get("num_key_value_groups")
+    keys = _count(own, _KEY_COUNTS) or (queries // groups if isinstance(groups, int) and groups else 0)
+    keys = keys or queries
+    return AttentionDivision(queries=queries, keys=keys, shares=share_heads(queries, keys, ranks, name))
+
+
+def _count(holder: Any, names: tuple[str, ...]) -> int:
+    """The first of these numbers that an object or its attributes have; 0 for none."""
+    values = (holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), 0)
+
+
+def _width(name: str, features: int, heads: int, what: str) -> int:
+    if features % heads:
+        raise LayoutError(f"{name}: {features} features are not those of {heads} {what}")
+    return features // heads

@@ -1,0 +1,393 @@
+"""From a model to a plan: which layer is divided how among the ranks of the tensor axis. Pure: nothing is changed or moved.
+
+Rules come from the user, from `plans.py`, or from the model (`model.tp_plan` of transformers), in this order. A rule has one of
+these styles (those of transformers, and some more):
+
+    colwise                          outputs are divided: heads in an attention, features elsewhere
+    rowwise                          inputs are divided, outputs summed
+    packed_colwise                   as colwise, for two projections in one
+    qkv_stacked, qkv_by_head         as colwise, for queries, keys and values in one, in this order or head by head
+    rowwise_heads                    as rowwise, after an attention that is a sibling
+    colwise_gather_output            as colwise, then outputs are gathered
+    rowwise_split_input              as rowwise, of inputs that every rank has all of
+    embedding_rowwise                an embedding, by tokens
+    embedding_heads                  an embedding of which each feature belongs to a head
+    moe_tp_experts                   experts, each divided along its intermediate features
+    replicated_with_grad_allreduce   whole on all ranks, used on divided activations, so that gradients are partial
+    local_params                     an attention whose own parameters (sinks) are one of each head
+    mla_kv_a_proj                    whole on all ranks; of its outputs, the last are used by divided heads as they are
+    replicate                        whole on all ranks
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from zeromesh.errors import LayoutError
+from zeromesh.intervals import Interval
+from zeromesh.tensor.plan.attention_split import (
+    AttentionDivision,
+    Shares,
+    balanced,
+    division_of,
+    experts_form,
+    linear_form,
+)
+from zeromesh.tensor.plan.builtin_plans import OWN
+from zeromesh.tensor.plan.tensor_plan import WHOLE, LayerPlan, Patch, Style, TensorPlan
+from zeromesh.units.plan import block_modules
+
+_SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+_STYLES = (
+    *("colwise", "rowwise", "packed_colwise", "qkv_stacked", "qkv_by_head", "qkv_falcon", "rowwise_heads"),
+    *("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_heads", "moe_tp_experts"),
+    *("replicated_with_grad_allreduce", "local_params", "mla_kv_a_proj", "replicate", *_SYNONYMS),
+)
+_QUERIES = ("q_proj", "q_b_proj", "query", "q")
+_KEYS = ("k_proj", "v_proj", "kv_b_proj", "key", "value", "k", "v")
+_FUSED = ("query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv")
+_NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?_?norm")
+_ACTIVATION = re.compile(r"act(ivation)?(_fn)?")
+
+
+def plan_tensor(model: nn.Module, size: int, rules: Mapping[str, str] | None = None) -> TensorPlan:
+    """How to divide `model`, which may be on the meta device, among `size` ranks.
+
+    Args:
+        rules: a user's own, pattern of FQNs -> style; they go before all others.
+
+    Raises:
+        LayoutError: when there is no plan for the model; when a rule of the user matches nothing or has an unknown style; when a
+            module cannot be divided so (more ranks than heads, say).
+    """
+    planner = _Planner(model, size)
+    planner.choose(rules or {})
+    planner.embeddings()
+    planner.attention_layers()
+    planner.other_layers()
+    planner.check_ties()
+    return planner.plan()
+
+
+class _Planner:
+    def __init__(self, model: nn.Module, size: int) -> None:
+        self.model = model
+        self.size = size
+        self.modules = dict(model.named_modules())
+        self.styles: dict[str, str] = {}
+        self.layers: dict[str, LayerPlan] = {}
+        self.attentions: dict[str, AttentionDivision] = {}
+        self.patches: list[Patch] = []
+        self.notes: list[str] = []
+
+    def choose(self, rules: Mapping[str, str]) -> None:
+        """The style of every module that a rule names."""
+        config = getattr(self.model, "config", None)
+        kind = str(getattr(config, "model_type", ""))
+        own = OWN.get(kind)
+        theirs: Mapping[str, str] = {} if own is not None else (getattr(self.model, "tp_plan", None) or {})
+        if not rules and not own and not theirs:
+            raise LayoutError(
+                f"there is no tensor-parallel plan for {type(self.model).__name__} (model_type {kind or 'unknown'}); give rules "
+                "(pattern of module names -> style), or set parallel.tensor: 1"
+            )
+        if getattr(config, "slow_but_exact", False):
+            raise LayoutError("slow_but_exact takes weights apart by itself; set it to false, or parallel.tensor: 1")
+        names = [*self.modules, *dict(self.model.named_parameters(remove_duplicate=False))]
+        for pattern, style in theirs.items():
+            expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+            self._set((name for name in names if expression.fullmatch(name)), style)
+        for pattern, style in (own or {}).items():
+            self._set((name for name in names if fnmatchcase(name, pattern)), style)
+        for pattern, style in rules.items():
+            if style not in _STYLES:
+                raise LayoutError(
+                    f"tensor-parallel rule {pattern!r}: there is no style {style!r}; styles are {', '.join(_STYLES)}"
+                )
+            if not self._set((name for name in names if fnmatchcase(name, pattern)), style):
+                raise LayoutError(
+                    f"tensor-parallel rule {pattern!r}: {style} matches no module of {type(self.model).__name__}; its modules are "
+                    f"named like {', '.join(_examples(self.modules))}"
+                )
+
+    def _set(self, names: Iterable[str], style: str) -> bool:
+        found = list(names)
+        self.styles.update(dict.fromkeys(found, _SYNONYMS.get(style, style)))
+        return bool(found)
+
+    def embeddings(self) -> None:
+        """Input and output embedding are divided by tokens, whatever other rules say but `replicate`."""
+        for getter, style in (("get_input_embeddings", Style.EMBEDDING), ("get_output_embeddings", Style.HEAD)):
+            name, module = self._accessed(getter)
+            if module is None or self.styles.pop(name, "") == "replicate":
+                continue
+            if not _divisible_embedding(module) and linear_form(module) is not False:
+                self.notes.append(f"{name} ({type(module).__name__}) is whole on all tensor ranks")
+                continue
+            weight: Any = module.weight
+            self._add(name, style, _single(balanced(weight.shape[0], self.size)))
+
+    def _accessed(self, getter: str) -> tuple[str, nn.Module | None]:
+        method = getattr(self.model, getter, None)
+        try:
+            target = method() if method is not None else None
+        except (NotImplementedError, AttributeError):
+            target = None
+        return next(((name, module) for name, module in self.modules.items() if module is target), ("", None))
+
+    def _add(self, name: str, style: Style, shares: Shares = ()) -> None:
+        self.layers[name] = LayerPlan(module=name, style=style, shares=shares)
+
+    def attention_layers(self) -> None:
+        """Divide what projects queries, keys and values, and what follows, by heads."""
+        for name, style in list(self.styles.items()):
+            parent, _, leaf = name.rpartition(".")
+            fused = style in ("qkv_stacked", "qkv_by_head", "qkv_falcon") or (style == "colwise" and leaf in _FUSED)
+            if not fused and not (style == "colwise" and leaf in (*_QUERIES, *_KEYS)):
+                continue
+            self._linear(name)
+            del self.styles[name]
+            if parent not in self.attentions:
+                division = self.attentions[parent] = division_of(self.modules[parent], parent, self.size)
+                self.patches += [
+                    Patch(module=parent, attribute=attribute, values=values)
+                    for attribute, values in division.patches(self.modules[parent], stacked=style == "qkv_stacked")
+                ]
+            division = self.attentions[parent]
+            features = self._outputs(name)
+            if fused:
+                shares = division.fused(name, features, stacked=division.is_stacked(self.modules[parent], style))
+                self._add(name, Style.COLUMN if division.exclusive else Style.SLICED, shares)
+            elif leaf in _QUERIES:
+                self._add(name, Style.COLUMN, division.queries_of(name, features))
+            else:
+                self._add(name, Style.COLUMN, division.keys_of(name, features))
+        for parent in self.attentions:
+            for leaf in (*_QUERIES, *_KEYS):
+                name = f"{parent}.{leaf}"
+                if name in self.modules and name not in self.layers:
+                    raise LayoutError(
+                        f"{name} would be whole beside projections of {parent} that are divided; give all of them the same style"
+                    )
+        self._norms()
+
+    def _norms(self) -> None:
+        """Norms of single heads, which plans may have forgotten; anything else an attention holds must be known."""
+        for parent in self.attentions:
+            attention = self.modules[parent]
+            for leaf, child in attention.named_children():
+                name = f"{parent}.{leaf}"
+                if _NORM.fullmatch(leaf) and name not in self.styles and any(True for _ in child.parameters()):
+                    self.styles[name] = "replicated_with_grad_allreduce"
+            for leaf, parameter in attention.named_parameters(recurse=False):
+                if leaf != "sinks" or tuple(parameter.shape) != (self.attentions[parent].queries,):
+                    raise LayoutError(
+                        f"{parent}: nothing says how its parameter {leaf} is divided among tensor ranks; set parallel.tensor: 1"
+                    )
+                self.styles.pop(f"{parent}.{leaf}", None)
+                self._add(parent, Style.SINKS, self.attentions[parent].queries_of(parent, parameter.shape[0]))
+
+    def other_layers(self) -> None:
+        """What rules are left for."""
+        experts = [name for name, style in self.styles.items() if style == "moe_tp_experts"]
+        for name, style in self.styles.items():
+            if name.rpartition(".")[0] in experts or style == "replicate":
+                continue
+            if style == "local_params" and name in self.attentions:
+                continue
+            if name not in self.modules:
+                raise LayoutError(
+                    f"{name}: style {style} of a parameter alone is not known; give its module another one"
+                )
+            if style == "moe_tp_experts":
+                self._experts(name)
+            elif style == "replicated_with_grad_allreduce":
+                self._add(name, Style.PARTIAL)
+            elif style == "mla_kv_a_proj":
+                self._linear(name)
+                self._add(name, Style.LATENT)
+            elif style == "embedding_rowwise":
+                self._embedding(name)
+            elif style == "embedding_heads":
+                division = self._attention_around(name)
+                self._add(name, Style.EMBEDDING_FEATURES, division.queries_of(name, self._weight(name).shape[1]))
+            else:
+                self._plain_linear(name, style)
+        self._activations()
+
+    def _plain_linear(self, name: str, style: str) -> None:
+        self._linear(name)
+        outputs, inputs = self._outputs(name), self._inputs(name)
+        attention = self.attentions.get(name.rpartition(".")[0])
+        if style == "colwise" and attention is not None:
+            if outputs not in self._of_queries(name.rpartition(".")[0], attention):
+                raise LayoutError(
+                    f"{name}: nothing says to which heads its {outputs} outputs belong; set parallel.tensor: 1"
+                )
+            self._add(name, Style.COLUMN, attention.queries_of(name, outputs))
+        elif style == "colwise":
+            self._add(name, Style.COLUMN, _single(balanced(outputs, self.size)))
+        elif style == "packed_colwise":
+            half = balanced(outputs // 2, self.size)
+            second = (Interval(start=one.start + outputs // 2, end=one.end + outputs // 2) for one in half)
+            self._add(name, Style.COLUMN, tuple(zip(half, second, strict=True)))
+        elif style == "rowwise" and attention is None:
+            self._add(name, Style.ROW, _single(balanced(inputs, self.size)))
+        elif style in ("rowwise", "rowwise_heads"):
+            division = attention or self._attention_around(name)
+            self._add(name, Style.ROW, division.queries_of(name, inputs))
+        elif style == "colwise_gather_output":
+            self._add(name, Style.COLUMN_GATHERED, _single(balanced(outputs, self.size)))
+        elif style == "rowwise_split_input":
+            self._add(name, Style.ROW_SPLIT, _single(balanced(inputs, self.size)))
+        else:
+            raise LayoutError(
+                f"{name}: tensor-parallel style {style!r} is not known; see zeromesh/tensor/plan/planner.py for those that are"
+            )
+
+    def _of_queries(self, parent: str, attention: AttentionDivision) -> set[int]:
+        """Numbers of outputs that a layer of an attention can have only if they belong to query heads, such as gates."""
+        rows = [name for name, style in self.styles.items() if style == "rowwise" and name.rpartition(".")[0] == parent]
+        return {attention.queries, *(self._inputs(name) for name in rows)}
+
+    def _activations(self) -> None:
+        """Parameters of an activation between column and row layer are used on divided activations."""
+        for parent in {layer.parent for layer in self.layers.values() if layer.style is Style.COLUMN}:
+            for leaf, child in self.modules[parent].named_children():
+                if _ACTIVATION.fullmatch(leaf) and any(True for _ in child.parameters()):
+                    self.layers.setdefault(
+                        f"{parent}.{leaf}", LayerPlan(module=f"{parent}.{leaf}", style=Style.PARTIAL)
+                    )
+
+    def _embedding(self, name: str) -> None:
+        if name in self.layers:
+            return
+        if not _divisible_embedding(self.modules[name]):
+            raise LayoutError(f"{name}: a {type(self.modules[name]).__name__} cannot be divided by tokens")
+        self._add(name, Style.EMBEDDING, _single(balanced(self._weight(name).shape[0], self.size)))
+
+    def _experts(self, name: str) -> None:
+        module: Any = self.modules[name]
+        held = {leaf: tuple(parameter.shape) for leaf, parameter in module.named_parameters()}
+        form = experts_form(held) if getattr(module, "is_concatenated", True) else None
+        if form is None:
+            raise LayoutError(
+                f"{name}: experts with parameters {', '.join(f'{leaf} {list(shape)}' for leaf, shape in held.items())} cannot be "
+                "divided; known are gate_up_proj [experts, 2 x intermediate, hidden] with down_proj [experts, hidden, "
+                "intermediate], or both transposed"
+            )
+        self._add(name, Style.EXPERTS, _single(balanced(held["down_proj"][form["down_proj"]], self.size)))
+
+    def _attention_around(self, name: str) -> AttentionDivision:
+        """Of the nearest module around `name` in which there is one attention."""
+        around = name.rpartition(".")[0]
+        while around:
+            inside = [one for one in self.attentions if one == around or one.startswith(f"{around}.")]
+            if inside:
+                return self.attentions[inside[0]]
+            around = around.rpartition(".")[0]
+        raise LayoutError(f"{name}: there is no attention around it whose heads it could be divided by")
+
+    def _linear(self, name: str) -> None:
+        module = self.modules.get(name)
+        if module is None or linear_form(module) is None:
+            kind = "parameter" if module is None else type(module).__name__
+            raise LayoutError(f"{name}: a {kind} cannot be divided; allowed are torch.nn.Linear and GPT-2's Conv1D")
+
+    def _weight(self, name: str) -> Any:
+        return self.modules[name].weight
+
+    def _outputs(self, name: str) -> int:
+        return int(self._weight(name).shape[1 if linear_form(self.modules[name]) else 0])
+
+    def _inputs(self, name: str) -> int:
+        return int(self._weight(name).shape[0 if linear_form(self.modules[name]) else 1])
+
+    def check_ties(self) -> None:
+        """Modules that hold the same parameter must divide it alike; where they do not, embeddings stay whole."""
+        owners: dict[int, list[str]] = {}
+        for name, module in self.modules.items():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), []).append(name)
+        for names in owners.values():
+            planned = [self.layers.get(name) for name in names]
+            shares = {layer.shares for layer in planned if layer is not None}
+            bearers = [n for n in names if n in self.layers or not any(other.startswith(f"{n}.") for other in names)]
+            if not shares or (len(shares) == 1 and all(name in self.layers for name in bearers)):
+                continue
+            for name in names:
+                layer = self.layers.pop(name, None)
+                if layer is not None and layer.style not in (Style.EMBEDDING, Style.HEAD):
+                    raise LayoutError(f"{' and '.join(names)} hold one parameter, which they would divide differently")
+            self.notes.append(
+                f"{' and '.join(names)} share a parameter that not all of them can divide; it is whole on all ranks"
+            )
+
+    def plan(self) -> TensorPlan:
+        """What was found."""
+        order = {name: number for number, name in enumerate(self.modules)}
+        layers = tuple(sorted(self.layers.values(), key=lambda layer: order[layer.module]))
+        whole = [
+            name
+            for name, module in self.modules.items()
+            if not any(f"{name}.".startswith(f"{layer.module}.") for layer in layers if layer.style not in WHOLE)
+            and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+        ]
+        if whole:
+            shown = ", ".join(_without_numbers(whole))
+            self.notes.append(f"whole on all tensor ranks: {shown}")
+        sliced = [layer.module for layer in layers if layer.style is Style.SLICED]
+        if sliced:
+            self.notes.append(
+                f"whole on all tensor ranks, though each computes its part alone: {', '.join(_without_numbers(sliced))}, "
+                "since ranks share key-value heads"
+            )
+        return TensorPlan(
+            size=self.size,
+            layers=layers,
+            patches=tuple(self.patches),
+            attentions=self.attentions,
+            stacks=self._stacks(),
+            notes=tuple(self.notes),
+        )
+
+    def _stacks(self) -> tuple[tuple[str, ...], ...]:
+        names = {id(module): name for name, module in self.modules.items()}
+        stacks: dict[str, list[str]] = {}
+        for block in block_modules(self.model):
+            name = names[id(block)]
+            stacks.setdefault(name.rpartition(".")[0], []).append(name)
+        divided = [layer.module for layer in self.layers.values() if layer.style not in (Style.EMBEDDING, Style.HEAD)]
+        return tuple(
+            tuple(stack)
+            for stack in stacks.values()
+            if any(name.startswith(f"{block}.") for block in stack for name in divided)
+        )
+
+
+def _single(intervals: Iterable[Interval]) -> Shares:
+    return tuple((interval,) for interval in intervals)
+
+
+def _divisible_embedding(module: nn.Module) -> bool:
+    """An embedding whose rows may lie on several ranks."""
+    return (
+        isinstance(module, nn.Embedding)
+        and module.max_norm is None
+        and not module.scale_grad_by_freq
+        and not module.sparse
+    )
+
+
+def _examples(modules: Iterable[str]) -> list[str]:
+    return [name for name in modules if name.count(".") > 1][:4] or [name for name in modules if name][:4]
+
+
+def _without_numbers(names: Iterable[str]) -> list[str]:
+    """Names with `*` for numbers, each once."""
+    return list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))

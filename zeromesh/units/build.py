@@ -1,0 +1,295 @@
+"""Building the runtime units of a model: layouts, memory, initial values, parameters that look into flat buffers.
+
+Before anything moves: do all data-parallel ranks build the same buckets, under the same options?
+
+Ranks that differ would sum gradients of different parameters, or map memory past its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import nn
+
+from zeromesh.comm.select import choose_transport, open_transport
+from zeromesh.comm.transport import BufferRequest, GatherBuffer, RingRequest, Transport
+from zeromesh.errors import LayoutError
+from zeromesh.flat.layout import BucketLayout, ParameterSpec, build_layout
+from zeromesh.flat.placement import Placement
+from zeromesh.intervals import Interval
+from zeromesh.mesh.agreement import require_same
+from zeromesh.mesh.process_mesh import Mesh, ProcessSet
+from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TieredTensor, Tiers, allocate_lasting, available_bytes
+from zeromesh.options import ZeroOptions
+from zeromesh.units.plan import ModelPlan
+from zeromesh.units.unit import Bucket, Unit
+from zeromesh.weight_init.weight_sources import ParameterSource
+
+
+def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], options: ZeroOptions) -> None:
+    """Compare with the other ranks of `group`; all of them call this.
+
+    Raises:
+        LayoutError: on every rank, naming the options and parameters that differ.
+    """
+    # Where a host's swap files lie is its own business.
+    shared = replace(options, offload=replace(options.offload, files=FileSettings()))
+    values: dict[str, object] = {f"option {each.name}": getattr(shared, each.name) for each in fields(shared)}
+    values |= {
+        f"parameter {spec.fqn}": f"{list(spec.shape)} {spec.dtype} {'trained' if spec.requires_grad else 'frozen'}, "
+        f"number {number} of bucket {layout.name}"
+        for layout in layouts
+        for number, spec in enumerate(slot.spec for slot in layout.slots)
+    }
+    advice = (
+        "All ranks must build one model, with the same shapes, dtypes and frozen parameters, under the same options"
+    )
+    require_same(group, values, LayoutError, advice=advice)
+
+
+_SHARE_OF_MEMORY = 4
+"""Gathered parameters are kept on a host without being asked to while they take at most this part of its free memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """What the engine runs on. `transport` moves parameters, `reduction` gradients; they are one where both are sharded."""
+
+    units: tuple[Unit, ...]
+    transport: Transport
+    reduction: Transport
+    tiers: Tiers
+
+    @property
+    def ledger(self) -> Ledger:
+        """Every byte of these, by tier and purpose."""
+        return self.tiers.ledger
+
+
+def plan_layouts(plan: ModelPlan, parts: int) -> list[list[BucketLayout]]:
+    """Layouts of every unit's buckets."""
+    return [
+        [build_layout(f"{unit.name}/{number}", specs, parts) for number, specs in enumerate(unit.buckets())]
+        for unit in plan.units
+    ]
+
+
+def open_tiers(mesh: Mesh, options: ZeroOptions) -> Tiers:
+    """The memory of this rank. Whoever opens it closes it: an engine that is built on it does so."""
+    files = options.offload.files
+    files = replace(files, label=f"{files.label}-rank{mesh.rank}")
+    return Tiers(device=mesh.device, ledger=Ledger(), files=files)
+
+
+def build_units(
+    model: nn.Module, plan: ModelPlan, mesh: Mesh, options: ZeroOptions, source: ParameterSource, tiers: Tiers
+) -> Built:
+    """Allocate buffers, fill this rank's shards from `source` bucket by bucket, and turn parameters into views.
+
+    A rank holds at most one parameter beyond its own shards at a time. Afterwards every unit is resting.
+
+    Raises:
+        LayoutError: when ranks build different things, or a parameter is wider than its master weight.
+        StorageError: when memory is short.
+    """
+    layouts = plan_layouts(plan, mesh.shard.size)
+    flat = [layout for unit in layouts for layout in unit]
+    require_equal_plans(mesh.data, flat, options)
+    _require_master_weights([slot.spec for layout in flat for slot in layout.slots if slot.spec.requires_grad], options)
+    kind = choose_transport(options.transport, mesh.shard, mesh.device)
+    keep = _persistent(layouts, mesh, options, kind)
+    trained = [layout for layout in flat if layout.slots[0].spec.requires_grad]
+    ring = RingRequest(slots=options.gradient_slots, nbytes=slot_bytes(trained, options))
+    transport, reduction = _open(kind, flat, keep, ring, mesh, options)
+    _count_buffers(tiers.ledger, flat, keep, transport, reduction, ring)
+    buffers = iter(transport.buffers)
+    units = []
+    for number, (unit_plan, unit_layouts) in enumerate(zip(plan.units, layouts, strict=True)):
+        module = model.get_submodule(unit_plan.module)
+        buckets = [_bucket(model, layout, next(buffers), mesh, options, source, tiers) for layout in unit_layouts]
+        units.append(Unit(number, unit_plan.name, module, buckets, tiers.ledger, transport.share))
+    return Built(units=tuple(units), transport=transport, reduction=reduction, tiers=tiers)
+
+
+def _require_master_weights(specs: Sequence[ParameterSpec], options: ZeroOptions) -> None:
+    """Raises LayoutError when a parameter that is trained would be rounded to its master weight, or lose its imaginary part."""
+    master = options.precision.master
+    for spec in specs:
+        if not spec.dtype.is_floating_point:
+            raise LayoutError(
+                f"{spec.fqn} is {spec.dtype}, and master weights are real numbers; make it a real parameter with a last "
+                "dimension of 2, and use torch.view_as_complex in forward"
+            )
+        if spec.dtype.itemsize > master.itemsize:
+            raise LayoutError(
+                f"{spec.fqn} is {spec.dtype}, wider than precision.master {master}, which would round it; "
+                "convert the parameter, or set precision.master and precision.reduce to its dtype"
+            )
+
+
+def _open(
+    kind: str,
+    layouts: Sequence[BucketLayout],
+    keep: Sequence[bool],
+    ring: RingRequest,
+    mesh: Mesh,
+    options: ZeroOptions,
+) -> tuple[Transport, Transport]:
+    requests = [
+        BufferRequest(name=layout.name, padded=layout.padded, dtype=layout.slots[0].spec.dtype, persistent=kept)
+        for layout, kept in zip(layouts, keep, strict=True)
+    ]
+    if options.placements.optimizer is Placement.SHARDED:
+        transport = open_transport(kind, mesh.shard, mesh.device, requests, ring)
+        return transport, transport
+    # Every rank updates all elements by itself: parameters never move, gradients are summed to all.
+    private = open_transport("local", mesh.shard, mesh.device, requests, ring)
+    return private, open_transport(kind, mesh.shard, mesh.device, (), ring)
+
+
+def slot_bytes(trained: Sequence[BucketLayout], options: ZeroOptions) -> int:
+    """Bytes of one gradient slot: the largest bucket in the dtype that travels."""
+    reduce = options.precision.reduce if options.sums_before_reducing else None
+    return max((each.padded * (reduce or each.slots[0].spec.dtype).itemsize for each in trained), default=0)
+
+
+def _persistent(layouts: Sequence[Sequence[BucketLayout]], mesh: Mesh, options: ZeroOptions, kind: str) -> list[bool]:
+    """Which buffers keep their memory. All ranks of the data axes decide the same."""
+    sizes = [sum(each.padded * each.slots[0].spec.dtype.itemsize for each in unit) for unit in layouts]
+    away = options.offload.parameters.leaves(mesh.device)
+    if options.placements.parameters is Placement.REPLICATED or (kind == "local" and not away):
+        budget = sum(sizes)
+    elif options.gathered_budget is not None:
+        budget = options.gathered_budget
+    elif kind == "shared" and not away:
+        budget = available_bytes() // _SHARE_OF_MEMORY
+    else:
+        budget = 0
+    # Of those that gather the same units: stages of a pipeline have others.
+    budget = min(row[0] for row in mesh.data.gather_integers([budget]))
+    kept = kept_units(sizes, budget)
+    return [kept[unit] for unit, each in enumerate(layouts) for _ in each]
+
+
+def kept_units(sizes: Sequence[int], budget: int) -> list[bool]:
+    """Which units, of `sizes` bytes each, keep their gathered parameters between uses within `budget` bytes."""
+    kept = [False] * len(sizes)
+    # A unit near the end of forward is the first of backward: keeping it saves a gather at once. The root is always last.
+    for unit in [*range(len(sizes) - 1, 0, -1), 0]:
+        if sizes[unit] <= budget:
+            budget -= sizes[unit]
+            kept[unit] = True
+    return kept
+
+
+def _bucket(
+    model: nn.Module,
+    layout: BucketLayout,
+    buffer: GatherBuffer,
+    mesh: Mesh,
+    options: ZeroOptions,
+    source: ParameterSource,
+    tiers: Tiers,
+) -> Bucket:
+    whole = options.placements.optimizer is Placement.REPLICATED
+    interval = Interval(start=0, end=layout.padded) if whole else layout.shard(mesh.shard.index)
+    master, copy = _weights(layout, buffer, interval.length, options, tiers)
+    for piece in layout.pieces(interval):
+        for run in piece.spec.region.runs(piece.in_parameter):
+            values = source.read(piece.spec.name, run.logical, run.logical + run.length).to(master.dtype)
+            start = piece.in_shard.start + run.local - piece.in_parameter.start
+            for tensor in (master, copy):
+                if tensor is not None:
+                    tensor.slice(start, start + run.length).copy_from(values)
+    for slot in layout.slots:
+        source.release(slot.spec.name)
+    parameters = [_adopt(model, slot.spec.fqn, mesh.device) for slot in layout.slots]
+    bucket = Bucket(layout, parameters, buffer, interval, master, copy)
+    buffer.end_write()
+    bucket.hide()
+    if bucket.trainable:
+        _allocate_gradients(bucket, options, tiers)
+    return bucket
+
+
+def _weights(
+    layout: BucketLayout, buffer: GatherBuffer, length: int, options: ZeroOptions, tiers: Tiers
+) -> tuple[TieredTensor, TieredTensor | None]:
+    """Master weights, and the copy of them that is gathered, where that is not they themselves."""
+    spec, offload = layout.slots[0].spec, options.offload
+    dtype = options.precision.master if spec.requires_grad and spec.dtype.is_floating_point else spec.dtype
+    what = f"weights of {layout.name}"
+    if dtype == spec.dtype:  # What is gathered is the master weights.
+        if buffer.persistent:
+            return TieredTensor.of(buffer.own()), None
+        return tiers.allocate(length, dtype, offload.parameters, Purpose.MASTER, what), None
+    master = tiers.allocate(length, dtype, offload.optimizer, Purpose.MASTER, f"master {what}")
+    if buffer.persistent:
+        return master, TieredTensor.of(buffer.own())
+    if master.whole(tiers.device) is not None:
+        return master, None
+    return master, tiers.allocate(length, spec.dtype, offload.parameters, Purpose.PARAMETERS, what)
+
+
+def make_trainable(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
+    """Give a frozen bucket master weights, which begin as its weights, and memory for gradients.
+
+    Raises:
+        LayoutError: when a parameter is wider than its master weight would be.
+        StorageError: when memory is short.
+    """
+    _require_master_weights([slot.spec for slot in bucket.layout.slots], options)
+    dtype = options.precision.master
+    if bucket.master.dtype != dtype:
+        frozen, what = bucket.master, f"master weights of {bucket.name}"
+        bucket.master = tiers.allocate(frozen.numel, dtype, options.offload.optimizer, Purpose.MASTER, what)
+        bucket.master.copy_from(frozen)
+        bucket.copy = frozen
+    bucket.trainable = True
+    _allocate_gradients(bucket, options, tiers)
+
+
+def _adopt(model: nn.Module, fqn: str, device: torch.device) -> nn.Parameter:
+    """The model's own parameter, on `device`: hooks stay on it, and lists that hold it see what becomes of it."""
+    parameter = model.get_parameter(fqn)
+    placeholder = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+    if parameter.is_meta:  # It cannot be pointed elsewhere, but another tensor can take its place.
+        replacement = nn.Parameter(placeholder, requires_grad=parameter.requires_grad)
+        replacement.__dict__.update(parameter.__dict__)
+        torch.utils.swap_tensors(parameter, replacement)  # type: ignore[no-untyped-call]
+    elif parameter.device.type != device.type:
+        parameter.data = placeholder
+    return parameter
+
+
+def _allocate_gradients(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
+    dtype, length, padded = options.precision.reduce, bucket.interval.length, bucket.layout.padded
+    if options.gradients_stay(tiers.device):
+        what = f"gradients of {bucket.name}"
+        rest = tiers.allocate(length, dtype, options.offload.gradients_at, Purpose.GRADIENTS, what)
+        bucket.grad = rest.whole(tiers.device)
+        bucket.grad_rest = rest if bucket.grad is None else None
+    if options.sums_before_reducing and bucket.layout.parts > 1:
+        bucket.partial = allocate_lasting(padded, dtype, tiers.device)
+        tiers.ledger.add(Tier.DEVICE, Purpose.PARTIAL_GRADIENTS, padded * dtype.itemsize)
+
+
+def _count_buffers(
+    ledger: Ledger,
+    layouts: Sequence[BucketLayout],
+    keep: Sequence[bool],
+    transport: Transport,
+    reduction: Transport,
+    ring: RingRequest,
+) -> None:
+    kept = sum(
+        layout.padded * layout.slots[0].spec.dtype.itemsize
+        for layout, persistent in zip(layouts, keep, strict=True)
+        if persistent
+    )
+    ledger.add(Tier.DEVICE, Purpose.PARAMETERS, int(kept * transport.share))
+    if reduction.name != "local":
+        copies = 2 if reduction.name == "gloo" else 1  # gloo receives into buffers of its own
+        ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, copies * ring.slots * ring.nbytes)

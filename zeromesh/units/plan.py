@@ -1,0 +1,260 @@
+"""From a model to units and parameter specs: which modules are gathered together, and in which dtype. Pure: moves nothing.
+
+A unit is a transformer block, the embedding, the head, and the root for the rest. Blocks are the modules whose class the model
+names in `_no_split_modules` (transformers), or else the repeated children of a `ModuleList` or `Sequential`. A block that is a
+container without a forward of its own is never called: its children are blocks instead. A parameter with several names (tied
+weights) belongs to the smallest unit around all modules that hold it. Units with few elements join the root.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from inspect import getattr_static
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from zeromesh.errors import LayoutError
+from zeromesh.flat.layout import ParameterSpec
+from zeromesh.flat.placement import ParameterPart, StageCopies
+
+ROOT = ""
+"""Fully qualified name of the root module."""
+_SMALL = 4096
+"""Elements. A collective for fewer costs its latency alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitPlan:
+    """A module whose parameters are gathered together. Specs are in the order of `named_parameters`."""
+
+    module: str
+    """FQN of the module; empty for the root."""
+    specs: tuple[ParameterSpec, ...]
+
+    @property
+    def name(self) -> str:
+        return self.module or "root"
+
+    def buckets(self) -> tuple[tuple[ParameterSpec, ...], ...]:
+        """Specs by kind, in the order in which each first appears."""
+        kinds: dict[object, list[ParameterSpec]] = {}
+        for spec in self.specs:
+            kinds.setdefault(spec.kind, []).append(spec)
+        return tuple(tuple(specs) for specs in kinds.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelPlan:
+    """All units, the root first, the others in module order. Every parameter is in exactly one."""
+
+    units: tuple[UnitPlan, ...]
+
+    def specs(self) -> Iterable[ParameterSpec]:
+        for unit in self.units:
+            yield from unit.specs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCuts:
+    """What tensor and pipeline parallelism have left of the whole model on this rank."""
+
+    parts: Mapping[str, ParameterPart] = field(default_factory=dict)
+    """By the name in checkpoints."""
+    copies: Mapping[str, StageCopies] = field(default_factory=dict)
+    """By the name here."""
+    chunks: int = 1
+    """Parts of the model that run by themselves, one after the other."""
+    chunk_of: Callable[[str], int] = lambda name: 0
+    """The chunk that a parameter belongs to, by its name here."""
+
+
+def plan_model(
+    model: nn.Module,
+    compute_dtype: torch.dtype,
+    group_of: Callable[[str], int] = lambda fqn: 0,
+    cuts: ModelCuts | None = None,
+) -> ModelPlan:
+    """Cut `model` into units.
+
+    `group_of` gives a parameter's optimizer group from its name, `cuts` says what this rank's model has of the whole one. The
+    model's main dtype becomes `compute_dtype`; parameters of a wider dtype keep theirs, and so do those to be kept in fp32 and
+    those that are no floating-point numbers.
+
+    Raises:
+        LayoutError: when the model has no parameters, or modules whose parameters cannot be gathered around their use.
+    """
+    cuts = cuts or ModelCuts()
+    _require_known_modules(model, compute_dtype)
+    names = _names_by_parameter(model)
+    if not names:
+        raise LayoutError(f"{type(model).__name__} has no parameters to train")
+    main = _main_dtype(parameter for parameter, _ in names)
+    keep = _kept_in_fp32(model)
+    modules = _unit_modules(model)
+    members: dict[str, list[ParameterSpec]] = {ROOT: [], **{module: [] for module in modules}}
+    for parameter, fqns in names:
+        copies = cuts.copies.get(fqns[0])
+        name = fqns[0] if copies is None else copies.name
+        owners = {_owner(fqn, modules) for fqn in fqns}
+        unit = owners.pop() if len(owners) == 1 else ROOT
+        members[unit].append(
+            ParameterSpec(
+                fqn=fqns[0],
+                aliases=tuple(fqns[1:]),
+                shape=tuple(parameter.shape),
+                dtype=_dtype_of(parameter, fqns[0], main, compute_dtype, keep),
+                requires_grad=parameter.requires_grad,
+                group=group_of(name),
+                part=cuts.parts.get(name),
+                copies=copies,
+            )
+        )
+    return ModelPlan(units=_merge_small(members, _SMALL if cuts.chunks == 1 else 0))  # The root is in one chunk alone.
+
+
+def _require_known_modules(model: nn.Module, compute_dtype: torch.dtype) -> None:
+    """Raises LayoutError for TorchScript, which reads parameters unseen, and for spectral norms of another dtype than weights."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise LayoutError(
+                f"module {name or 'root'} is TorchScript, which reads parameters where nobody can gather them; give the Python "
+                "module, and torch.compile (model.compile) in place of TorchScript"
+            )
+        for vector in _vectors_of_spectral_norms(module):
+            if vector.dtype != compute_dtype:
+                raise LayoutError(
+                    f"module {name} has a spectral norm with {vector.dtype} vectors, which PyTorch does not multiply by weights in "
+                    f"{compute_dtype}; set precision.compute to {str(vector.dtype).removeprefix('torch.')}, or convert the model "
+                    f"before: model.to({compute_dtype})"
+                )
+
+
+def _vectors_of_spectral_norms(module: nn.Module) -> list[torch.Tensor]:
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+    if isinstance(module, _SpectralNorm):
+        return list(module.buffers(recurse=False))
+    return [module.get_buffer(f"{hook.name}_u") for hook in hooks]
+
+
+def _names_by_parameter(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
+    found: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), (parameter, []))[1].append(fqn)
+    return list(found.values())
+
+
+def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
+    """The floating dtype that most elements have."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in parameters:
+        if parameter.is_floating_point():
+            counts[parameter.dtype] += parameter.numel()
+    return counts.most_common(1)[0][0] if counts else torch.float32
+
+
+def _kept_in_fp32(model: nn.Module) -> frozenset[str]:
+    """Names of parameters that stay in fp32 whatever the rest computes in: those that a transformers model names, and those of
+    batch norms, whose running statistics are fp32 buffers (PyTorch takes 16-bit inputs beside fp32 weights, not the reverse)."""
+    parts: set[str] = set()
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        parts.update(getattr(model, attribute, None) or ())
+    named = {fqn for fqn, _ in model.named_parameters(remove_duplicate=False) if any(part in fqn for part in parts)}
+    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    return frozenset(named.union(f"{name}.{leaf}" for name, module in norms for leaf, _ in module.named_parameters()))
+
+
+def _dtype_of(
+    parameter: nn.Parameter, fqn: str, main: torch.dtype, compute: torch.dtype, keep: frozenset[str]
+) -> torch.dtype:
+    if not parameter.is_floating_point():
+        return parameter.dtype
+    if compute.itemsize < 4 and fqn in keep:
+        return torch.float32
+    if parameter.dtype != main and parameter.dtype.itemsize > main.itemsize:
+        return parameter.dtype if parameter.dtype.itemsize > compute.itemsize else compute
+    return compute
+
+
+def block_modules(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model, as they are cut into units; none where it has no such structure."""
+    return [model.get_submodule(fqn) for fqn in _outermost(model, _block_names(model))]
+
+
+def _block_names(model: nn.Module) -> list[str]:
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [fqn for fqn, module in model.named_modules() if fqn and type(module).__name__ in names]
+    return [called for fqn in blocks or _repeated_children(model) for called in _called(fqn, model.get_submodule(fqn))]
+
+
+def _called(fqn: str, module: nn.Module) -> Iterator[str]:
+    """The module, or where it has no forward what it holds; parameters that it holds itself belong to what is around it."""
+    if getattr_static(type(module), "forward") is not nn.Module.forward or "forward" in vars(module):
+        yield fqn
+        return
+    for name, child in module.named_children():
+        yield from _called(f"{fqn}.{name}", child)
+
+
+def _unit_modules(model: nn.Module) -> tuple[str, ...]:
+    """FQNs of the unit modules, in module order, none inside another, none the root."""
+    blocks = _block_names(model)
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        blocks += _fqn_of(model, getter)
+    return _outermost(model, blocks)
+
+
+def _outermost(model: nn.Module, blocks: list[str]) -> tuple[str, ...]:
+    """`blocks` in module order, without those inside another."""
+    order = {fqn: number for number, (fqn, _) in enumerate(model.named_modules())}
+    chosen: list[str] = []
+    for fqn in sorted(set(blocks), key=order.__getitem__):
+        if not any(fqn.startswith(f"{outer}.") for outer in chosen):
+            chosen.append(fqn)
+    return tuple(chosen)
+
+
+def _repeated_children(model: nn.Module) -> list[str]:
+    found = []
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            kinds = Counter(type(child) for child in module if any(True for _ in child.parameters()))
+            for name, child in module.named_children():
+                if kinds[type(child)] > 1:
+                    found.append(f"{fqn}.{name}" if fqn else name)
+    return found
+
+
+def _fqn_of(model: nn.Module, getter: str) -> list[str]:
+    """Name of the module that a transformers accessor returns; empty when there is none."""
+    method = getattr(model, getter, None)
+    if method is None:
+        return []
+    try:
+        target = method()
+    except (NotImplementedError, AttributeError):
+        return []
+    return [fqn for fqn, module in model.named_modules() if fqn and module is target]
+
+
+def _owner(fqn: str, modules: tuple[str, ...]) -> str:
+    for module in modules:
+        if fqn.startswith(f"{module}."):
+            return module
+    return ROOT
+
+
+def _merge_small(members: dict[str, list[ParameterSpec]], least: int) -> tuple[UnitPlan, ...]:
+    root = list(members.pop(ROOT))
+    units = []
+    for module, specs in members.items():
+        if sum(spec.numel for spec in specs) < least:
+            root += specs
+        else:
+            units.append(UnitPlan(module=module, specs=tuple(specs)))
+    return (UnitPlan(module=ROOT, specs=tuple(root)), *units)

@@ -1,0 +1,290 @@
+"""Where a parameter's initial values come from.
+
+The engine asks a source for intervals of parameters while it fills its shards, so no rank ever holds the
+whole model:
+
+    BuiltSource         the model has its values already (it was passed built)
+    SeededSource        the model is on the meta device: values are drawn module by module from a seed
+    SafetensorsSource   the values lie in files (`trainer/weights/safetensors_source.py`)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from zeromesh.errors import LayoutError
+from zeromesh.weight_init.recompute_init import INITIALISER_ERRORS, Skeleton, WriteLog, seeded_cpu
+
+__all__ = [
+    "BuiltSource",
+    "LostValuesError",
+    "ParameterSource",
+    "SeededSource",
+    "canonical_names",
+    "check_interval",
+    "materialize_buffers",
+    "source_for",
+]
+
+
+class LostValuesError(LayoutError):
+    """Values that only `__init__` computed were lost by building on the meta device.
+
+    `names` holds the parameters and buffers concerned.
+    """
+
+    def __init__(self, names: tuple[str, ...], reason: str) -> None:
+        self.names = names
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        super().__init__(
+            f"initial values of {shown} are not known after building on the meta device ({reason}); "
+            "build the model on CPU, or set them in `reset_parameters` (Hugging Face: `_init_weights`)"
+        )
+
+
+class ParameterSource(Protocol):
+    """Gives the initial values of a model's parameters, interval by interval."""
+
+    def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
+        """Elements [start, end) of the flattened parameter `fqn`, 1-D, in its stored dtype, on any device.
+
+        The result may share memory with the source: copy it before the next call, and do not write to it.
+        """
+        ...
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """The stored value of buffer `name`, or None where it is for the model to recompute."""
+        ...
+
+    def release(self, fqn: str) -> None:
+        """Parameter `fqn` will not be read again: its memory may go."""
+        ...
+
+    def close(self) -> None:
+        """Nothing will be read again."""
+        ...
+
+
+def check_interval(fqn: str, start: int, end: int, numel: int) -> None:
+    """Raises `LayoutError` unless 0 <= start <= end <= numel."""
+    if not 0 <= start <= end <= numel:
+        raise LayoutError(f"{fqn}: interval [{start}, {end}) does not lie in its {numel} elements")
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every parameter name, aliases of tied parameters included, to the first name of the same parameter."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+class BuiltSource:
+    """The parameters of `model` as they are now. Later changes of `param.data` do not matter; in-place ones
+    would.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._canonical = canonical_names(model)
+        self._values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        absent = tuple(name for name, value in self._values.items() if value.is_meta)
+        if absent:
+            raise LostValuesError(absent, "they are on the meta device")
+
+    def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
+        """See `ParameterSource.read`. Raises `LayoutError` for an unknown or released name, or a bad
+        interval.
+        """
+        value = self._values.get(self._canonical.get(fqn, ""))
+        if value is None:
+            raise LayoutError(f"{fqn} is not, or no longer, among the {len(self._values)} parameters of this source")
+        check_interval(fqn, start, end, value.numel())
+        return value.reshape(-1)[start:end]
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """None: a built model's buffers have their values."""
+        return None
+
+    def release(self, fqn: str) -> None:
+        """Drop the reference to `fqn`'s memory."""
+        self._values.pop(self._canonical.get(fqn, ""), None)
+
+    def close(self) -> None:
+        """Drop all references."""
+        self._values.clear()
+
+
+class SeededSource:
+    """Draws the parameters of a model on the meta device, one module at a time, from `seed` and the module's
+    FQN.
+
+    Values do not depend on the order of reads, on the device, on the world size or on the global random
+    state. A tied parameter has the value that it gets under its first name. Parameters that are not on meta
+    keep their values. At most `cache_bytes`, or one module if that is larger, are held between reads.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, *, cache_bytes: int = 16 * 2**20) -> None:
+        self._seed = seed
+        self._canonical = canonical_names(model)
+        self._live = dict(model.named_parameters())
+        self._numel = {name: parameter.numel() for name, parameter in self._live.items()}
+        self._kept = {name: p.detach() for name, p in self._live.items() if not p.is_meta}
+        self._skeleton = Skeleton(model)
+        self._owned: dict[str, list[str]] = {}
+        for name in self._live:
+            if name not in self._kept:
+                owner, _, leaf = name.rpartition(".")
+                self._owned.setdefault(owner, []).append(leaf)
+        self._cache: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
+        self._cache_bytes = cache_bytes
+
+    def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
+        """See `ParameterSource.read`. Raises `LostValuesError` for values that only `__init__` knew."""
+        name = self._canonical.get(fqn)
+        if name is None:
+            raise LayoutError(f"{fqn} is not among the {len(self._numel)} parameters of this source")
+        check_interval(fqn, start, end, self._numel[name])
+        if name in self._kept:
+            return self._kept[name].reshape(-1)[start:end]
+        owner, _, leaf = name.rpartition(".")
+        return self._module(owner)[leaf].reshape(-1)[start:end]
+
+    def _module(self, owner: str) -> dict[str, torch.Tensor]:
+        if owner in self._cache:
+            self._cache.move_to_end(owner)
+            return self._cache[owner]
+        self._shrink(sum(self._bytes(owner, leaf) for leaf in self._owned[owner]))
+        result = self._skeleton.recompute(owner, "_parameters", self._owned[owner], self._seed)
+        if result.lost:
+            names = tuple(f"{owner}.{leaf}" if owner else leaf for leaf in result.lost)
+            raise LostValuesError(names, result.reason)
+        self._cache[owner] = dict(result.values)
+        return self._cache[owner]
+
+    def _bytes(self, owner: str, leaf: str) -> int:
+        parameter = self._skeleton.path(owner)[-1]._parameters[leaf]
+        return 0 if parameter is None else parameter.numel() * parameter.element_size()
+
+    def _shrink(self, wanted: int) -> None:
+        """Make room for `wanted` bytes, oldest first."""
+        held = sum(self._bytes(owner, leaf) for owner, leaves in self._cache.items() for leaf in leaves)
+        while self._cache and held + wanted > self._cache_bytes:
+            owner, leaves = self._cache.popitem(last=False)
+            held -= sum(self._bytes(owner, leaf) for leaf in leaves)
+
+    def lost(self) -> tuple[str, ...]:
+        """Parameters that nothing would set: a dry run on meta, which costs no memory, before anything is
+        read.
+
+        Modules of one kind (same classes around them, same shapes) are tried once. `read` checks the values
+        themselves.
+        """
+        verdicts: dict[object, tuple[str, ...]] = {}
+        names: list[str] = []
+        for owner, leaves in self._owned.items():
+            kinds = tuple(type(module) for module in self._skeleton.path(owner))
+            parameters = self._skeleton.path(owner)[-1]._parameters
+            key = (kinds, tuple((leaf, p.shape) for leaf in leaves if (p := parameters[leaf]) is not None))
+            if key not in verdicts:
+                verdicts[key] = self._lost_in(owner, leaves)
+            names += [f"{owner}.{leaf}" if owner else leaf for leaf in verdicts[key]]
+        return tuple(names)
+
+    def _lost_in(self, owner: str, leaves: list[str]) -> tuple[str, ...]:
+        parameters = self._skeleton.path(owner)[-1]._parameters
+        wanted = {leaf: p for leaf in leaves if (p := parameters[leaf]) is not None}
+        for reset_first in (False, True):
+            try:
+                with WriteLog() as log, seeded_cpu(self._seed, owner):
+                    for initialiser in self._skeleton.initialisers(owner, reset_first=reset_first):
+                        initialiser()
+            except INITIALISER_ERRORS:
+                # It may only have needed a value where meta has none: try it in earnest.
+                return self._skeleton.recompute(owner, "_parameters", leaves, self._seed).lost
+            if any(log.of(p) for p in self._live.values() if p.is_meta):
+                return tuple(leaves)  # it reaches the model around the skeleton: not safe to run later
+            missing = tuple(
+                leaf for leaf, p in wanted.items() if p.numel() and all(w.numel < p.numel() for w in log.of(p))
+            )
+            if not missing:
+                return missing
+            if not self._skeleton.managed_by_pretrained(owner):
+                break
+        # On meta some initialisers do nothing (torch's `trunc_normal_`): whether these do is seen in earnest.
+        return self._skeleton.recompute(owner, "_parameters", leaves, self._seed).lost
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """None: nothing is stored, buffers are recomputed."""
+        return None
+
+    def release(self, fqn: str) -> None:
+        """Nothing to do: memory is bounded by the cache."""
+
+    def close(self) -> None:
+        """Drop the cache."""
+        self._cache.clear()
+        self._kept.clear()
+
+
+def source_for(model: nn.Module, seed: int) -> ParameterSource:
+    """The source of a model that was passed as it is: built, or on the meta device (partly or wholly).
+
+    Raises `LostValuesError` if it is on the meta device and nothing would compute some of its parameters.
+    """
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return BuiltSource(model)
+    source = SeededSource(model, seed)
+    lost = source.lost()
+    if lost:
+        raise LostValuesError(lost, "nothing sets them again")
+    return source
+
+
+def _meta_attributes(model: nn.Module) -> Iterator[str]:
+    """Plain tensor attributes, registered nowhere, that building on meta left without values."""
+    for fqn, module in model.named_modules():
+        for name, value in vars(module).items():
+            items = value if isinstance(value, list | tuple) else (value,)
+            if any(
+                isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter) and item.is_meta for item in items
+            ):
+                yield f"{fqn}.{name}" if fqn else name
+
+
+def materialize_buffers(
+    model: nn.Module, device: torch.device | str, seed: int, *, source: ParameterSource | None = None
+) -> tuple[str, ...]:
+    """Give every buffer of `model` memory on `device`, in its own dtype, and its value.
+
+    A buffer on meta gets what `source` has stored for it, else what its initialiser computes (rotary
+    frequencies, position ids, running statistics). Returns the names of the buffers, and of plain tensor
+    attributes on meta, whose value is not known: buffers among them hold NaN or arbitrary integers, and the
+    model has to be built on CPU instead.
+    """
+    target = torch.device(device)
+    skeleton = Skeleton(model)
+    moved: dict[int, torch.Tensor] = {}  # one buffer may be registered twice
+    lost: list[str] = list(_meta_attributes(model))
+    for fqn, module in model.named_modules():
+        meta = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        todo = [name for name in meta if id(module._buffers[name]) not in moved]
+        result = skeleton.recompute(fqn, "_buffers", todo, seed) if todo else None
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in moved:
+                full = f"{fqn}.{name}" if fqn else name
+                value: torch.Tensor | None = buffer
+                if buffer.is_meta and result is not None:
+                    stored = source.buffer(full) if source is not None else None
+                    value = stored if stored is not None else result.values.get(name)
+                    if stored is None and name in result.lost:
+                        lost.append(full)
+                if value is None:
+                    value = torch.full(buffer.shape, -1 if not buffer.is_floating_point() else float("nan"))
+                moved[id(buffer)] = value.detach().to(device=target, dtype=buffer.dtype)
+            module._buffers[name] = moved[id(buffer)]
+    return tuple(lost)

@@ -1,0 +1,131 @@
+"""Where backward enters a unit: at the outputs of its calls, which are hooked, or aside of them. Reads autograd's graph.
+
+A call makes the nodes whose sequence numbers lie between those at its begin and its end. An edge from any other node to one of
+these is an entrance. Tensors that a block keeps on itself, puts into objects that nobody knows, or makes under `vmap` give
+entrances without a hook: backward would read parameters there that nobody has gathered for it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+Edge = tuple[Node, int]
+"""The gradient of an output of a node, by the output's number."""
+_KINDS = 16
+"""Of each unit, so many kinds of calls are looked at; blocks that make another graph every time are then trusted."""
+_VIEWS = frozenset(
+    """
+    AliasBackward0 AsStridedBackward0 DetachBackward0 DiagonalBackward0 ExpandBackward0 PermuteBackward0 ReshapeAliasBackward0
+    SelectBackward0 SliceBackward0 SplitBackward0 SqueezeBackward0 TBackward0 TransposeBackward0 UnbindBackward0 UnfoldBackward0
+    UnsqueezeBackward0 ViewBackward0
+    """.split()  # noqa: SIM905 - a table of words
+)
+_COPIES = frozenset({"CloneBackward0"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitCall:
+    """A call of a unit in forward: sequence numbers of its nodes, [first, end), and the edges that are hooked."""
+
+    unit: int
+    first: int
+    end: int
+    hooked: frozenset[Edge]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardEntry:
+    """An edge without a hook. `parameter`: what is read there is a view of this one, and no result."""
+
+    unit: int
+    parameter: torch.Tensor | None
+
+
+class UnitCalls:
+    """The calls of a microbatch's forward that are of a kind not seen before."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, set[tuple[int, int]]] = {}
+        self._begun: list[tuple[int, int]] = []
+        self._new: list[UnitCall] = []
+
+    def reset(self) -> None:
+        """A pass begins."""
+        self._begun = []
+        self._new = []
+
+    def begin(self, unit: int) -> None:
+        """A call begins."""
+        self._begun.append((unit, sequence_number()))
+
+    def end(self, unit: int, hooked: Sequence[torch.Tensor]) -> bool:
+        """It ends, with hooks on these of its outputs; whether it is of a new kind."""
+        first = sequence_number()
+        while self._begun:  # Calls inside it may have ended with an exception.
+            begun, first = self._begun.pop()
+            if begun == unit:
+                break
+        end = sequence_number()
+        seen = self._seen.setdefault(unit, set())
+        kind = (end - first, len(hooked))
+        if end == first or kind in seen or len(seen) >= _KINDS:
+            return False
+        seen.add(kind)
+        edges = frozenset((each.grad_fn, each.output_nr) for each in hooked if each.grad_fn is not None)
+        self._new.append(UnitCall(unit=unit, first=first, end=end, hooked=edges))
+        return True
+
+    def entrances(self, roots: Iterable[Edge]) -> list[BackwardEntry]:
+        """Entrances of the new calls, in the graph behind `roots`, where backward begins."""
+        new, self._new = self._new, []
+        return find_entrances(roots, new) if new else []
+
+
+def sequence_number() -> int:
+    """That the next node of autograd's graph will have."""
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+def find_entrances(roots: Iterable[Edge], calls: Sequence[UnitCall]) -> list[BackwardEntry]:
+    """Edges without a hook from outside into the nodes of calls."""
+    calls = sorted(calls, key=lambda call: call.first)
+    firsts = [call.first for call in calls]
+    found: dict[Edge, BackwardEntry] = {}
+    stack: list[tuple[int, Edge]] = [(-1, root) for root in roots]
+    visited: set[Node] = set()
+    while stack:
+        before, edge = stack.pop()
+        node: Any = edge[0]
+        place = bisect_right(firsts, node._sequence_nr()) - 1
+        inside = place if place >= 0 and node._sequence_nr() < calls[place].end else -1
+        if inside not in (-1, before) and not _hooked(edge, calls[inside]):
+            found.setdefault(edge, BackwardEntry(unit=calls[inside].unit, parameter=_viewed(node)))
+        if node not in visited:
+            visited.add(node)
+            stack += [(inside, each) for each in node.next_functions if each[0] is not None]
+    return list(found.values())
+
+
+def _hooked(edge: Edge, call: UnitCall) -> bool:
+    """Whether a hook runs before backward reads a parameter: the edge has one, or is of a view or a copy of what has one."""
+    while edge not in call.hooked:
+        node = edge[0]
+        if node.name() not in _VIEWS | _COPIES or len(node.next_functions) != 1 or node.next_functions[0][0] is None:
+            return False
+        edge = (node.next_functions[0][0], node.next_functions[0][1])
+    return True
+
+
+def _viewed(node: Any) -> torch.Tensor | None:
+    """The leaf that a node gives a view of, if all on the way there are views."""
+    while node.name() in _VIEWS and len(node.next_functions) == 1 and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    variable: torch.Tensor | None = getattr(node, "variable", None)
+    return variable

@@ -1,0 +1,204 @@
+"""What this rank's shards hold of the tensors that a checkpoint is made of, to be written or to be filled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
+from zeromesh.checkpoint.io.tensor_shard import TensorShard
+from zeromesh.flat.layout import ParameterSpec, ShardPiece
+from zeromesh.flat.placement import Placement
+from zeromesh.flat.regions import Region, share_of
+from zeromesh.intervals import ALIGNMENT, Interval
+from zeromesh.mesh.process_mesh import Mesh, ProcessSet
+from zeromesh.offload import TensorSlice, TieredTensor
+from zeromesh.optim.optimizer_step import OptimizerStep
+from zeromesh.options import ZeroOptions
+from zeromesh.units.unit import Bucket, Unit, all_buckets
+
+MODEL, MASTER, AVERAGE = "model", "master", "ema"
+WEIGHTS = (MODEL, MASTER, AVERAGE)
+"""Kinds of tensors that weights are made of again."""
+
+
+class CheckpointState:
+    """Parameters, master weights and moments of an engine as whole tensors by name, and this rank's part of each.
+
+    Parameters are stored in the dtype that the model computes with, and beside them master weights where these differ.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], updater: OptimizerStep, mesh: Mesh, options: ZeroOptions
+    ) -> None:
+        self._model = model
+        self._buckets = all_buckets(units)
+        self._numbers = {id(bucket): number for number, bucket in enumerate(self._buckets)}
+        self._updater = updater
+        self._mesh = mesh
+        self._options = options
+
+    def tensors(self, *, reading: bool = False) -> list[TensorSpec]:
+        """Every tensor, the same on all ranks, in the order of buckets: neighbours in a shard are neighbours in a file.
+
+        `reading`: only what the engine's states are made of again, without the parameters that follow from master weights.
+        """
+        found = [
+            TensorSpec(kind=kind, name=slot.spec.name, dtype=dtype, shape=slot.spec.region.shape)
+            for bucket in self._buckets
+            for kind, dtype, _ in self._kinds(bucket, reading=reading)
+            for slot in bucket.layout.slots
+            if _has(bucket, slot.spec, kind, reading=reading)
+        ]
+        found += [_spec_of(name, buffer) for name, buffer in saved_buffers(self._model).items()]
+        return self._of_all_stages(found)
+
+    def _of_all_stages(self, mine: list[TensorSpec]) -> list[TensorSpec]:
+        """What all stages of a pipeline have, each tensor once, in the order of stages."""
+        if self._mesh.pipeline.size == 1:
+            return mine
+        rows = self._mesh.pipeline.gather_bytes(_as_json(mine), "tensors of all stages")
+        found: dict[tuple[str, str], TensorSpec] = {}
+        for spec in (spec for text in rows for spec in _from_json(text)):
+            found.setdefault((spec.kind, spec.name), spec)
+        return list(found.values())
+
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied parameters, to the name under which they are stored."""
+        specs = [slot.spec for bucket in self._buckets for slot in bucket.layout.slots]
+        mine = {alias: spec.name for spec in specs for alias in spec.other_names}
+        rows = self._mesh.pipeline.gather_bytes(json.dumps(mine).encode(), "names of tied parameters")
+        return {alias: name for text in rows for alias, name in json.loads(text).items()}
+
+    def written(self) -> list[TensorShard]:
+        """What this rank writes: a share of what several ranks hold alike, so that together every element comes once."""
+        replicated = self._options.placements.optimizer is Placement.REPLICATED
+        holders, index = self._mesh.replicate.size, self._mesh.replicate.index
+        if replicated:
+            holders, index = self._mesh.data.size, self._mesh.data_index
+        found: list[TensorShard] = []
+        for bucket in self._buckets:
+            if self._updater.sharing.counts(bucket):
+                found += self._of(bucket, share_of(bucket.interval, holders, index, ALIGNMENT))
+        # Forward may change a buffer while it is written.
+        return [*found, *(_of_buffer(name, buffer.clone()) for name, buffer in self._own_buffers().items())]
+
+    def _own_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that this rank writes: the first rank of a stage those that no earlier stage has."""
+        buffers, here = saved_buffers(self._model), self._mesh.coordinate
+        mine = buffers_of_stages(self._model, self._mesh.pipeline)[here.pipeline]
+        first = here.tensor == self._mesh.data_index == 0
+        return {spec.name: buffers[spec.name] for spec in mine if first}
+
+    def wanted(self) -> list[TensorShard]:
+        """What this rank needs: its whole shards, master weights rather than parameters, and all buffers."""
+        found: list[TensorShard] = []
+        for bucket in self._buckets:
+            found += self._of(bucket, bucket.interval, reading=True)
+        return [*found, *(_of_buffer(name, buffer) for name, buffer in saved_buffers(self._model).items())]
+
+    def order(self) -> dict[int, int]:
+        """The position of each bucket in the next update, as far as the last one tells."""
+        return {self.owner_of(bucket): place for place, bucket in enumerate(self._updater.last_order)}
+
+    def owner_of(self, bucket: Bucket) -> int:
+        """The number of a bucket."""
+        return self._numbers[id(bucket)]
+
+    def _kinds(self, bucket: Bucket, *, reading: bool = False) -> list[tuple[str, torch.dtype, TieredTensor]]:
+        """Kind, stored dtype and place of what a bucket's shard holds."""
+        master = bucket.master
+        found = [(MASTER, master.dtype, master)] if bucket.trainable else []
+        if not reading and master.dtype == bucket.dtype:
+            found = []
+        if not (reading and bucket.trainable):
+            found.insert(0, (MODEL, bucket.dtype, master if reading else bucket.copy or master))
+        optimizer = self._updater.optimizer_of(bucket)
+        moments = dict(optimizer.moments) if optimizer is not None else {}
+        average = self._updater.averages.of(bucket) if self._updater.averages is not None else None
+        moments |= {AVERAGE: average} if average is not None else {}
+        return [*found, *((name, moment.dtype, moment) for name, moment in moments.items())]
+
+    def _of(self, bucket: Bucket, interval: Interval, *, reading: bool = False) -> Iterator[TensorShard]:
+        pieces = bucket.layout.pieces(interval)
+        offset = interval.start - bucket.interval.start
+        for kind, dtype, tensor in self._kinds(bucket, reading=reading):
+            own = tensor.slice(offset, offset + interval.length)
+            yield from (
+                _of_piece(kind, dtype, own, piece, self.owner_of(bucket))
+                for piece in pieces
+                if _has(bucket, piece.spec, kind, reading=reading)
+            )
+
+
+def _has(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool) -> bool:
+    """Whether a checkpoint has a kind of tensor of a parameter; one that never was trained has weights alone, which become its
+    master weights, and averages of them, where others of its bucket are trained."""
+    return kind == MODEL or (reading and kind in (MASTER, AVERAGE)) or bucket.learned(spec.fqn)
+
+
+def _of_piece(kind: str, dtype: torch.dtype, values: TensorSlice, piece: ShardPiece, owner: int) -> TensorShard:
+    region = piece.spec.region
+    return TensorShard(
+        spec=TensorSpec(kind=kind, name=piece.spec.name, dtype=dtype, shape=region.shape),
+        region=region,
+        interval=piece.in_parameter,
+        values=values.slice(piece.in_shard.start, piece.in_shard.end),
+        owner=owner,
+    )
+
+
+def _spec_of(name: str, buffer: torch.Tensor) -> TensorSpec:
+    return TensorSpec(kind=MODEL, name=name, dtype=buffer.dtype, shape=tuple(buffer.shape))
+
+
+def _of_buffer(name: str, buffer: torch.Tensor) -> TensorShard:
+    spec = _spec_of(name, buffer)
+    if not buffer.is_contiguous():
+        buffer.data = buffer.data.contiguous()
+    return TensorShard(
+        spec=spec,
+        region=Region.whole(spec.shape),
+        interval=Interval(start=0, end=buffer.numel()),
+        values=TensorSlice.of(buffer.detach().reshape(-1)),
+    )
+
+
+def buffers_of_stages(model: nn.Module, pipeline: ProcessSet) -> list[list[TensorSpec]]:
+    """The persistent buffers of each stage that no earlier one has; all ranks of `pipeline` call this."""
+    mine = _as_json([_spec_of(name, buffer) for name, buffer in saved_buffers(model).items()])
+    seen: set[str] = set()
+    found = []
+    for text in pipeline.gather_bytes(mine, "buffers of all stages"):
+        specs = [spec for spec in _from_json(text) if spec.name not in seen]
+        seen.update(spec.name for spec in specs)
+        found.append(specs)
+    return found
+
+
+def _as_json(specs: Sequence[TensorSpec]) -> bytes:
+    rows = [[spec.kind, spec.name, str(spec.dtype).removeprefix("torch."), spec.shape] for spec in specs]
+    return json.dumps(rows).encode()
+
+
+def _from_json(text: bytes) -> list[TensorSpec]:
+    return [
+        TensorSpec(kind=kind, name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
+        for kind, name, dtype, shape in json.loads(text)
+    ]
+
+
+def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Persistent buffers, as `state_dict` has them, each once."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for fqn, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            found[f"{fqn}.{name}" if fqn else name] = buffer
+    return found

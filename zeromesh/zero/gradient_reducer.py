@@ -1,0 +1,282 @@
+"""Gradients on their way from autograd to this rank's summed shard.
+
+    autograd --copy--> slot of the ring --launch--> reduction in flight --finish--> bucket.grad
+             \\--add--> bucket.partial (stages that reduce once per step, before the last microbatch; a group of one rank)
+
+Buckets are launched in one order that all ranks share: the reverse of the order in which their units ran forward. A bucket that
+is complete too early waits for its turn; while no slot is free its gradients stay where autograd put them, until backward leaves
+the unit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from zeromesh import profiler_ranges
+from zeromesh.comm.transport import Reducer, Reduction
+from zeromesh.errors import PhaseError
+from zeromesh.flat.layout import ParameterSlot
+from zeromesh.units.unit import Bucket
+
+
+class BucketArrivals:
+    """One bucket in one backward: which gradients have arrived, and which of them lie in the slot already."""
+
+    def __init__(self, bucket: Bucket, sequence: int) -> None:
+        self.bucket = bucket
+        self.sequence = sequence
+        self.filled: torch.Tensor | None = None
+        self.waiting: list[int] = []
+        self.arrived: set[int] = set()
+        self.launched = False
+        self._expected = sum(bucket.training)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.arrived) == self._expected
+
+
+class GradientReducer:
+    """Takes gradients as they are produced, launches reductions in order, finishes them as peers get there."""
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        grad_dtype: torch.dtype,
+        *,
+        direct: bool,
+        overlap: bool,
+        prepare: Callable[[Bucket], None],
+        announce: Callable[[Bucket], None],
+        on_reduced: Callable[[Bucket], None],
+        on_complete: Callable[[Bucket], None],
+    ) -> None:
+        self._reducer = reducer
+        self._grad_dtype = grad_dtype
+        self._direct = direct
+        self._overlap = overlap
+        self._prepare = prepare
+        self._announce = announce
+        self._on_reduced = on_reduced
+        self._on_complete = on_complete
+        self._next_sequence = 0
+        self._arrivals: dict[int, BucketArrivals] = {}
+        self._queue: deque[BucketArrivals] = deque()
+        self._flying: deque[tuple[Bucket, Reduction]] = deque()
+        self._whole: list[tuple[Bucket, Reduction]] = []
+        self._reduce = False
+        self._first = False
+
+    def use(self, reducer: Reducer) -> None:
+        """Reduce by another reducer, which has launched nothing yet; between two backwards."""
+        self._reducer, self._next_sequence = reducer, 0
+
+    def begin(self, buckets: Sequence[Bucket], *, reduce: bool, first: bool) -> None:
+        """Begin a backward. `reduce`: sum over ranks now, or only keep this rank's sums. `first`: of the step."""
+        self._reduce = reduce and not self._direct
+        self._first = first
+        self._queue.clear()
+        self._arrivals = {}
+        for bucket in buckets:
+            arrivals = BucketArrivals(bucket, self._next_sequence)
+            self._arrivals[id(bucket)] = arrivals
+            self._queue.append(arrivals)
+            if self._reduce:
+                self._next_sequence += 1
+
+    def take(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
+        """Take the gradient of a bucket's parameter from autograd.
+
+        Raises:
+            PhaseError: when the bucket has been handed on already, as under reentrant activation checkpointing.
+        """
+        if not bucket.training[index]:
+            parameter.grad = None  # `requires_grad` was set amid a step, and counts from the next one on.
+            return
+        arrivals = self._arrivals.get(id(bucket))
+        if arrivals is None or arrivals.launched:
+            raise PhaseError(
+                f"parameter {bucket.layout.slots[index].spec.fqn} got a gradient outside its backward, or a second one in it. "
+                "Call backward through the trainer, and checkpoint activations with use_reentrant=False"
+            )
+        again = index in arrivals.arrived
+        arrivals.arrived.add(index)
+        if not self._reduce:
+            self._keep(bucket, index, parameter, again=again)
+        elif self._slot_of(arrivals) is not None and not again:
+            self._deposit(arrivals, index, parameter)
+        elif again:
+            self._add_again(arrivals, index, parameter)
+        else:
+            arrivals.waiting.append(index)
+        if arrivals.complete:
+            self._on_complete(bucket)
+            if not self._reduce:
+                self._keep_missing(arrivals)  # Those of frozen parameters.
+                arrivals.launched = True
+                self._hand_on()
+            elif self._overlap:
+                self.pump()
+
+    def pump(self) -> None:
+        """Launch what is complete and next in order; finish what peers have made ready. Never waits."""
+        while self._queue and self._queue[0].complete and self._slot_of(self._queue[0]) is not None:
+            self._launch(self._queue.popleft())
+        while self._flying and self._flying[0][1].ready():
+            self._finish_one()
+
+    def keep_up(self) -> None:
+        """Backward has left a unit: launch what is complete and next in order, waiting for peers until its slots are free.
+
+        Gradients that wait for a slot stay where autograd has put them, so a rank that ran ahead of its peers would hold all
+        of its gradients at once. The wait cannot be circular: all ranks launch in one order, what a slot waits for was
+        launched before, and this rank has left the units that its peers may be waiting to update.
+        """
+        self.pump()
+        while self._queue and self._queue[0].complete:
+            self._launch_next()
+
+    def flush(self) -> None:
+        """Backward is over: launch all that is left, missing gradients as zeros, and finish everything."""
+        if not self._reduce:
+            for arrivals in self._queue:
+                if not arrivals.launched:
+                    self._keep_missing(arrivals)
+                    arrivals.launched = True
+            self._hand_on()
+        while self._queue:
+            self._launch_next()
+        while self._flying:
+            self._finish_one()
+        for bucket, reduction in self._whole:
+            reduction.settle()
+            self._on_reduced(bucket)
+        self._whole.clear()
+        self._arrivals = {}
+
+    def _launch_next(self) -> None:
+        """Launch what is next in order, as soon as its slot is free."""
+        arrivals = self._queue.popleft()
+        while self._slot_of(arrivals) is None:
+            if self._flying:
+                self._finish_one()
+            else:
+                arrivals.filled = self._typed(arrivals.bucket, self._acquire(arrivals.sequence, block=True))
+        self._launch(arrivals)
+
+    def _hand_on(self) -> None:
+        """Hand on the sums of this rank alone, in the order that all ranks share: sums over replicas may follow."""
+        while self._queue and self._queue[0].launched:
+            bucket = self._queue.popleft().bucket
+            if self._direct:
+                self._announce(bucket)
+            self._on_reduced(bucket)
+
+    def _keep(self, bucket: Bucket, index: int, parameter: nn.Parameter, *, again: bool) -> None:
+        """Add a gradient to this rank's own sum, or begin that sum with it."""
+        target = self._own_sum(bucket)
+        gradient = parameter.grad
+        if gradient is None:
+            raise PhaseError(f"{bucket.layout.slots[index].spec.fqn} has no gradient to take")
+        place = _place(target, bucket.layout.slots[index])
+        if self._first and not again:
+            place.copy_(gradient)
+        else:
+            place.add_(gradient)
+        parameter.grad = None
+
+    def _keep_missing(self, arrivals: BucketArrivals) -> None:
+        if self._first:
+            target = self._own_sum(arrivals.bucket)
+            for index, slot in enumerate(arrivals.bucket.layout.slots):
+                if index not in arrivals.arrived:
+                    _place(target, slot).zero_()
+
+    def _own_sum(self, bucket: Bucket) -> torch.Tensor:
+        target = bucket.grad if self._direct else bucket.partial
+        if target is None and self._direct:
+            target = self._room_for(bucket)
+        if target is None:
+            raise PhaseError(f"bucket {bucket.name} has no memory for gradients")
+        return target
+
+    def _room_for(self, bucket: Bucket) -> torch.Tensor | None:
+        self._prepare(bucket)
+        if bucket.grad is not None:
+            _zero_gaps(bucket.grad, bucket)
+        return bucket.grad
+
+    def _slot_of(self, arrivals: BucketArrivals) -> torch.Tensor | None:
+        if arrivals.filled is None:
+            slot = self._acquire(arrivals.sequence, block=False)
+            if slot is not None:
+                arrivals.filled = self._typed(arrivals.bucket, slot)
+        return arrivals.filled
+
+    def _acquire(self, sequence: int, *, block: bool) -> torch.Tensor | None:
+        return self._reducer.acquire(sequence, block=block)
+
+    def _typed(self, bucket: Bucket, slot: torch.Tensor | None) -> torch.Tensor | None:
+        """A slot's bytes as this bucket's gradients: in their own dtype, or in the sum's where earlier sums join."""
+        if slot is None:
+            return None
+        dtype = bucket.dtype if bucket.partial is None else self._grad_dtype
+        return slot[: bucket.layout.padded * dtype.itemsize].view(dtype)
+
+    def _deposit(self, arrivals: BucketArrivals, index: int, parameter: nn.Parameter) -> None:
+        filled, gradient = arrivals.filled, parameter.grad
+        if filled is None or gradient is None:
+            raise PhaseError(f"bucket {arrivals.bucket.name}: no slot or no gradient to put into it")
+        _place(filled, arrivals.bucket.layout.slots[index]).copy_(gradient)
+        parameter.grad = None
+
+    def _add_again(self, arrivals: BucketArrivals, index: int, parameter: nn.Parameter) -> None:
+        """A second gradient for a parameter whose first one is in the slot; one that still waits has been added to by autograd."""
+        if index not in arrivals.waiting and arrivals.filled is not None and parameter.grad is not None:
+            _place(arrivals.filled, arrivals.bucket.layout.slots[index]).add_(parameter.grad)
+            parameter.grad = None
+
+    def _launch(self, arrivals: BucketArrivals) -> None:
+        bucket, filled = arrivals.bucket, arrivals.filled
+        self._prepare(bucket)
+        self._announce(bucket)
+        if filled is None or bucket.grad is None:
+            raise PhaseError(f"bucket {bucket.name} is launched without a slot or a gradient shard")
+        for index in arrivals.waiting:
+            self._deposit(arrivals, index, bucket.parameters[index])
+        for index, slot in enumerate(bucket.layout.slots):
+            if index not in arrivals.arrived:
+                _place(filled, slot).zero_()
+        _zero_gaps(filled, bucket)
+        if bucket.partial is not None and not self._first:
+            filled.add_(bucket.partial)
+        add = bucket.partial is None and not self._first
+        with profiler_ranges.named("reduce", bucket.name):
+            reduction = self._reducer.launch(arrivals.sequence, filled, bucket.grad, add=add)
+        arrivals.launched = True
+        self._flying.append((bucket, reduction))
+        if not self._overlap:
+            self._finish_one()
+
+    def _finish_one(self) -> None:
+        bucket, reduction = self._flying.popleft()
+        with profiler_ranges.named("finish reducing", bucket.name):
+            reduction.finish()
+        if bucket.interval.length == bucket.layout.shard_length:
+            self._on_reduced(bucket)
+        else:
+            self._whole.append((bucket, reduction))
+
+
+def _place(flat: torch.Tensor, slot: ParameterSlot) -> torch.Tensor:
+    return flat[slot.where.start : slot.where.end].view(slot.spec.shape)
+
+
+def _zero_gaps(flat: torch.Tensor, bucket: Bucket) -> None:
+    """What belongs to no parameter adds nothing to norms and moves no master weight."""
+    for gap in bucket.layout.gaps():
+        flat[gap.start : gap.end].zero_()

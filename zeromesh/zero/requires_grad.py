@@ -1,0 +1,164 @@
+"""Following `requires_grad`, which user code may change between steps: what is frozen and trained from the next step on.
+
+A bucket is allocated by what its parameters are when the model is built. One that was frozen gets master weights, moments and
+gradients when the first of its parameters is trained. Whatever is frozen later keeps them, as a torch optimizer keeps the state of
+parameters without a gradient: trained again, it goes on from its own moments and its own count of updates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from zeromesh.comm.select import open_transport
+from zeromesh.comm.transport import RingRequest, Transport
+from zeromesh.errors import CheckpointError, LayoutError
+from zeromesh.flat.layout import ParameterSlot
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import Purpose, Tier
+from zeromesh.optim.optimizer_step import OptimizerStep
+from zeromesh.options import ZeroOptions
+from zeromesh.units.build import Built, make_trainable, slot_bytes
+from zeromesh.units.unit import Bucket, Unit
+from zeromesh.zero.gradient_reducer import GradientReducer
+from zeromesh.zero.hooks import Hooks
+
+
+class RequiresGradFlags:
+    """Of one engine. All ranks call its methods alike."""
+
+    def __init__(
+        self,
+        built: Built,
+        mesh: Mesh,
+        options: ZeroOptions,
+        updater: OptimizerStep,
+        gradients: GradientReducer,
+        hooks: Hooks,
+    ) -> None:
+        self._built = built
+        self._mesh = mesh
+        self._options = options
+        self._updater = updater
+        self._gradients = gradients
+        self._hooks = hooks
+        self._buckets = [(unit, bucket) for unit in built.units for bucket in unit.buckets]
+        self._slot_bytes = self._needed_bytes()
+        self._wider: Transport | None = None
+        """Has larger gradient buckets than there were at the start."""
+
+    def follow(self) -> None:
+        """Train from now on what `requires_grad` says.
+
+        Raises:
+            LayoutError: where ranks say different things, for parameters that stages of a pipeline share, and for one that is wider
+                than its master weights would be.
+            StorageError: when there is no memory for what is trained now.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # Parameters at rest answer fast.
+            changed = [
+                (unit, bucket, index)
+                for unit, bucket in self._buckets
+                for index, parameter in enumerate(bucket.parameters)
+                if parameter.requires_grad != bucket.training[index]
+            ]
+        if not changed:
+            return
+        self._require_agreement(changed)
+        for unit, bucket, index in changed:
+            bucket.parameters[index].grad = None  # What came between the change and now counts on no rank.
+            if not bucket.trainable:
+                make_trainable(bucket, self._options, self._built.tiers)
+                self._hooks.on_gradients(unit, bucket)
+            bucket.follow()
+        self._widen()
+        self._updater.follow()
+
+    def _require_agreement(self, changed: Sequence[tuple[Unit, Bucket, int]]) -> None:
+        flags: dict[str, bool] = {}
+        for _, bucket, index in changed:
+            spec = bucket.layout.slots[index].spec
+            if spec.copies is not None:
+                raise LayoutError(
+                    f"requires_grad of {spec.name} was changed, which several stages of the pipeline share; set it before training"
+                )
+            flags[spec.name] = bucket.parameters[index].requires_grad
+        for group in (self._mesh.data, self._mesh.tensor):
+            rows = group.gather_bytes(json.dumps(flags).encode(), "parameters whose requires_grad was changed")
+            for rank, row in zip(group.ranks, rows, strict=True):
+                theirs = json.loads(row)
+                for name in flags.keys() ^ theirs.keys() or {name for name in flags if flags[name] != theirs[name]}:
+                    raise LayoutError(
+                        f"requires_grad of {name} was changed on rank {self._mesh.rank if name in flags else rank}, and not so on "
+                        f"rank {rank if name in flags else self._mesh.rank}; change it on all ranks alike"
+                    )
+
+    def _needed_bytes(self) -> int:
+        return slot_bytes([bucket.layout for _, bucket in self._buckets if bucket.trainable], self._options)
+
+    def _widen(self) -> None:
+        """Reduce through larger slots, if a bucket that is trained now does not fit into those that there are."""
+        needed, before = self._needed_bytes(), self._slot_bytes
+        name = self._built.reduction.name
+        if needed <= before or name == "local":
+            return
+        slots = self._options.gradient_slots
+        wider = open_transport(name, self._mesh.shard, self._mesh.device, (), RingRequest(slots=slots, nbytes=needed))
+        self._gradients.use(wider.reducer)
+        self.close()
+        self._wider, self._slot_bytes = wider, needed
+        copies = 2 if name == "gloo" else 1
+        self._built.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, copies * slots * needed)
+
+    def close(self) -> None:
+        """Give back what was opened."""
+        if self._wider is not None:
+            self._wider.close()
+
+    # Over processes
+
+    def changes(self) -> dict[str, tuple[bool, int]]:
+        """Parameters that are not trained as they were built, or not in all updates: whether they are, and in how many
+        they were."""
+        mine = {
+            slot.spec.name: (trained, steps)
+            for _, bucket in self._buckets
+            if (optimizer := self._updater.optimizer_of(bucket)) is not None
+            for slot, trained, steps in zip(bucket.layout.slots, bucket.training, optimizer.steps, strict=True)
+            if bucket.learned(slot.spec.fqn) and (trained, steps) != (slot.spec.requires_grad, self._updater.updates)
+        }
+        rows = self._mesh.pipeline.gather_bytes(json.dumps(mine).encode(), "changes of requires_grad")
+        return {name: (trained, steps) for row in rows for name, (trained, steps) in json.loads(row).items()}
+
+    def restore(self, changes: Mapping[str, Sequence[int]], updates: int) -> None:
+        """Train what was trained after `updates` updates, when `changes` was taken; the flags of the model follow.
+
+        Raises:
+            CheckpointError: for parameters that there are not, on all ranks of a data group.
+        """
+        wanted: list[tuple[nn.Parameter, bool]] = []
+        steps: dict[str, int] = {}
+        for slot, parameter in self._slots():
+            trained, count = changes.get(slot.spec.name, (slot.spec.requires_grad, None))
+            wanted.append((parameter, bool(trained)))
+            if count is not None:
+                steps[slot.spec.name] = count
+        if self._mesh.pipeline.size == 1 and (unknown := changes.keys() - steps.keys()):
+            raise CheckpointError(
+                f"the checkpoint says whether {sorted(unknown)[0]} is trained, and the model has no such parameter"
+            )
+        for (slot, parameter), (_, trained) in zip(self._slots(), wanted, strict=True):
+            # Whatever was trained once has states to be loaded.
+            parameter.requires_grad_(trained or slot.spec.name in steps)
+        self.follow()
+        for parameter, trained in wanted:
+            parameter.requires_grad_(trained)
+        self.follow()
+        self._updater.resume(updates, steps)
+
+    def _slots(self) -> Iterator[tuple[ParameterSlot, nn.Parameter]]:
+        for _, bucket in self._buckets:
+            yield from zip(bucket.layout.slots, bucket.parameters, strict=True)
