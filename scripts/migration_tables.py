@@ -78,13 +78,14 @@ import of `Trainer` is all that tells them from programs for transformers, and t
 `all_results.json` and `trainer_state.json` have transformers' names. Checkpoints are in `checkpoints`, and
 `checkpoint-STEP` are links to them, for whatever looks there.
 
-Callbacks of transformers get the events, in the order, with the state, flags, logs and metrics that they get there
-(`pytest tests/distributed/integrations/test_transformers_callbacks.py` compares them), with these differences:
-`optimizer`, `lr_scheduler` and data loaders are stand-ins that can be read (rates, groups, lengths, batches); gradients are not in `.grad`, but are what
-`trainer.gradient(name)` gives; several evaluation sets are one `on_log` and one `on_evaluate`, with the values of all; and what a
-callback does with the model, all ranks do. Of transformers' own, those for wandb, TensorBoard, mlflow, dvclive, SwanLab, Trackio,
-ClearML, Comet and notebooks leave the same under either trainer
-(`pytest tests/distributed/integrations/test_other_trackers.py` for those whose package is installed); CodeCarbon's writes its file. SwanLab's needs a `swanlab.init(...)` before it under either, with swanlab 0.10.3.
+Callbacks of transformers get the events, in the order, with the state, flags, logs and metrics that they get there (`pytest
+tests/distributed/integrations/test_transformers_callbacks.py` compares them), with these differences: `optimizer`,
+`lr_scheduler` and data loaders are stand-ins that can be read (rates, groups, lengths, batches); gradients are not in `.grad`,
+but are what `trainer.gradient(name)` gives; several evaluation sets are one `on_log` and one `on_evaluate`, with the values of
+all; and what a callback does with the model, all ranks do. Of transformers' own, those for wandb, TensorBoard, mlflow, dvclive,
+SwanLab, Trackio, ClearML, Comet and notebooks leave the same under either trainer (`pytest
+tests/distributed/integrations/test_other_trackers.py` for those whose package is installed); CodeCarbon's writes its file.
+SwanLab's needs a `swanlab.init(...)` before it under either, with swanlab 0.10.3.
 """
 
 _DEEPSPEED = f"""\
