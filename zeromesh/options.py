@@ -11,10 +11,43 @@ from zeromesh.comm.select import TransportName
 from zeromesh.errors import ConfigError
 from zeromesh.flat.placement import Placement, Placements, placements_of
 from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
-from zeromesh.optim.fused_optimizer import OptimizerSettings
-from zeromesh.optim.gradient_scaling import ScalerSettings
-from zeromesh.optim.update_device import UpdateOn
-from zeromesh.optim.weight_average import AverageSettings
+
+OptimizerName = Literal["adamw", "adam", "sgd", "adagrad"]
+UpdateOn = Literal["auto", "host", "device"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSettings:
+    """The optimizer and its rates, under torch's names."""
+
+    name: OptimizerName = "adamw"
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    momentum: float = 0.0
+    no_decay: tuple[str, ...] = ()
+    """Patterns of parameter names (as in `fnmatch`) that are not decayed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalerSettings:
+    """`initial` scale; halved at an overflow, doubled after `growth_interval` steps without one."""
+
+    initial: float = 65536.0
+    growth_interval: int = 2000
+    growth: float = 2.0
+    backoff: float = 0.5
+    smallest: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AverageSettings:
+    """`decay` is what an average keeps of itself, from 0 to below 1. `start` is the first update that counts."""
+
+    decay: float
+    every: int = 1
+    start: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,7 +31,8 @@ from zeromesh.offload import (
     Waits,
 )
 from zeromesh.offload.io.transfer import StagingPool
-from zeromesh.optim.fused_optimizer import OptimizerGroup, OptimizerSettings, fused_update
+from zeromesh.optim.fused_optimizer import OptimizerGroup, fused_update
+from zeromesh.options import OptimizerSettings
 
 _CPU = torch.device("cpu")
 _FILE = TierChoice(tier="file")

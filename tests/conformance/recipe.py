@@ -13,9 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from zeromesh.offload import FileSettings, TierChoice
-from zeromesh.optim.fused_optimizer import OptimizerSettings
-from zeromesh.optim.gradient_scaling import ScalerSettings
-from zeromesh.options import OffloadOptions, Precision, ZeroOptions
+from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.trainer.losses.trial import InFloat64
 
 from .models import SUBJECTS

@@ -23,7 +23,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import TrainerState, TrainingArguments
 
-from zeromesh.optim.fused_optimizer import GroupRules, OptimizerSettings
+from zeromesh.optim.fused_optimizer import GroupRules
+from zeromesh.options import OptimizerSettings
 from zeromesh.trainer.checkpoints.best_metric import goal_of
 from zeromesh.trainer.checkpoints.transformers_links import link_of
 from zeromesh.trainer.data.streaming import StreamedDataset

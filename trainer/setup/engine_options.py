@@ -13,10 +13,7 @@ from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from zeromesh.offload import FileSettings, TierChoice
-from zeromesh.optim.fused_optimizer import OptimizerSettings
-from zeromesh.optim.gradient_scaling import ScalerSettings
-from zeromesh.optim.weight_average import AverageSettings
-from zeromesh.options import OffloadOptions, Precision, ZeroOptions
+from zeromesh.options import AverageSettings, OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 # As in `transformers.Trainer.get_decay_parameter_names`, which a test compares: searched for in names in lower case.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal
 
 import torch
 from torch.optim.adagrad import adagrad
@@ -20,23 +19,8 @@ from torch.optim.sgd import sgd
 from zeromesh.errors import ConfigError
 from zeromesh.intervals import Interval
 from zeromesh.offload import Purpose, TierChoice, Tiers
+from zeromesh.options import OptimizerSettings
 from zeromesh.units.unit import Bucket
-
-OptimizerName = Literal["adamw", "adam", "sgd", "adagrad"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerSettings:
-    """What `optimizer` in the configuration says."""
-
-    name: OptimizerName = "adamw"
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    momentum: float = 0.0
-    no_decay: tuple[str, ...] = ()
-    """Patterns of parameter names (as in `fnmatch`) that are not decayed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,11 +5,10 @@ The global gradient norm: every element counted once over the ranks that own it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from zeromesh.mesh.process_mesh import ProcessSet
+from zeromesh.options import ScalerSettings
 
 
 def norm_of(shard: torch.Tensor) -> torch.Tensor:
@@ -33,17 +32,6 @@ def clip_factor(norm: float, limit: float) -> float:
     if limit <= 0:
         return 1.0
     return min(1.0, limit / (norm + 1e-6))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScalerSettings:
-    """`initial` scale; halved at an overflow, doubled after `growth_interval` steps without one."""
-
-    initial: float = 65536.0
-    growth_interval: int = 2000
-    growth: float = 2.0
-    backoff: float = 0.5
-    smallest: float = 1.0
 
 
 class LossScaler:

@@ -9,15 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Access, StreamRow, Tier, TieredTensor, Tiers, UpdateStream, Use, Waits
-from zeromesh.optim.fused_optimizer import OptimizerGroup, OptimizerSettings, fused_update, moment_names
-
-UpdateOn = Literal["auto", "host", "device"]
+from zeromesh.optim.fused_optimizer import OptimizerGroup, fused_update, moment_names
+from zeromesh.options import OptimizerSettings, UpdateOn
 
 _CPU = torch.device("cpu")
 _ELEMENTS = 1 << 23

@@ -7,24 +7,14 @@ never were trained have no average beside themselves. Buffers are not averaged: 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from zeromesh.offload import Purpose, TierChoice, TieredTensor, Tiers
+from zeromesh.options import AverageSettings
 from zeromesh.units.unit import Bucket
 
 _EXCHANGED = 1 << 20
 """Elements that are exchanged at a time."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AverageSettings:
-    """`decay` is what an average keeps of itself, from 0 to below 1. `start` is the first update that counts."""
-
-    decay: float
-    every: int = 1
-    start: int = 0
 
 
 class WeightAverage:

@@ -12,8 +12,7 @@ from workers import Workers
 
 from zeromesh.flat.layout import ParameterSpec
 from zeromesh.offload import Purpose
-from zeromesh.optim.weight_average import AverageSettings
-from zeromesh.options import Precision, ZeroOptions
+from zeromesh.options import AverageSettings, Precision, ZeroOptions
 from zeromesh.units.plan import ModelPlan, UnitPlan
 from zeromesh.zero.memory_model import predict_memory
 

@@ -14,9 +14,8 @@ from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.optim.fused_optimizer import OptimizerSettings
-from zeromesh.optim.gradient_scaling import LossScaler, ScalerSettings
-from zeromesh.options import Precision, ZeroOptions
+from zeromesh.optim.gradient_scaling import LossScaler
+from zeromesh.options import OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.trainer.config.loading.load import load_config
 from zeromesh.trainer.setup.engine_options import engine_options
 from zeromesh.zero.engine import ZeroEngine

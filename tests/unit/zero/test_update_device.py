@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from zeromesh.offload import Ledger, Tiers
-from zeromesh.optim.fused_optimizer import OptimizerSettings
-from zeromesh.optim.update_device import UpdateOn, place_updates, try_update
+from zeromesh.optim.update_device import place_updates, try_update
+from zeromesh.options import OptimizerSettings, UpdateOn
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
