@@ -15,7 +15,6 @@ from zeromesh.flat.placement import STAGES, Placement
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.pipeline.schedule.actions import Kind, make_schedule
 from zeromesh.pipeline.schedule.simulator import simulate
-from zeromesh.pipeline.schedule.timeline import bars
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 COLOURS = "abcd"
@@ -230,10 +229,11 @@ def schedules() -> str:
         top = 34 + row * 116
         drawing.text(12, top + 38, name, "bold")
         drawing.text(12, top + 56, f"{line.bubble:.0%} idle", "soft")
-        for bar in bars(line):
-            x, width = left + bar.start * scale, bar.width * scale
-            drawing.rect(x, top + bar.rank * 24, width - 1, 21, fill[bar.action.kind], 2)
-            drawing.text(x + width / 2, top + bar.rank * 24 + 15, str(bar.action.microbatch), "middle small on")
+        for rank, spans in enumerate(line.spans):
+            for span in spans:
+                x, width = left + span.start * scale, (span.end - span.start) * scale
+                drawing.rect(x, top + rank * 24, width - 1, 21, fill[span.action.kind], 2)
+                drawing.text(x + width / 2, top + rank * 24 + 15, str(span.action.microbatch), "middle small on")
     return drawing.svg()
 
 

@@ -20,10 +20,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.activations import RESULT, Activations, forget, running
 from bench.divided import CHUNKS, Form
+from bench.plain_runner import PlainRunner
 from bench.workload import Workload
 from zeromesh.comm.activation_collectives import Arriving, Pending
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
-from zeromesh.pipeline.plain_runner import PlainRunner
 from zeromesh.pipeline.schedule.actions import Action, Kind, make_schedule, received_by
 from zeromesh.pipeline.stages.build import Stages, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers as tf
+from bench.plain_runner import PlainRunner
 
 from zeromesh.comm.point_to_point import Channels
 from zeromesh.errors import CollectiveError
@@ -16,7 +17,6 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Executor
 from zeromesh.pipeline.generation import StagedForward
-from zeromesh.pipeline.plain_runner import PlainRunner
 from zeromesh.pipeline.schedule.actions import forward_only, make_schedule
 from zeromesh.pipeline.stages.build import Stages, cut_model
 

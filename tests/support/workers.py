@@ -237,8 +237,8 @@ class Pool:
 
 
 def _folders() -> list[str]:
-    """The folders of tests that pytest imports from, which workers import cases from too."""
-    return [entry for entry in sys.path if Path(entry).is_relative_to(TESTS)]
+    """The folders of tests and scripts that pytest imports from, which workers import cases from too."""
+    return [entry for entry in sys.path if Path(entry).is_relative_to(TESTS) or Path(entry) == TESTS.parent / "scripts"]
 
 
 class Workers:

@@ -1,7 +1,6 @@
-"""Pipeline parallelism: a model's blocks cut into stages that ranks run one after the other, microbatch by microbatch.
+"""Pipeline parallelism: a model's blocks are cut into stages that ranks run one after the other, microbatch by microbatch.
 
-`schedule` says what each rank does, `simulate` proves and times it, `picture` draws it, `cut` decides where a model is cut: all
-pure. `probe` finds out what a model is made of, `stubs` stand for what others have, `stage` puts them into the model, `balance` is
-the experts' loss across stages. `executor` carries a schedule out, `plain` runs stages without ZeRO, `deferred` computes weights'
-gradients apart, `generate` continues prompts.
+`schedule` says what each rank does and proves and times it. `stages` examines a model, cuts it, and puts stubs in the place of what
+other ranks have. `pipeline` is a rank's pipeline as a whole; `executor` carries a schedule out, `zero_runner` computes its actions
+under ZeRO, `deferred_weight_grad` computes weight gradients apart, `generation` continues prompts.
 """

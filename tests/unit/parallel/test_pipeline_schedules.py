@@ -9,12 +9,12 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_picture import render
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from zeromesh.errors import LayoutError
 from zeromesh.pipeline.schedule.actions import Action, Kind, PipelineSchedule, ScheduleName, forward_only, make_schedule
 from zeromesh.pipeline.schedule.simulator import ScheduleError, peak_in_flight, simulate, validate
-from zeromesh.pipeline.schedule.timeline import bars, render
 from zeromesh.pipeline.stages.split_points import Cut, cut_by_cost, cut_by_hand
 
 RANKS = st.integers(1, 6)
@@ -203,7 +203,6 @@ def test_pictures_fit(ranks: int, microbatches: int, chunks: int, columns: int) 
     assert len(lines) > ranks
     assert max(map(len, lines)) <= columns
     assert {len(line) for line in lines[:ranks]} == {len(lines[0])}
-    assert sum(bar.width for bar in bars(timeline)) == sum(timeline.busy)
 
 
 def test_a_picture() -> None:

@@ -1,32 +1,15 @@
-"""Pictures of a schedule's timeline: as text, and as rectangles for whoever draws."""
+"""Draws a pipeline schedule as text: `python scripts/schedule_picture.py [--ranks 2] [--microbatches 4] [NAME ...]`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+import sys
+from typing import get_args
 
-from zeromesh.pipeline.schedule.actions import Action, Kind
-from zeromesh.pipeline.schedule.simulator import ActionTime, Timeline
+from zeromesh.pipeline.schedule.actions import Kind, ScheduleName, make_schedule
+from zeromesh.pipeline.schedule.simulator import ActionTime, Timeline, simulate, validate
 
 _FILL = {Kind.FORWARD: ">", Kind.BACKWARD: "<", Kind.BACKWARD_INPUT: "<", Kind.BACKWARD_WEIGHT: "w"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bar:
-    """A rectangle: `rank` is its row, `start` and `width` are in the timeline's unit of time."""
-
-    rank: int
-    start: float
-    width: float
-    action: Action
-
-
-def bars(timeline: Timeline) -> tuple[Bar, ...]:
-    """Rectangles of a timeline, rank by rank: what `matplotlib`'s `broken_barh` takes."""
-    return tuple(
-        Bar(rank=rank, start=span.start, width=span.end - span.start, action=span.action)
-        for rank, spans in enumerate(timeline.spans)
-        for span in spans
-    )
 
 
 def render(timeline: Timeline, *, columns: int = 100) -> str:
@@ -71,3 +54,22 @@ def _wrap(text: str, columns: int) -> list[str]:
             lines.append("")
         lines[-1] += f" {word}" if lines[-1] else word
     return lines
+
+
+def main() -> int:
+    """Print each schedule that is named; returns the exit code."""
+    names = [name for name in get_args(ScheduleName) if name != "interleaved"]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(names)}; all of them by default")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, default=4)
+    options = parser.parse_args()
+    for name in options.names or names:
+        schedule = make_schedule(name, ranks=options.ranks, microbatches=options.microbatches)
+        validate(schedule)
+        print(f"{name}\n{render(simulate(schedule))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
