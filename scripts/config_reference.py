@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from zeromesh.trainer.config.messages import allowed, section_of
+from zeromesh.trainer.config.sections.outputs import name_of_script
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.monitoring.run_name import name_of_script
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 

@@ -25,13 +25,14 @@ from zeromesh.trainer.checkpoints.trainer_state import settings_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import MapDataset
 from zeromesh.trainer.data.streaming import StreamedDataset
+from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.trainer.loop.evaluation import Evaluator, Values
 from zeromesh.trainer.loop.stop_signals import leave, stop_requests
 from zeromesh.trainer.loop.training_loop import TrainingLoop
 from zeromesh.trainer.lr_schedule import STEADY
 from zeromesh.trainer.models.build import check_model
 from zeromesh.trainer.models.hub_download import pin_sources
-from zeromesh.trainer.monitoring.console import RunConsole, human_bytes, human_count, make_console
+from zeromesh.trainer.monitoring.console import RunConsole, make_console
 from zeromesh.trainer.monitoring.log_history import LogHistory
 from zeromesh.trainer.monitoring.oom_report import explained
 from zeromesh.trainer.monitoring.profiler import Profile

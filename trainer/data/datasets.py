@@ -22,7 +22,7 @@ from zeromesh.trainer.data.packing import PackedDataset, TokenWriter, byte_pair_
 from zeromesh.trainer.data.text_sources import TextSource, find_text
 from zeromesh.trainer.data.token_cache import Amount, StoredText, TokenCache
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, TokenArray, Tokenizer, load_tokenizer
-from zeromesh.trainer.monitoring.console import human_bytes
+from zeromesh.trainer.formatting import human_bytes
 
 _VERSION = 1
 """Of how text becomes tokens here. Tokens that another version has cached are not taken."""

@@ -5,17 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from transformers.modelcard import TrainingSummary
 
 from zeromesh.files import write_whole
-from zeromesh.trainer.callbacks.control import RunState
+from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.callbacks.transformers_views import arguments_of
+from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.peft import is_adapted
 
-if TYPE_CHECKING:
-    from zeromesh.trainer.trainer import Trainer
+
+class DescribedTrainer(Protocol):
+    """What a model card is made from."""
+
+    @property
+    def training_arguments(self) -> Any: ...
+
+    @property
+    def run_config(self) -> TrainerConfig: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def model(self) -> Any: ...
+
+    @property
+    def state(self) -> Any: ...
+
+    @property
+    def train_dataset(self) -> Any: ...
+
+    @property
+    def eval_dataset(self) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,12 +47,12 @@ class _Described:
 
     args: Any
     model: Any
-    state: RunState
+    state: Any
     train_dataset: Any
     eval_dataset: Any
 
 
-def write_model_card(trainer: Trainer, directory: Path, values: Mapping[str, Any]) -> None:
+def write_model_card(trainer: DescribedTrainer, directory: Path, values: Mapping[str, Any]) -> None:
     """Write `README.md`. `values` are what the user says of the model, by transformers' names."""
     described = _Described(
         args=trainer.training_arguments or arguments_of(trainer.run_config),
@@ -47,7 +70,7 @@ def write_model_card(trainer: Trainer, directory: Path, values: Mapping[str, Any
         model.create_or_update_model_card(str(directory))
 
 
-def _over_ranks(trainer: Trainer) -> dict[str, int]:
+def _over_ranks(trainer: DescribedTrainer) -> dict[str, int]:
     """What follows from the number of ranks, which transformers' arguments do not always know."""
     config, mesh = trainer.run_config, trainer.mesh
     if mesh.world_size == 1:

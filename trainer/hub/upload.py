@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import huggingface_hub
 from huggingface_hub import CommitInfo
@@ -18,19 +19,38 @@ from zeromesh.environment import secret_values
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.redact import Redaction
-from zeromesh.trainer.hub.model_card import write_model_card
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.hub.model_card import DescribedTrainer, write_model_card
 from zeromesh.trainer.models.hub_download import T, while_posting
 from zeromesh.trainer.tracking.worker import said_by
-
-if TYPE_CHECKING:
-    from zeromesh.trainer.trainer import Trainer
 
 FOLDER = "hub-upload"
 """In the run's directory: what is uploaded, until it is."""
 _TOKEN = "give a token that may write (HF_TOKEN, hub_token, or `hf auth login`)"
 
 
-def open_repository(trainer: Trainer, token: str | None, private: bool | None) -> str:
+class UploadedTrainer(DescribedTrainer, Protocol):
+    """What an upload reads of a trainer, and what it has it do."""
+
+    @property
+    def config(self) -> TrainerConfig: ...
+
+    @property
+    def hub_model_id(self) -> str | None: ...
+
+    @property
+    def run_directory(self) -> Path: ...
+
+    def save(self, directory: Path) -> Any:
+        """Save the model as transformers reads it."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+        ...
+
+
+def open_repository(trainer: UploadedTrainer, token: str | None, private: bool | None) -> str:
     """The full name of the repository, which is made if there is none; all ranks call it.
 
     Raises:
@@ -53,7 +73,7 @@ def open_repository(trainer: Trainer, token: str | None, private: bool | None) -
 
 
 def push(
-    trainer: Trainer, message: str | None, *, token: str | None, revision: str | None, card: Mapping[str, Any]
+    trainer: UploadedTrainer, message: str | None, *, token: str | None, revision: str | None, card: Mapping[str, Any]
 ) -> CommitInfo | None:
     """Upload the model as it is now to `trainer.hub_model_id`; all ranks call it. The commit, on rank 0.
 
@@ -86,12 +106,12 @@ def push(
     return commit
 
 
-def _token_of(trainer: Trainer) -> str | None:
+def _token_of(trainer: UploadedTrainer) -> str | None:
     """What `TrainingArguments` say; None: huggingface_hub looks for one."""
     return getattr(trainer.training_arguments, "hub_token", None)
 
 
-def _values_of_card(trainer: Trainer, given: Mapping[str, Any]) -> dict[str, Any]:
+def _values_of_card(trainer: UploadedTrainer, given: Mapping[str, Any]) -> dict[str, Any]:
     """The repository's name and the model's tags beside what the user says of the model, as in transformers."""
     values = {"model_name": (trainer.hub_model_id or "").rpartition("/")[2], **given}
     tags: Any = getattr(trainer.model, "model_tags", None)

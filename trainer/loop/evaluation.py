@@ -13,8 +13,8 @@ from transformers.trainer_utils import PredictionOutput
 
 from zeromesh.errors import ConfigError, DataError, PhaseError
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
+from zeromesh.trainer.formatting import human_count
 from zeromesh.trainer.loop.prediction import Collector
-from zeromesh.trainer.monitoring.console import human_count
 from zeromesh.trainer.setup.rank_agreement import require_same_data
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ update divides.
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,6 @@ from zeromesh.optim.fused_optimizer import Rates
 from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.pipeline.zero_runner import MicrobatchWork
 from zeromesh.rng import Streams, data_randomness
-from zeromesh.telemetry.comm_stats import Figures
 from zeromesh.telemetry.step_timer import StepPhase
 from zeromesh.trainer.data.collate import Collate, MapDataset, fetch_microbatch
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
@@ -33,6 +31,7 @@ from zeromesh.trainer.loop.batch_agreement import require_same
 from zeromesh.trainer.loop.prediction import Collector, Prediction
 from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.prepare import TrainingModes, in_evaluation_mode
+from zeromesh.trainer.monitoring.step_result import NO_VOTES, StepResult, Votes
 from zeromesh.trainer.monitoring.user_scalars import UserScalars
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.pass_progress import MicrobatchPosition
@@ -76,51 +75,6 @@ class Feed:
                 causal=self.causal,
             )
         return {name: value for name, value in batch.items() if self.fields is None or name in self.fields}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Votes:
-    """How many ranks were asked to stop, by which signal."""
-
-    terminate: int = 0
-    interrupt: int = 0
-
-    @classmethod
-    def of(cls, number: int) -> Votes:
-        """One rank's vote after signal `number`; 0: none."""
-        return cls(terminate=int(number == signal.SIGTERM), interrupt=int(number == signal.SIGINT))
-
-    @property
-    def number(self) -> int:
-        """The signal that stops all, the graver one if ranks got different ones; 0: none."""
-        return int(signal.SIGTERM) if self.terminate else int(signal.SIGINT) if self.interrupt else 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """What a step did, over all ranks. `loss` is the mean over `targets`; `tokens` counts inputs; `cause`: why it was skipped."""
-
-    loss: float
-    targets: int
-    tokens: int
-    unit: str = "tokens"
-    """What `tokens` counts: samples, where the model has no `input_ids`."""
-    grad_norm: float
-    skipped: bool
-    loss_scale: float
-    seconds: float
-    cause: str = ""
-    idle: float = 0.0
-    """Seconds in which this rank has waited for others."""
-    waited: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that this rank stood still for bytes of a tier, by its name."""
-    communication: Figures = field(default_factory=dict)
-    """What this rank told others, by axis and collective."""
-    phases: Mapping[str, float] = field(default_factory=dict)
-    """This rank's seconds in the step, by what they went to."""
-    bubble: Mapping[str, float] = field(default_factory=dict)
-    """The part of the step in which ranks of a pipeline did not compute, `predicted` and `measured`."""
-    votes: Votes = field(default_factory=Votes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +128,7 @@ class Stepper:
         step: int,
         rates: Rates,
         events: StepEvents = StepEvents(),
-        vote: Votes = Votes(),
+        vote: Votes = NO_VOTES,
     ) -> StepResult:
         """Run step `step` (from 0); votes are counted.
 

@@ -13,11 +13,12 @@ from zeromesh.trainer.checkpoints.manager import RunCheckpoints
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.loop.stop_signals import StopRequest
-from zeromesh.trainer.loop.train_step import Feed, StepEvents, Votes
+from zeromesh.trainer.loop.train_step import Feed, StepEvents
 from zeromesh.trainer.monitoring.memory_timeline import NAME as STEP_MEMORY
 from zeromesh.trainer.monitoring.memory_timeline import MemoryTimeline
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, MetricsWriter, StepMetrics
+from zeromesh.trainer.monitoring.step_result import Votes
 from zeromesh.trainer.monitoring.step_stats import RankStats, Stragglers
 from zeromesh.trainer.tracking.tracking import Tracking
 

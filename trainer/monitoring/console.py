@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from zeromesh.errors import printable, printable_lines
+from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 
 _LOG = logging.getLogger(__name__)
@@ -258,37 +259,6 @@ def step_line(metrics: StepMetrics, *, total_steps: int = 0) -> str:
         *(f"{name} {value}" for name, value in metrics.extras.items() if not isinstance(value, Mapping)),
     ]
     return "  ".join(parts)
-
-
-def human_bytes(count: float) -> str:
-    """A number of bytes in powers of 1024, such as `1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-
-
-def human_count(count: float) -> str:
-    """A number in powers of 1000, such as `12.3k` or `1.2M`."""
-    for unit in ("", "k", "M", "G", "T"):
-        if not abs(count) >= 999.95 or unit == "T":  # `not ... >=` lets NaN through
-            break
-        count /= 1000
-    return f"{count:.0f}" if unit == "" else f"{count:.1f}{unit}"
-
-
-def human_seconds(seconds: float) -> str:
-    """A duration, such as `12 ms`, `1.25 s`, `3:05` (minutes) or `1:02:03` (hours)."""
-    if not math.isfinite(seconds):
-        return str(seconds)
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _bar_numbers(metrics: StepMetrics) -> str:

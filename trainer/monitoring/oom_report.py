@@ -15,7 +15,7 @@ from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Tier, available_bytes, peak_bytes, resident_bytes
 from zeromesh.trainer.config.redact import Redaction
-from zeromesh.trainer.monitoring.console import human_bytes
+from zeromesh.trainer.formatting import human_bytes
 from zeromesh.units.unit import Phase
 from zeromesh.zero.engine import ZeroEngine
 

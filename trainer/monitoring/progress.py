@@ -8,8 +8,8 @@ from typing import Any
 
 from zeromesh.errors import NonFiniteError
 from zeromesh.telemetry.comm_stats import Figures, added, traffic_table
-from zeromesh.trainer.loop.train_step import StepResult
 from zeromesh.trainer.monitoring.step_metrics import StepMetrics
+from zeromesh.trainer.monitoring.step_result import StepResult
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,9 +15,9 @@ import torch
 
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Ledger, peak_bytes
-from zeromesh.trainer.loop.train_step import StepResult
+from zeromesh.trainer.formatting import human_count
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
-from zeromesh.trainer.monitoring.console import human_count
+from zeromesh.trainer.monitoring.step_result import StepResult
 
 
 class StepStats:

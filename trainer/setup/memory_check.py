@@ -16,7 +16,7 @@ from zeromesh.offload import Purpose, TierChoice, available_bytes, remove_leftov
 from zeromesh.offload.io.swap_file import IN_MEMORY, file_system_of, free_bytes, nearest_directory
 from zeromesh.optim.fused_optimizer import GroupRules
 from zeromesh.options import ZeroOptions
-from zeromesh.trainer.monitoring.console import human_bytes, human_count
+from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.units.plan import ModelCuts, ModelPlan, plan_model
 from zeromesh.zero.memory_model import MemoryModel, predict_memory
 

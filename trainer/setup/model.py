@@ -21,6 +21,7 @@ from zeromesh.offload import Tiers, available_bytes, settle_heap
 from zeromesh.options import ZeroOptions
 from zeromesh.rng import number_of, seed_all
 from zeromesh.telemetry.watchdog import Activity
+from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models.flops import ModelFlops, parameters_of
@@ -28,7 +29,7 @@ from zeromesh.trainer.models.forward_inputs import ForwardInputs
 from zeromesh.trainer.models.generation import check_arguments, generate
 from zeromesh.trainer.models.prepare import KeptAttributes, prepare_model
 from zeromesh.trainer.models.save_pretrained import save_model
-from zeromesh.trainer.monitoring.console import RunConsole, human_bytes, human_count
+from zeromesh.trainer.monitoring.console import RunConsole
 from zeromesh.trainer.setup import build
 from zeromesh.trainer.setup.engine_options import exempted
 from zeromesh.trainer.setup.first_batch_checks import Feeds

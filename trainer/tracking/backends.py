@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
 import signal
-import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,46 +27,6 @@ _EVALUATED = "eval/global_step"
 _FLUSH_SECONDS = 1.0
 _WAIT_SECONDS = 20.0
 _EVENTS = re.compile(r"events\.out\.tfevents\.(\d{10,12})\.")
-_PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
-    "aim": (("aim",), "aim"),
-    "clearml": (("clearml",), "clearml"),
-    "comet_ml": (("comet_ml",), "comet-ml"),
-    "dvclive": (("dvclive",), "dvclive"),
-    "mlflow": (("mlflow",), "mlflow"),
-    "swanlab": (("swanlab",), "swanlab"),
-    "tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"),
-    "trackio": (("trackio",), "trackio"),
-    "wandb": (("wandb",), "wandb"),
-}
-"""By name: the modules, of which one is needed, and what pip installs."""
-
-
-def tracker_problems(names: Sequence[str]) -> Iterator[str]:
-    """What is wrong with these names of trackers: unknown ones, and those whose package is missing."""
-    for name in names:
-        if name in _PACKAGES:
-            modules, package = _PACKAGES[name]
-            if not any(map(_installed, modules)):
-                yield f"tracking.backends: {name} needs a package that is not installed; run: pip install {package}"
-        elif name not in _registered():
-            near = difflib.get_close_matches(name.lower(), _PACKAGES, n=1, cutoff=0.6)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            yield (
-                f"tracking.backends: got {name!r}; allowed are {', '.join(_PACKAGES)}, and names of trackers that were given to "
-                f"accelerate.tracking.register_tracker_class{hint}"
-            )
-
-
-def _installed(module: str) -> bool:
-    spec = find_spec(module)
-    # A folder of that name, such as the one that wandb makes for its runs, is no package.
-    return spec is not None and spec.origin is not None
-
-
-def _registered() -> Mapping[str, Any]:
-    """Trackers that accelerate knows; its own, and those that were registered in this process."""
-    module = sys.modules.get("accelerate.tracking")
-    return module.LOGGER_TYPE_TO_CLASS if module is not None else {}
 
 
 @dataclass(slots=True)

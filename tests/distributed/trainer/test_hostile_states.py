@@ -18,7 +18,7 @@ from zeromesh.trainer.checkpoints.best_metric import Best
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.data.sampler import BatchPlan
-from zeromesh.trainer.monitoring.console import human_count
+from zeromesh.trainer.formatting import human_count
 
 GOOD: dict[str, Any] = {
     "schema": 1,

@@ -15,7 +15,7 @@ from workers import Outcome, Pool, PoolOptions, Workers
 
 from zeromesh import Trainer
 from zeromesh.errors import StorageError
-from zeromesh.trainer.monitoring.console import human_bytes
+from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 from zeromesh.trainer.setup import memory_check
 

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config.cross_checks import schedule_of
 from zeromesh.trainer.config.loading.load import load_config
 from zeromesh.trainer.config.messages import allowed, choices, known_paths, suggestion
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
-from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of
 from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_json, parse_yaml, plain_scalar
 from zeromesh.trainer.lr_schedule import SCHEDULE_NAMES
 

@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.cli.main import main
-from zeromesh.trainer.config.cross_checks import schedule_of
 from zeromesh.trainer.config.loading.load import load_config
 from zeromesh.trainer.config.messages import known_paths
 from zeromesh.trainer.config.migration.deepspeed import is_deepspeed, read_deepspeed
 from zeromesh.trainer.config.migration.deepspeed_table import TABLE
 from zeromesh.trainer.config.migration.translate import Fate, LaunchFacts, SettingRow
-from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of
 
 PLACE = LaunchFacts(ranks=4)
 BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}

@@ -25,13 +25,12 @@ from transformers import (
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.callbacks.transformers_views import arguments_of
-from zeromesh.trainer.config.cross_checks import schedule_of
 from zeromesh.trainer.config.loading.load import load_config
 from zeromesh.trainer.config.messages import known_paths
 from zeromesh.trainer.config.migration.training_arguments import read_training_arguments
 from zeromesh.trainer.config.migration.training_arguments_table import TABLE
 from zeromesh.trainer.config.migration.translate import Fate, LaunchFacts, SettingRow
-from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of
 from zeromesh.trainer.setup.engine_options import biases_and_norms
 
 PLACE = LaunchFacts(ranks=4, samples=1000)

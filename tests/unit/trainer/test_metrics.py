@@ -18,16 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import StorageError
+from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.monitoring import step_metrics
-from zeromesh.trainer.monitoring.console import (
-    Console,
-    SilentConsole,
-    human_bytes,
-    human_count,
-    human_seconds,
-    make_console,
-    step_line,
-)
+from zeromesh.trainer.monitoring.console import Console, SilentConsole, make_console, step_line
 from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, StepMetrics, last_metrics, read_metrics
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from zeromesh.environment import secret_values
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config import cross_checks
+from zeromesh.trainer.config.loading.machine_checks import missing_paths, tracker_problems
 from zeromesh.trainer.config.loading.sources import ConfigSource, read_source, with_translation
 from zeromesh.trainer.config.messages import (
     allowed,
@@ -22,10 +22,9 @@ from zeromesh.trainer.config.messages import (
 )
 from zeromesh.trainer.config.redact import REDACTED, Redaction
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
-from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.config.sections.outputs import name_of_file
+from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
 from zeromesh.trainer.config.yaml_reader import parse_yaml, plain_scalar
-from zeromesh.trainer.monitoring.run_name import name_of_file
-from zeromesh.trainer.tracking.backends import tracker_problems
 
 # What people try that has a reason why it is not there.
 _WHOLE_MATRICES = "it needs whole matrices (granularity: matrix), which this version does not have"
@@ -164,7 +163,7 @@ def _validate(data: dict[str, Any], unused: frozenset[str]) -> tuple[TrainerConf
     config = _without_wrong_keys(data, wrong)
     # Where a key inside is wrong, so is what holds it.
     paths = unused.union(".".join(keys[:depth]) for keys in wrong for depth in range(1, len(keys) + 1))
-    more = [*cross_checks.problems(config, wrong=paths), *cross_checks.missing_paths(config, wrong=paths)]
+    more = [*disagreements(config, wrong=paths), *missing_paths(config, wrong=paths)]
     more += [] if "tracking.backends" in paths else tracker_problems(config.tracking.backends)
     problems = [*wrong.values(), *more]
     return (None if problems else config), problems

@@ -11,10 +11,16 @@ The section `tracking`.
 
 from __future__ import annotations
 
+import re
+import sys
+from datetime import datetime
+from os import PathLike
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from zeromesh.environment import read_environment
 from zeromesh.trainer.config.sections.base import (
     REPOSITORY,
     Allowed,
@@ -26,7 +32,28 @@ from zeromesh.trainer.config.sections.base import (
     Text,
     tuple_from_list,
 )
-from zeromesh.trainer.monitoring.run_name import PATTERN, name_of_script
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def name_of_file(path: str | PathLike[str]) -> str:
+    """The stem of a file's name, with '-' for characters that names of runs do not have."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).lstrip("._-")[:128]
+    return stem or "run"
+
+
+def name_of_script() -> str:
+    """The stem of the script of this process; of `python -m package` the package's name.
+
+    A notebook or another interactive session has no script. There each run gets a name with the time, so that a cell that is run
+    again trains again.
+    """
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    if file:
+        path = Path(file)
+        return name_of_file(path.resolve().parent.name if path.stem == "__main__" else path)
+    alone = read_environment().world_size == 1  # The clocks of several ranks would give several names.
+    return f"interactive-{datetime.now():%Y%m%d-%H%M%S-%f}" if alone else "interactive"
 
 
 class CheckpointSection(Section):
@@ -85,7 +112,7 @@ class RunSection(Section):
 
     name: Annotated[
         str,
-        Field(pattern=f"^{PATTERN.pattern}$"),
+        Field(pattern=f"^{RUN_NAME.pattern}$"),
         Allowed("a name of letters, digits, '.', '_' and '-' that starts with a letter or digit"),
     ] = Field(
         default_factory=name_of_script,

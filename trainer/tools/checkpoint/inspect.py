@@ -19,7 +19,7 @@ from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, printable
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, name_in
-from zeromesh.trainer.monitoring.console import human_bytes, human_count
+from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.trainer.tools.checkpoint.paths import checkpoint_at, store_at
 
 _COLUMNS = ("step", "date (UTC)", "size", "loss", "eval loss", "tokens", "written by", "state")

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from zeromesh.trainer.monitoring.console import RunConsole, human_bytes, human_seconds
+from zeromesh.trainer.formatting import human_bytes, human_seconds
+from zeromesh.trainer.monitoring.console import RunConsole
 
 
 class Throughput:

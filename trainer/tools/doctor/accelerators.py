@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from zeromesh.trainer.monitoring.console import human_bytes
+from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.tools.doctor.findings import Finding, Level
 
 _MODULE = Path("/proc/driver/nvidia/version")

@@ -15,7 +15,7 @@ from zeromesh.files import try_lock
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.offload.io.swap_file import IN_MEMORY, file_system_of, free_bytes, nearest_directory
 from zeromesh.offload.io.transfer import pages
-from zeromesh.trainer.monitoring.console import human_bytes
+from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.tools.doctor.findings import Finding, Level
 
 _PIECE = 4 << 20

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zeromesh.environment import available_cores
 from zeromesh.offload.memory.memory_usage import available_bytes, group_settings, machine_bytes, swap_bytes
-from zeromesh.trainer.monitoring.console import human_bytes
+from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.tools.doctor.findings import Finding, Level
 
 _LEAST_MEMORY = 2 << 30

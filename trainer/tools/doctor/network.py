@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from zeromesh.environment import DEFAULT_PORT, INTERFACE, LOOPBACK, setting
 from zeromesh.launch.self_test import Trial, try_exchange
 from zeromesh.mesh.network_interfaces import interface_of, interfaces, is_loopback
-from zeromesh.trainer.monitoring.console import human_seconds
+from zeromesh.trainer.formatting import human_seconds
 from zeromesh.trainer.tools.doctor.findings import Finding, Level
 
 _NCCL = "NCCL_SOCKET_IFNAME"

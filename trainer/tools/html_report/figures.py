@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Literal
 
-from zeromesh.trainer.monitoring.console import human_bytes, human_count, human_seconds
+from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 
 MOST_POINTS = 1200
 """Of a line; a screen has fewer columns."""

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from zeromesh.mesh.mesh_shape import AXES, Coordinate, MeshShape
-from zeromesh.trainer.monitoring.console import human_bytes, human_count, human_seconds
+from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.monitoring.start_times import sentence
 from zeromesh.trainer.tools.html_report.chart import COLORS
 from zeromesh.trainer.tools.html_report.figures import median
