@@ -9,8 +9,8 @@ Useful by itself; knows no rank and no model.
 
 from zeromesh.offload.io.file_tier import FileSlot, FileTier
 from zeromesh.offload.io.swap_file import remove_leftovers
-from zeromesh.offload.io.transfer import DONE, Transfer, Waits
-from zeromesh.offload.memory.allocation import PassingMemory, PinnedBudget, allocate_lasting, pinned_limit
+from zeromesh.offload.io.transfer import DONE, Transfer, WaitTime
+from zeromesh.offload.memory.allocation import PinnedBudget, ReleasableBuffer, allocate_lasting, pinned_limit
 from zeromesh.offload.memory.glibc_malloc import reuse_freed_memory, settle_heap
 from zeromesh.offload.memory.ledger import Ledger, Purpose, Tier
 from zeromesh.offload.memory.memory_usage import (
@@ -22,7 +22,7 @@ from zeromesh.offload.memory.memory_usage import (
 )
 from zeromesh.offload.tiered_tensor import TensorSlice, TierChoice, TieredTensor, TierName
 from zeromesh.offload.tiers import STAGING_BYTES, FileSettings, Tiers
-from zeromesh.offload.update_stream import Access, StreamRow, UpdateStream, Use, stream_bytes
+from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, stream_bytes
 
 __all__ = [
     "DONE",
@@ -32,9 +32,10 @@ __all__ = [
     "FileSlot",
     "FileTier",
     "Ledger",
-    "PassingMemory",
     "PinnedBudget",
     "Purpose",
+    "ReleasableBuffer",
+    "StreamOperand",
     "StreamRow",
     "TensorSlice",
     "Tier",
@@ -44,8 +45,7 @@ __all__ = [
     "Tiers",
     "Transfer",
     "UpdateStream",
-    "Use",
-    "Waits",
+    "WaitTime",
     "allocate_lasting",
     "available_bytes",
     "peak_bytes",

@@ -18,7 +18,7 @@ import torch
 from zeromesh.errors import ConfigError
 from zeromesh.offload.io.copy_streams import lane_of
 from zeromesh.offload.io.file_tier import FileSlot
-from zeromesh.offload.io.transfer import DONE, Together, Transfer
+from zeromesh.offload.io.transfer import DONE, Transfer, TransferGroup
 from zeromesh.offload.memory.ledger import Tier
 
 TierName = Literal["none", "host", "file"]
@@ -130,14 +130,14 @@ class TieredTensor:
         Raises:
             StorageError: now or at the transfer's `wait`.
         """
-        return Together([_read(self.dtype, part, at, piece) for part, at, piece in self._within(start, out)])
+        return TransferGroup([_read(self.dtype, part, at, piece) for part, at, piece in self._within(start, out)])
 
     def write(self, start: int, data: torch.Tensor) -> Transfer:
         """Start to replace the elements from `start` on by `data`, 1-D, which must stay as it is until that is done.
 
         Raises as `read` does.
         """
-        return Together([_write(self.dtype, part, at, piece) for part, at, piece in self._within(start, data)])
+        return TransferGroup([_write(self.dtype, part, at, piece) for part, at, piece in self._within(start, data)])
 
     def _within(self, start: int, data: torch.Tensor) -> Iterator[tuple[TieredPart, int, torch.Tensor]]:
         """The parts that `data`, which stands for the elements from `start` on, lies in: where in each, and which of `data`."""

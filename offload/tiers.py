@@ -11,7 +11,7 @@ import torch
 
 from zeromesh.errors import StorageError
 from zeromesh.offload.io.file_tier import PIECE, THREADS, FileTier
-from zeromesh.offload.io.transfer import Waits, pages
+from zeromesh.offload.io.transfer import WaitTime, pages
 from zeromesh.offload.memory.allocation import PinnedBudget, allocate_lasting, pinned_pages
 from zeromesh.offload.memory.ledger import Ledger, Purpose, Tier
 from zeromesh.offload.tiered_tensor import TierChoice, TieredPart, TieredTensor
@@ -107,7 +107,7 @@ class Tiers:
         """The file tiers that are open."""
         return () if self._file is None else (self._file,)
 
-    def waited(self) -> dict[Tier, Waits]:
+    def waited(self) -> dict[Tier, WaitTime]:
         """How long callers have waited for each tier that makes them wait."""
         return dict.fromkeys([Tier.FILE], self._file.waits) if self._file is not None else {}
 

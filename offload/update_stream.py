@@ -16,7 +16,7 @@ from itertools import islice, pairwise
 
 import torch
 
-from zeromesh.offload.io.transfer import DONE, PAGE, Memory, StagingPool, Transfer, Waits, pages
+from zeromesh.offload.io.transfer import DONE, PAGE, Memory, StagingPool, Transfer, WaitTime, pages
 from zeromesh.offload.tiered_tensor import GRAIN, TieredTensor
 
 _DEPTH = 2
@@ -37,7 +37,7 @@ class Access(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Use:
+class StreamOperand:
     """A tensor in a row."""
 
     tensor: TieredTensor
@@ -51,7 +51,7 @@ class StreamRow:
     key: int
     start: int
     end: int
-    uses: tuple[Use, ...]
+    uses: tuple[StreamOperand, ...]
 
     @property
     def place(self) -> tuple[int, int, int, int]:
@@ -60,7 +60,7 @@ class StreamRow:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Flight:
+class _RowInFlight:
     """A row on its way in. `buffers[i]` is what `tensors[i]` looks at, if that is none of the tensor's own memory."""
 
     row: StreamRow
@@ -94,7 +94,7 @@ class UpdateStream:
         width: int,
         longest: int,
         nbytes: int,
-        waits: Waits,
+        waits: WaitTime,
         memory: Memory = pages,
     ) -> None:
         """`memory` makes buffers on `device`."""
@@ -103,7 +103,7 @@ class UpdateStream:
         self._width = width
         self._buffer_bytes = buffer_bytes(width, longest, nbytes)
         self._pool = StagingPool(width * _IN_FLIGHT, self._buffer_bytes, memory) if width else None
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[_RowInFlight] = deque()
         self._crossing: list[Transfer] = []
 
     @property
@@ -116,7 +116,7 @@ class UpdateStream:
         """Bytes of all buffers."""
         return self._pool.total if self._pool is not None else 0
 
-    def rows(self, key: int, length: int, uses: Sequence[Use]) -> Iterator[StreamRow]:
+    def rows(self, key: int, length: int, uses: Sequence[StreamOperand]) -> Iterator[StreamRow]:
         """[0, length) in rows: as long as buffers allow, and each of a tensor's elements on one tier."""
         away = [use.tensor for use in uses if use.tensor.whole(self._device) is None]
         widest = max((tensor.dtype.itemsize for tensor in away), default=0)
@@ -198,7 +198,7 @@ class UpdateStream:
     def _start(self, row: StreamRow) -> None:
         if self._missing(row) > self._width:  # It would wait for buffers that there are not.
             raise ValueError(f"a row of {self._missing(row)} tensors out of reach, in a stream of width {self._width}")
-        flight = _Flight(row=row, tensors=[], buffers=[], reads=[])
+        flight = _RowInFlight(row=row, tensors=[], buffers=[], reads=[])
         self._flights.append(flight)
         for use in row.uses:
             tensor = use.tensor.view(row.start, row.end, self._device)
@@ -225,7 +225,7 @@ class UpdateStream:
         if self._pool is not None:
             self._pool.give(buffer)
 
-    def _write(self, flight: _Flight) -> None:
+    def _write(self, flight: _RowInFlight) -> None:
         for number, (use, tensor) in enumerate(zip(flight.row.uses, flight.tensors, strict=True)):
             buffer = flight.buffers[number]
             if buffer is None:

@@ -24,7 +24,7 @@ from zeromesh.offload.io.transfer import DONE, Transfer
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
-class Lot:
+class Reservation:
     """Memory, or room in a file, that ends with the last reference to it.
 
     That may be in any thread and in the middle of anything, so what there is to do then is only put down for the store.
@@ -40,7 +40,7 @@ class Lot:
             self._ended.put(end)
 
 
-class TensorForm:
+class TensorMeta:
     """What makes a tensor of bytes again."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -55,7 +55,7 @@ class TensorForm:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
-class Handle(ABC):
+class SavedTensor(ABC):
     """A tensor that autograd keeps."""
 
     call: BlockCall | None = None
@@ -74,20 +74,20 @@ class BlockCall:
     def __init__(self, *, away: bool) -> None:
         self.away = away
         self.before: weakref.ref[BlockCall] | None = None
-        self._handles: list[weakref.ref[Handle]] = []
+        self._handles: list[weakref.ref[SavedTensor]] = []
         self._given: list[tuple[torch.Tensor, int]] = []
 
     @property
     def empty(self) -> bool:
         return not self._handles
 
-    def add(self, handle: Handle, tensor: torch.Tensor) -> None:
+    def add(self, handle: SavedTensor, tensor: torch.Tensor) -> None:
         """Take a handle of `tensor` in; it keeps this call alive, and not the other way round."""
         handle.call = self
         self._handles.append(weakref.ref(handle))
         self._given.append((tensor, tensor._version))
 
-    def alive(self) -> list[Handle]:
+    def alive(self) -> list[SavedTensor]:
         """Handles that somebody holds, in the order in which backward will ask for them."""
         return [handle for ref in self._handles if (handle := ref()) is not None]
 
@@ -102,10 +102,10 @@ class BlockCall:
         self._given.clear()
 
 
-class AsItIs(Handle):
+class UnmovedTensor(SavedTensor):
     """A tensor that stays where it is. `lot` counts its bytes, where they are counted."""
 
-    def __init__(self, tensor: torch.Tensor, lot: Lot | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, lot: Reservation | None = None) -> None:
         self._tensor, self._version, self._lot = tensor, tensor._version, lot
 
     def take(self) -> torch.Tensor:
@@ -114,22 +114,22 @@ class AsItIs(Handle):
         return self._tensor
 
 
-class InMemory(Handle):
+class MemoryCopy(SavedTensor):
     """A copy in the memory that backward computes in."""
 
-    def __init__(self, lot: Lot, form: TensorForm) -> None:
+    def __init__(self, lot: Reservation, form: TensorMeta) -> None:
         self._lot, self._form = lot, form
 
     def take(self) -> torch.Tensor:
         return self._form.view(self._lot.memory)
 
 
-class OnFile(Handle):
+class FileCopy(SavedTensor):
     """A copy in a file; while it is being written it is still in memory, and taken from there."""
 
-    def __init__(self, on_host: Callable[[int], Lot], leaving: Leaving, form: TensorForm) -> None:
+    def __init__(self, on_host: Callable[[int], Reservation], leaving: PendingWrite, form: TensorMeta) -> None:
         self._on_host, self._leaving, self._form = on_host, leaving, form
-        self._coming: tuple[Lot, Transfer] | None = None
+        self._coming: tuple[Reservation, Transfer] | None = None
 
     def fetch(self) -> None:
         self._coming = self._coming or self._start()
@@ -144,7 +144,7 @@ class OnFile(Handle):
             torch.cuda.current_stream(self._form.device).wait_event(self._leaving.copied)
         return self._form.empty().copy_(self._form.view(lot.memory), non_blocking=True)
 
-    def _start(self) -> tuple[Lot, Transfer]:
+    def _start(self) -> tuple[Reservation, Transfer]:
         still_here = self._leaving.lots[:1]
         if still_here:
             return still_here[0], DONE
@@ -152,10 +152,10 @@ class OnFile(Handle):
         return lot, self._leaving.read(lot.memory)
 
 
-class OnHost(Handle):
+class PinnedCopy(SavedTensor):
     """A copy in pinned memory of the host."""
 
-    def __init__(self, side: SideStream, lot: Lot, form: TensorForm) -> None:
+    def __init__(self, side: SideStream, lot: Reservation, form: TensorMeta) -> None:
         self._side, self._lot, self._form = side, lot, form
         self._coming: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
@@ -173,13 +173,13 @@ class OnHost(Handle):
         return tensor, self._side.copy_in(self._form.view(self._lot.memory), tensor)
 
 
-class Leaving:
+class PendingWrite:
     """A write from memory to a slot, which begins when `copied` has happened. `lots` has the memory until it has ended.
 
     The room lasts as long as this, and as whatever reads from it. Whoever writes keeps this until that is over.
     """
 
-    def __init__(self, lot: Lot, slot: FileSlot, room: Lot, copied: torch.cuda.Event | None) -> None:
+    def __init__(self, lot: Reservation, slot: FileSlot, room: Reservation, copied: torch.cuda.Event | None) -> None:
         self.lots = [lot]
         self.copied = copied
         self._slot, self._room = slot, room
@@ -226,5 +226,5 @@ def _wait(transfer: Transfer) -> None:
         raise StorageError(str(error)) from None
 
 
-def _let_go(_lot: Lot) -> None:
+def _let_go(_lot: Reservation) -> None:
     """Called at a transfer's end, which holds the argument until then."""

@@ -23,15 +23,15 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeromesh.offload.activations.saved_tensor import (
-    AsItIs,
     BlockCall,
-    Handle,
-    InMemory,
-    Leaving,
-    Lot,
-    OnFile,
-    OnHost,
-    TensorForm,
+    FileCopy,
+    MemoryCopy,
+    PendingWrite,
+    PinnedCopy,
+    Reservation,
+    SavedTensor,
+    TensorMeta,
+    UnmovedTensor,
 )
 from zeromesh.offload.io.copy_streams import SideStream
 from zeromesh.offload.io.direct_io import BLOCK
@@ -110,7 +110,7 @@ class ActivationStore:
         self._side = SideStream(tiers.device, in_flight) if tiers.device.type == "cuda" else None
         self._extents = FreeRanges()
         self._reserved = 0
-        self._leaving: deque[Leaving] = deque()
+        self._leaving: deque[PendingWrite] = deque()
         self._ended: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._latest: weakref.ref[BlockCall] | None = None
         if choice.away and choice.tier == "file":
@@ -147,7 +147,7 @@ class ActivationStore:
             return False  # Subclasses and sparse tensors are more than their bytes.
         return value.requires_grad and not value.is_leaf and value.device.type == self._tiers.device.type
 
-    def pack(self, tensor: torch.Tensor) -> Handle:
+    def pack(self, tensor: torch.Tensor) -> SavedTensor:
         """A handle for `tensor`: one that was computed and needs a gradient leaves the device, any other stays as it is.
 
         `tensor` may be changed afterwards where it was copied; where it was not, `unpack` finds that out.
@@ -158,7 +158,7 @@ class ActivationStore:
         finally:
             call.forget()
 
-    def unpack(self, handle: Handle) -> torch.Tensor:
+    def unpack(self, handle: SavedTensor) -> torch.Tensor:
         """The tensor of a handle, contiguous; what backward will want after it is on its way when this returns."""
         self._settle()
         handle.fetch()
@@ -167,9 +167,9 @@ class ActivationStore:
                 later.fetch()
         return handle.take()
 
-    def _pack(self, call: BlockCall, tensor: torch.Tensor) -> Handle:
+    def _pack(self, call: BlockCall, tensor: torch.Tensor) -> SavedTensor:
         if not self.moves(tensor):
-            return AsItIs(tensor)
+            return UnmovedTensor(tensor)
         self._settle()
         handle = self._keep(tensor.detach(), call.away)
         if call.empty:
@@ -177,8 +177,8 @@ class ActivationStore:
         call.add(handle, tensor)
         return handle
 
-    def _keep(self, tensor: torch.Tensor, away: bool) -> Handle:
-        form = TensorForm(tensor)
+    def _keep(self, tensor: torch.Tensor, away: bool) -> SavedTensor:
+        form = TensorMeta(tensor)
         if away and self._choice.tier == "file":
             return self._write(tensor, form)
         tier = Tier.HOST if away else Tier.DEVICE
@@ -187,14 +187,14 @@ class ActivationStore:
             # On pages of its own, outside of the heap, as without a store: docs/decisions/0009-kept-inputs-outside-the-heap.md
             lot.memory = allocate_lasting(form.nbytes, torch.uint8, tensor.device)
             form.view(lot.memory).copy_(tensor)
-            return InMemory(lot, form)
+            return MemoryCopy(lot, form)
         if not away:
-            return AsItIs(tensor, self._count(tier, form.nbytes))
+            return UnmovedTensor(tensor, self._count(tier, form.nbytes))
         lot = self._on_host(form.nbytes)
         self._side.copy_out(tensor, form.view(lot.memory))
-        return OnHost(self._side, lot, form)
+        return PinnedCopy(self._side, lot, form)
 
-    def _write(self, tensor: torch.Tensor, form: TensorForm) -> Handle:
+    def _write(self, tensor: torch.Tensor, form: TensorMeta) -> SavedTensor:
         """Copy a tensor and start to write the copy, when no more than the bound are on their way."""
         while len(self._leaving) >= self._in_flight:
             self._leaving.popleft().finish()
@@ -206,12 +206,12 @@ class ActivationStore:
             form.view(lot.memory).copy_(tensor)
         else:
             copied = self._side.copy_out(tensor, form.view(lot.memory))
-        leaving = Leaving(lot, slot, room, copied)
+        leaving = PendingWrite(lot, slot, room, copied)
         self._leaving.append(leaving)
         leaving.advance()
-        return OnFile(self._on_host, leaving, form)
+        return FileCopy(self._on_host, leaving, form)
 
-    def _on_host(self, nbytes: int) -> Lot:
+    def _on_host(self, nbytes: int) -> Reservation:
         """Memory of the host, `[nbytes]`, counted and pinned where the device copies from it."""
         lot, pinned = self._count(Tier.HOST, nbytes), self._tiers.pinned
         if pinned.take(nbytes, self._tiers.device):
@@ -222,18 +222,18 @@ class ActivationStore:
             lot.memory = allocate_lasting(nbytes, torch.uint8, torch.device("cpu"))
         return lot
 
-    def _count(self, tier: Tier, nbytes: int) -> Lot:
+    def _count(self, tier: Tier, nbytes: int) -> Reservation:
         self._tiers.ledger.add(tier, Purpose.ACTIVATIONS, nbytes)
-        return Lot(self._ended, partial(self._tiers.ledger.add, tier, Purpose.ACTIVATIONS, -nbytes))
+        return Reservation(self._ended, partial(self._tiers.ledger.add, tier, Purpose.ACTIVATIONS, -nbytes))
 
-    def _take_room(self, nbytes: int) -> tuple[FileSlot, Lot]:
+    def _take_room(self, nbytes: int) -> tuple[FileSlot, Reservation]:
         """A range of the file, and what ends when it may be used again."""
         length = -(-nbytes // BLOCK) * BLOCK
         begin = self._extents.take(length)
         if begin is None:
             begin = self._grow(length)
         slot = FileSlot(self._tiers.file(), begin, nbytes, _LABEL, checksums=self._tiers.files.checksums)
-        return slot, Lot(self._ended, partial(self._extents.give, begin, begin + length))
+        return slot, Reservation(self._ended, partial(self._extents.give, begin, begin + length))
 
     def _grow(self, length: int) -> int:
         """Have `length` more at the end of the file, together with what is free there; returns where they begin."""
@@ -264,7 +264,7 @@ class ActivationStore:
             self._ended.get_nowait()()
 
 
-def _wanted_after(handle: Handle, call: BlockCall) -> Iterator[Handle]:
+def _wanted_after(handle: SavedTensor, call: BlockCall) -> Iterator[SavedTensor]:
     """What backward will ask for after `handle`: the rest of its call's inputs, then those of the call before."""
     handles = call.alive()
     yield from handles[handles.index(handle) + 1 :]

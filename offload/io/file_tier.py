@@ -24,7 +24,7 @@ from zeromesh.errors import StorageError
 from zeromesh.offload.io.copy_streams import lane_of
 from zeromesh.offload.io.direct_io import BLOCK
 from zeromesh.offload.io.swap_file import Stripes, remove_leftovers
-from zeromesh.offload.io.transfer import Memory, StagingPool, Transfer, Waits, pages
+from zeromesh.offload.io.transfer import Memory, StagingPool, Transfer, WaitTime, pages
 
 PIECE = 1 << 20
 """Bytes that one thread moves at a time, and that one checksum covers."""
@@ -54,7 +54,7 @@ class FileTier:
     ) -> None:
         """`label` becomes part of the files' names: letters, digits, `.`, `_` and `-`. `memory` makes the threads' own buffers."""
         self.freed = sum(remove_leftovers(directory) for directory in directories)
-        self.waits = Waits()
+        self.waits = WaitTime()
         self._checksums = checksums
         self._memory = memory
         with _named():

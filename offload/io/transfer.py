@@ -19,7 +19,7 @@ import torch
 from zeromesh.errors import StorageError
 
 
-class Waits:
+class WaitTime:
     """Seconds that callers have waited for a tier."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Transfer:
     crosses = False
     """Whether bytes go between the memory of a device and the host's."""
 
-    def __init__(self, pieces: Sequence[Future[None]] = (), waits: Waits | None = None, what: str = "bytes") -> None:
+    def __init__(self, pieces: Sequence[Future[None]] = (), waits: WaitTime | None = None, what: str = "bytes") -> None:
         """`what` says in errors what is moved."""
         self._pieces = tuple(pieces)
         self._waits = waits
@@ -122,7 +122,7 @@ DONE = Transfer()
 """A transfer that is over."""
 
 
-class Together(Transfer):
+class TransferGroup(Transfer):
     """Several transfers as one."""
 
     def __init__(self, transfers: Sequence[Transfer]) -> None:

@@ -42,7 +42,7 @@ def _own_pages(nbytes: int) -> mmap.mmap:
     return pages
 
 
-class PassingMemory:
+class ReleasableBuffer:
     """Memory that comes and goes at one address: `full`, `[count]`, whose views stay valid also while it has no memory.
 
     On CPU it is pages of its own, zero when they come back, for the reason that states are. Elsewhere its storage is resized.

@@ -21,14 +21,14 @@ from zeromesh.offload import (
     FileSettings,
     Ledger,
     Purpose,
+    StreamOperand,
     StreamRow,
     TierChoice,
     TieredTensor,
     Tiers,
     Transfer,
     UpdateStream,
-    Use,
-    Waits,
+    WaitTime,
 )
 from zeromesh.offload.io.transfer import StagingPool
 from zeromesh.optim.fused_optimizer import OptimizerGroup, fused_update
@@ -64,9 +64,9 @@ class Bench:
         self._numel = numel
         names = ("master", "exp_avg", "exp_avg_sq", "gradients")
         self._tensors = [self._make(name) for name in names]
-        uses = [Use(tensor=tensor, mode=Access.UPDATE) for tensor in self._tensors[:_WRITES]]
-        uses.append(Use(tensor=self._tensors[-1], mode=Access.READ))
-        self._stream = UpdateStream(_CPU, width=_READS, longest=4 * numel, nbytes=_STAGING, waits=Waits())
+        uses = [StreamOperand(tensor=tensor, mode=Access.UPDATE) for tensor in self._tensors[:_WRITES]]
+        uses.append(StreamOperand(tensor=self._tensors[-1], mode=Access.READ))
+        self._stream = UpdateStream(_CPU, width=_READS, longest=4 * numel, nbytes=_STAGING, waits=WaitTime())
         self._rows = list(self._stream.rows(0, numel, uses))
         self._nbytes = (_READS + _WRITES) * 4 * numel
 

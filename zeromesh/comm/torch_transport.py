@@ -23,7 +23,7 @@ from zeromesh.comm.transport import (
 )
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import ProcessSet
-from zeromesh.offload import DONE, PassingMemory, TieredTensor, Transfer, allocate_lasting
+from zeromesh.offload import DONE, ReleasableBuffer, TieredTensor, Transfer, allocate_lasting
 from zeromesh.telemetry.comm_stats import Collective
 from zeromesh.telemetry.watchdog import AsyncWork, Watchdog
 
@@ -75,7 +75,7 @@ class CollectiveBuffer:
         self, request: BufferRequest, group: ProcessSet, device: torch.device, queue: deque[CollectiveBuffer]
     ) -> None:
         self.persistent = request.persistent
-        self._memory = None if request.persistent else PassingMemory(request.padded, request.dtype, device)
+        self._memory = None if request.persistent else ReleasableBuffer(request.padded, request.dtype, device)
         # Zeros, since gaps between parameters are nobody's and persistent memory may hold the master weights themselves.
         kept = allocate_lasting(request.padded, request.dtype, device) if self._memory is None else self._memory.full
         self.full = kept

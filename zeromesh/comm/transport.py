@@ -21,7 +21,7 @@ import torch
 
 from zeromesh.errors import LayoutError
 from zeromesh.intervals import Interval
-from zeromesh.offload import DONE, PassingMemory, TieredTensor, Transfer, allocate_lasting
+from zeromesh.offload import DONE, ReleasableBuffer, TieredTensor, Transfer, allocate_lasting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +159,7 @@ class LocalBuffer:
 
     def __init__(self, request: BufferRequest, device: torch.device) -> None:
         self.persistent = request.persistent
-        self._memory = None if request.persistent else PassingMemory(request.padded, request.dtype, device)
+        self._memory = None if request.persistent else ReleasableBuffer(request.padded, request.dtype, device)
         kept = allocate_lasting(request.padded, request.dtype, device) if self._memory is None else self._memory.full
         self.full = kept
         self._live = False

@@ -17,7 +17,17 @@ from zeromesh import fault_injection
 from zeromesh.errors import NonFiniteError
 from zeromesh.flat.placement import Placement
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Access, Purpose, StreamRow, Tier, TieredTensor, Tiers, UpdateStream, Use, Waits
+from zeromesh.offload import (
+    Access,
+    Purpose,
+    StreamOperand,
+    StreamRow,
+    Tier,
+    TieredTensor,
+    Tiers,
+    UpdateStream,
+    WaitTime,
+)
 from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules, Rates
 from zeromesh.optim.gradient_scaling import LossScaler, clip_factor, global_norm
 from zeromesh.optim.gradient_shards import GradientShards, gradient_of
@@ -125,7 +135,7 @@ class OptimizerStep:
             width=self._missing(device),
             longest=max((bucket.master.nbytes for bucket in self._buckets), default=0),
             nbytes=self._options.offload.staging_bytes,
-            waits=tiers.waited().get(Tier.FILE, Waits()),
+            waits=tiers.waited().get(Tier.FILE, WaitTime()),
             memory=partial(tiers.buffer, device=device),
         )
         tiers.ledger.add(Tier.HOST if device.type == "cpu" else Tier.DEVICE, Purpose.STAGING, stream.nbytes)
@@ -265,7 +275,10 @@ class OptimizerStep:
             average = averages.of(bucket)
             if average is not None and not any(bucket.training):
                 self.before_change(bucket)
-                uses = [Use(tensor=bucket.master, mode=Access.READ), Use(tensor=average, mode=Access.UPDATE)]
+                uses = [
+                    StreamOperand(tensor=bucket.master, mode=Access.READ),
+                    StreamOperand(tensor=average, mode=Access.UPDATE),
+                ]
                 rows = list(self._stream.rows(id(bucket), bucket.interval.length, uses))
                 self._stream.run(rows, lambda _row, tensors: averages.blend(tensors[1], tensors[0]))
         self._stream.settle()
@@ -375,19 +388,19 @@ class OptimizerStep:
     def _rows(self, bucket: Bucket) -> Iterator[StreamRow]:
         return self._stream.rows(id(bucket), bucket.interval.length, self._uses(bucket, averaging=self._averaging))
 
-    def _uses(self, bucket: Bucket, *, averaging: bool) -> list[Use]:
+    def _uses(self, bucket: Bucket, *, averaging: bool) -> list[StreamOperand]:
         """What an update reads and writes of a bucket: master weights, moments, averages that take them in, gradients (inside
         backward they are just there, and nobody knows when), and the copy that is gathered."""
         states = [bucket.master, *self._optimizers[id(bucket)].moments.values()]
         average = self.averages.of(bucket) if self.averages is not None and averaging else None
         states += [average] if average is not None else []
-        uses = [Use(tensor=tensor, mode=Access.UPDATE) for tensor in states]
+        uses = [StreamOperand(tensor=tensor, mode=Access.UPDATE) for tensor in states]
         if not self._in_backward:
             rest = bucket.grad_rest if bucket.grad is None else TieredTensor.of(bucket.grad)
             if rest is not None:
-                uses.append(Use(tensor=rest, mode=Access.READ))
+                uses.append(StreamOperand(tensor=rest, mode=Access.READ))
         if bucket.copy is not None:
-            uses.append(Use(tensor=bucket.copy, mode=Access.WRITE))
+            uses.append(StreamOperand(tensor=bucket.copy, mode=Access.WRITE))
         return uses
 
 

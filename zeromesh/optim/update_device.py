@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Access, StreamRow, Tier, TieredTensor, Tiers, UpdateStream, Use, Waits
+from zeromesh.offload import Access, StreamOperand, StreamRow, Tier, TieredTensor, Tiers, UpdateStream, WaitTime
 from zeromesh.optim.fused_optimizer import OptimizerGroup, fused_update, moment_names
 from zeromesh.options import OptimizerSettings, UpdateOn
 
@@ -66,14 +66,14 @@ def try_update(
     pinned = tiers.pinned.used
     names = ("master", "gradient", *moment_names(settings))
     memory = [tiers.buffer(_ELEMENTS * dtype.itemsize, _CPU).view(dtype) for _ in names]
-    uses = [Use(tensor=TieredTensor.of(each, Tier.HOST), mode=Access.UPDATE) for each in memory]
+    uses = [StreamOperand(tensor=TieredTensor.of(each, Tier.HOST), mode=Access.UPDATE) for each in memory]
     width = 0 if device.type == "cpu" else len(uses)
     stream = UpdateStream(
         device,
         width=width,
         longest=memory[0].nbytes,
         nbytes=staging_bytes,
-        waits=Waits(),
+        waits=WaitTime(),
         memory=partial(tiers.buffer, device=device),
     )
     group = OptimizerGroup(lr=0.0, weight_decay=0.0)

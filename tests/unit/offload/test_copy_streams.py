@@ -17,17 +17,17 @@ from zeromesh.offload import (
     FileSettings,
     Ledger,
     Purpose,
+    StreamOperand,
     StreamRow,
     Tier,
     TierChoice,
     TieredTensor,
     Tiers,
     UpdateStream,
-    Use,
-    Waits,
+    WaitTime,
 )
 from zeromesh.offload.io.copy_streams import CopyLane, lane_of
-from zeromesh.offload.io.transfer import Together, Transfer
+from zeromesh.offload.io.transfer import Transfer, TransferGroup
 
 CPU = torch.device("cpu")
 GATE = 5.0
@@ -85,7 +85,7 @@ class Apart(TieredTensor):
 
 
 def stream() -> UpdateStream:
-    return UpdateStream(CPU, width=1, longest=1 << 30, nbytes=0, waits=Waits())
+    return UpdateStream(CPU, width=1, longest=1 << 30, nbytes=0, waits=WaitTime())
 
 
 def add(_row: StreamRow, tensors: list[torch.Tensor]) -> None:
@@ -93,7 +93,7 @@ def add(_row: StreamRow, tensors: list[torch.Tensor]) -> None:
 
 
 def rows_of(found: UpdateStream, tensor: TieredTensor) -> list[StreamRow]:
-    return list(found.rows(1, tensor.numel, [Use(tensor=tensor, mode=Access.UPDATE)]))
+    return list(found.rows(1, tensor.numel, [StreamOperand(tensor=tensor, mode=Access.UPDATE)]))
 
 
 def test_what_leaves_a_device_is_waited_for_by_settle_alone() -> None:
@@ -132,8 +132,8 @@ def test_several_transfers_are_on_a_device_only_together() -> None:
     log: list[str] = []
     ordered = Crossing(torch.ones(2), torch.zeros(2), orders=True, log=log)
     late = Crossing(torch.ones(2), torch.zeros(2), orders=False, log=log)
-    assert Together([ordered, ordered]).on_device
-    both = Together([ordered, late])
+    assert TransferGroup([ordered, ordered]).on_device
+    both = TransferGroup([ordered, late])
     assert both.crosses
     assert not both.on_device
     assert not both.done()
@@ -141,9 +141,9 @@ def test_several_transfers_are_on_a_device_only_together() -> None:
     assert both.done()
     with both.ordering():
         assert sorted(log) == ["ordered", "waited"]
-    assert not Together([]).on_device
+    assert not TransferGroup([]).on_device
     with pytest.raises(StorageError, match="gone"):
-        Together([ordered, Transfer.failing(StorageError("gone"))]).wait()
+        TransferGroup([ordered, Transfer.failing(StorageError("gone"))]).wait()
 
 
 # On a CUDA device

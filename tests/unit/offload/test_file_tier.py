@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from in_time import SECONDS, in_time
 
 from zeromesh.errors import StorageError
-from zeromesh.offload import DONE, FileSlot, FileTier, Transfer, Waits
+from zeromesh.offload import DONE, FileSlot, FileTier, Transfer, WaitTime
 from zeromesh.offload.io import direct_io, file_tier, swap_file
 from zeromesh.offload.io.direct_io import BLOCK
-from zeromesh.offload.io.transfer import Together
+from zeromesh.offload.io.transfer import TransferGroup
 
 A_MOMENT = 0.4
 """Seconds in which a thread that nothing keeps from it gets ahead."""
@@ -573,7 +573,7 @@ def test_a_transfer_that_fails_is_over_when_it_says_so(several: bool) -> None:
     bad: Future[None] = Future()
     slow: Future[None] = Future()
     bad.set_exception(StorageError("this one"))
-    transfer = Together([Transfer([bad]), Transfer([slow])]) if several else Transfer([bad, slow])
+    transfer = TransferGroup([Transfer([bad]), Transfer([slow])]) if several else Transfer([bad, slow])
     told = threading.Event()
 
     def wait() -> None:
@@ -593,7 +593,7 @@ def test_a_transfer_that_fails_is_over_when_it_says_so(several: bool) -> None:
 def test_the_end_is_told_once_when_all_pieces_are_over() -> None:
     pieces: list[Future[None]] = [Future() for _ in range(3)]
     calls: list[int] = []
-    transfer = Together([Transfer(pieces[:1]), Transfer(), Transfer(pieces[1:])])
+    transfer = TransferGroup([Transfer(pieces[:1]), Transfer(), Transfer(pieces[1:])])
     transfer.on_end(lambda: calls.append(1))
     pieces[2].set_exception(StorageError("no"))
     pieces[0].set_result(None)
@@ -610,13 +610,13 @@ def test_the_end_is_told_once_when_all_pieces_are_over() -> None:
 
 
 def test_only_time_that_was_waited_is_counted() -> None:
-    waits = Waits()
+    waits = WaitTime()
     over: Future[None] = Future()
     over.set_result(None)
     Transfer([over], waits).wait()
     assert waits.seconds == 0.0
     late: Future[None] = Future()
     threading.Timer(0.05, late.set_result, [None]).start()
-    Together([Transfer([late], waits)]).wait()
+    TransferGroup([Transfer([late], waits)]).wait()
     assert 0.02 < waits.take() < SECONDS
     assert waits.seconds == 0.0

@@ -24,14 +24,14 @@ from zeromesh.offload import (
     FileTier,
     Ledger,
     Purpose,
+    StreamOperand,
     StreamRow,
     TierChoice,
     TieredTensor,
     Tiers,
     Transfer,
     UpdateStream,
-    Use,
-    Waits,
+    WaitTime,
     stream_bytes,
     update_stream,
 )
@@ -138,7 +138,7 @@ class Numbers:
         self.tensor.write(0, self.model.clone()).wait()
 
     def rows(self, found: UpdateStream) -> list[StreamRow]:
-        return list(found.rows(self.key, self.numel, [Use(tensor=self.tensor, mode=Access.UPDATE)]))
+        return list(found.rows(self.key, self.numel, [StreamOperand(tensor=self.tensor, mode=Access.UPDATE)]))
 
     def right(self) -> bool:
         return torch.equal(self.tensor.load(CPU), self.model)
@@ -149,7 +149,7 @@ def add(row: StreamRow, tensors: list[torch.Tensor]) -> None:
 
 
 def make(width: int = 1) -> UpdateStream:
-    return UpdateStream(CPU, width=width, longest=1 << 30, nbytes=0, waits=Waits())
+    return UpdateStream(CPU, width=width, longest=1 << 30, nbytes=0, waits=WaitTime())
 
 
 # What is computed
@@ -173,9 +173,9 @@ class Bucket:
         self.models[number].copy_(content)
         self.tensors[number].write(0, content.clone()).wait()
 
-    def uses(self) -> list[Use]:
+    def uses(self) -> list[StreamOperand]:
         modes = (Access.UPDATE, Access.UPDATE, Access.READ, Access.WRITE)
-        return [Use(tensor=tensor, mode=mode) for tensor, mode in zip(self.tensors, modes, strict=True)]
+        return [StreamOperand(tensor=tensor, mode=mode) for tensor, mode in zip(self.tensors, modes, strict=True)]
 
     def rows(self, found: UpdateStream) -> list[StreamRow]:
         return list(found.rows(self.key, self.numel, self.uses()))
@@ -201,7 +201,7 @@ def test_rows_make_what_is_computed_at_once(
         width = max(sum(tensor.whole(CPU) is None for tensor in bucket.tensors) for bucket in buckets)
         longest = max(lengths) * dtype.itemsize
         nbytes = data.draw(st.integers(0, 40 * BUFFER))
-        found = UpdateStream(CPU, width=width, longest=longest, nbytes=nbytes, waits=Waits())
+        found = UpdateStream(CPU, width=width, longest=longest, nbytes=nbytes, waits=WaitTime())
         assert found.nbytes == stream_bytes(width, longest, nbytes) <= max(nbytes, width * IN_FLIGHT * BUFFER)
         for step in range(2):
             found.forget()
@@ -232,8 +232,8 @@ def test_rows_follow_each_other_and_lie_on_one_tier(
 ) -> None:
     with several_tiers(1, piece=file_tier.PIECE, checksums=False) as tiers:
         tensors = [tiers.allocate(length, F32, choice, Purpose.MASTER, "some") for choice in where]
-        found = UpdateStream(CPU, width=2, longest=4 * length, nbytes=nbytes, waits=Waits())
-        uses = [Use(tensor=tensor, mode=Access.READ) for tensor in tensors]
+        found = UpdateStream(CPU, width=2, longest=4 * length, nbytes=nbytes, waits=WaitTime())
+        uses = [StreamOperand(tensor=tensor, mode=Access.READ) for tensor in tensors]
         rows = list(found.rows(5, length, uses))
         assert [row.start for row in rows[:1]] == [0] * bool(length)
         assert [row.end for row in rows[-1:]] == [length] * bool(length)
@@ -355,7 +355,7 @@ def test_the_next_tensors_are_read_before_their_run(tiers: Tiers, monkeypatch: p
 
 
 def test_a_disk_that_does_not_keep_up_takes_no_more_memory(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = Waits()
+    waits = WaitTime()
     numbers, found = Numbers(tiers, 12, 1), UpdateStream(CPU, width=1, longest=1 << 30, nbytes=0, waits=waits)
     pace = Pace(monkeypatch)
     computed: list[int] = []
@@ -462,7 +462,7 @@ def test_an_error_of_one_tensor_leaves_the_others_reads_to_end(tiers: Tiers, mon
     pace = Pace(monkeypatch)
     pace.before = lambda what, row: pace.wait("gate", 0) if (what, row) == ("read", 1) else None
     mend, tried = failing(monkeypatch, "preadv", 0, errno.EIO)
-    rows = list(found.rows(0, ROW, [Use(tensor=each.tensor, mode=Access.UPDATE) for each in (bad, slow)]))
+    rows = list(found.rows(0, ROW, [StreamOperand(tensor=each.tensor, mode=Access.UPDATE) for each in (bad, slow)]))
     with pytest.raises(StorageError, match="numbers 1"):
         in_time(lambda: found.run(rows, add))
     assert tried
@@ -522,7 +522,7 @@ def test_a_row_that_cannot_be_written_is_an_error_for_who_reads_it_next(
 
 def test_a_write_that_does_not_begin_leaves_no_buffer_behind(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two, found = Numbers(tiers, 3, 1), Numbers(tiers, 3, 2), make(2)
-    rows = list(found.rows(0, 3 * ROW, [Use(tensor=each.tensor, mode=Access.UPDATE) for each in (one, two)]))
+    rows = list(found.rows(0, 3 * ROW, [StreamOperand(tensor=each.tensor, mode=Access.UPDATE) for each in (one, two)]))
     write = TieredTensor.write
 
     def refusing(tensor: TieredTensor, start: int, data: torch.Tensor) -> Transfer:
@@ -553,7 +553,7 @@ def test_a_tier_that_is_closed_meanwhile_is_an_error(tiers: Tiers) -> None:
 def test_a_row_that_is_too_wide_does_not_wait_for_ever(tiers: Tiers, width: int) -> None:
     both = [Numbers(tiers, 1, seed) for seed in (1, 2)]
     found = make(width)
-    uses = [Use(tensor=each.tensor, mode=Access.UPDATE) for each in both]
+    uses = [StreamOperand(tensor=each.tensor, mode=Access.UPDATE) for each in both]
     rows = list(make(2).rows(0, ROW, uses))
     for _ in range(2 * IN_FLIGHT):
         with pytest.raises(ValueError, match=f"a row of 2 tensors out of reach, in a stream of width {width}"):
@@ -566,7 +566,10 @@ def test_a_tensor_beside_is_taken_as_it_is(tiers: Tiers) -> None:
     """What is in memory is no copy, also where it is in a row with what is not."""
     numbers, found = Numbers(tiers, 3, 1), make()
     beside = torch.zeros(numbers.numel)
-    uses = [Use(tensor=numbers.tensor, mode=Access.READ), Use(tensor=TieredTensor.of(beside), mode=Access.UPDATE)]
+    uses = [
+        StreamOperand(tensor=numbers.tensor, mode=Access.READ),
+        StreamOperand(tensor=TieredTensor.of(beside), mode=Access.UPDATE),
+    ]
     rows = list(found.rows(0, numbers.numel, uses))
     assert len(rows) == 3
 
