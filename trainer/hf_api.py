@@ -33,7 +33,7 @@ from zeromesh.trainer.monitoring.user_scalars import require_free_names
 
 if TYPE_CHECKING:
     from zeromesh.trainer.config.trainer_config import TrainerConfig
-    from zeromesh.trainer.loop.train_step import Feed
+    from zeromesh.trainer.data.feed import Feed
     from zeromesh.trainer.trainer import Trainer
 
 

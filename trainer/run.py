@@ -24,6 +24,7 @@ from zeromesh.trainer.checkpoints.manager import FOLDER, RunCheckpoints, load_we
 from zeromesh.trainer.checkpoints.trainer_state import settings_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import MapDataset
+from zeromesh.trainer.data.feed import require_same_data
 from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.trainer.loop.evaluation import Evaluator, Values
@@ -44,7 +45,7 @@ from zeromesh.trainer.setup import build
 from zeromesh.trainer.setup.engine_options import engine_options
 from zeromesh.trainer.setup.first_batch_checks import UserInputs
 from zeromesh.trainer.setup.model import TrainedModel
-from zeromesh.trainer.setup.rank_agreement import require_same_data, require_same_settings
+from zeromesh.trainer.setup.rank_agreement import require_same_settings
 from zeromesh.trainer.tracking.tracking import Tracking
 
 

@@ -10,7 +10,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.callbacks.control import TrainerControl
 from zeromesh.trainer.callbacks.transformers_adapter import TransformersCallbacks
-from zeromesh.trainer.setup.forked_children import ending_children
+from zeromesh.trainer.data.forked_children import ending_children
 
 if TYPE_CHECKING:
     from zeromesh.trainer.trainer import Trainer

@@ -27,8 +27,8 @@ from zeromesh.optim.fused_optimizer import GroupRules
 from zeromesh.options import OptimizerSettings
 from zeromesh.trainer.checkpoints.best_metric import goal_of
 from zeromesh.trainer.checkpoints.transformers_links import link_of
+from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.data.streaming import StreamedDataset
-from zeromesh.trainer.loop.train_step import Feed
 
 if TYPE_CHECKING:
     from zeromesh.trainer.config.trainer_config import TrainerConfig

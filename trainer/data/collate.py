@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from zeromesh.errors import DataError
+from zeromesh.trainer.data.forked_children import ending_children
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
-from zeromesh.trainer.setup.forked_children import ending_children
 
 IGNORED_LABEL = -100
 """The label of a position that is no target, as in `torch.nn.functional.cross_entropy`."""

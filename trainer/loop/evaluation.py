@@ -13,12 +13,12 @@ from transformers.trainer_utils import PredictionOutput
 
 from zeromesh.errors import ConfigError, DataError, PhaseError
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
+from zeromesh.trainer.data.feed import Feed, require_same_data
 from zeromesh.trainer.formatting import human_count
 from zeromesh.trainer.loop.prediction import Collector
-from zeromesh.trainer.setup.rank_agreement import require_same_data
 
 if TYPE_CHECKING:
-    from zeromesh.trainer.loop.train_step import EvaluationResult, Feed
+    from zeromesh.trainer.loop.train_step import EvaluationResult
     from zeromesh.trainer.run import Run
 
 Values = dict[str, float]

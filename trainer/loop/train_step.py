@@ -22,59 +22,17 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.optim.fused_optimizer import Rates
 from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.pipeline.zero_runner import MicrobatchWork
-from zeromesh.rng import Streams, data_randomness
+from zeromesh.rng import Streams
 from zeromesh.telemetry.step_timer import StepPhase
-from zeromesh.trainer.data.collate import Collate, MapDataset, fetch_microbatch
-from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
-from zeromesh.trainer.data.streaming import StreamedDataset
-from zeromesh.trainer.loop.batch_agreement import require_same
+from zeromesh.trainer.data.feed import Feed, require_same_batches
+from zeromesh.trainer.data.sampler import BatchPlan, Microbatch
 from zeromesh.trainer.loop.prediction import Collector, Prediction
 from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.prepare import TrainingModes, in_evaluation_mode
-from zeromesh.trainer.monitoring.step_result import NO_VOTES, StepResult, Votes
+from zeromesh.trainer.monitoring.step_result import StepResult
 from zeromesh.trainer.monitoring.user_scalars import UserScalars
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.pass_progress import MicrobatchPosition
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Feed:
-    """Where batches come from and how they are checked."""
-
-    dataset: MapDataset | StreamedDataset
-    order: SampleOrder
-    plan: BatchPlan
-    collate: Collate | None
-    vocab_size: int | None
-    causal: bool
-    fields: frozenset[str] | None = None
-    """Fields of a batch that the model takes; others are left out. None: all are kept."""
-    kept: frozenset[str] | None = None
-    """Fields of a sample that the data collator sees; None: all."""
-    passed_over: int = 0
-    """Steps whose data was left out, because a callback ended an epoch early."""
-
-    def microbatches(self, step: int, data_rank: int) -> tuple[Microbatch, ...]:
-        """The microbatches of a rank in step `step` (from 0)."""
-        return self.plan.microbatches(step + self.passed_over, data_rank)
-
-    def rounds(self, step: int) -> int:
-        """Of these, those in which some rank has samples that count."""
-        return self.plan.rounds_of(step + self.passed_over)
-
-    def fetch(self, microbatch: Microbatch) -> dict[str, Any]:
-        """The checked batch of a microbatch, on CPU."""
-        with data_randomness(self.order.seed, microbatch.first_sample):
-            batch = fetch_microbatch(
-                self.dataset,
-                self.order,
-                microbatch,
-                collate=self.collate,
-                kept=self.kept,
-                vocab_size=self.vocab_size,
-                causal=self.causal,
-            )
-        return {name: value for name, value in batch.items() if self.fields is None or name in self.fields}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,9 +86,9 @@ class Stepper:
         step: int,
         rates: Rates,
         events: StepEvents = StepEvents(),
-        vote: Votes = NO_VOTES,
+        stop_signal: int = 0,
     ) -> StepResult:
-        """Run step `step` (from 0); votes are counted.
+        """Run step `step` (from 0). `stop_signal` asks all ranks to stop after it; 0: this rank does not.
 
         Raises:
             DataError: for a batch that cannot be trained on.
@@ -143,13 +101,13 @@ class Stepper:
         microbatches, rounds = feed.microbatches(step, self._mesh.data_index), feed.rounds(step)
         with self._mesh.clock.span(StepPhase.DATA):
             batches = [feed.fetch(microbatch) for microbatch in microbatches]
-        require_same(batches, self._mesh)
+        require_same_batches(batches, self._mesh)
         count, parts = self._known_counts(feed.plan, microbatches, batches)
         seed = 1.0 if count is None else 1.0 / max(1, count)
         engine.begin_step(step, rates)
         self._modes.restore()
         self._scalars_found = []
-        sums = torch.tensor([0, 0, 0, vote.terminate, vote.interrupt], dtype=torch.float64)
+        sums = torch.tensor([0, 0, 0, stop_signal == signal.SIGTERM, stop_signal == signal.SIGINT], dtype=torch.float64)
         where = _positions(step, microbatches)
         seeds = [seed * part * each.weight for part, each in zip(parts, microbatches, strict=True)]
         for number, ((loss, targets), each, batch, part) in enumerate(
@@ -174,7 +132,7 @@ class Stepper:
             targets=count_found,
             tokens=int(sums[2]),
             unit=_unit(batches[0]),
-            votes=Votes(terminate=int(sums[3]), interrupt=int(sums[4])),
+            stop_signal=int(signal.SIGTERM if sums[3] else signal.SIGINT if sums[4] else 0),
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
             cause=outcome.cause,
@@ -206,7 +164,7 @@ class Stepper:
                 done = min(start + self._evaluated_at_once, rounds)
                 group = [feed.plan.microbatch(0, self._mesh.data_index, turn) for turn in range(start, done)]
                 fetched = [feed.fetch(each) for each in group]
-                require_same(fetched, self._mesh)
+                require_same_batches(fetched, self._mesh)
                 batches = [self._to_device(batch) for batch in fetched]
                 parts: list[Any] = []
                 streams = [Streams(feed.order.seed, "evaluation", each.first_sample) for each in group]

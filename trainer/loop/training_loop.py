@@ -11,14 +11,14 @@ from zeromesh.optim.fused_optimizer import Rates
 from zeromesh.trainer.callbacks.control import TrainerControl
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
+from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.loop.stop_signals import StopRequest
-from zeromesh.trainer.loop.train_step import Feed, StepEvents
+from zeromesh.trainer.loop.train_step import StepEvents
 from zeromesh.trainer.monitoring.memory_timeline import NAME as STEP_MEMORY
 from zeromesh.trainer.monitoring.memory_timeline import MemoryTimeline
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, MetricsWriter, StepMetrics
-from zeromesh.trainer.monitoring.step_result import Votes
 from zeromesh.trainer.monitoring.step_stats import RankStats, Stragglers
 from zeromesh.trainer.tracking.tracking import Tracking
 
@@ -112,10 +112,10 @@ class TrainingLoop:
         )
         feed = replace(self._feed, passed_over=run.passed_over)
         with self._profile.step(number), self._memory.recorded(number, run.trained.require_engine().ledger):
-            result = run.trained.stepper.train_step(feed, run.step, rates, events, Votes.of(self._request.signal))
+            result = run.trained.stepper.train_step(feed, run.step, rates, events, self._request.signal)
         run.step, run.reached = number, position + 1
         start = run.start_times.finish()
-        self._note_stop(result.votes.number)
+        self._note_stop(result.stop_signal)
         run.call("on_optimizer_step", number)
         self._stragglers.took(result.seconds, result.idle)
         due = self._due_after_step(position)

@@ -2,32 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zeromesh.telemetry.comm_stats import Figures
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Votes:
-    """How many ranks were asked to stop, by which signal."""
-
-    terminate: int = 0
-    interrupt: int = 0
-
-    @classmethod
-    def of(cls, number: int) -> Votes:
-        """One rank's vote after signal `number`; 0: none."""
-        return cls(terminate=int(number == signal.SIGTERM), interrupt=int(number == signal.SIGINT))
-
-    @property
-    def number(self) -> int:
-        """The signal that stops all, the graver one if ranks got different ones; 0: none."""
-        return int(signal.SIGTERM) if self.terminate else int(signal.SIGINT) if self.interrupt else 0
-
-
-NO_VOTES = Votes()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,4 +32,5 @@ class StepResult:
     """This rank's seconds in the step, by what they went to."""
     bubble: Mapping[str, float] = field(default_factory=dict)
     """The part of the step in which ranks of a pipeline did not compute, `predicted` and `measured`."""
-    votes: Votes = field(default_factory=Votes)
+    stop_signal: int = 0
+    """The signal by which some rank was asked to stop after this step; 0: none."""

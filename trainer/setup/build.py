@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import MapDataset, Spread, check_dataset
-from zeromesh.trainer.data.datasets import LoadedData, load_datasets
+from zeromesh.trainer.data.datasets import load_datasets
+from zeromesh.trainer.data.feed import RunData
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset, is_stream
 from zeromesh.trainer.data.token_cache import TokenCache
@@ -146,53 +147,6 @@ def learning_rate_schedule(config: TrainerConfig, make: MakeScheduler | None = N
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Data:
-    """Datasets of a run. `loaded` is None where they were given to the trainer."""
-
-    train: MapDataset | StreamedDataset | None
-    eval: MapDataset | Mapping[str, MapDataset] | None
-    loaded: LoadedData | None
-    limited: tuple[str, ...] = ()
-    """Lines about evaluation sets of which a part is evaluated."""
-
-    def evaluated(self) -> dict[str, MapDataset]:
-        """Each evaluation set by what errors call it."""
-        if self.eval is None:
-            return {}
-        if isinstance(self.eval, Mapping):
-            return {f"eval_dataset[{name!r}]": each for name, each in self.eval.items()}
-        return {"eval_dataset": self.eval}
-
-    def sets(self) -> dict[str, MapDataset | StreamedDataset]:
-        """All of them, by what errors call them."""
-        return ({} if self.train is None else {"train_dataset": self.train}) | self.evaluated()
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return (*(self.loaded.notes if self.loaded else ()), *self.limited)
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """What made the text into tokens."""
-        return self.loaded.tokenizer if self.loaded else None
-
-    @property
-    def processing_class(self) -> Any:
-        """The Hugging Face tokenizer that the configuration names, to be saved with the model."""
-        tokenizer = self.tokenizer
-        return tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None
-
-    def description(self, *, shuffle: bool) -> dict[str, Any]:
-        """What a run that goes on must train on: the same samples in the same order, wherever the files are now."""
-        if self.loaded is not None:
-            packed = self.loaded.train
-            return {"train": packed.fingerprint(), "sequence_length": packed.sequence_length, "shuffle": shuffle}
-        if isinstance(self.train, StreamedDataset):
-            return {"train_samples": "a stream", "shuffle": self.train.block if shuffle else False}
-        return {"train_samples": 0 if self.train is None else len(self.train), "shuffle": shuffle}
-
-
 def description_of(model: nn.Module) -> dict[str, Any]:
     """What a run that goes on must have for a model: its class and its configuration, without what says where it came from."""
     config: Any = getattr(model, "config", None)
@@ -215,7 +169,7 @@ def prepare_data(
     tokenizer: Any,
     mesh: Mesh,
     console: RunConsole,
-) -> Data:
+) -> RunData:
     """Datasets as given, or made of the text that the configuration names, by `tokenizer` if that is not None; all ranks call it.
 
     One rank of each host tokenizes text that the cache does not have, while the others wait.
@@ -225,7 +179,7 @@ def prepare_data(
     """
     if train is not None or evaluation is not None:
         streams = train is not None and not isinstance(train, str | bytes | PathLike) and is_stream(train)
-        data = Data(train=_streamed(train, config) if streams else train, eval=evaluation, loaded=None)
+        data = RunData(train=_streamed(train, config) if streams else train, eval=evaluation, loaded=None)
         whole = {} if train is None or streams else {"train_dataset": train}
         for name, dataset in {**whole, **data.evaluated()}.items():
             check_dataset(dataset, name=name)
@@ -242,7 +196,7 @@ def prepare_data(
     loaded = load_datasets(config.data, tokenizer=given, cache=cache, tell=tell)
     if not mesh.environment.local_rank:
         mesh.meet("tokens of the text")
-    return _limited(Data(train=loaded.train, eval=loaded.eval, loaded=loaded), config.data.eval_samples)
+    return _limited(RunData(train=loaded.train, eval=loaded.eval, loaded=loaded), config.data.eval_samples)
 
 
 def _cache_directory(config: TrainerConfig) -> Path:
@@ -252,7 +206,7 @@ def _cache_directory(config: TrainerConfig) -> Path:
     return Path(setting("XDG_CACHE_HOME") or "~/.cache").expanduser() / "zeromesh" / "tokens"
 
 
-def _limited(data: Data, count: int | None) -> Data:
+def _limited(data: RunData, count: int | None) -> RunData:
     """With at most `count` samples in each evaluation set, spread evenly over it."""
     if count is None or data.eval is None:
         return data

@@ -21,6 +21,7 @@ from zeromesh.offload import Tiers, available_bytes, settle_heap
 from zeromesh.options import ZeroOptions
 from zeromesh.rng import number_of, seed_all
 from zeromesh.telemetry.watchdog import Activity
+from zeromesh.trainer.data.feed import Feeds
 from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.losses.losses import make_loss
@@ -32,7 +33,7 @@ from zeromesh.trainer.models.save_pretrained import save_model
 from zeromesh.trainer.monitoring.console import RunConsole
 from zeromesh.trainer.setup import build
 from zeromesh.trainer.setup.engine_options import exempted
-from zeromesh.trainer.setup.first_batch_checks import Feeds
+from zeromesh.trainer.setup.first_batch_checks import check_first_batches
 from zeromesh.trainer.setup.memory_check import kept_input_bytes, require_memory
 from zeromesh.trainer.setup.rank_agreement import share_weights
 from zeromesh.units.build import open_tiers
@@ -122,7 +123,7 @@ class TrainedModel:
         build.place_buffers(built, mesh, config.run.seed)
         run.tell(*share_weights(model, mesh))
         # Of the whole model, so that all ranks take the same batches, count alike and refuse alike.
-        takes = ForwardInputs.of(model, users_loss=given.compute_loss is not None)
+        forward = ForwardInputs.of(model, users_loss=given.compute_loss is not None)
         self.flops, self.parameters = ModelFlops.of(model), parameters_of(model)
         run.start_times.end("model")
         run.console.status("trying the loss on a small copy")
@@ -137,8 +138,20 @@ class TrainedModel:
         self.divided = build.divide_model(model, config, mesh)
         dressed = prepare_model(model, config.model, options, tiers, built.compile)
         run.tell(*self.divided.notes, *dressed.notes)
-        self.feeds = Feeds(config, given, run.data, takes, self.loss, run.plan)
-        run.tell(*built.notes, *build.notes_on_modules(model), *self.loss.notes, *self.feeds.check())
+        self.feeds = Feeds(
+            data=run.data,
+            plan=run.plan,
+            shuffle=config.data.shuffle,
+            seed=config.run.seed if config.data.seed is None else config.data.seed,
+            eval_micro_size=config.batch.eval_micro_size or config.batch.micro_size,
+            collate=given.collate,
+            vocab_size=forward.vocab_size,
+            causal=self.loss.causal,
+            fields=forward.fields,
+            kept=forward.named if config.data.remove_unused else None,
+        )
+        run.tell(*built.notes, *build.notes_on_modules(model), *self.loss.notes)
+        run.tell(*check_first_batches(self.feeds, config, forward, self.loss, given))
         transport = choose_transport(options.transport, mesh.shard, mesh.device)
         length = config.data.sequence_length if run.data.loaded is not None else 0
         inputs = kept_input_bytes(model, dressed.away, config.batch.micro_size, length, options.precision.compute)

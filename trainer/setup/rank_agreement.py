@@ -9,11 +9,10 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from zeromesh.errors import ConfigError, DataError, LayoutError
+from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.agreement import require_same
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.streaming import StreamedDataset
 
 _OF_A_HOST = frozenset(
     {"data.eval", "data.tokenizer", "data.train", "model.source", "offload.directory", "run.output_dir", "tracking"}
@@ -31,13 +30,6 @@ def require_same_settings(mesh: Mesh, config: TrainerConfig, given: Mapping[str,
         values["checkpoint.resume"] = "a path"
     advice = "Give every rank the same configuration and arguments; what only one rank is to do belongs behind its rank's number"
     require_same(mesh.world, values, ConfigError, advice=advice)
-
-
-def require_same_data(mesh: Mesh, sets: Mapping[str, Any], others: Mapping[str, object]) -> None:
-    """Compare the kinds and lengths of datasets by name, and `others`. Raises `DataError` where they differ."""
-    values = {**{name: _kind(dataset) for name, dataset in sets.items()}, **others}
-    advice = "Give every rank the whole of each dataset: the trainer deals its samples out to ranks"
-    require_same(mesh.world, values, DataError, advice=advice)
 
 
 def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
@@ -78,10 +70,6 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, ob
             yield from _flat(value, f"{key}.")
         else:
             yield key, value
-
-
-def _kind(dataset: Any) -> str:
-    return "a stream" if isinstance(dataset, StreamedDataset) else f"{len(dataset)} samples"
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

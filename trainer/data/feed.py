@@ -1,0 +1,204 @@
+"""The data of a run: its datasets, and the feeds that make checked batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from zeromesh.errors import DataError
+from zeromesh.mesh.agreement import require_same
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.rng import data_randomness
+from zeromesh.trainer.data.collate import Collate, MapDataset, fetch_microbatch
+from zeromesh.trainer.data.datasets import LoadedData
+from zeromesh.trainer.data.packing import PackedDataset
+from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
+from zeromesh.trainer.data.streaming import StreamedDataset
+from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
+
+_COMPARED = 65536
+"""Elements of each tensor that ranks compare: all tokens of a microbatch, and the beginning of an image."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunData:
+    """The datasets of a run. `loaded` is None where they were passed to the trainer."""
+
+    train: MapDataset | StreamedDataset | None
+    eval: MapDataset | Mapping[str, MapDataset] | None
+    loaded: LoadedData | None
+    limited: tuple[str, ...] = ()
+    """Lines about evaluation sets of which a part is evaluated."""
+
+    def evaluated(self) -> dict[str, MapDataset]:
+        """Each evaluation set by the name that error messages use."""
+        if self.eval is None:
+            return {}
+        if isinstance(self.eval, Mapping):
+            return {f"eval_dataset[{name!r}]": each for name, each in self.eval.items()}
+        return {"eval_dataset": self.eval}
+
+    def sets(self) -> dict[str, MapDataset | StreamedDataset]:
+        """All datasets by the name that error messages use."""
+        return ({} if self.train is None else {"train_dataset": self.train}) | self.evaluated()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the start of the run."""
+        return (*(self.loaded.notes if self.loaded else ()), *self.limited)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that has made the text into tokens."""
+        return self.loaded.tokenizer if self.loaded else None
+
+    @property
+    def processing_class(self) -> Any:
+        """The Hugging Face tokenizer that the configuration names, to be saved with the model."""
+        tokenizer = self.tokenizer
+        return tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None
+
+    def description(self, *, shuffle: bool) -> dict[str, Any]:
+        """What a resumed run must have in common: the same samples in the same order, wherever the files are now."""
+        if self.loaded is not None:
+            packed = self.loaded.train
+            return {"train": packed.fingerprint(), "sequence_length": packed.sequence_length, "shuffle": shuffle}
+        if isinstance(self.train, StreamedDataset):
+            return {"train_samples": "a stream", "shuffle": self.train.block if shuffle else False}
+        return {"train_samples": 0 if self.train is None else len(self.train), "shuffle": shuffle}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Feed:
+    """Makes the checked batches of one dataset, in the order of global sample indices."""
+
+    dataset: MapDataset | StreamedDataset
+    order: SampleOrder
+    plan: BatchPlan
+    collate: Collate | None
+    vocab_size: int | None
+    causal: bool
+    fields: frozenset[str] | None = None
+    """Fields of a batch that the model takes; others are left out. None: all are kept."""
+    kept: frozenset[str] | None = None
+    """Fields of a sample that the data collator sees; None: all."""
+    passed_over: int = 0
+    """Steps whose data was left out, because a callback ended an epoch early."""
+
+    def microbatches(self, step: int, data_rank: int) -> tuple[Microbatch, ...]:
+        """The microbatches of a rank in step `step` (from 0)."""
+        return self.plan.microbatches(step + self.passed_over, data_rank)
+
+    def rounds(self, step: int) -> int:
+        """How many of these microbatches have samples that count, on some rank."""
+        return self.plan.rounds_of(step + self.passed_over)
+
+    def fetch(self, microbatch: Microbatch) -> dict[str, Any]:
+        """The checked batch of a microbatch, on CPU."""
+        with data_randomness(self.order.seed, microbatch.first_sample):
+            batch = fetch_microbatch(
+                self.dataset,
+                self.order,
+                microbatch,
+                collate=self.collate,
+                kept=self.kept,
+                vocab_size=self.vocab_size,
+                causal=self.causal,
+            )
+        return {name: value for name, value in batch.items() if self.fields is None or name in self.fields}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Feeds:
+    """Makes the feeds of a run; `plan` cuts the training data, and `eval_micro_size` is the microbatch of evaluations."""
+
+    data: RunData
+    plan: BatchPlan
+    shuffle: bool
+    seed: int
+    eval_micro_size: int
+    collate: Collate | None
+    vocab_size: int | None
+    causal: bool
+    fields: frozenset[str] | None
+    kept: frozenset[str] | None
+    _checked: dict[int, PackedDataset] = field(default_factory=dict)
+    """Datasets whose token ids were compared with the vocabulary."""
+
+    def train(self) -> Feed | None:
+        """The training data, one global batch after the other; None where there is none."""
+        return None if self.data.train is None else self._feed(self.data.train, self.plan, shuffle=self.shuffle)
+
+    def evaluation(self, dataset: MapDataset) -> Feed:
+        """A dataset as one global batch, in its own order."""
+        micro = min(self.eval_micro_size, len(dataset))
+        plan = BatchPlan(global_size=len(dataset), micro_size=micro, data_ranks=self.plan.data_ranks)
+        return self._feed(dataset, plan, shuffle=False)
+
+    def named(self) -> dict[str, Feed]:
+        """The feeds of all datasets of the run, by the name that error messages use."""
+        train = self.train()
+        return ({} if train is None else {"train_dataset": train}) | {
+            name: self.evaluation(dataset) for name, dataset in self.data.evaluated().items()
+        }
+
+    def _feed(self, dataset: MapDataset | StreamedDataset, plan: BatchPlan, *, shuffle: bool) -> Feed:
+        """Raises `DataError` for token ids that the vocabulary does not have."""
+        size = self.vocab_size
+        if isinstance(dataset, PackedDataset) and size is not None and id(dataset) not in self._checked:
+            dataset.check_vocabulary(size)
+            self._checked[id(dataset)] = dataset
+        endless = isinstance(dataset, StreamedDataset)
+        length = dataset.block if isinstance(dataset, StreamedDataset) else len(dataset)
+        return Feed(
+            dataset=dataset,
+            order=SampleOrder(length=length, seed=self.seed, shuffle=shuffle, endless=endless),
+            plan=plan,
+            collate=self.collate,
+            vocab_size=self.vocab_size,
+            causal=self.causal,
+            fields=self.fields,
+            kept=self.kept,
+        )
+
+
+def require_same_data(mesh: Mesh, sets: Mapping[str, Any], others: Mapping[str, object]) -> None:
+    """Compare the kinds and lengths of datasets by name, and `others`, on all ranks. Raises `DataError` where they differ."""
+    kinds = {
+        name: "a stream" if isinstance(dataset, StreamedDataset) else f"{len(dataset)} samples"
+        for name, dataset in sets.items()
+    }
+    advice = "Give every rank the whole of each dataset: the trainer deals its samples out to ranks"
+    require_same(mesh.world, {**kinds, **others}, DataError, advice=advice)
+
+
+def require_same_batches(batches: Sequence[Mapping[str, Any]], mesh: Mesh) -> None:
+    """Raise `DataError` where ranks of a tensor group or of a pipeline, which compute one batch together, have others."""
+    if mesh.shape.tensor == mesh.shape.pipeline == 1:
+        return
+    own = [mesh.data_index, len(batches), _digest(batches)]
+    rows = mesh.world.gather_integers(own)
+    others = [str(rank) for rank, row in enumerate(rows) if row[0] == own[0] and row != own]
+    if others:
+        raise DataError(
+            f"rank{'s' if len(others) > 1 else ''} {', '.join(others)} got other data than rank {mesh.rank}, and they "
+            "compute one batch together (parallel.tensor, parallel.pipeline); datasets and collators must give the same "
+            "samples for the same index on every rank"
+        )
+
+
+def _digest(batches: Sequence[Mapping[str, Any]]) -> int:
+    """32 bits of the names, shapes, dtypes and first values of the tensors of batches."""
+    found = 0
+    for batch in batches:
+        for name, value in sorted(batch.items()):
+            if isinstance(value, Tensor):
+                found = crc32(f"{name} {list(value.shape)} {value.dtype}".encode(), found)
+                first = value.detach().reshape(-1)[:_COMPARED].contiguous()
+                found = crc32(first.view(torch.uint8).numpy().tobytes(), found)
+    return found
