@@ -8,6 +8,7 @@ update divides.
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
