@@ -17,19 +17,25 @@ PACKAGES = {"zeromesh": "zeromesh", "trainer": "zeromesh/trainer", "offload": "z
 """Folders of the checkout, and what they are called in the wheel."""
 
 EVERY_COMMAND = """
-import contextlib, io, sys
+import argparse, contextlib, io, sys
 from pathlib import Path
 import zeromesh
 from zeromesh.trainer.cli.main import main, make_parser
-from zeromesh.trainer.cli.completion import commands_of
 
 assert Path(zeromesh.__file__).is_relative_to(sys.argv[1]), zeromesh.__file__
+def commands_of(parser, *words):
+    yield words
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield from commands_of(below, *words, name)
+
 for command in commands_of(make_parser()):
     try:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            main([*command.words, "--help"])
+            main([*command, "--help"])
     except SystemExit as end:
-        assert end.code == 0 and "usage: zeromesh" in out.getvalue(), command.words
+        assert end.code == 0 and "usage: zeromesh" in out.getvalue(), command
 for words in (["init"], ["init", "quickstart"], ["config", "quickstart.yaml"], ["completion", "bash"], ["report", "a"]):
     assert main(words) == 0, words
 """
