@@ -11,8 +11,7 @@ from architectures import ARCHITECTURES
 from trainer_cases import stacked
 
 from zeromesh.trainer.config.sections.model import Head
-from zeromesh.trainer.losses.losses import LabelLoss
-from zeromesh.trainer.losses.task_losses import SpanLoss, TranscriptLoss
+from zeromesh.trainer.losses.losses import LabelLoss, SpanLoss, TranscriptLoss
 
 SAMPLES, LENGTH, VOCABULARY = 7, 8, 60
 _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

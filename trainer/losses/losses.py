@@ -2,7 +2,7 @@
 
 a language model of Hugging Face   sum = mean x targets, or the sum of a head that is shown to be equal (in chunks, or divided)
 a classifier of Hugging Face       sum = mean x labels: of examples, tokens or pixels
-question answering, CTC            sums over positions of answers, over transcripts (`task_losses.py`)
+question answering, CTC            sums over positions of answers, over transcripts
 compute_loss(model, batch)         the user's sum and count
 any other module                   sum = its scalar x examples, and the run says so
 """
@@ -10,26 +10,24 @@ any other module                   sum = its scalar x examples, and the run says
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from zeromesh.errors import ConfigError, DataError, PhaseError
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED
 from zeromesh.trainer.data.collate import IGNORED_LABEL, count_targets
 from zeromesh.trainer.losses.chunked_head import ChunkedHead
-from zeromesh.trainer.losses.task_losses import SpanLoss, TranscriptLoss
 from zeromesh.trainer.losses.trial import Verdict, examine, shifted
 from zeromesh.trainer.models.peft import is_adapted, learns_prompts, pretrained_of
-from zeromesh.trainer.monitoring.user_scalars import require_free_names, scalars_of
 from zeromesh.trainer.weights.library_logging import quiet_library
 
 ComputeLoss = Callable[
-    [nn.Module, Mapping[str, Any]],
-    tuple[torch.Tensor, int | torch.Tensor] | tuple[torch.Tensor, int | torch.Tensor, Mapping[str, Any]],
+    [nn.Module, Mapping[str, Any]], tuple[Tensor, int | Tensor] | tuple[Tensor, int | Tensor, Mapping[str, Any]]
 ]
 """A user's `(model, batch) -> (sum, count)`: the sum of the losses, a scalar, and how many they are; a third element, if there is
 one, holds scalars by name, which are logged."""
@@ -37,55 +35,48 @@ one, holds scalars by name, which are logged."""
 # The library's names for what a class computes (`model.loss_type`).
 _LANGUAGE = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
 _LABELLED = (
-    "ForTokenClassification",
-    "ForSequenceClassification",
-    "ForImageClassification",
-    "ForVideoClassification",
-    "ForAudioClassification",
+    *("ForTokenClassification", "ForSequenceClassification"),
+    *("ForImageClassification", "ForVideoClassification", "ForAudioClassification"),
 )
-# Those that it has no name for, by the ends of the names of classes.
-_LABELLED_TOO = ("ForMultipleChoice", "ForNextSentencePrediction")
+_LABELLED_CLASSES = ("ForMultipleChoice", "ForNextSentencePrediction")
+"""Ends of the names of classes that have labels, and for which the library has no `loss_type`."""
+_POSITIONS = ("start_positions", "end_positions")
 
 
-class Loss(Protocol):
+class Loss(ABC):
     """How a model's loss is computed and counted."""
 
-    @property
-    def counts_examples(self) -> bool:
-        """Whether it counts examples because nothing is known about what its loss is the mean of."""
-        ...
+    causal = False
+    """Whether the model predicts the next token, so that its first label is no target."""
+    _last_count: int | None = 0
 
-    @property
-    def causal(self) -> bool:
-        """Whether the model predicts the next token, so that its first label is no target."""
-        ...
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Lines that the run prints about how it counts and computes."""
-        ...
+    def __init__(self, *notes: str) -> None:
+        self.notes = notes
+        """Lines that the run prints about how the loss counts and computes."""
+        self.last_scalars: Mapping[str, Any] = {}
+        """What else the batch that was computed last gave, to be logged: numbers by name."""
 
     @property
     def last_count(self) -> int:
-        """Targets of the batch that was computed last."""
-        ...
+        """Targets of the batch that was computed last. Raises `PhaseError` where only the forward tells, and none has run."""
+        if self._last_count is None:
+            raise PhaseError("compute_loss has not run yet, so its count is not known")
+        return self._last_count
 
-    @property
-    def last_scalars(self) -> Mapping[str, Any]:
-        """What else the batch that was computed last gave, to be logged: numbers by name."""
-        ...
-
+    @abstractmethod
     def count(self, batch: Mapping[str, Any]) -> int | None:
-        """Targets of a batch, known from its labels; None where only the forward tells."""
-        ...
+        """Targets of a batch by its labels; None where only the forward tells. Raises `DataError` where labels are missing."""
 
-    def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> torch.Tensor:
-        """The sum of the losses, a scalar, whose backward will start with `seed` (0 and no gradients: evaluation)."""
-        ...
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> Tensor:
+        """The sum of the losses, a scalar, whose backward will start with `seed` (0 and no gradients: evaluation).
 
-    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
-        """The sum of the losses and what the model returned, without gradients. A batch without targets of any kind counts none."""
-        ...
+        A batch without targets gives 0, with gradients of 0.
+        """
+        return self.with_outputs(model, batch)[0]
+
+    @abstractmethod
+    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """The sum of the losses and what the model returned."""
 
 
 def make_loss(
@@ -96,8 +87,9 @@ def make_loss(
     compute_loss: ComputeLoss | None = None,
     divided: bool = False,
     smoothing: float = 0.0,
+    check_scalars: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Loss:
-    """How `model`'s loss is computed and counted; `model` is whole, may be on the meta device, and is not run.
+    """Return how `model`'s loss is computed and counted; `model` is whole, may be on the meta device, and is not run.
 
     Args:
         mode: `auto` computes a language model's loss in chunks of tokens, or over a divided vocabulary, where a trial on a
@@ -106,15 +98,16 @@ def make_loss(
         compute_loss: a user's own, which is then taken as it is.
         divided: tensor ranks will each have some of the vocabulary.
         smoothing: part of each target that is spread over all classes; the loss is then computed from the model's logits.
+        check_scalars: raises for names of scalars that `compute_loss` may not give.
 
     Raises:
-        ConfigError: for smoothing of a loss whose targets are not known.
+        ConfigError: for smoothing of a loss whose targets are not known, and for models that have no loss.
     """
     if smoothing:
-        return _smoothed(model, compute_loss, smoothing)
+        return _smoothed_loss(model, compute_loss, smoothing)
     if compute_loss is not None:
-        line = ("loss: tensor ranks gather the logits that compute_loss reads",) if divided else ()
-        return UserLoss(compute_loss, line)
+        lines = ("loss: tensor ranks gather the logits that compute_loss reads",) if divided else ()
+        return UserLoss(compute_loss, *lines, check_scalars=check_scalars)
     inside = pretrained_of(model)
     if inside is None:
         return ExampleLoss(f"the loss of {type(model).__name__}")
@@ -122,25 +115,35 @@ def make_loss(
         raise ConfigError(
             "adapters that learn prompts make targets of their own, which only the model knows; pass compute_loss, or use LoRA"
         )
-    if inside.base_model is inside and not any("label" in name for name in _arguments(inside)):
+    if inside.base_model is inside and not any("label" in name for name in _forward_arguments(inside)):
         raise ConfigError(
             f"{type(inside).__name__} has no head, and so no loss of its own; pass compute_loss, or set model.head to a task"
         )
-    return _known_loss(inside) or _language_loss(inside, mode, chunk_tokens, divided=divided)
+    return _task_loss(inside) or _language_loss(inside, mode, chunk_tokens, divided=divided)
 
 
-def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+def _forward_arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(type(model).forward).parameters
 
 
-def _known_loss(model: Any) -> Loss | None:
+def _smoothed_loss(model: nn.Module, compute_loss: ComputeLoss | None, smoothing: float) -> Loss:
+    kind = str(getattr(model, "loss_type", None))
+    causal = False if kind in _LABELLED else _shifts_labels(model)
+    if compute_loss is not None or pretrained_of(model) is None or causal is None:
+        whose = "compute_loss" if compute_loss is not None else f"{type(model).__name__} (loss_type {kind})"
+        raise ConfigError(
+            f"run.label_smoothing: the targets of the loss of {whose} are not known; smooth them there, and set it to 0"
+        )
+    return SmoothedLoss(model, causal=causal, smoothing=smoothing)
+
+
+def _task_loss(model: Any) -> Loss | None:
     """The loss of a task that needs no trial; None for a language model, and for what nothing is known of."""
-    kind, name = getattr(model, "loss_type", None), type(model).__name__
-    if kind in _LABELLED or name.endswith(_LABELLED_TOO):
+    kind, config, arguments = getattr(model, "loss_type", None), model.config, _forward_arguments(model)
+    if kind in _LABELLED or type(model).__name__.endswith(_LABELLED_CLASSES):
         return LabelLoss(model, causal=False)
     if "_loss_function" in vars(model):
         return None
-    config, arguments = model.config, _arguments(model)
     # Answers may also be classes (of a picture), or be searched for with beams and a loss of several parts.
     if kind == "ForQuestionAnswering" and "start_positions" in arguments and "is_impossible" not in arguments:
         return SpanLoss()
@@ -151,37 +154,40 @@ def _known_loss(model: Any) -> Loss | None:
     return None
 
 
-def _language_loss(
-    model: Any, mode: Literal["auto", "native"], chunk_tokens: int | None, *, divided: bool
-) -> LabelLoss | ExampleLoss:
-    kind = getattr(model, "loss_type", None)
-    embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)
-    if embeddings() is None:
-        return ExampleLoss(f"the loss of {type(model).__name__} (loss_type {kind})")
-    verdict = _verdict(model, _shifts(model))
+def _language_loss(model: Any, mode: Literal["auto", "native"], chunk_tokens: int | None, *, divided: bool) -> Loss:
+    """The loss of a language model, with as few logits at once as a trial has shown to be possible."""
+    whose = f"the loss of {type(model).__name__}"
+    if getattr(model, "get_output_embeddings", lambda: None)() is None:
+        return ExampleLoss(f"{whose} (loss_type {getattr(model, 'loss_type', None)})")
+    known = _shifts_labels(model)
+    if "_loss_function" in vars(model):
+        verdict = Verdict(causal=known, reason="its loss function was replaced")
+    else:
+        with quiet_library():
+            verdict = examine(model, known)
     if verdict.causal is None:
-        return ExampleLoss(f"the loss of {type(model).__name__} ({verdict.reason})", gathered=divided)
-    notes = _auxiliary_note(verdict)
-    if mode == "native":
-        line = (
-            ("loss: the model's own, for which tensor ranks gather all logits (model.loss: native)",) if divided else ()
+        gathered = "; tensor ranks gather all its logits" if divided else ""
+        return ExampleLoss(f"{whose} ({verdict.reason})", gathered)
+    notes = []
+    head = None
+    if mode == "auto" and verdict.route is not None:
+        head = ChunkedHead(model, route=verdict.route, chunk_tokens=chunk_tokens, change=verdict.change)
+        changed = "" if verdict.change == UNCHANGED else f", of logits changed by {verdict.change}"
+        notes.append(f"loss: cross entropy in chunks of tokens{changed}, equal to the model's own in a trial")
+    elif mode == "auto":
+        where = " of every tensor rank" if divided else ""
+        notes.append(f"loss: the model's own, with all logits in memory{where}, because {verdict.reason}")
+    elif divided:
+        notes.append("loss: the model's own, for which tensor ranks gather all logits (model.loss: native)")
+    if verdict.auxiliary:
+        notes.append(
+            "the loss has auxiliary terms that are computed per microbatch (balance of experts): with other sizes of "
+            "microbatches it is another loss"
         )
-        return LabelLoss(model, causal=verdict.causal, notes=(*line, *notes))
-    return _in_parts(model, verdict, chunk_tokens, notes, divided=divided)
+    return LabelLoss(model, *notes, causal=verdict.causal, head=head)
 
 
-def _smoothed(model: nn.Module, compute_loss: ComputeLoss | None, smoothing: float) -> Loss:
-    kind = str(getattr(model, "loss_type", None))
-    causal = False if kind in _LABELLED else _shifts(model)
-    if compute_loss is not None or pretrained_of(model) is None or causal is None:
-        whose = "compute_loss" if compute_loss is not None else f"{type(model).__name__} (loss_type {kind})"
-        raise ConfigError(
-            f"run.label_smoothing: the targets of the loss of {whose} are not known; smooth them there, and set it to 0"
-        )
-    return SmoothedLoss(model, causal=causal, smoothing=smoothing)
-
-
-def _shifts(model: Any) -> bool | None:
+def _shifts_labels(model: Any) -> bool | None:
     """Whether a language model is known to shift its labels; None: it is not one that the library has a name for."""
     kind = getattr(model, "loss_type", None)
     if kind not in _LANGUAGE:
@@ -189,63 +195,24 @@ def _shifts(model: Any) -> bool | None:
     return kind != "ForMaskedLM" and not getattr(model.config, "is_encoder_decoder", False)
 
 
-def _in_parts(
-    model: nn.Module, verdict: Verdict, chunk_tokens: int | None, notes: tuple[str, ...], *, divided: bool
-) -> LabelLoss:
-    """The loss of a language model, of as few logits at once as a trial has shown to be possible."""
-    causal, route = bool(verdict.causal), verdict.route
-    if route is None:
-        where = " of every tensor rank" if divided else ""
-        line = f"loss: the model's own, with all logits in memory{where}, because {verdict.reason}"
-        return LabelLoss(model, causal=causal, notes=(line, *notes))
-    head = ChunkedHead(model, route=route, chunk_tokens=chunk_tokens, change=verdict.change)
-    changed = "" if verdict.change == UNCHANGED else f", of logits changed by {verdict.change}"
-    line = f"loss: cross entropy in chunks of tokens{changed}, equal to the model's own in a trial"
-    return LabelLoss(model, causal=causal, head=head, notes=(line, *notes))
-
-
-def _verdict(model: Any, causal: bool | None) -> Verdict:
-    if "_loss_function" in vars(model):
-        return Verdict(causal=causal, reason="its loss function was replaced")
-    with quiet_library():
-        verdict = examine(model)
-    if verdict.causal is None and causal is not None and verdict.reason.startswith("no small copy"):
-        return Verdict(causal=causal, reason=verdict.reason)
-    return verdict
-
-
-def _auxiliary_note(verdict: Verdict) -> tuple[str, ...]:
-    if not verdict.auxiliary:
-        return ()
-    return (
-        "the loss has auxiliary terms that are computed per microbatch (balance of experts): with other sizes of "
-        "microbatches it is another loss",
-    )
-
-
-class LabelLoss:
+class LabelLoss(Loss):
     """A Hugging Face model's loss that is a mean over its labels: `sum = mean x count`, or the sum that `head` computes."""
-
-    counts_examples = False
 
     def __init__(
         self,
         model: nn.Module,
-        *,
+        *notes: str,
         causal: bool,
         head: ChunkedHead | None = None,
-        notes: tuple[str, ...] = (),
         ignored: int = IGNORED_LABEL,
     ) -> None:
         """`ignored` is the label of what is no target."""
+        super().__init__(*notes)
         self.causal = causal
         self._ignored = ignored
-        self.notes = notes
-        self.last_count = 0
-        self.last_scalars: Mapping[str, Any] = {}
         self._head = head
         # Training and evaluation read each position once: a cache of keys and values would only take memory.
-        self._fixed = {"use_cache": False} if "use_cache" in _arguments(model) else {}
+        self._fixed = {"use_cache": False} if "use_cache" in _forward_arguments(model) else {}
 
     @property
     def chunked(self) -> bool:
@@ -254,148 +221,168 @@ class LabelLoss:
 
     def count(self, batch: Mapping[str, Any]) -> int:
         """Targets among `labels`. Raises `DataError` if there are none of that name."""
-        labels = batch.get("labels")
-        if not isinstance(labels, torch.Tensor):
-            raise DataError(
-                f"the batch has no `labels` tensor; it has {', '.join(map(str, batch)) or 'nothing'}. Give each sample "
-                "labels (for a causal model a copy of input_ids, -100 where nothing is to be learnt), or a data_collator "
-                "that does"
-            )
-        return count_targets(labels, causal=self.causal, ignored=self._ignored)
+        cure = (
+            "Give each sample labels (for a causal model a copy of input_ids, -100 where nothing is to be learnt), or a "
+            "data_collator that does"
+        )
+        return count_targets(_tensor_of(batch, "labels", cure), causal=self.causal, ignored=self._ignored)
 
-    def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> torch.Tensor:
-        """See `Loss`. A batch without targets gives 0, with gradients of 0."""
-        count = self.last_count = self.count(batch)
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> Tensor:
+        if self._head is None:
+            return self._own_loss(model, batch)[0]
+        count = self._last_count = self.count(batch)
+        self.last_scalars = {}
+        labels = batch["labels"]
+        targets = shifted(labels) if self.causal else labels
+        return self._head.run(model, {**self._fixed, **batch}, targets=targets, seed=seed, count=count)
+
+    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """The model's own loss, with all logits; 0 for a batch without labels."""
+        if isinstance(batch.get("labels"), Tensor):
+            return self._own_loss(model, batch)
+        self._last_count = 0
+        return torch.zeros(()), model(**batch)
+
+    def _own_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        count = self._last_count = self.count(batch)
         inputs = {**self._fixed, **batch}
-        labels = inputs["labels"]
-        if self._head is not None:
-            targets = shifted(labels) if self.causal else labels
-            return self._head.run(model, inputs, targets=targets, seed=seed, count=count)
-        outputs = model(**self._with_some_target(inputs, count))
-        self.last_scalars = scalars_of(outputs)
-        loss: torch.Tensor = outputs.loss
-        return loss * count
-
-    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
-        """See `Loss`: by the model's own loss, with all logits."""
-        if not isinstance(batch.get("labels"), torch.Tensor):
-            self.last_count = 0
-            return torch.zeros(()), model(**batch)
-        count = self.last_count = self.count(batch)
-        outputs = model(**self._with_some_target({**self._fixed, **batch}, count))
+        if not count:
+            # A mean over nothing is NaN, and NaN times 0 too: it becomes the mean over something, times 0.
+            inputs["labels"] = torch.zeros_like(inputs["labels"])
+        outputs = model(**inputs)
+        self.last_scalars = _scalars_of(outputs)
         return outputs.loss * count, outputs
-
-    @staticmethod
-    def _with_some_target(inputs: dict[str, Any], count: int) -> dict[str, Any]:
-        """A mean over nothing is NaN, and NaN times 0 too: let it be the mean over something, times 0."""
-        return inputs if count else {**inputs, "labels": torch.zeros_like(inputs["labels"])}
 
 
 class SmoothedLoss(LabelLoss):
     """Cross entropy of the model's logits with smoothed targets (Szegedy et al. 2016), as transformers' `LabelSmoother`."""
 
     def __init__(self, model: nn.Module, *, causal: bool, smoothing: float) -> None:
-        super().__init__(model, causal=causal, notes=(f"loss: cross entropy with label smoothing {smoothing:g}",))
+        super().__init__(model, f"loss: cross entropy with label smoothing {smoothing:g}", causal=causal)
         self._smoothing = smoothing
 
-    def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> torch.Tensor:
-        """See `Loss`."""
-        return self.with_outputs(model, batch)[0]
-
-    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
-        """See `Loss`."""
-        self.last_count = self.count(batch)
+    def _own_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        self._last_count = self.count(batch)
         outputs = model(**{**self._fixed, **batch})
         logits, labels = outputs.logits, batch["labels"]
         if self.causal:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
         # In 32 bits at least, as the model's own loss.
         wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-        targets = labels.flatten()
-        total = cross_entropy(wide, targets, reduction="sum", label_smoothing=self._smoothing)
+        total = cross_entropy(wide, labels.flatten(), reduction="sum", label_smoothing=self._smoothing)
         return total, outputs
 
 
-class ExampleLoss:
-    """A module's own scalar, taken for a mean over the examples of the batch (dim 0 of its first tensor)."""
+class SpanLoss(Loss):
+    """Extractive question answering: cross entropy of where an answer starts, and of where it ends; both count.
 
-    counts_examples = True
-    causal = False
+    As in transformers, a position beyond the sequence is no target. Where an example has either both or none, as transformers' own
+    preparation of such data makes them, the mean is that of the model's own loss: the mean of the two means.
+    """
 
-    def __init__(self, what: str, *, gathered: bool = False) -> None:
-        """`gathered`: its model is a language model whose divided logits all tensor ranks gather."""
-        where = "; tensor ranks gather all its logits" if gathered else ""
-        self.notes = (f"{what} is taken for a mean over examples; pass compute_loss to count otherwise{where}",)
-        self.last_count = 0
-        self.last_scalars: Mapping[str, Any] = {}
+    def count(self, batch: Mapping[str, Any]) -> int:
+        """Positions inside their sequences. Raises `DataError` where the batch has none."""
+        length = _sequence_length(batch)
+        return sum(int((positions < length).sum()) for positions in _answers(batch))
+
+    def with_outputs(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        self._last_count = self.count(batch)
+        length = _sequence_length(batch)
+        outputs = model(**{name: value for name, value in batch.items() if name not in _POSITIONS})
+        total = torch.zeros((), device=outputs.start_logits.device)
+        for logits, positions in zip((outputs.start_logits, outputs.end_logits), _answers(batch), strict=True):
+            targets = positions.clamp(min=0).masked_fill(positions >= length, IGNORED_LABEL)
+            wide = logits.float() if logits.dtype.itemsize < 4 else logits
+            total = total + cross_entropy(wide, targets, ignore_index=IGNORED_LABEL, reduction="sum")
+        return total, outputs
+
+
+def _answers(batch: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield where answers start and where they end, `[batch]` each."""
+    cure = "Give each sample the positions of the first and of the last token of its answer"
+    for name in _POSITIONS:
+        yield _tensor_of(batch, name, cure).reshape(-1)
+
+
+def _sequence_length(batch: Mapping[str, Any]) -> int:
+    for name in ("input_ids", "inputs_embeds"):
+        value = batch.get(name)
+        if isinstance(value, Tensor) and value.dim() > 1:
+            return value.shape[1]
+    raise DataError(f"the batch has no input_ids; it has {_field_names(batch)}")
+
+
+class TranscriptLoss(Loss):
+    """Connectionist temporal classification: the mean over examples, each of which is aligned with its transcript as a whole.
+
+    transformers' `ctc_loss_reduction` says what an example counts: the sum over its frames, or that divided by the length of its
+    transcript.
+    """
+
+    def __init__(self, reduction: str) -> None:
+        """Raises `ConfigError` for a reduction that gives no scalar."""
+        if reduction not in ("sum", "mean"):
+            raise ConfigError(f"ctc_loss_reduction is {reduction!r}; give sum or mean", where="model.config")
+        super().__init__("loss: the mean over examples of their alignments with transcripts (CTC)")
+        self._sums = reduction == "sum"
+
+    def count(self, batch: Mapping[str, Any]) -> int:
+        """Examples. Raises `DataError` where the batch has no labels."""
+        return _tensor_of(batch, "labels", "Give each sample its transcript").shape[0]
+
+    def with_outputs(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        count = self._last_count = self.count(batch)
+        outputs = model(**batch)
+        return outputs.loss if self._sums else outputs.loss * count, outputs
+
+
+class ExampleLoss(Loss):
+    """A module's own scalar, as the mean over the examples of the batch (dim 0 of its first tensor)."""
+
+    def __init__(self, what: str, gathered: str = "") -> None:
+        super().__init__(f"{what} is taken for a mean over examples; pass compute_loss to count otherwise{gathered}")
 
     def count(self, batch: Mapping[str, Any]) -> int:
         """Examples of the batch. Raises `DataError` if it holds no tensor."""
         for value in batch.values():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
+            if isinstance(value, Tensor) and value.dim() > 0:
                 return value.shape[0]
-        raise DataError(f"the batch holds no tensor with a batch dim; it has {', '.join(map(str, batch)) or 'nothing'}")
+        raise DataError(f"the batch holds no tensor with a batch dim; it has {_field_names(batch)}")
 
-    def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> torch.Tensor:
-        """See `Loss`. Raises `ConfigError` if the module returns no scalar loss."""
-        return self.with_outputs(model, batch)[0]
-
-    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
-        """See `Loss`. Raises `ConfigError` if the module returns no scalar loss."""
-        self.last_count = self.count(batch)
+    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """The sum of the losses and what the module returned. Raises `ConfigError` if that has no scalar loss."""
+        count = self._last_count = self.count(batch)
         outputs = model(**batch)
-        self.last_scalars = scalars_of(outputs)
-        return _scalar(outputs, type(model).__name__) * self.last_count, outputs
+        self.last_scalars = _scalars_of(outputs)
+        return _scalar(outputs, type(model).__name__) * count, outputs
 
 
-def _scalar(output: Any, name: str) -> torch.Tensor:
-    """The loss among what a module returned: a tensor, an object or mapping with `loss`, or a tuple that begins so."""
-    if isinstance(output, Mapping):
-        found = output.get("loss")
-    elif isinstance(output, tuple | list):
-        found = output[0] if output else None
-    else:
-        found = getattr(output, "loss", output)
-    if not isinstance(found, torch.Tensor) or found.numel() != 1:
-        shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-        raise ConfigError(
-            f"{name}.forward gave {shape} where a scalar loss was expected; return the loss (a scalar, or an object "
-            "with `loss`) or pass compute_loss=(model, batch) -> (sum, count)"
-        )
-    return found.reshape(())
-
-
-class UserLoss:
+class UserLoss(Loss):
     """A user's `compute_loss`, whose count is known after it has run."""
 
-    counts_examples = False
-    causal = False
+    _last_count = None
 
-    def __init__(self, compute_loss: ComputeLoss, notes: tuple[str, ...] = ()) -> None:
-        self.notes = notes
+    def __init__(
+        self,
+        compute_loss: ComputeLoss,
+        *notes: str,
+        check_scalars: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        super().__init__(*notes)
         self._compute = compute_loss
-        self._count: int | None = None
-        self.last_scalars: Mapping[str, Any] = {}
-
-    @property
-    def last_count(self) -> int:
-        """Targets of the batch that was computed last. Raises `PhaseError` before the first."""
-        if self._count is None:
-            raise PhaseError("compute_loss has not run yet, so its count is not known")
-        return self._count
+        self._check_scalars = check_scalars
 
     def count(self, batch: Mapping[str, Any]) -> None:
-        """None: only the forward tells."""
-        return
+        return None
 
-    def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> torch.Tensor:
-        """See `Loss`. Raises `ConfigError` unless `compute_loss` gives a scalar and a whole number of 0 or more."""
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> Tensor:
+        """The user's sum. Raises `ConfigError` unless `compute_loss` gives a scalar and a whole number of 0 or more."""
         result = self._compute(model, batch)
         if (
             not isinstance(result, tuple)
             or len(result) not in (2, 3)
-            or not isinstance(result[1], int | float | str | torch.Tensor)
-            or not isinstance(result[-1], Mapping | int | float | str | torch.Tensor)
+            or not isinstance(result[1], int | float | str | Tensor)
+            or not isinstance(result[-1], Mapping | int | float | str | Tensor)
         ):
             raise ConfigError(
                 f"compute_loss returned a {type(result).__name__}; it must return (sum, count): the sum of the losses and the "
@@ -404,15 +391,57 @@ class UserLoss:
             )
         total, count = result[:2]
         self.last_scalars = result[2] if len(result) == 3 else {}
-        require_free_names(self.last_scalars, "compute_loss")
-        if not isinstance(total, torch.Tensor) or total.numel() != 1:
+        if self._check_scalars is not None:
+            self._check_scalars(self.last_scalars)
+        if not isinstance(total, Tensor) or total.numel() != 1:
             raise ConfigError("compute_loss: the sum must be a tensor of one element")
-        number = count.item() if isinstance(count, torch.Tensor) and count.numel() == 1 else count
+        number = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
         if isinstance(number, bool) or not isinstance(number, int | float) or number != int(number) or number < 0:
             raise ConfigError(f"compute_loss: the count must be a whole number of 0 or more; got {count!r}")
-        self._count = int(number)
+        self._last_count = int(number)
         return total.reshape(())
 
-    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
-        """See `Loss`: the model runs once for the loss, and once for what it returns."""
+    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """The user's sum and what the model returns, which runs once for each."""
         return self(model, batch, seed=0.0), model(**batch)
+
+
+def _scalar(output: Any, name: str) -> Tensor:
+    """The loss among what a module returned: a tensor, an object or mapping with `loss`, or a tuple that begins so."""
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif isinstance(output, tuple | list):
+        found = output[0] if output else None
+    else:
+        found = getattr(output, "loss", output)
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ConfigError(
+            f"{name}.forward gave {shape} where a scalar loss was expected; return the loss (a scalar, or an object "
+            "with `loss`) or pass compute_loss=(model, batch) -> (sum, count)"
+        )
+    return found.reshape(())
+
+
+def _scalars_of(outputs: Any) -> dict[str, Any]:
+    """The scalars among what a model returned, such as a `ModelOutput`, by their names, without its loss."""
+    if not isinstance(outputs, Mapping):
+        return {}
+    return {
+        name: value
+        for name, value in outputs.items()
+        if name != "loss"
+        and (isinstance(value, float) or (isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()))
+    }
+
+
+def _tensor_of(batch: Mapping[str, Any], name: str, cure: str) -> Tensor:
+    """A field of a batch. Raises `DataError` where it has no tensor of that name."""
+    value = batch.get(name)
+    if not isinstance(value, Tensor):
+        raise DataError(f"the batch has no `{name}` tensor; it has {_field_names(batch)}. {cure}")
+    return value
+
+
+def _field_names(batch: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, batch)) or "nothing"

@@ -83,11 +83,14 @@ class Verdict:
     auxiliary: bool = False
 
 
-def examine(model: Any) -> Verdict:
-    """Try a small copy of a Hugging Face language model, whose batch has `input_ids` and `labels` of one shape."""
+def examine(model: Any, known: bool | None = None) -> Verdict:
+    """Try a small copy of a Hugging Face language model, whose batch has `input_ids` and `labels` of one shape.
+
+    `known`: whether its class is known to shift labels, which stands where no small copy can be made.
+    """
     small = _small_copy(model)
     if small is None:
-        return Verdict(causal=None, reason="no small copy of it could be tried")
+        return Verdict(causal=known, reason="no small copy of it could be tried")
     auxiliary = bool(getattr(small.config, "output_router_logits", False))
     small.config.output_router_logits = False
     causal = next((shifted for shifted in (True, False) if _is_mean_over(small, shifted)), None)

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from zeromesh.errors import ConfigError
-from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.weight_init.recompute_init import is_pretrained_model
 
 
@@ -44,15 +42,6 @@ def output_layer(model: Any) -> Any:
 def learns_prompts(model: Any) -> bool:
     """Whether an adapter of `model` puts tokens before its inputs, or keys and values before theirs."""
     return any(getattr(settings, "is_prompt_learning", False) for settings in model.peft_config.values())
-
-
-def require_adapters_that_fit(model: nn.Module, mesh: Mesh) -> None:
-    """Raise `ConfigError` for adapters of a model that is to be divided."""
-    if is_adapted(model) and (mesh.tensor.size > 1 or mesh.pipeline.size > 1):
-        raise ConfigError(
-            "a model with adapters is shared out over data axes alone: set parallel.tensor and parallel.pipeline to 1; "
-            "zero.stage: 3 shares out its frozen weights"
-        )
 
 
 def adapter_names(model: Any) -> frozenset[str]:

@@ -24,7 +24,7 @@ from zeromesh.offload.activations.store import ActivationStore
 from zeromesh.options import ZeroOptions
 from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.models.activation_checkpointing import enable_activation_checkpointing
-from zeromesh.trainer.models.wrapped_model import Compile
+from zeromesh.trainer.models.user_model import Compile
 from zeromesh.units.plan import block_modules
 
 # Compiled or checkpointed blocks, Hugging Face's switch for checkpointing, training mode, its way to save.

@@ -14,7 +14,8 @@ from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 
-_TAKEN = frozenset(each.name for each in fields(StepMetrics)) | {"time"}
+RESERVED_NAMES = frozenset(each.name for each in fields(StepMetrics)) | {"time"}
+"""Names that a step's line has already."""
 
 
 class UserScalars:
@@ -24,8 +25,11 @@ class UserScalars:
         self._given: dict[str, list[Tensor | float]] = {}
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """Take numbers, or tensors of one element, which are not read before the next line. What is neither is left out."""
+        """Take numbers, or tensors of one element, which are not read before the next line. What is neither, and what has a
+        reserved name, is left out."""
         for name, value in values.items():
+            if name in RESERVED_NAMES:
+                continue
             if isinstance(value, Tensor) and value.numel() == 1:
                 self._given.setdefault(name, []).append(value.detach())
             elif isinstance(value, int | float):
@@ -48,18 +52,6 @@ class UserScalars:
 
 def require_free_names(values: Mapping[str, Any], whose: str) -> None:
     """Raise `ConfigError` for names that fields of a step's line have already."""
-    taken = sorted(_TAKEN.intersection(values))
+    taken = sorted(RESERVED_NAMES.intersection(values))
     if taken:
         raise ConfigError(f"{whose}: {', '.join(taken)} is a field of every step's line already; choose another name")
-
-
-def scalars_of(outputs: Any) -> dict[str, Any]:
-    """The scalars among what a model returned, by their names, without its loss: of a mapping, such as a `ModelOutput`."""
-    if not isinstance(outputs, Mapping):
-        return {}
-    return {
-        name: value
-        for name, value in outputs.items()
-        if name not in _TAKEN
-        and (isinstance(value, float) or (isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()))
-    }

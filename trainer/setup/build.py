@@ -30,10 +30,9 @@ from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.models.build import build_model
-from zeromesh.trainer.models.layer_drop import require_no_layer_drop
 from zeromesh.trainer.models.lora import add_lora
-from zeromesh.trainer.models.peft import description_of_adapters, is_adapted, require_adapters_that_fit
-from zeromesh.trainer.models.wrapped_model import Compile, unwrapped
+from zeromesh.trainer.models.peft import description_of_adapters, is_adapted
+from zeromesh.trainer.models.user_model import Compile, require_adapters_that_fit, require_no_layer_drop, unwrap
 from zeromesh.trainer.monitoring.console import RunConsole
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler, TorchSchedule
 from zeromesh.weight_init.meta_init import BuiltModel, build_deferred, hooked_parameters, take_given
@@ -260,7 +259,7 @@ def _built_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None)
             end_of_text=tokenizer.end_of_text if tokenizer else None,
         )
     if isinstance(model, nn.Module):
-        inside = unwrapped(model)
+        inside = unwrap(model)
         return replace(take_given(inside.model, seed), compile=inside.compile)
     if not callable(model):
         given = f"{model!r}" if isinstance(model, str | PathLike) else f"a {type(model).__name__}"
@@ -278,7 +277,7 @@ def _built_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None)
             raise ConfigError(
                 f"the callable given as model returned a {type(made).__name__}; it should return an nn.Module"
             )
-        inside = unwrapped(made)
+        inside = unwrap(made)
         compile_ = inside.compile
         return inside.model
 

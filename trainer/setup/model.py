@@ -31,6 +31,7 @@ from zeromesh.trainer.models.generation import check_arguments, generate
 from zeromesh.trainer.models.prepare import KeptAttributes, prepare_model
 from zeromesh.trainer.models.save_pretrained import save_model
 from zeromesh.trainer.monitoring.console import RunConsole
+from zeromesh.trainer.monitoring.user_scalars import require_free_names
 from zeromesh.trainer.setup import build
 from zeromesh.trainer.setup.engine_options import exempted
 from zeromesh.trainer.setup.first_batch_checks import check_first_batches
@@ -133,6 +134,7 @@ class TrainedModel:
             compute_loss=given.compute_loss,
             divided=mesh.tensor.size > 1,
             smoothing=config.run.label_smoothing,
+            check_scalars=partial(require_free_names, whose="compute_loss"),
         )
         run.start_times.end("loss")
         self.divided = build.divide_model(model, config, mesh)
