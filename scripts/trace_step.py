@@ -1,15 +1,21 @@
-"""Count the project's files and Python calls of a training step, a save and a load, on one rank; prints one line of JSON.
+"""Count the project's files and Python calls of a training step, a save and a load, on rank 0 of two; prints one line of JSON.
 
+The calls of a step are also counted by kind of bookkeeping, with recording on and off, and its share of all calls is printed.
 `python scripts/trace_step.py` measures the checkout that Python imports; `scripts/structure_report.py --trace` compares several.
+`--functions` prints the functions that a step calls most instead.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
@@ -24,6 +30,16 @@ from zeromesh.trainer.callbacks.callback import Callback
 
 HOME = str(Path(zeromesh.__file__).resolve().parent.parent)
 BLOCKS, WIDTH = 4, 64
+KINDS = {
+    "recorder": ("telemetry/step_recorder.py", "telemetry/step_timer.py", "telemetry/clock.py"),
+    "traffic": ("telemetry/comm_stats.py", "telemetry/traffic.py"),
+    "ranges": ("zeromesh/profiler_ranges.py", "zeromesh/ranges.py"),
+    "board": ("telemetry/status_board.py", "telemetry/status_file.py", "telemetry/board.py"),
+    "watch": ("telemetry/watchdog.py", "telemetry/watch.py"),
+    "ledger": ("memory/ledger.py", "offload/ledger.py"),
+    "metrics": ("trainer/monitoring/", "trainer/tracking/"),
+}
+"""Which files are bookkeeping, by the end of their names or the folder that they are in."""
 
 
 class Net(nn.Module):
@@ -39,25 +55,19 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-class Counter(Callback):
+class CallCounter(Callback):
     """Counts the project's calls by phase: a step without a save, then what follows a step that asks for one, then a load."""
 
     def __init__(self) -> None:
         self.phase = ""
-        self.calls: dict[str, int] = defaultdict(int)
-        self.files: dict[str, set[str]] = defaultdict(set)
+        self.calls: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
 
     def profile(self, frame: FrameType, event: str, _argument: Any) -> None:
-        """What `sys.setprofile` calls."""
-        name = frame.f_code.co_filename
-        if (
-            self.phase
-            and event == "call"
-            and name.startswith(f"{HOME}/zeromesh/")
-            and not name.endswith("trace_step.py")
-        ):
-            self.calls[self.phase] += 1
-            self.files[self.phase].add(str(Path(name).resolve()))
+        """The function that `sys.setprofile` calls."""
+        code = frame.f_code
+        if self.phase and event == "call" and code.co_filename.startswith(f"{HOME}/zeromesh/"):
+            path = str(Path(code.co_filename).resolve().relative_to(HOME))
+            self.calls[self.phase][path, code.co_qualname] += 1
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
         if step == 2:
@@ -73,29 +83,89 @@ class Counter(Callback):
     def on_train_begin(self, trainer: Trainer) -> None:
         self.phase = ""
 
+    def kinds(self) -> dict[str, int]:
+        """The calls of a step by kind of bookkeeping."""
+        found = dict.fromkeys(KINDS, 0)
+        for (path, _), count in self.calls["step"].items():
+            for kind, places in KINDS.items():
+                if any(place in path for place in places):
+                    found[kind] += count
+        return found
+
 
 def main() -> None:
-    """Train four steps with a save after the third, go on from it, and print the counts."""
+    """Start two ranks with recording on, then two with recording off, and print what rank 0 has counted."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--functions", type=int, default=0, metavar="N", help="print the N functions called most")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        _count(options.functions)
+        return
+    found: dict[str, Any] = {}
+    for recording in ("on", "off"):
+        with tempfile.TemporaryDirectory() as folder:
+            lines = _run_ranks(folder, recording, options.functions)
+        print("\n".join(lines[:-1]), end="\n" if lines[1:] else "")
+        counts = json.loads(lines[-1])
+        if recording == "on":
+            found |= {name: count for name, count in counts.items() if not isinstance(count, dict)}
+        calls = counts["Python calls of a step"]
+        found |= {f"{kind}, recording {recording}": count for kind, count in counts["kinds"].items()}
+        found[f"% bookkeeping, recording {recording}"] = round(100 * sum(counts["kinds"].values()) / calls, 1)
+    print(json.dumps(found))
+
+
+def _run_ranks(folder: str, recording: str, functions: int) -> list[str]:
+    """The lines that rank 0 has printed at its end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = []
+    for rank in range(2):
+        environment = os.environ | launch | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment |= {"TRACE_FOLDER": folder, "TRACE_RECORDING": recording}
+        command = [sys.executable, __file__, "--functions", str(functions)]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    output = [process.communicate(timeout=300)[0] for process in ranks]
+    if any(process.returncode for process in ranks):
+        raise SystemExit(f"a rank failed:\n{output[0]}{output[1]}")
+    lines = output[0].splitlines()
+    return lines[lines.index("counts") + 1 :]
+
+
+def _count(functions: int) -> None:
+    """Train four steps with a save after the third, go on from it, and print the counts of this rank."""
     torch.set_num_threads(1)
-    counter = Counter()
+    counter = CallCounter()
     data = [{"x": torch.randn(WIDTH)} for _ in range(16)]
     sys.setprofile(counter.profile)
     threading.setprofile(counter.profile)
-    with tempfile.TemporaryDirectory() as folder:
-        for steps in (4, 5):
-            config = {
-                "run": {"name": "trace", "output_dir": folder, "max_steps": steps},
-                "batch": {"global_size": 4},
-                "checkpoint": {"every_steps": 100, "resume": "auto"},
-            }
-            with Trainer(Net, config, data, callbacks=[counter]) as trainer:
-                counter.phase = "load" if steps == 5 else ""
-                trainer.fit()
+    for steps in (4, 5):
+        config = {
+            "run": {"name": "trace", "output_dir": os.environ["TRACE_FOLDER"], "max_steps": steps},
+            "batch": {"global_size": 8},
+            "checkpoint": {"every_steps": 100, "resume": "auto"},
+        }
+        with Trainer(Net, config, data, callbacks=[counter]) as trainer:
+            _switch(trainer, os.environ["TRACE_RECORDING"] == "on")
+            counter.phase = "load" if steps == 5 else ""
+            trainer.fit()
     sys.setprofile(None)
-    found = {f"files of a {phase}": len(counter.files[phase]) for phase in ("step", "save", "load")}
-    print(
-        json.dumps(found | {f"Python calls of a {phase}": counter.calls[phase] for phase in ("step", "save", "load")})
-    )
+    print("counts")
+    for (path, name), count in counter.calls["step"].most_common(functions):
+        print(f"{count:6} {path} {name}")
+    phases = ("step", "save", "load")
+    found: dict[str, Any] = {f"files of a {phase}": len({path for path, _ in counter.calls[phase]}) for phase in phases}
+    found |= {f"Python calls of a {phase}": counter.calls[phase].total() for phase in phases}
+    print(json.dumps(found | {"kinds": counter.kinds()}))
+
+
+def _switch(trainer: Trainer, on: bool) -> None:
+    """Switch the recorder of a run; a checkout from before there was one always records."""
+    recorder = getattr(trainer.mesh, "recorder", None)
+    if recorder is not None:
+        recorder.enabled = on
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ class Ledger:
     def __init__(self, limits: Mapping[Tier, int] | None = None) -> None:
         self._bytes: dict[tuple[Tier, Purpose], int] = defaultdict(int)
         self._limits = dict(limits or {})
+        self._in_memory = 0
         self._peak = 0
         self._highest: dict[tuple[Tier, Purpose], int] = {}
         self._changes: list[Change] | None = None
@@ -80,12 +81,15 @@ class Ledger:
                 f"{purpose.value}: {nbytes:,} bytes more do not fit into the {tier.value} tier, which has {limit:,} and of "
                 f"these {self.total(tier):,} in use"
             )
-        self._bytes[key] += nbytes
-        self._highest[key] = max(self._highest.get(key, 0), self._bytes[key])
+        now = self._bytes[key] = self._bytes[key] + nbytes
+        if now > self._highest.get(key, 0):
+            self._highest[key] = now
         changes = self._changes
         if changes is not None and len(changes) < self._most_changes:
-            changes.append(Change(at=time.perf_counter(), tier=tier, purpose=purpose, nbytes=self._bytes[key]))
-        self._peak = max(self._peak, self.total())
+            changes.append(Change(at=time.perf_counter(), tier=tier, purpose=purpose, nbytes=now))
+        if tier is not Tier.FILE:
+            self._in_memory += nbytes
+            self._peak = max(self._peak, self._in_memory)
 
     @contextmanager
     def recording(self, most: int) -> Iterator[list[Change]]:

@@ -24,7 +24,7 @@ from zeromesh.optim.fused_optimizer import Rates
 from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.pipeline.zero_runner import MicrobatchWork
 from zeromesh.rng import Streams
-from zeromesh.telemetry.step_timer import StepPhase
+from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.trainer.data.feed import Feed, require_same_batches
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch
 from zeromesh.trainer.loop.prediction import Collector, Prediction
@@ -97,10 +97,10 @@ class Stepper:
         """
         engine = self._require_engine()
         began, waited = time.perf_counter(), self._mesh.waited
-        self._mesh.traffic.take()  # What ranks have told one another since the last step is no part of this one.
-        self._mesh.clock.begin(engine.tiers.seconds_waited)
+        self._mesh.recorder.take_traffic()  # What ranks have told one another since the last step is no part of this one.
+        self._mesh.recorder.begin_step(engine.tiers.seconds_waited)
         microbatches, rounds = feed.microbatches(step, self._mesh.data_index), feed.rounds(step)
-        with self._mesh.clock.span(StepPhase.DATA):
+        with self._mesh.recorder.span(StepPhase.DATA):
             batches = [feed.fetch(microbatch) for microbatch in microbatches]
         require_same_batches(batches, self._mesh)
         count, parts = self._known_counts(feed.plan, microbatches, batches)
@@ -138,8 +138,8 @@ class Stepper:
             skipped=outcome.skipped,
             cause=outcome.cause,
             waited={tier.value: seconds for tier, seconds in outcome.waited.items()},
-            communication=self._mesh.traffic.take(),
-            phases=self._mesh.clock.take(),
+            communication=self._mesh.recorder.take_traffic(),
+            phases=self._mesh.recorder.take_seconds(),
             bubble=self._bubble(),
             loss_scale=outcome.loss_scale,
             seconds=time.perf_counter() - began,

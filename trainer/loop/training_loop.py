@@ -49,7 +49,10 @@ class TrainingLoop:
         self._request = request
         self._last = run.config.run.max_steps
         self._stragglers = Stragglers()
-        self._memory = MemoryTimeline(writer.path.with_name(STEP_MEMORY) if writer is not None else None, run.step + 1)
+        self._memory = MemoryTimeline(
+            writer.path.with_name(STEP_MEMORY) if writer is not None and run.config.profile.step_figures else None,
+            run.step + 1,
+        )
         self._stopped = 0
         """The signal by which some rank was asked to stop."""
         self._ended = ""

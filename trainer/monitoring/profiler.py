@@ -1,7 +1,6 @@
 """`Profile`: traces of a few steps by torch's profiler, on every rank, in the run's directory.
 
-Beside operators they show named ranges (`zeromesh/profiler_ranges.py`): gathers and reductions of units, forward and backward
-of each,
+Beside operators they show the ranges of `StepRecorder`: gathers and reductions of units, forward and backward of each,
 collectives, updates. Chrome's tracing page and ui.perfetto.dev read them.
 """
 
@@ -18,12 +17,12 @@ from typing import Self
 
 from torch.profiler import ProfilerActivity, profile
 
-from zeromesh import profiler_ranges
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.telemetry.step_recorder import BACKWARD_RANGE
 from zeromesh.trainer.config.sections.outputs import ProfileSection
 
 FOLDER = "profile"
-_NAME = f'"name": "{profiler_ranges.IN_TURN}'
+_NAME = f'"name": "{BACKWARD_RANGE}'
 _ROW = re.compile(r'(?<="tid": )[^,\s]+')
 
 
@@ -57,7 +56,7 @@ class Profile:
         if self._open is None:
             self._start()
         self._recorded.append(number)
-        with profiler_ranges.named("step", str(number)):
+        with self._mesh.recorder.range("step", str(number)):
             yield
         if number == self._last:
             self._stop()
@@ -71,7 +70,7 @@ class Profile:
         self._profiler = self._open.enter_context(
             profile(activities=activities, record_shapes=self._memory, profile_memory=self._memory)
         )
-        self._open.enter_context(profiler_ranges.recording())
+        self._open.enter_context(self._mesh.recorder.profiling_ranges())
 
     def _stop(self, *, write: bool = True) -> None:
         """End recording, and write what there is. A full disk is no reason to end a run."""

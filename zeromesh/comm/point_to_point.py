@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.process_mesh import ProcessSet
-from zeromesh.telemetry.comm_stats import Account, Collective
+from zeromesh.telemetry.comm_stats import Collective
+from zeromesh.telemetry.step_recorder import CommAccount
 from zeromesh.telemetry.watchdog import AsyncWork, Watchdog
 
 HEADER_WORDS = 64
@@ -100,7 +101,7 @@ class _Line:
         peer: int,
         watch: Watchdog,
         device: torch.device,
-        traffic: Account,
+        traffic: CommAccount,
     ) -> None:
         self._group = group
         self._source = source

@@ -27,9 +27,8 @@ from zeromesh.mesh.process_set_registry import ProcessSets
 from zeromesh.mesh.rank_order import Order, ProcessLocation, far_warning, mesh_picture, rank_order
 from zeromesh.mesh.run_store import START_SECONDS
 from zeromesh.offload.memory.shared_segment import SharedSegment
-from zeromesh.telemetry.comm_stats import Account, CommStats
 from zeromesh.telemetry.status_board import SharedBoard, Store, StoreBoard
-from zeromesh.telemetry.step_timer import StepTimer
+from zeromesh.telemetry.step_recorder import CommAccount, StepRecorder
 from zeromesh.telemetry.watchdog import Activity, Watchdog
 
 _LOGGER = logging.getLogger(__name__)
@@ -75,9 +74,8 @@ class ProcessMesh:
         self.rank = environment.rank
         self.environment = environment
         self.world_size = environment.world_size
-        self.clock = _step_clock(device)
-        """Where the time of a step goes."""
-        self.traffic = CommStats(self.clock)
+        self.recorder = _recorder_of(device)
+        """Measures where the time of a step goes, and what this rank sends."""
         self.processes: tuple[int, ...] = (0,)
         """The numbers that the launch has given the ranks."""
         self.places: tuple[ProcessLocation, ...] = (ProcessLocation(host="here"),)
@@ -106,7 +104,7 @@ class ProcessMesh:
             ) from error
         if self.watch is not None:
             self.watch.compare_with(self.data.ranks)
-        self.process_sets = ProcessSets(self.world, self._links, self.traffic, self._as_set)
+        self.process_sets = ProcessSets(self.world, self._links, self.recorder, self._as_set)
         self.data_index = shape.data_index(self.rank)
 
     def _connect(self, timeout_seconds: float, order: Order) -> None:
@@ -217,7 +215,7 @@ class ProcessMesh:
             link=link,
             one_host=self._shares_memory and len({self.places[rank].host for rank in ranks}) == 1,
             on_stream=self.device.type == "cuda",
-            traffic=self.traffic.open(name, len(ranks)) if joined else Account(1),
+            traffic=self.recorder.account(name, len(ranks)) if joined else CommAccount(self.recorder, name, 1),
         )
 
     @property
@@ -309,20 +307,20 @@ class ProcessMesh:
         self._links.leave(default=True)
 
 
-def _step_clock(device: torch.device) -> StepTimer:
-    """The clock of a device: the host's, or events on the stream that computes, which nobody waits for."""
+def _recorder_of(device: torch.device) -> StepRecorder:
+    """The recorder of a device, whose marks are the host's clock, or events on the stream that computes, which nobody waits for."""
     if device.type != "cuda":
-        return StepTimer()
+        return StepRecorder()
 
     def mark() -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+    def between(end: torch.cuda.Event, begin: torch.cuda.Event) -> float | None:
         return begin.elapsed_time(end) / 1e3 if end.query() else None  # type: ignore[no-untyped-call]
 
-    return StepTimer(mark, between)
+    return StepRecorder(mark, between)
 
 
 Mesh = ProcessMesh

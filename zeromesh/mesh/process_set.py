@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.process_groups import Link
-from zeromesh.telemetry.comm_stats import Account, Collective
+from zeromesh.telemetry.comm_stats import Collective
+from zeromesh.telemetry.step_recorder import CommAccount, StepRecorder
 from zeromesh.telemetry.watchdog import Watchdog
 
 
@@ -32,7 +33,7 @@ class ProcessSet:
     one_host: bool
     on_stream: bool
     """Whether the groups that move parameters and gradients do so on streams of a device."""
-    traffic: Account = field(default_factory=lambda: Account(1), compare=False, repr=False)
+    traffic: CommAccount = field(default_factory=lambda: CommAccount(StepRecorder(), "", 1), compare=False, repr=False)
 
     @property
     def size(self) -> int:

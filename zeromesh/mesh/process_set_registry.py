@@ -21,7 +21,7 @@ from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_groups import Link, Links
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.telemetry.comm_stats import CommStats
+from zeromesh.telemetry.step_recorder import StepRecorder
 
 AsSet = Callable[[str, tuple[int, ...], Link | None], ProcessSet]
 """Makes a set of a name, ranks, and the link between them."""
@@ -40,10 +40,10 @@ class ProcessSets(Mapping[str, ProcessSet]):
         LayoutError: on all ranks alike, for names and ranks that cannot be.
     """
 
-    def __init__(self, world: ProcessSet, links: Links, traffic: CommStats, as_set: AsSet) -> None:
+    def __init__(self, world: ProcessSet, links: Links, recorder: StepRecorder, as_set: AsSet) -> None:
         self._world = world
         self._links = links
-        self._traffic = traffic
+        self._recorder = recorder
         self._as_set = as_set
         self._sets: dict[str, ProcessSet] = {}
         self._lock = threading.Lock()
@@ -101,7 +101,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
             if name not in self._sets:
                 raise LayoutError(f"process set {name!r} cannot be removed: there is none ({self._there()})")
             gone = self._sets.pop(name)
-            self._traffic.close(name)
+            self._recorder.close_account(name)
             if gone.link is not None:
                 self._links.cut(gone.link)
 

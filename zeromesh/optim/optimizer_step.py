@@ -35,7 +35,7 @@ from zeromesh.optim.replica_groups import ReplicaGroups
 from zeromesh.optim.update_device import place_updates, try_update
 from zeromesh.optim.weight_average import WeightAverage
 from zeromesh.options import ZeroOptions
-from zeromesh.telemetry.step_timer import StepPhase
+from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.units.unit import Bucket, Unit
 
@@ -358,7 +358,7 @@ class OptimizerStep:
         self.before_change(bucket)
         self.last_order.append(bucket)
         self._mesh.post(Activity.OPTIMIZER, self._units[id(bucket)].index)
-        with self._mesh.clock.span(StepPhase.OPTIMIZER, f"update {bucket.name}"):
+        with self._mesh.recorder.span(StepPhase.OPTIMIZER, f"update {bucket.name}"):
             self._change(bucket, factor, following)
 
     def _change(self, bucket: Bucket, factor: float, following: Sequence[Bucket]) -> None:

@@ -25,7 +25,7 @@ from zeromesh.optim.fused_optimizer import GroupRules, Rates
 from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome
 from zeromesh.options import ZeroOptions
 from zeromesh.rng import Streams
-from zeromesh.telemetry.step_timer import StepPhase
+from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.units.build import Built, build_units, open_tiers
 from zeromesh.units.plan import ModelCuts, ModelPlan, plan_model
@@ -193,7 +193,7 @@ class ZeroEngine:
         """
         self._mixed = True
         try:
-            with self.mesh.clock.span(StepPhase.OPTIMIZER):
+            with self.mesh.recorder.span(StepPhase.OPTIMIZER):
                 outcome = self.updater.finish(self.units, factor, loss_finite=loss_finite)
                 self._next_generation()
             self.tiers.check()  # Before anything is saved of it.

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from zeromesh import profiler_ranges
 from zeromesh.comm.transport import Reducer, Reduction
 from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import ParameterSlot
+from zeromesh.telemetry.step_recorder import StepRecorder
 from zeromesh.units.unit import Bucket
 
 
@@ -50,6 +50,7 @@ class GradientReducer:
         *,
         direct: bool,
         overlap: bool,
+        recorder: StepRecorder,
         prepare: Callable[[Bucket], None],
         announce: Callable[[Bucket], None],
         on_reduced: Callable[[Bucket], None],
@@ -59,6 +60,7 @@ class GradientReducer:
         self._grad_dtype = grad_dtype
         self._direct = direct
         self._overlap = overlap
+        self._recorder = recorder
         self._prepare = prepare
         self._announce = announce
         self._on_reduced = on_reduced
@@ -255,7 +257,7 @@ class GradientReducer:
         if bucket.partial is not None and not self._first:
             filled.add_(bucket.partial)
         add = bucket.partial is None and not self._first
-        with profiler_ranges.named("reduce", bucket.name):
+        with self._recorder.range("reduce", bucket.name):
             reduction = self._reducer.launch(arrivals.sequence, filled, bucket.grad, add=add)
         arrivals.launched = True
         self._flying.append((bucket, reduction))
@@ -264,7 +266,7 @@ class GradientReducer:
 
     def _finish_one(self) -> None:
         bucket, reduction = self._flying.popleft()
-        with profiler_ranges.named("finish reducing", bucket.name):
+        with self._recorder.range("finish reducing", bucket.name):
             reduction.finish()
         if bucket.interval.length == bucket.layout.shard_length:
             self._on_reduced(bucket)

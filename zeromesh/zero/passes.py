@@ -17,14 +17,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zeromesh import fault_injection, profiler_ranges
+from zeromesh import fault_injection
 from zeromesh.errors import PhaseError
 from zeromesh.flat.placement import Placement
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.optim.optimizer_step import OptimizerStep
 from zeromesh.options import ZeroOptions
 from zeromesh.rng import Streams, own_randomness
-from zeromesh.telemetry.step_timer import StepPhase
+from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.units.build import Built
 from zeromesh.units.unit import Bucket, Phase, Unit
@@ -67,6 +67,7 @@ class Passes:
         self._chunks = chunks or [built.units]
         self.mode = PassMode.IDLE
         self._mesh = mesh
+        self._recorder = mesh.recorder
         self._options = options
         self._updater = updater
         self._transport = built.transport
@@ -87,6 +88,7 @@ class Passes:
             options.precision.reduce,
             direct=mesh.shard.size == 1,
             overlap=options.overlap,
+            recorder=mesh.recorder,
             prepare=updater.shards.make_room,
             announce=self._announce_reduction,
             on_reduced=updater.take,
@@ -102,7 +104,7 @@ class Passes:
         """
         streams = self._begin_forward("train", microbatch)
         with streams.in_force(), torch.enable_grad():
-            with self._mesh.clock.span(StepPhase.FORWARD):
+            with self._recorder.span(StepPhase.FORWARD):
                 loss = run()
             self._end_forward([loss])
             outputs, seeds = ([loss], [torch.full_like(loss, seed)]) if loss.requires_grad else ([], [])
@@ -117,7 +119,7 @@ class Passes:
     ) -> tuple[Tensors, Forward]:
         """Forward of a microbatch through a chunk, whose backward comes later. Returns what `run` does too."""
         streams = self._begin_forward(f"forward of chunk {chunk}", microbatch)
-        with streams.in_force(), torch.enable_grad(), self._mesh.clock.span(StepPhase.FORWARD):
+        with streams.in_force(), torch.enable_grad(), self._recorder.span(StepPhase.FORWARD):
             made = run()
             self._end_forward(made)
         # The edges alone: what was sent on need not stay until backward.
@@ -140,7 +142,7 @@ class Passes:
         forward.walk.turn(dict.fromkeys(range(len(self.units)), 0))
         self._need_held()
         try:
-            with own_randomness(), self._mesh.clock.span(StepPhase.BACKWARD):
+            with own_randomness(), self._recorder.span(StepPhase.BACKWARD):
                 self._run_backward(forward, gradients)
         finally:
             self._holding = None
@@ -188,10 +190,10 @@ class Passes:
         forward.walk.turn({unit.index: len(unit.trainable) for unit in self.units})
         self._updater.begin_backward(buckets, first=microbatch.first, last=microbatch.last)
         self.gradients.begin(buckets, reduce=reduce, first=microbatch.first)
-        with self._mesh.clock.span(StepPhase.BACKWARD):
+        with self._recorder.span(StepPhase.BACKWARD):
             self._need_held()
             bring()
-            profiler_ranges.turn_to(None)
+            self._recorder.next_range(None)
             self.gradients.flush()
             self._updater.end_backward(units)
 
@@ -248,7 +250,7 @@ class Passes:
 
     def end(self) -> None:
         """The pass is over, well or not."""
-        profiler_ranges.unwind()
+        self._recorder.end_ranges()
         for unit in self.units:
             if self._sharded and unit.phase in (Phase.GATHERING, Phase.LIVE):
                 if unit.phase is Phase.GATHERING:
@@ -283,7 +285,8 @@ class Passes:
         self._mesh.post(Activity.FORWARD, unit.index)
         if self._walk.streams is not None:
             self._walk.streams.enter(unit.name, again=False)
-        profiler_ranges.enter("forward of", unit.name)
+        if self._recorder.profiling:
+            self._recorder.begin_range("forward of", unit.name)
 
     def before_part(self, module: nn.Module) -> None:
         """A module that holds some of the root's parameters is about to run, perhaps without the root."""
@@ -349,7 +352,8 @@ class Passes:
             self._walk.streams.leave(unit.name)
         if self.mode is PassMode.BACKWARD:
             return
-        profiler_ranges.leave()
+        if self._recorder.profiling:
+            self._recorder.end_range()
         tensors = list(tensors_in(output))
         self.writes.refuse_in_pass([unit])
         if self._sharded:
@@ -410,7 +414,8 @@ class Passes:
         if not self._walk.reach(unit.index):
             return
         self._need_in_backward(unit)
-        profiler_ranges.turn_to(unit.name)
+        if self._recorder.profiling:
+            self._recorder.next_range(unit.name)
         if self._options.overlap:
             self.gradients.keep_up()
         self._mesh.post(Activity.BACKWARD, unit.index)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeromesh import profiler_ranges
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.units.unit import Phase, Unit
@@ -80,7 +79,7 @@ class Prefetcher:
         if unit.phase is Phase.RESTING:
             self.start(unit, settled=settled)
         if unit.phase is Phase.GATHERING:
-            with profiler_ranges.named("wait for", unit.name):
+            with self._mesh.recorder.range("wait for", unit.name):
                 unit.wait()
         for index in self._order.upcoming(self._prefetch):
             if self._units[index].phase is Phase.RESTING:
@@ -89,7 +88,7 @@ class Prefetcher:
     def start(self, unit: Unit, *, settled: bool) -> None:
         """Begin to gather a unit; `settled` where that follows a recorded order."""
         self.tell(Activity.GATHER, unit, settled=settled)
-        with profiler_ranges.named("gather", unit.name):
+        with self._mesh.recorder.range("gather", unit.name):
             unit.gather()
 
     def tell(self, activity: Activity, unit: Unit, *, settled: bool) -> None:

@@ -96,9 +96,8 @@ def another_order(mesh: Mesh) -> dict[str, Any]:
 
 def told(mesh: Mesh, kind: Any) -> dict[str, Any]:
     """What is counted of each collective on two ranks, and that it is counted once."""
-    mesh.traffic.take()
+    mesh.recorder.take_traffic()
     exchange = open_exchange(mesh.world, mesh.device, kind)
-    mesh.world.traffic.figures()
     tensor = torch.ones(3, 1000)
     exchange.sum(tensor).wait()
     exchange.maximum(tensor).wait()
@@ -119,8 +118,8 @@ def told(mesh: Mesh, kind: Any) -> dict[str, Any]:
         reduction.finish()
         reduction.settle()
     mesh.shard.start_sum(torch.ones(50), "sum")()
-    found = mesh.traffic.take()
-    rest = mesh.traffic.take()
+    found = mesh.recorder.take_traffic()
+    rest = mesh.recorder.take_traffic()
     mesh.world.barrier("all have looked")
     transport.close()
     return {"taken": found, "rest": rest, "length": buffer_length}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from workers import PoolOptions, Workers
 
-from zeromesh.telemetry.comm_stats import Account, Collective, CommStats, added, traffic_table
+from zeromesh.telemetry.comm_stats import Collective, added, traffic_table
+from zeromesh.telemetry.step_recorder import StepRecorder
 
 
 def test_sets_of_all_axes(workers: Workers) -> None:
@@ -63,10 +64,10 @@ def test_what_ranks_tell_each_other_is_counted(workers: Workers, kind: str) -> N
 
 
 def test_an_account_knows_what_each_rank_sends() -> None:
-    account = Account(4)
+    account = StepRecorder().account("shard", 4)
     for collective in Collective:
         account.count(collective, 1000)
-    assert {name: figures[:2] for name, figures in account.figures().items()} == {
+    assert {name: (row["calls"], row["bytes"]) for name, row in account.take().items()} == {
         "all-gather": (1, 750),
         "reduce-scatter": (1, 750),
         "all-reduce": (1, 1500),
@@ -77,25 +78,25 @@ def test_an_account_knows_what_each_rank_sends() -> None:
 
 
 def test_figures_are_taken_once_and_add_up() -> None:
-    traffic = CommStats()
-    account = traffic.open("tensor", 2)
-    assert traffic.take() == {}
+    recorder = StepRecorder()
+    account = recorder.account("tensor", 2)
+    assert recorder.take_traffic() == {}
     account.count(Collective.ALL_REDUCE, 1 << 20)
     with account.timed(Collective.ALL_REDUCE):
         pass
-    first = traffic.take()
+    first = recorder.take_traffic()
     assert first["tensor"]["all-reduce"]["bytes"] == 1 << 20
     assert first["tensor"]["all-reduce"]["seconds"] >= 0
-    assert traffic.take() == {}
+    assert recorder.take_traffic() == {}
     account.count(Collective.ALL_GATHER, 1 << 21)
     account.count(Collective.ALL_REDUCE, 1 << 20)
-    both = added(first, traffic.take())
+    both = added(first, recorder.take_traffic())
     assert [both["tensor"][name]["calls"] for name in ("all-reduce", "all-gather")] == [2, 1]
     assert both["tensor"]["all-reduce"]["bytes"] == 2 << 20
     assert first["tensor"]["all-reduce"]["calls"] == 1
-    traffic.close("tensor")
-    traffic.open("tensor", 4).count(Collective.ALL_REDUCE, 1000)
-    assert traffic.take()["tensor"]["all-reduce"]["bytes"] == 1500
+    recorder.close_account("tensor")
+    recorder.account("tensor", 4).count(Collective.ALL_REDUCE, 1000)
+    assert recorder.take_traffic()["tensor"]["all-reduce"]["bytes"] == 1500
 
 
 def test_a_table_says_what_a_step_tells() -> None:

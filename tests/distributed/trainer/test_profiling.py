@@ -17,10 +17,9 @@ from step_lines import check_phases
 from torch import nn
 from workers import PoolOptions, Workers
 
-from zeromesh import profiler_ranges
 from zeromesh.errors import CollectiveError, ConfigError, StorageError
-from zeromesh.telemetry.comm_stats import Collective, CommStats
-from zeromesh.telemetry.step_timer import StepPhase, StepTimer
+from zeromesh.telemetry.comm_stats import Collective
+from zeromesh.telemetry.step_recorder import StepPhase, StepRecorder
 from zeromesh.trainer.config.loading.load import load_config
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
 from zeromesh.trainer.monitoring.oom_report import ran_out
@@ -35,7 +34,7 @@ class Hand:
 
     def __init__(self) -> None:
         self.now, self.waited = 0.0, 0.0
-        self.clock = StepTimer(lambda: self.now)
+        self.recorder = StepRecorder(lambda: self.now)
 
     def go(self, seconds: float, *, waiting: float = 0.0) -> None:
         self.now += seconds
@@ -44,25 +43,25 @@ class Hand:
 
 def test_a_moment_belongs_to_the_innermost_span() -> None:
     hand = Hand()
-    hand.clock.begin(lambda: hand.waited)
-    with hand.clock.span(StepPhase.DATA):
+    hand.recorder.begin_step(lambda: hand.waited)
+    with hand.recorder.span(StepPhase.DATA):
         hand.go(1)
     hand.go(2)
-    with hand.clock.span(StepPhase.FORWARD):
+    with hand.recorder.span(StepPhase.FORWARD):
         hand.go(4)
-        with hand.clock.span(StepPhase.COMMUNICATION):
+        with hand.recorder.span(StepPhase.COMMUNICATION):
             hand.go(8, waiting=3)
         hand.go(16, waiting=5)
 
     def fail() -> None:
-        with hand.clock.span(StepPhase.BACKWARD), hand.clock.span(StepPhase.OPTIMIZER):
+        with hand.recorder.span(StepPhase.BACKWARD), hand.recorder.span(StepPhase.OPTIMIZER):
             hand.go(32)
             raise ValueError("wrong")
 
     with pytest.raises(ValueError, match="wrong"):
         fail()
     hand.go(64)
-    assert hand.clock.take() == {
+    assert hand.recorder.take_seconds() == {
         "data": 1,
         "forward": 4 + 11,
         "communication": 5,
@@ -71,37 +70,37 @@ def test_a_moment_belongs_to_the_innermost_span() -> None:
         "offload_wait": 8,
         "other": 66,
     }
-    assert hand.clock.take() == {}
+    assert hand.recorder.take_seconds() == {}
 
 
 @given(moves=st.lists(st.tuples(st.sampled_from(["open", "close", "go"]), st.sampled_from(StepPhase)), max_size=60))
 def test_the_spans_add_up_to_the_step(moves: list[tuple[str, StepPhase]]) -> None:
     hand = Hand()
-    hand.clock.begin()
+    hand.recorder.begin_step()
     went, opened = 0, []
     for move, span in moves:
         if move == "go":
             went += 1
             hand.go(1)
         elif move == "open":
-            opened.append(hand.clock.span(span))
+            opened.append(hand.recorder.span(span))
             opened[-1].__enter__()
         elif opened:
             opened.pop().__exit__(None, None, None)
-    assert sum(hand.clock.take().values()) == went
+    assert sum(hand.recorder.take_seconds().values()) == went
 
 
 def test_between_steps_the_clock_stands_still() -> None:
     hand = Hand()
-    with hand.clock.span(StepPhase.COMMUNICATION):
+    with hand.recorder.span(StepPhase.COMMUNICATION):
         hand.go(5)
-        hand.clock.begin()
+        hand.recorder.begin_step()
         hand.go(1)
     hand.go(2)
-    assert hand.clock.take() == {"other": 3}
-    with hand.clock.span(StepPhase.COMMUNICATION):
+    assert hand.recorder.take_seconds() == {"other": 3}
+    with hand.recorder.span(StepPhase.COMMUNICATION):
         hand.go(5)
-    assert hand.clock.take() == {}
+    assert hand.recorder.take_seconds() == {}
 
 
 def test_what_a_device_has_not_done_yet_belongs_to_the_next_step() -> None:
@@ -112,28 +111,40 @@ def test_what_a_device_has_not_done_yet_belongs_to_the_next_step() -> None:
         made.append(len(made))
         return len(made)
 
-    def between(begin: int, end: int) -> float | None:
+    def between(end: int, begin: int) -> float | None:
         return 1.0 if end <= reached else None
 
-    clock = StepTimer(mark, between)
-    clock.begin()
-    with clock.span(StepPhase.FORWARD):
+    recorder = StepRecorder(mark, between)
+    recorder.begin_step()
+    with recorder.span(StepPhase.FORWARD):
         pass
-    assert clock.take() == {"other": 1.0}  # Marks 1 and 2 have come, 3 and 4 not.
-    clock.begin()
+    assert recorder.take_seconds() == {"other": 1.0}  # Marks 1 and 2 have come, 3 and 4 not.
+    recorder.begin_step()
     reached = 100
-    with clock.span(StepPhase.OPTIMIZER):
+    with recorder.span(StepPhase.OPTIMIZER):
         pass
-    assert clock.take() == {"forward": 1.0, "optimizer": 1.0, "other": 3.0}
+    assert recorder.take_seconds() == {"forward": 1.0, "optimizer": 1.0, "other": 3.0}
 
 
 def test_what_is_timed_as_traffic_is_communication_of_the_step() -> None:
     hand = Hand()
-    account = CommStats(hand.clock).open("shard", 2)
-    hand.clock.begin()
+    account = hand.recorder.account("shard", 2)
+    hand.recorder.begin_step()
     with account.timed(Collective.ALL_GATHER):
         hand.go(3)
-    assert hand.clock.take() == {"communication": 3, "other": 0}
+    assert hand.recorder.take_seconds() == {"communication": 3, "other": 0}
+
+
+def test_nothing_is_measured_while_recording_is_off() -> None:
+    hand = Hand()
+    hand.recorder.enabled = False
+    account = hand.recorder.account("shard", 2)
+    hand.recorder.begin_step()
+    with hand.recorder.span(StepPhase.FORWARD), account.timed(Collective.ALL_GATHER):
+        hand.go(3)
+    account.count(Collective.ALL_GATHER, 1000)
+    assert hand.recorder.take_seconds() == {}
+    assert hand.recorder.take_traffic() == {}
 
 
 def test_phases_of_a_run_show_where_its_time_goes(workers: Workers, tmp_path: Path) -> None:
@@ -255,19 +266,20 @@ def test_steps_that_end_before_they_begin_are_refused() -> None:
 
 
 def test_ranges_are_made_while_they_are_recorded_alone() -> None:
-    assert profiler_ranges.named("gather", "unit") is profiler_ranges.named("update")
-    profiler_ranges.enter("forward of", "unit")
-    profiler_ranges.leave()
-    with torch.profiler.profile() as profiler, profiler_ranges.recording():
-        profiler_ranges.enter("forward of", "outer")
-        with profiler_ranges.named("gather", "inner"):
+    recorder = StepRecorder()
+    assert recorder.range("gather", "unit") is recorder.range("update")
+    recorder.begin_range("forward of", "unit")
+    recorder.end_range()
+    with torch.profiler.profile() as profiler, recorder.profiling_ranges():
+        recorder.begin_range("forward of", "outer")
+        with recorder.range("gather", "inner"):
             torch.ones(3).sum()
-        profiler_ranges.turn_to("b")
-        profiler_ranges.turn_to("a")
-        profiler_ranges.unwind()
-        profiler_ranges.leave()
-        profiler_ranges.enter("forward of", "cut short")
-    assert profiler_ranges.named("gather") is profiler_ranges.named("update")
+        recorder.next_range("b")
+        recorder.next_range("a")
+        recorder.end_ranges()
+        recorder.end_range()
+        recorder.begin_range("forward of", "cut short")
+    assert recorder.range("gather") is recorder.range("update")
     names = Counter(event.name for event in profiler.events() or ())
     for name in ("forward of outer", "gather inner", "backward of a", "backward of b", "forward of cut short"):
         assert names[name] == 1, names

@@ -260,7 +260,7 @@ _ACTIVATIONS = (
 _FIGURES = (
     *idle(
         "wall_clock_breakdown memory_breakdown timers dump_state comms_logger",
-        "times, memory and traffic are always measured, and go into metrics.jsonl",
+        "times, memory and traffic are measured in every step, and go into metrics.jsonl",
     ),
     joined("flops_profiler.enabled", "profile.steps", "true: the step of profile_step is recorded"),
     joined("flops_profiler.profile_step", "profile.steps", "as it is"),

@@ -1,0 +1,265 @@
+"""`StepRecorder`: where the time of a step goes, what ranks send one another, and named ranges for torch's profiler.
+
+    recorder.begin_step()
+    with recorder.span(StepPhase.FORWARD): ...       # spans may lie inside each other
+    with recorder.range("gather", unit.name): ...    # a block that torch's profiler shows beside its operators
+    recorder.take_seconds()    {"data": 0.004, "forward": 0.120, "backward": 0.251, "communication": 0.018, ...}
+    recorder.take_traffic()    {"tensor": {"all-reduce": {"calls": 96, "bytes": 25165824, "seconds": 0.031}}, "shard": {...}}
+
+A moment belongs to the innermost span that is open, so the seconds of all phases add up to those of the step. Time spent in waiting
+for bytes of another tier comes from a counter and belongs to the phase `offload_wait` alone.
+
+Bytes are what a rank has to send at least: of `whole` bytes on n ranks, (n - 1) / n in an all-gather and in a reduce-scatter, and
+twice that in an all-reduce. In memory that ranks share nothing is sent; the number is then what a network would have had to carry.
+Seconds are those that this rank's own thread has spent in starting a collective and in waiting for it; what runs beside the
+computation costs none. On CUDA they are the host's.
+
+With `enabled = False` nothing is measured, and a call costs a look at a flag. Ranges are recorded inside `profiling_ranges` alone.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import StrEnum
+from types import TracebackType
+from typing import Any
+
+from torch.profiler import record_function
+
+from zeromesh.telemetry.comm_stats import Collective
+
+
+class StepPhase(StrEnum):
+    """What a rank does in a step."""
+
+    DATA = "data"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    COMMUNICATION = "communication"
+    OPTIMIZER = "optimizer"
+    OFFLOAD_WAIT = "offload_wait"
+    OTHER = "other"
+
+
+Mark = Callable[[], Any]
+"""Returns a moment: a number of seconds, or an event on a device's stream."""
+Between = Callable[[Any, Any], float | None]
+"""`between(end, begin)` returns seconds; None where the end has not come yet."""
+BACKWARD_RANGE = "backward of "
+"""The names of ranges that `next_range` begins start with this: such a range ends amid an operator of autograd's."""
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+class StepRecorder:
+    """Records the steps of one rank.
+
+    `mark` and `between` say how time is measured. With events of a device as marks nothing waits for the device: what it has not
+    done when `take_seconds` asks belongs to the next step's seconds.
+    """
+
+    def __init__(self, mark: Mark = time.perf_counter, between: Between = operator.sub) -> None:
+        self.enabled = True
+        """Whether seconds and traffic are measured. It may change between steps."""
+        self.profiling = False
+        """Whether ranges are recorded: inside `profiling_ranges`."""
+        self._mark = mark
+        self._between = between
+        self._seconds_waited: Callable[[], float] = float
+        self._waited_before = 0.0
+        self._pieces: deque[tuple[StepPhase, Any, Any, float]] = deque()
+        self._open: list[StepPhase] = []
+        self._last: Any = None
+        self._accounts: dict[str, CommAccount] = {}
+        self._nested: list[record_function] = []
+        self._current: record_function | None = None
+
+    # Seconds
+
+    def begin_step(self, seconds_waited: Callable[[], float] = float) -> None:
+        """Begin a step. `seconds_waited()` returns how long this rank has waited for bytes of another tier so far."""
+        self._open = [StepPhase.OTHER] if self.enabled else []
+        self._seconds_waited = seconds_waited
+        self._waited_before = seconds_waited()
+        self._last = self._mark() if self.enabled else None
+
+    def span(self, phase: StepPhase, name: str = "") -> AbstractContextManager[object]:
+        """A block that belongs to `phase`; where ranges are recorded, it is one called `name`."""
+        if not self.enabled and not self.profiling:
+            return _NOTHING
+        return _Span(self, phase, name or phase.value).ranged()
+
+    def take_seconds(self) -> dict[str, float]:
+        """End the step and return its seconds by phase, those without any left out. Empty where no step has begun."""
+        if self._open:
+            self._lap()
+        self._open = []
+        found: dict[StepPhase, float] = {}
+        while self._pieces:
+            phase, begin, end, waited = self._pieces[0]
+            seconds = self._between(end, begin)
+            if seconds is None:
+                break
+            self._pieces.popleft()
+            found[phase] = found.get(phase, 0.0) + max(0.0, seconds - waited)
+            if waited:
+                found[StepPhase.OFFLOAD_WAIT] = found.get(StepPhase.OFFLOAD_WAIT, 0.0) + waited
+        return {phase.value: found[phase] for phase in StepPhase if phase in found}
+
+    def _lap(self) -> None:
+        """Count what was since the last mark for the innermost span."""
+        now, waited = self._mark(), self._seconds_waited()
+        self._pieces.append((self._open[-1], self._last, now, waited - self._waited_before))
+        self._last, self._waited_before = now, waited
+
+    # Traffic
+
+    def account(self, axis: str, ranks: int) -> CommAccount:
+        """Open the account of an axis or a process set of so many ranks; one of that name begins anew."""
+        account = self._accounts[axis] = CommAccount(self, axis, ranks)
+        return account
+
+    def close_account(self, axis: str) -> None:
+        """Forget an axis, with its traffic since the last `take_traffic`."""
+        self._accounts.pop(axis, None)
+
+    def take_traffic(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Calls, bytes and seconds by axis and collective since this was last called; those that moved nothing are left out."""
+        found = {axis: account.take() for axis, account in list(self._accounts.items()) if account.used}
+        return {axis: collectives for axis, collectives in found.items() if collectives}
+
+    # Ranges of torch's profiler
+
+    @contextmanager
+    def profiling_ranges(self) -> Iterator[None]:
+        """Record ranges inside the block."""
+        self.profiling = True
+        try:
+            yield
+        finally:
+            self.end_ranges()
+            self.profiling = False
+
+    def range(self, what: str, of: str = "") -> AbstractContextManager[object]:
+        """A block, named by what is done and to what."""
+        return record_function(f"{what} {of}".rstrip()) if self.profiling else _NOTHING
+
+    def begin_range(self, what: str, of: str) -> None:
+        """Begin a range that `end_range` ends."""
+        if self.profiling:
+            self._nested.append(_begun(f"{what} {of}"))
+
+    def end_range(self) -> None:
+        """End the latest range that `begin_range` began, if any is left."""
+        if self._nested:
+            self._nested.pop().__exit__(None, None, None)
+
+    def next_range(self, of: str | None) -> None:
+        """Backward has reached `of`: end the range of what it had reached before. None: backward is over."""
+        if self._current is not None:
+            self._current.__exit__(None, None, None)
+        self._current = _begun(f"{BACKWARD_RANGE}{of}") if self.profiling and of is not None else None
+
+    def end_ranges(self) -> None:
+        """End all ranges that were begun, well or not."""
+        self.next_range(None)
+        while self._nested:
+            self.end_range()
+
+
+def _begun(name: str) -> record_function:
+    made = record_function(name)
+    made.__enter__()  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Span:
+    """A block of one phase. It has no state of its own, so that one object serves every block of its kind."""
+
+    __slots__ = ("_figures", "_name", "_phase", "_recorder")
+
+    def __init__(self, recorder: StepRecorder, phase: StepPhase, name: str, figures: list[float] | None = None) -> None:
+        self._recorder = recorder
+        self._phase = phase
+        self._name = name
+        self._figures = figures
+
+    def ranged(self) -> AbstractContextManager[object]:
+        """This block, which is also a range of torch's profiler while that records."""
+        return self._with_range() if self._recorder.profiling else self
+
+    @contextmanager
+    def _with_range(self) -> Iterator[None]:
+        with record_function(self._name), self:
+            yield
+
+    def __enter__(self) -> None:
+        recorder = self._recorder
+        if recorder._open:
+            recorder._lap()
+            recorder._open.append(self._phase)
+        if self._figures is not None:
+            self._figures[3] = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        recorder = self._recorder
+        if self._figures is not None:
+            self._figures[2] += time.perf_counter() - self._figures[3]
+        if len(recorder._open) > 1:
+            recorder._lap()
+            recorder._open.pop()
+
+
+class CommAccount:
+    """What this rank has sent to the others of one axis, `ranks` of them.
+
+    What is timed is communication of the recorder's step too, and a range of torch's profiler.
+    """
+
+    def __init__(self, recorder: StepRecorder, axis: str, ranks: int) -> None:
+        share = (ranks - 1) / ranks
+        self._recorder = recorder
+        self._factors = dict.fromkeys(Collective, share)
+        self._factors |= {Collective.ALL_REDUCE: 2 * share, Collective.POINT_TO_POINT: 1.0}
+        self._figures: dict[Collective, list[float]] = {each: [0, 0.0, 0.0, 0.0] for each in Collective}
+        """Calls, bytes, seconds, and when the block that is timed now has begun."""
+        self._spans = {
+            each: _Span(recorder, StepPhase.COMMUNICATION, f"{each.value} over {axis}", self._figures[each])
+            for each in Collective
+        }
+        self.used = False
+        """Whether a collective was counted or timed since the last `take`."""
+
+    def count(self, collective: Collective, whole: int) -> None:
+        """Count one more `collective`, to or from which every rank moves `whole` bytes in all; of a message, its length."""
+        if self._recorder.enabled:
+            self.used = True
+            figures = self._figures[collective]
+            figures[0] += 1
+            figures[1] += whole * self._factors[collective]
+
+    def timed(self, collective: Collective) -> AbstractContextManager[object]:
+        """A block whose duration counts for `collective`."""
+        recorder = self._recorder
+        if recorder.profiling:
+            return self._spans[collective].ranged()
+        if not recorder.enabled:
+            return _NOTHING
+        self.used = True
+        return self._spans[collective]
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """Calls, bytes and seconds by collective since this was last called, of the collectives that there were."""
+        self.used = False
+        found = {}
+        for collective, figures in self._figures.items():
+            if figures[0] or figures[2]:
+                calls, nbytes, seconds = figures[:3]
+                figures[:3] = 0, 0.0, 0.0
+                found[collective.value] = {"calls": int(calls), "bytes": round(nbytes), "seconds": round(seconds, 6)}
+        return found
