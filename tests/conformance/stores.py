@@ -108,7 +108,7 @@ def _saved(run: Run, folder: Path, step: int) -> tuple[Saved, int]:
     saver = Saver(store, run.mesh)
     content = SaveContent(
         tensors=holdings.tensors(),
-        holdings=holdings.written(),
+        shards=holdings.written(),
         order=holdings.order(),
         documents=lambda directory: save_configuration(run.model, DTYPES[run.problem.precision][0], None, directory),
         keep=lambda: set(range(100)),

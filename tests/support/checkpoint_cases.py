@@ -42,7 +42,7 @@ class Mirror(Callback):
         saver = Saver(CheckpointStore(self._folder), trainer.mesh)
         content = SaveContent(
             tensors=holdings.tensors(),
-            holdings=holdings.written(),
+            shards=holdings.written(),
             order={},
             documents=lambda directory: None,
             keep=set,

@@ -16,11 +16,11 @@ from zeromesh.checkpoint.format import safetensors_layout
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest, StoredTensor
 from zeromesh.checkpoint.format.safetensors_layout import DTYPES, FileLayout, TensorSpec, index_files, plan_files
 from zeromesh.checkpoint.io import blocks, interleaved
-from zeromesh.checkpoint.io.interleaved import check_bands, digests_of
+from zeromesh.checkpoint.io.interleaved import check_interleaved, collect_digests
 from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
 from zeromesh.checkpoint.io.tensor_shard import TensorShard
-from zeromesh.checkpoint.io.write_planner import WritePlan, WritePlanner
-from zeromesh.checkpoint.io.writer import ShardWriter, edges_of
+from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner
+from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.loader import _targets
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.flat.regions import Region
@@ -126,39 +126,32 @@ def _local(value: torch.Tensor, region: Region) -> torch.Tensor:
     return value
 
 
-def divisions_of(
+def plans_of(
     files: Sequence[FileLayout], dealt: Sequence[Sequence[TensorShard]], hosts: Sequence[int] = ()
 ) -> list[WritePlan]:
     """What each rank writes; rank 0 has the headers. `hosts` has each rank's host; none: all are on one."""
-    dividers = [WritePlanner(files=files, holdings=holdings, rank=rank) for rank, holdings in enumerate(dealt)]
-    said = [divider.said() for divider in dividers]
-    return [divider.divide(said, hosts or [0] * len(dealt)) for divider in dividers]
+    planners = [WritePlanner(files, shards, rank) for rank, shards in enumerate(dealt)]
+    descriptions = [planner.describe() for planner in planners]
+    return [planner.plan(descriptions, hosts or [0] * len(dealt)) for planner in planners]
 
 
-def writers_of(directory: Path, files: Sequence[FileLayout], divisions: Sequence[WritePlan]) -> list[ShardWriter]:
-    """One writer for each rank, which has got the others' edges."""
-    edges = [edges_of(each.sources) for each in divisions]
-    return [
-        ShardWriter(
-            directory,
-            files,
-            own.sources,
-            [edge for other, theirs in enumerate(edges) if other != rank for edge in theirs],
-            {2: 0, 0: 1, 1: 2},
-            rank,
-            own.shares,
-        )
-        for rank, own in enumerate(divisions)
-    ]
+def writers_of(directory: Path, plans: Sequence[WritePlan]) -> list[ShardWriter]:
+    """One writer for each rank, which has got the others' bytes of its blocks."""
+    sent = [plan.bytes_for_others() for plan in plans]
+    writers = []
+    for rank, plan in enumerate(plans):
+        received = [each for other, rows in enumerate(sent) if other != rank for each in rows]
+        writers.append(ShardWriter(directory, plan.pieces(received, {2: 0, 0: 1, 1: 2}), rank))
+    return writers
 
 
-def written(directory: Path, files: Sequence[FileLayout], divisions: Sequence[WritePlan]) -> list[ChecksumPiece]:
+def written(directory: Path, plans: Sequence[WritePlan]) -> list[ChecksumPiece]:
     """Let ranks write one after the other, and read back what several of them have written."""
-    writers = writers_of(directory, files, divisions)
+    writers = writers_of(directory, plans)
     found = pieces_of(writers)
-    for rank, own in enumerate(divisions):
-        digests = digests_of(own.bands, [writer.digests for writer in writers])
-        found += check_bands(directory, files, own.bands, digests, rank)
+    for rank, plan in enumerate(plans):
+        digests = collect_digests(plan.blocks, [writer.digests for writer in writers])
+        found += check_interleaved(directory, plan.blocks, digests, rank)
     return found
 
 
@@ -202,7 +195,7 @@ def write(
     directory = store.create(step, files)
     for path, text in {**index_files(files), **(documents or {})}.items():
         (directory / path).write_bytes(text)
-    found = written(directory, files, divisions_of(files, dealt, hosts))
+    found = written(directory, plans_of(files, dealt, hosts))
     store.commit(step, alter(manifest_of(step, files, found)))
     assert store.trash.wait(seconds=20)  # An older checkpoint of the step is removed in a thread.
     return CheckpointReader(store.path(step))

@@ -189,7 +189,7 @@ class RunCheckpoints:
 
         content = SaveContent(
             tensors=holdings.tensors(),
-            holdings=holdings.written(),
+            shards=holdings.written(),
             order=holdings.order(),
             documents=documents,
             aliases=holdings.aliases(),

@@ -1,13 +1,12 @@
 """`Saver`: one checkpoint at a time, written by all ranks while training goes on, and committed between two steps.
 
-    begin    all ranks: the files are made, edges exchanged; each rank begins to write its shards
-    release  before an update: what it changes is written
-    poll     between steps: once every rank has written, bands are read back, then the checksums are collected and the checkpoint
-             is committed; once it is there, old ones are removed
-    finish   the same, waiting
+    begin    all ranks plan the files, exchange the bytes of disk blocks that they share, and begin to write
+    release  before an update: waits until the elements that the update changes have been copied
+    poll     between steps: goes to the save's next stage once all ranks are done with the present one (`_stages`)
+    finish   goes through all stages, waiting
 
 Where each host has a directory of its own, each gets a part: the same files, with what the host's ranks have written in them.
-Threads never take part in collectives: ranks agree between steps, in their own thread.
+Background threads never take part in collectives: ranks agree between steps, in their main thread.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +25,10 @@ import torch
 
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest, StoredTensor
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, index_files, plan_files
-from zeromesh.checkpoint.io.interleaved import check_bands, digests_of
+from zeromesh.checkpoint.io.interleaved import check_interleaved, collect_digests
 from zeromesh.checkpoint.io.tensor_shard import TensorShard
-from zeromesh.checkpoint.io.write_planner import WritePlan, WritePlanner
-from zeromesh.checkpoint.io.writer import ShardWriter, SharedBlock, edges_of
+from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner
+from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.multi_host.shared_storage import find_sharing
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.disk_calls import disk_call
@@ -44,13 +42,14 @@ from zeromesh.telemetry.watchdog import Activity
 class SaveContent:
     """What goes into a checkpoint.
 
-    `tensors` is the same on all ranks. `holdings` is what this rank writes; together the ranks' make every tensor once.
-    `order` has each owner's position in the next update. `documents` writes the small files into a directory. `keep` says on
-    rank 0, once the checkpoint is there, the steps of those that stay beside it; what cannot be removed does not undo the save.
+    `tensors` is the same on all ranks. `shards` is what this rank writes; those of all ranks make up every tensor exactly once.
+    `order` has each owner's position in the next update. `documents` writes the small files into a directory. `keep` is called on
+    rank 0 once the checkpoint is there, and returns the steps of the checkpoints that stay beside it; where others cannot be
+    removed, the save has succeeded all the same.
     """
 
     tensors: Sequence[TensorSpec]
-    holdings: Sequence[TensorShard]
+    shards: Sequence[TensorShard]
     order: Mapping[int, int]
     documents: Callable[[Path], None]
     keep: Callable[[], set[int]]
@@ -69,58 +68,46 @@ class Saved:
     warning: str = ""
 
 
-class _Stage(Enum):
-    WRITING = "writing"
-    CHECKING = "checking"
-    COMMITTING = "committing"
-    RETIRING = "retiring"
+class _Task:
+    """Work of this rank in a background thread."""
+
+    def __init__(self, name: str, path: Path, work: Callable[[], object]) -> None:
+        self.problem = ""
+        """Why the work could not be done."""
+
+        def run() -> None:
+            with disk_call(name, path):
+                self.problem = _attempt(work)
+
+        self.thread = threading.Thread(target=run, name=f"zeromesh-{name}")
+        self.thread.start()
+
+
+_Stages = Generator[None, None, Saved]
 
 
 @dataclass(kw_only=True, slots=True)
 class _Save:
-    """A save in flight."""
+    """A save in flight: its writer, then its tasks one after the other."""
 
     step: int
-    directory: Path
-    content: SaveContent
-    files: Sequence[FileLayout]
     writer: ShardWriter
-    division: WritePlan
-    layout: Mapping[str, Any]
-    stage: _Stage = _Stage.WRITING
-    task: threading.Thread | None = None
-    problem: str = ""
-    """Why the task could not do its work."""
-    pieces: list[ChecksumPiece] = field(default_factory=list)
-    """What this rank has written, and what it has read back."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.files)
+    task: _Task | None = None
+    stages: _Stages | None = None
 
     @property
     def busy(self) -> bool:
         """Whether this rank still works on the present stage."""
-        if self.stage is _Stage.WRITING:
-            return self.writer.running
-        return self.task is not None and self.task.is_alive()
+        return self.task.thread.is_alive() if self.task is not None else self.writer.running
 
-    def run(self, stage: _Stage, task: Callable[[], object] | None) -> None:
-        """Enter a stage, whose task on this rank, if it has one, runs in a thread."""
-        self.stage, self.task, self.problem = stage, None, ""
-        if task is None:
-            return
-
-        def work() -> None:
-            with disk_call(stage.value, self.directory):
-                self.problem = _problem(task)
-
-        self.task = threading.Thread(target=work, name=f"zeromesh-{stage.value}")
-        self.task.start()
+    def start(self, name: str, path: Path, work: Callable[[], object], *, here: bool = True) -> _Task:
+        """Begin a task, which is empty where there is no work `here`."""
+        self.task = _Task(name, path, work if here else lambda: None)
+        return self.task
 
 
 class Saver:
-    """Saves to a store; all ranks make one and call every method alike. The first rank that sees a directory makes and commits
+    """Saves to a store. All ranks make one and call every method alike. The first rank that sees a directory makes and commits
     what is in it."""
 
     def __init__(self, store: CheckpointStore, mesh: Mesh) -> None:
@@ -135,16 +122,11 @@ class Saver:
 
         Of several disks, each gets about as much as it has ranks.
         """
-        nbytes, ranks = sum(spec.nbytes for spec in tensors), self._mesh.world_size
-        problem = ""
-        if self.sharing.leads:
-            try:
-                self.store.require_room(nbytes * len(self.sharing.ranks) // ranks)
-            except StorageError as error:
-                problem = str(error)
-        said = self._said(problem)
-        if said:
-            raise StorageError(said)
+        nbytes = sum(spec.nbytes for spec in tensors) * len(self.sharing.ranks) // self._mesh.world_size
+        problem = _attempt(partial(self.store.require_room, nbytes)) if self.sharing.leads else ""
+        failure = self._failure_of_any(problem)
+        if failure:
+            raise StorageError(failure)
 
     @property
     def in_flight(self) -> int | None:
@@ -155,57 +137,45 @@ class Saver:
         """Begin to write a checkpoint; none may be in flight.
 
         Raises:
-            CheckpointError: on all ranks, with what some rank could not do; nothing of it is left then.
+            CheckpointError: on all ranks, with what some rank could not do; nothing of the checkpoint is left then.
         """
         if self._save is not None:
             raise CheckpointError(f"the checkpoint of step {self._save.step} is still being written")
         files = plan_files(content.tensors, self._mesh.world_size)
-        division = self._divide(files, content.holdings)
-        share = None
+        plan = self._plan(files, content.shards)
+        part_nbytes = None
         if len(self.sharing.places) > 1:
-            written = self._mesh.world.gather_integers([division.nbytes])
-            share = sum(written[rank][0] for rank in self.sharing.ranks)
-        self._agree(step, self._create(step, content, files, share) if self.sharing.leads else "")
-        received = self._exchange(edges_of(division.sources))
-        directory, layout = self.store.temporary(step), self._layout(content)
-        writer = ShardWriter(
-            directory, files, division.sources, received, content.order, self._mesh.rank, division.shares
-        )
-        self._save = _Save(
-            step=step,
-            directory=directory,
-            content=content,
-            files=files,
-            writer=writer,
-            division=division,
-            layout=layout,
-        )
-        writer.start()
+            written = self._mesh.world.gather_integers([plan.nbytes])
+            part_nbytes = sum(written[rank][0] for rank in self.sharing.ranks)
+        failure = self._failure_of_any(self._create(step, content, files, part_nbytes) if self.sharing.leads else "")
+        if failure:
+            if self.sharing.leads:
+                self.store.abandon(step)
+            raise CheckpointError(f"the checkpoint of step {step} was not written: {failure}")
+        pieces = plan.pieces(self._exchange(plan.bytes_for_others()), content.order)
+        layout = self._layout(content)
+        save = _Save(step=step, writer=ShardWriter(self.store.temporary(step), pieces, self._mesh.rank))
+        save.stages = self._stages(save, plan, content, layout)
+        self._save = save
+        next(save.stages)
 
-    def _divide(self, files: Sequence[FileLayout], holdings: Sequence[TensorShard]) -> WritePlan:
+    def _plan(self, files: Sequence[FileLayout], shards: Sequence[TensorShard]) -> WritePlan:
         """What this rank writes. Ranks may write a block together where they see one directory from one host."""
         mesh, places = self._mesh, self.sharing.places
-        divider = WritePlanner(files=files, holdings=holdings, rank=mesh.rank)
-        every = mesh.world.gather_bytes(divider.said(), "who has what of divided tensors")
+        planner = WritePlanner(files, shards, mesh.rank)
+        descriptions = mesh.world.gather_bytes(planner.describe(), "who has what of divided tensors")
         names = [place.host for place in mesh.places]
-        alone = (
-            len(set(names)) == 1 and not mesh.one_host
-        )  # One name, and no memory in common: who knows what is one host?
+        # Where all hosts have one name but no memory in common, a name does not tell which ranks share a page cache.
+        unknown = len(set(names)) == 1 and not mesh.one_host
         place_of = {rank: number for number, ranks in enumerate(places) for rank in ranks}
-        hosts = [(place_of[rank], str(rank) if alone else name) for rank, name in enumerate(names)]
-        return divider.divide(every, hosts)
+        hosts = [(place_of[rank], str(rank) if unknown else name) for rank, name in enumerate(names)]
+        return planner.plan(descriptions, hosts)
 
-    def _layout(self, content: SaveContent) -> Mapping[str, Any]:
-        """The layout to note. That of parts says of which save they are: two of one step are not parts of one checkpoint."""
-        if len(self.sharing.places) == 1:
-            return content.layout
-        token = self._mesh.world.gather_bytes(secrets.token_hex(8).encode(), "the name of the save")[0].decode()
-        return {**content.layout, "save": token}
-
-    def _create(self, step: int, content: SaveContent, files: Sequence[FileLayout], share: int | None) -> str:
+    def _create(self, step: int, content: SaveContent, files: Sequence[FileLayout], part_nbytes: int | None) -> str:
+        """Make the directory with its small files; returns why that cannot be done, or an empty text."""
         try:
             with disk_call("creation", self.store.temporary(step)):
-                directory = self.store.create(step, files, share)
+                directory = self.store.create(step, files, part_nbytes)
                 if self._mesh.rank == 0:
                     content.documents(directory)
                     for path, text in index_files(files).items():
@@ -216,185 +186,178 @@ class Saver:
             return f"{str(self.store.temporary(step))!r} cannot be written: {type(error).__name__}: {error}"
         return ""
 
-    def _agree(self, step: int, failure: str) -> None:
-        """Raise `CheckpointError` on all ranks when one has a failure."""
-        said = self._said(failure)
-        if said:
-            if self.sharing.leads:
-                self.store.abandon(step)
-            raise CheckpointError(f"the checkpoint of step {step} was not written: {said}")
-
-    def _said(self, failure: str) -> str:
-        """What ranks could not do, the same on all of them; empty where each could."""
-        every = [
-            text.decode()
-            for text in self._mesh.world.gather_bytes(failure.encode(errors="backslashreplace"), "end of saving")
-        ]
-        found = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text]
-        return found[0] + (f" (and {len(found) - 1} more ranks)" if len(found) > 1 else "") if found else ""
-
-    def _exchange(self, edges: Sequence[SharedBlock]) -> list[SharedBlock]:
-        """Give every rank's edges to all; returns the others'."""
-        head = json.dumps([[edge.file, edge.begin, len(edge.data)] for edge in edges]).encode()
-        payload = len(head).to_bytes(8, "little") + head + b"".join(edge.data for edge in edges)
+    def _exchange(self, own: Sequence[tuple[str, int, bytes]]) -> list[tuple[str, int, bytes]]:
+        """Send all ranks the bytes (file, first byte, data) that this rank has of others' blocks; returns what others sent."""
+        head = json.dumps([[path, begin, len(data)] for path, begin, data in own]).encode()
+        message = len(head).to_bytes(8, "little") + head + b"".join(data for _, _, data in own)
         received = []
-        for rank, theirs in enumerate(self._mesh.world.gather_bytes(payload, "exchange of edges")):
+        for rank, text in enumerate(self._mesh.world.gather_bytes(message, "exchange of shared blocks")):
             if rank == self._mesh.rank:
                 continue
-            at = 8 + int.from_bytes(theirs[:8], "little")
-            for file, begin, length in json.loads(theirs[8:at]):
-                received.append(SharedBlock(file=file, begin=begin, data=theirs[at : at + length]))
+            at = 8 + int.from_bytes(text[:8], "little")
+            for path, begin, length in json.loads(text[8:at]):
+                received.append((path, begin, text[at : at + length]))
                 at += length
         return received
 
-    # While it is written
+    def _layout(self, content: SaveContent) -> Mapping[str, Any]:
+        """The layout to note. In parts it names the save, since parts of two saves of one step are not one checkpoint."""
+        if len(self.sharing.places) == 1:
+            return content.layout
+        token = self._mesh.world.gather_bytes(secrets.token_hex(8).encode(), "the name of the save")[0].decode()
+        return {**content.layout, "save": token}
+
+    def _stages(self, save: _Save, plan: WritePlan, content: SaveContent, layout: Mapping[str, Any]) -> _Stages:
+        """All stages of a save. Each `yield` ends when every rank has done its work of the stage, and all ranks go on together."""
+        store, sharing, directory = self.store, self.sharing, self.store.temporary(save.step)
+        nbytes = sum(file.nbytes for file in plan.files)
+        committing = False
+        try:
+            save.writer.start()
+            yield
+            pieces: list[ChecksumPiece] = []
+            problem = _attempt(lambda: pieces.extend(save.writer.join(self._post_progress)))
+
+            if plan.any_interleaved:
+                rows = self._collect(problem, save.writer.digests, "checksums of interleaved blocks")
+                digests = collect_digests(plan.blocks, rows)
+
+                def check() -> None:
+                    pieces.extend(check_interleaved(directory, plan.blocks, digests, self._mesh.rank))
+
+                checking = save.start("checking", directory, check)
+                yield
+                checking.thread.join()
+                problem = checking.problem
+
+            rows = self._collect(problem, _rows_by_file(pieces), "checksums of the checkpoint")
+            committing = True
+            manifest = Manifest(
+                step=save.step,
+                files=_records(plan.files, [rows[rank] for rank in sharing.ranks]),
+                tensors=tuple(
+                    StoredTensor(spec=spec, path=file.path, begin=at) for file in plan.files for spec, at in file.places
+                ),
+                aliases=content.aliases,
+                layout=layout,
+                part=(sharing.place, len(sharing.places)),
+            )
+            commit = save.start("committing", directory, partial(store.commit, save.step, manifest), here=sharing.leads)
+            yield
+            commit.thread.join()
+            self._collect(commit.problem, None, "end of saving")
+        except CheckpointError as error:
+            if sharing.leads:
+                store.abandon(save.step)
+                if committing and len(sharing.places) > 1:
+                    store.remove(save.step)  # A part is of no use without the others.
+            return Saved(step=save.step, nbytes=nbytes, failure=str(error))
+        try:
+            keep = self._steps_to_keep(save.step, content.keep)
+            retire = save.start("retiring", store.root, partial(store.retire, keep), here=sharing.leads)
+            yield
+            retire.thread.join()
+            self._collect(retire.problem or store.trash.problems(), None, "end of saving")
+        except CheckpointError as error:
+            return Saved(step=save.step, nbytes=nbytes, warning=str(error))
+        return Saved(step=save.step, nbytes=nbytes)
 
     def release(self, owner: int) -> float:
-        """Return when bucket `owner` may be updated; the seconds that this took."""
-        return self._save.writer.release(owner, self._tell) if self._save else 0.0
+        """Return when bucket `owner` may be updated; the seconds that were waited."""
+        return self._save.writer.release(owner, self._post_progress) if self._save else 0.0
 
-    def _tell(self) -> None:
+    def _post_progress(self) -> None:
         self._mesh.post(Activity.SAVE)
 
     def poll(self) -> Saved | None:
-        """Between two steps: go on with the save in flight if all ranks can; how it ended, once it has."""
-        save = self._save
-        if save is None:
+        """Between two steps: go on with the save in flight if all ranks can; returns how it ended, once it has."""
+        if self._save is None:
             return None
-        busy = self._mesh.world.max_(torch.tensor([int(save.busy)]), "progress of the checkpoint")
-        return None if int(busy[0]) else self._advance(save)
+        busy = self._mesh.world.max_(torch.tensor([int(self._save.busy)]), "progress of the checkpoint")
+        return None if int(busy[0]) else self._advance(self._save)
 
     def finish(self) -> Saved | None:
-        """Wait until the save in flight has ended, if there is one; how it did."""
+        """Wait until the save in flight has ended, if there is one; returns how it ended."""
         saved: Saved | None = None
         while self._save is not None:
             saved = self._advance(self._save)
         return saved
 
+    def _advance(self, save: _Save) -> Saved | None:
+        """Go to the next stage, with all ranks; returns how the save ended, if it has."""
+        if save.stages is not None:
+            try:
+                next(save.stages)
+            except StopIteration as end:
+                self._save = None
+                saved: Saved | None = end.value
+                return saved
+        return None
+
     def give_up(self) -> None:
-        """Forget the save in flight, without a word to others; returns when no thread works on it any more."""
+        """Forget the save in flight without a collective call; returns when no thread works on it any more."""
         save, self._save = self._save, None
         if save is None:
             return
         save.writer.end()
         if save.task is not None:
-            save.task.join()
+            save.task.thread.join()
         if self.sharing.leads:
             self.store.abandon(save.step)
             self.store.trash.wait()
 
-    def remove_old(self, seconds: float) -> str:
-        """Wait until what has been set aside is removed, for at most `seconds`; what ranks could not remove, the same on all."""
-        deadline = time.monotonic() + seconds
-        while not self.store.trash.wait(seconds=1.0) and time.monotonic() < deadline:
-            self._tell()
-        return self._said(self.store.trash.problems())
-
-    def _advance(self, save: _Save) -> Saved | None:
-        """Complete the present stage, with all ranks; how the save ended, if it has."""
-        if save.stage is _Stage.WRITING:
-            return self._written(save)
-        if save.task is not None:
-            save.task.join()
-        if save.stage is _Stage.CHECKING:
-            return self._commit(save, save.problem)
-        retiring = save.stage is _Stage.RETIRING
-        said = self._said(save.problem or (self.store.trash.problems() if retiring else ""))
-        if retiring:
-            return self._end(save, warning=said)
-        if said:
-            return self._end(save, failure=said)
-        problem, keep = self._kept(save.step, save.content.keep)
-        if problem:
-            return self._end(save, warning=problem)
-        save.run(_Stage.RETIRING, partial(self.store.retire, keep) if self.sharing.leads else None)
-        return None
-
     def amend(self, step: int, name: str, data: bytes, keep: Callable[[], set[int]]) -> Saved:
         """Put a small file into a checkpoint that is there, then remove those that `keep`, as in `SaveContent`, no longer names."""
-        saved = Saved(step=step, nbytes=0)
         problem = ""
         if self._mesh.rank == 0:
             with disk_call("amending", self.store.path(step)):
-                problem = _problem(partial(self.store.amend, step, name, data))
-        said = self._said(problem)
-        if said:
-            return replace(saved, failure=said)
-        problem, kept = self._kept(step, keep)
-        if not problem:
-            with disk_call("retiring", self.store.root):
-                problem = _problem(partial(self.store.retire, kept)) if self.sharing.leads else ""
-            problem = self._said(problem)
-        return replace(saved, warning=problem)
-
-    def _kept(self, step: int, keep: Callable[[], set[int]]) -> tuple[str, list[int]]:
-        """The steps whose checkpoints stay, as rank 0 has it; or why it cannot say."""
-        mine: tuple[str, list[int]] = ("", [])
-        if self._mesh.rank == 0:
-            try:
-                mine = ("", sorted({step, *keep()}))
-            except (ZeromeshError, OSError) as error:
-                mine = (str(error), [])
-        problem, steps = json.loads(
-            self._mesh.world.gather_bytes(json.dumps(mine).encode(), "the checkpoints that stay")[0]
-        )
-        return problem, steps
-
-    def _written(self, save: _Save) -> Saved | None:
-        """This rank has written: go on to reading back what several ranks have written, or else to the end."""
-        failure = ""
+                problem = _attempt(partial(self.store.amend, step, name, data))
+        failure = self._failure_of_any(problem)
+        if failure:
+            return Saved(step=step, nbytes=0, failure=failure)
         try:
-            save.pieces += save.writer.join(self._tell)
-        except ZeromeshError as error:
-            failure = str(error)
-        if not save.division.woven:
-            return self._commit(save, failure)
-        answers = self._answers(failure, save.writer.digests, "checksums of bands")
-        if isinstance(answers, str):
-            return self._end(save, failure=answers)
-        bands = save.division.bands
-        digests = digests_of(bands, answers)
-        directory, rank = self.store.temporary(save.step), self._mesh.rank
+            steps = self._steps_to_keep(step, keep)
+            with disk_call("retiring", self.store.root):
+                problem = _attempt(partial(self.store.retire, steps)) if self.sharing.leads else ""
+            self._collect(problem, None, "end of saving")
+        except CheckpointError as error:
+            return Saved(step=step, nbytes=0, warning=str(error))
+        return Saved(step=step, nbytes=0)
 
-        def check() -> None:
-            save.pieces += check_bands(directory, save.files, bands, digests, rank)
+    def remove_old(self, seconds: float) -> str:
+        """Wait at most `seconds` until old checkpoints are removed; returns what ranks could not remove, the same on all."""
+        deadline = time.monotonic() + seconds
+        while not self.store.trash.wait(seconds=1.0) and time.monotonic() < deadline:
+            self._post_progress()
+        return self._failure_of_any(self.store.trash.problems())
 
-        save.run(_Stage.CHECKING, check)
-        return None
+    def _steps_to_keep(self, step: int, keep: Callable[[], set[int]]) -> list[int]:
+        """The steps whose checkpoints stay, which rank 0 decides. Raises `CheckpointError` on all ranks where it cannot."""
+        steps: list[int] = []
+        problem = _attempt(lambda: steps.extend(sorted({step, *keep()}))) if self._mesh.rank == 0 else ""
+        found: list[int] = self._collect(problem, steps, "the checkpoints that stay")[0]
+        return found
 
-    def _commit(self, save: _Save, failure: str) -> Saved | None:
-        """Collect the pieces that ranks have, and commit; the end of a save of which some rank has a failure."""
-        numbers = {file.path: number for number, file in enumerate(save.files)}
-        rows = [[numbers[piece.path], *piece.row()] for piece in save.pieces]
-        answers = self._answers(failure, rows, "checksums of the checkpoint")
-        if isinstance(answers, str):
-            return self._end(save, failure=answers)
-        sharing = self.sharing
-        here = [row for rank in sharing.ranks for row in answers[rank]]
-        manifest = _manifest(save, here, (sharing.place, len(sharing.places)))
-        save.run(_Stage.COMMITTING, partial(self.store.commit, save.step, manifest) if sharing.leads else None)
-        return None
-
-    def _answers(self, failure: str, rows: Sequence[Sequence[Any]], what: str) -> list[list[Any]] | str:
-        """Every rank's rows; or what ranks could not do, the same on all of them."""
-        every = self._mesh.world.gather_bytes(json.dumps([failure, rows]).encode(), what)
-        answers = [json.loads(text) for text in every]
+    def _collect(self, problem: str, rows: Any, what: str) -> list[Any]:
+        """Every rank's JSON value `rows`. Raises `CheckpointError` on all ranks where some rank has a problem."""
+        text = json.dumps([problem.encode(errors="backslashreplace").decode(), rows])
+        answers = [json.loads(answer) for answer in self._mesh.world.gather_bytes(text.encode(), what)]
         failed = [f"rank {rank}: {answer[0]}" for rank, answer in enumerate(answers) if answer[0]]
         if failed:
-            return failed[0] + (f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else "")
+            raise CheckpointError(failed[0] + (f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""))
         return [answer[1] for answer in answers]
 
-    def _end(self, save: _Save, *, failure: str = "", warning: str = "") -> Saved:
-        if failure and self.sharing.leads:
-            self.store.abandon(save.step)
-            if save.stage is _Stage.COMMITTING and len(self.sharing.places) > 1:
-                self.store.remove(save.step)  # A part whose siblings are not there.
-        self._save = None
-        return Saved(step=save.step, nbytes=save.nbytes, failure=failure, warning=warning)
+    def _failure_of_any(self, problem: str) -> str:
+        """What ranks could not do, the same on all of them; empty where no rank has a problem."""
+        try:
+            self._collect(problem, None, "end of saving")
+        except CheckpointError as error:
+            return str(error)
+        return ""
 
 
-def _problem(task: Callable[[], object]) -> str:
-    """Run a task; why it could not be done, empty where it was."""
+def _attempt(task: Callable[[], object]) -> str:
+    """Run a task; returns why it failed, or an empty text."""
     try:
         task()
     except ZeromeshError as error:
@@ -404,23 +367,21 @@ def _problem(task: Callable[[], object]) -> str:
     return ""
 
 
-def _manifest(save: _Save, rows: Sequence[Sequence[Any]], part: tuple[int, int]) -> Manifest:
-    pieces: dict[int, list[ChecksumPiece]] = {}
-    for number, begin, end, checksum, rank in sorted(rows, key=lambda row: (row[0], row[1])):
-        path = save.files[number].path
-        pieces.setdefault(number, []).append(
-            ChecksumPiece(path=path, begin=begin, end=end, checksum=checksum, rank=rank)
-        )
-    return Manifest(
-        step=save.step,
-        files={
-            file.path: FileRecord(nbytes=file.nbytes, pieces=tuple(pieces.get(number, ())))
-            for number, file in enumerate(save.files)
-        },
-        tensors=tuple(
-            StoredTensor(spec=spec, path=file.path, begin=at) for file in save.files for spec, at in file.places
-        ),
-        aliases=save.content.aliases,
-        layout=save.layout,
-        part=part,
-    )
+def _rows_by_file(pieces: Sequence[ChecksumPiece]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for piece in pieces:
+        found.setdefault(piece.path, []).append(piece.row())
+    return found
+
+
+def _records(files: Sequence[FileLayout], rows_of_ranks: Sequence[Mapping[str, list[Any]]]) -> dict[str, FileRecord]:
+    """The records of files, from the rows that each rank has of their pieces."""
+    found = {}
+    for file in files:
+        rows = sorted(row for each in rows_of_ranks for row in each.get(file.path, []))
+        pieces = [
+            ChecksumPiece(path=file.path, begin=begin, end=end, checksum=digest, rank=rank)
+            for begin, end, digest, rank in rows
+        ]
+        found[file.path] = FileRecord(nbytes=file.nbytes, pieces=tuple(pieces))
+    return found

@@ -20,7 +20,7 @@ from zeromesh import fault_injection
 from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest, checksum
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout
-from zeromesh.checkpoint.io.blocks import pieces
+from zeromesh.checkpoint.io.blocks import cut_at_grid
 from zeromesh.checkpoint.io.reader import manifest_of
 from zeromesh.checkpoint.remover import Remover
 from zeromesh.errors import StorageError
@@ -233,7 +233,7 @@ def _record(name: str, data: bytes) -> FileRecord:
         nbytes=len(data),
         pieces=tuple(
             ChecksumPiece(path=name, begin=cut.start, end=cut.end, checksum=checksum(data[cut.start : cut.end]), rank=0)
-            for cut in pieces(Interval(start=0, end=len(data)))
+            for cut in cut_at_grid(Interval(start=0, end=len(data)))
         ),
     )
 

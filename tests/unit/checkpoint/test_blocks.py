@@ -9,7 +9,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeromesh.checkpoint.io.blocks import GRID, edges, merged, overlapping, pieces, written_blocks
+from zeromesh.checkpoint.io.blocks import (
+    GRID,
+    cut_at_grid,
+    merged,
+    overlapping,
+    starts_in_blocks_of_others,
+    written_blocks,
+)
 from zeromesh.intervals import Interval
 from zeromesh.offload.io.direct_io import BLOCK
 
@@ -73,7 +80,12 @@ def test_a_block_is_written_by_the_owner_of_its_first_byte(shared: Shared) -> No
 def test_writers_have_every_byte_once_of_their_own_or_of_the_others_edges(shared: Shared) -> None:
     for rank, extents in enumerate(shared.extents):
         held = np.zeros(shared.nbytes, dtype=int)
-        theirs = [edge for other, found in enumerate(shared.extents) if other != rank for edge in edges(found)]
+        theirs = [
+            edge
+            for other, found in enumerate(shared.extents)
+            if other != rank
+            for edge in starts_in_blocks_of_others(found)
+        ]
         for part in [*extents, *theirs]:
             held[part.start : part.end] += 1
         for block in written_blocks(extents, shared.nbytes):
@@ -83,7 +95,7 @@ def test_writers_have_every_byte_once_of_their_own_or_of_the_others_edges(shared
 @given(shared=shared_files())
 def test_edges_are_less_than_a_block_each(shared: Shared) -> None:
     for extents in shared.extents:
-        found = edges(extents)
+        found = starts_in_blocks_of_others(extents)
         assert len(found) <= len(extents)
         for edge in found:
             assert 0 < edge.length < BLOCK
@@ -102,7 +114,7 @@ def test_whole_blocks_are_written_but_the_files_last(shared: Shared) -> None:
 
 @given(start=near(GRID, 3), length=near(GRID, 3))
 def test_pieces_tile_an_interval_and_lie_in_one_cell_each(start: int, length: int) -> None:
-    found = list(pieces(Interval(start=start, end=start + length)))
+    found = list(cut_at_grid(Interval(start=start, end=start + length)))
     if not length:
         assert not found
         return

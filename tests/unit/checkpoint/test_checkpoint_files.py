@@ -16,8 +16,8 @@ from safetensors import safe_open
 from stored_cases import (
     SOME,
     bits,
-    divisions_of,
     manifest_of,
+    plans_of,
     small_units,
     spec,
     specs,
@@ -32,12 +32,13 @@ from stored_cases import (
 from zeromesh.checkpoint.format import manifest, safetensors_layout
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, index_files, plan_files, read_header
-from zeromesh.checkpoint.io import blocks, writer
+from zeromesh.checkpoint.io import blocks
 from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
-from zeromesh.checkpoint.io.writer import ShardWriter, WriteSource, edges_of
+from zeromesh.checkpoint.io.tensor_shard import FileSlice
+from zeromesh.checkpoint.io.write_plan import WritePiece, WritePlan, WriteSource
+from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
-from zeromesh.intervals import Interval
 from zeromesh.offload import TensorSlice
 from zeromesh.offload.io.direct_io import BLOCK, PositionalFile
 
@@ -269,7 +270,7 @@ def test_a_manifest_is_read_as_it_was_written(wanted: list[TensorSpec], ranks: i
         files = plan_files(wanted, ranks)
         CheckpointStore(directory).create(0, files)
         dealt = split(values_of(wanted, 0), ranks, rng)
-        made = manifest_of(5, files, written(directory / "step-00000000.tmp", files, divisions_of(files, dealt)))
+        made = manifest_of(5, files, written(directory / "step-00000000.tmp", plans_of(files, dealt)))
     found = manifest.parse(directory / manifest.NAME, made.to_json())
     assert sorted(map(repr, found.tensors)) == sorted(map(repr, made.tensors))
     assert (found.step, found.files, found.aliases, found.layout, found.part, found.nbytes) == (
@@ -305,18 +306,23 @@ def test_what_no_reader_would_take_is_not_committed(tmp_path: Path) -> None:
 # Writers
 
 
+def source(path: str, begin: int, memory: torch.Tensor, owner: int | None = None) -> WriteSource:
+    where = FileSlice.contiguous(path, begin, memory.dtype, memory.numel())
+    return WriteSource(where=where, values=TensorSlice.of(memory), owner=owner)
+
+
 def test_a_writer_without_the_others_edges_says_which_bytes_are_nobodys(tmp_path: Path) -> None:
     files = plan_files([spec("w", (3000,))], 2)
     directory = CheckpointStore(tmp_path).create(1, files)
-    halves = [
-        WriteSource(file=0, begin=BLOCK + 4 * at, values=TensorSlice.of(torch.ones(1500)), dtype=F32, owner=None)
+    first, second = (
+        WritePlan(files=files, runs={files[0].path: [source(files[0].path, BLOCK + 4 * at, torch.ones(1500))]})
         for at in (0, 1500)
-    ]
-    alone = ShardWriter(directory, files, halves[:1], [], {}, 0)
+    )
+    alone = ShardWriter(directory, first.pieces([], {}), 0)
     alone.start()
     with pytest.raises(CheckpointError, match=r"model-00001-of-00001\.safetensors: 6000 of the bytes \[4096, 12288\)"):
         alone.join(tell)
-    helped = ShardWriter(directory, files, halves[:1], edges_of(halves[1:]), {}, 0)
+    helped = ShardWriter(directory, first.pieces(second.bytes_for_others(), {}), 0)
     helped.start()
     assert [(piece.begin, piece.end) for piece in helped.join(tell)] == [(BLOCK, 3 * BLOCK)]
 
@@ -325,16 +331,13 @@ def test_a_disk_that_fails_is_the_training_threads_affair(tmp_path: Path, monkey
     monkeypatch.setattr(blocks, "GRID", BLOCK)
     files = plan_files([spec("w", (100 * 1024,))], 1)
     directory = CheckpointStore(tmp_path).create(1, files)
-    rows = [
-        WriteSource(file=0, begin=BLOCK + BLOCK * n, values=TensorSlice.of(torch.ones(1024)), dtype=F32, owner=n)
-        for n in range(100)
-    ]
+    rows = [source(files[0].path, BLOCK + BLOCK * n, torch.ones(1024), n) for n in range(100)]
 
     def failing(file: PositionalFile, data: torch.Tensor, offset: int) -> None:
         raise StorageError(f"{file.path!r} cannot be written: the disk is gone")
 
     monkeypatch.setattr(PositionalFile, "write", failing)
-    one = ShardWriter(directory, files, rows, [], {}, 0)
+    one = ShardWriter(directory, WritePlan(files=files, runs={files[0].path: rows}).pieces([], {}), 0)
     one.start()
     with pytest.raises(StorageError, match="the disk is gone"):
         one.join(tell)
@@ -349,16 +352,8 @@ def test_what_is_released_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
     files = plan_files([wanted], 1)
     store = CheckpointStore(tmp_path)
     memory = torch.arange(3000.0)
-    half = [
-        WriteSource(
-            file=0,
-            begin=BLOCK + 6000 * n,
-            values=TensorSlice.of(memory[1500 * n : 1500 * n + 1500]),
-            dtype=F32,
-            owner=n,
-        )
-        for n in range(2)
-    ]
+    path = files[0].path
+    half = [source(path, BLOCK + 6000 * n, memory[1500 * n : 1500 * n + 1500], n) for n in range(2)]
     may_write, fill = threading.Event(), ShardWriter._fill
 
     def gated(self: ShardWriter, *arguments: object) -> None:
@@ -366,9 +361,8 @@ def test_what_is_released_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
         fill(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ShardWriter, "_fill", gated)
-    one = ShardWriter(
-        store.create(1, files), files, [*divisions_of(files, [[]])[0].sources, *half], [], {0: 1, 1: 0}, 0
-    )
+    runs = {path: [WriteSource.of_bytes(path, 0, files[0].header), *half]}
+    one = ShardWriter(store.create(1, files), WritePlan(files=files, runs=runs).pieces([], {0: 1, 1: 0}), 0)
     one.start()
     assert one.running
     for owner in (1, 0):
@@ -388,18 +382,16 @@ def test_what_is_released_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_changes_first_is_written_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "GRID", BLOCK)
     files = plan_files([spec("w", (5 * 1024,))], 1)
-    rows = [
-        WriteSource(file=0, begin=BLOCK + BLOCK * n, values=TensorSlice.of(torch.ones(1024)), dtype=F32, owner=n)
-        for n in range(5)
-    ]
+    rows = [source(files[0].path, BLOCK + BLOCK * n, torch.ones(1024), n) for n in range(5)]
     order = {3: 0, 1: 1, 4: 2, 0: 3, 2: 4}
-    one = ShardWriter(CheckpointStore(tmp_path).create(1, files), files, rows, [], order, 0)
+    pieces = WritePlan(files=files, runs={files[0].path: rows}).pieces([], order)
+    one = ShardWriter(CheckpointStore(tmp_path).create(1, files), pieces, 0)
     begun: list[int] = []
     fill = one._fill
 
-    def noted(cell: writer._BlockPart, data: torch.Tensor) -> None:
-        begun.append(cell.where.start // BLOCK - 1)
-        fill(cell, data)
+    def noted(piece: WritePiece, data: torch.Tensor) -> None:
+        begun.append(piece.where.start // BLOCK - 1)
+        fill(piece, data)
 
     monkeypatch.setattr(one, "_fill", noted)
     one.start()
@@ -409,17 +401,14 @@ def test_what_changes_first_is_written_first(tmp_path: Path, monkeypatch: pytest
 
 def test_edges_are_found_with_one_look_at_each_source(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    bytes_of = WriteSource.bytes_of
+    to_bytes = WriteSource.to_bytes
 
-    def counted(self: WriteSource, interval: Interval) -> bytes:
-        looked.append(interval)
-        return bytes_of(self, interval)
+    def counted(self: WriteSource) -> bytes:
+        looked.append(self)
+        return to_bytes(self)
 
-    monkeypatch.setattr(WriteSource, "bytes_of", counted)
-    rows = [
-        WriteSource(file=0, begin=100 + 6000 * n, values=TensorSlice.of(torch.full((500,), float(n))), dtype=F32)
-        for n in range(300)
-    ]
-    found = edges_of(rows)
-    assert [edge.begin for edge in found] == [row.begin for row in rows if row.begin % BLOCK]
+    monkeypatch.setattr(WriteSource, "to_bytes", counted)
+    rows = [source("f", 100 + 6000 * n, torch.full((500,), float(n))) for n in range(300)]
+    found = WritePlan(files=(), runs={"f": rows}).bytes_for_others()
+    assert [begin for _, begin, _ in found] == [row.begin for row in rows if row.begin % BLOCK]
     assert len(looked) == len(found)

@@ -16,9 +16,9 @@ import pytest
 from stored_cases import (
     SOME,
     bits,
-    divisions_of,
     manifest_of,
     pieces_of,
+    plans_of,
     spec,
     split,
     targets_of,
@@ -42,7 +42,7 @@ def test_a_checkpoint_appears_all_at_once(tmp_path: Path) -> None:
     dealt = split(values_of(SOME, 0), 2, random.Random(3))
     directory = store.create(4, files)
     assert store.steps() == []
-    written = pieces_of(writers_of(directory, files, divisions_of(files, dealt)))
+    written = pieces_of(writers_of(directory, plans_of(files, dealt)))
     assert store.steps() == []
     with pytest.raises(CheckpointError, match=r"has no manifest\.json: it is no whole checkpoint"):
         CheckpointReader(directory)
@@ -193,7 +193,7 @@ def test_the_umask_says_who_may_read_every_file_however_it_was_made(tmp_path: Pa
         os.write(descriptor, b"{}")
         os.close(descriptor)
         dealt = split(values_of(SOME, 0), 1, random.Random(0))
-        writers = writers_of(directory, files, divisions_of(files, dealt))
+        writers = writers_of(directory, plans_of(files, dealt))
         store.commit(1, manifest_of(1, files, pieces_of(writers)))
     finally:
         os.umask(old)

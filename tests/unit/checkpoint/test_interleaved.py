@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,17 +13,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored_cases import KINDS, bits, divisions_of, manifest_of, spec, targets_of, tell, write, writers_of, written
+from stored_cases import KINDS, bits, manifest_of, plans_of, spec, targets_of, tell, write, writers_of, written
 from test_blocks import Member
 from test_regions import Slices, intervals_of, oracle, regions
 
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, plan_files
-from zeromesh.checkpoint.io import blocks, interleaved
-from zeromesh.checkpoint.io.blocks import Extents, minus, union
-from zeromesh.checkpoint.io.interleaved import check_bands, digests_of
+from zeromesh.checkpoint.io import blocks
+from zeromesh.checkpoint.io.blocks import Extents, merged, minus
+from zeromesh.checkpoint.io.interleaved import check_interleaved, collect_digests
 from zeromesh.checkpoint.io.tensor_shard import TensorShard
-from zeromesh.checkpoint.io.write_planner import WritePlan
-from zeromesh.checkpoint.io.writer import edges_of
+from zeromesh.checkpoint.io.write_plan import WritePlan
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.flat.regions import Region
@@ -72,7 +72,7 @@ def covered(intervals: list[Interval]) -> set[int]:
 
 @given(some=few_intervals, others=few_intervals)
 def test_stretches_are_sets(some: list[Interval], others: list[Interval]) -> None:
-    for found, wanted in ((union(some), covered(some)), (minus(some, others), covered(some) - covered(others))):
+    for found, wanted in ((merged(some), covered(some)), (minus(some, others), covered(some) - covered(others))):
         assert covered(found) == wanted
         assert all(each.length for each in found)
         assert all(one.end < other.start for one, other in pairwise(found))
@@ -87,7 +87,7 @@ def test_what_overlaps_is_found_among_what_overlaps(some: list[Interval], begin:
     assert [each.begin for each in found] == sorted(each.begin for each in found)
 
 
-# Bands
+# Interleaved blocks
 
 
 def columns_of(shape: tuple[int, int], own: Slices) -> Region:
@@ -119,7 +119,7 @@ def dealt(
     return ranks, [[each.values.memory for each in holdings] for holdings in ranks]
 
 
-def woven(rng: random.Random) -> dict[TensorSpec, torch.Tensor]:
+def matrices(rng: random.Random) -> dict[TensorSpec, torch.Tensor]:
     """Matrices of 64 KiB to some more, between them something small that is not divided into columns."""
     found = {}
     for number, kind in enumerate((*KINDS, "model")):
@@ -138,7 +138,7 @@ def test_what_ranks_write_between_each_other_is_read_by_any(
     tensor: int, shards: int, hosts: str, seed: int, readers: int
 ) -> None:
     rng = random.Random(seed)
-    values = woven(rng)
+    values = matrices(rng)
     ranks, _ = dealt(values, tensor, shards, rng)
     number = [{"one": 0, "by shard": rank // tensor, "by rank": rank}[hosts] for rank in range(tensor * shards)]
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
@@ -162,28 +162,28 @@ def divided(hosts: list[int]) -> tuple[tuple[FileLayout, ...], list[WritePlan]]:
     """Two matrices of 6 MB, two columns by two shards."""
     ranks, _ = dealt(LARGE, 2, 2, random.Random(3))
     files = plan_files(LARGE, 4)
-    return files, divisions_of(files, ranks, hosts)
+    return files, plans_of(files, ranks, hosts)
 
 
 @pytest.mark.parametrize("hosts", [[0, 0, 0, 0], [0, 0, 1, 1]])
 def test_neither_memory_nor_exchange_grows_with_the_number_of_rows(hosts: list[int]) -> None:
-    _, divisions = divided(hosts)
-    for rank, each in enumerate(divisions):
-        assert each.woven
+    _, plans = divided(hosts)
+    for rank, each in enumerate(plans):
+        assert each.any_interleaved
         assert len(each.shares) <= 4
         # Head and tail of each tensor, and what lies around the rows that two hosts have.
-        assert len(each.sources) <= 12 + 16 * len(set(hosts)) + (rank == 0)
-        assert sum(len(edge.data) for edge in edges_of(each.sources)) <= 20 * BLOCK
-        assert all({hosts[strand.rank] for strand in band.strands} == {hosts[rank]} for band in each.bands)
-        assert all(band.where.start % BLOCK == band.where.end % BLOCK == 0 for band in each.bands)
+        assert sum(map(len, each.runs.values())) <= 12 + 16 * len(set(hosts)) + (rank == 0)
+        assert sum(len(data) for _, _, data in each.bytes_for_others()) <= 20 * BLOCK
+        assert all({hosts[owner] for owner, _ in block.slices} == {hosts[rank]} for block in each.blocks)
+        assert all(block.where.start % BLOCK == block.where.end % BLOCK == 0 for block in each.blocks)
 
 
-def test_a_rank_that_is_alone_with_its_host_has_no_bands_of_others() -> None:
-    _, divisions = divided([0, 1, 2, 3])
-    assert all(len(band.strands) == 1 for each in divisions for band in each.bands)
+def test_a_rank_that_is_alone_on_its_host_shares_no_block() -> None:
+    _, plans = divided([0, 1, 2, 3])
+    assert all(len(block.slices) == 1 for each in plans for block in each.blocks)
 
 
-def test_columns_that_are_not_in_order_have_no_bands(tmp_path: Path) -> None:
+def test_columns_that_are_not_in_order_are_not_interleaved(tmp_path: Path) -> None:
     """One rank's are enough: all of the tensor goes the other way then."""
     wide = spec("w", (200, 150))
     value = torch.randn(wide.shape)
@@ -204,7 +204,7 @@ def test_columns_that_are_not_in_order_have_no_bands(tmp_path: Path) -> None:
         for region, local in zip(regions, locals_, strict=True)
     ]
     files = plan_files([wide], 1)
-    assert not any(each.bands or each.shares for each in divisions_of(files, ranks))
+    assert not any(each.blocks or each.shares for each in plans_of(files, ranks))
     reader = write(tmp_path, 1, ranks)
     found = torch.zeros(30000)
     whole = TensorShard(
@@ -216,35 +216,30 @@ def test_columns_that_are_not_in_order_have_no_bands(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "silent rank", "missing rank"])
 def test_what_is_not_what_a_rank_was_to_write_is_found_before_the_commit(tmp_path: Path, harm: str) -> None:
-    files, divisions = divided([0, 0, 0, 0])
+    files, plans = divided([0, 0, 0, 0])
     directory = CheckpointStore(tmp_path).create(1, files)
-    writers = writers_of(directory, files, divisions)
+    writers = writers_of(directory, plans)
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join(tell)
-    band = divisions[0].bands[0]
-    path = directory / files[band.file].path
+    block = plans[0].blocks[0]
+    path = directory / block.path
     rows = [writer.digests for writer in writers]
     with path.open("r+b") as file:
         if harm == "cut":
-            file.truncate(band.where.start + 5)
+            file.truncate(block.where.start + 5)
         elif harm == "flip":
-            share = divisions[1].shares[0]
-            strand = share.band.strands[share.place]
-            at = strand.begin + strand.rows.hull(strand.within(share.band.where)).start * strand.size
+            at = plans[1].shares[0].sources[0].begin
             file.seek(at)
             byte = file.read(1)[0]
             file.seek(at)
             file.write(bytes([byte ^ 1]))
-    bands_ = divisions[0].bands
+    blocks_ = plans[0].blocks
     if harm == "silent rank":
         rows[1] = []
     elif harm == "missing rank":
-        bands_ = [
-            interleaved.InterleavedBlock(number=each.number, file=each.file, where=each.where, strands=each.strands[:1])
-            for each in bands_
-        ]
+        blocks_ = [replace(each, slices=each.slices[:1]) for each in blocks_]
     words = {
         "flip": r"of bytes \[.*\), those of rank 1 are not what rank 1 wrote",
         "silent rank": "those of rank 1 are not what rank 1 wrote",
@@ -254,17 +249,17 @@ def test_what_is_not_what_a_rank_was_to_write_is_found_before_the_commit(tmp_pat
 
     def check() -> None:
         for rank in range(4):
-            check_bands(directory, files, bands_, digests_of(bands_, rows), rank)
+            check_interleaved(directory, blocks_, collect_digests(blocks_, rows), rank)
 
     with pytest.raises((CheckpointError, StorageError), match=words[harm]):
         check()
 
 
-def test_a_band_is_pieces_of_the_grid_that_one_rank_has_read(tmp_path: Path) -> None:
-    files, divisions = divided([0, 0, 1, 1])
+def test_interleaved_blocks_are_pieces_of_the_grid_that_one_rank_has_read(tmp_path: Path) -> None:
+    files, plans = divided([0, 0, 1, 1])
     store = CheckpointStore(tmp_path)
     directory = store.create(1, files)
-    found = written(directory, files, divisions)
+    found = written(directory, plans)
     assert len(found) < 60
     assert {piece.rank for piece in found} == {0, 1, 2, 3}
     store.commit(1, manifest_of(1, files, found))

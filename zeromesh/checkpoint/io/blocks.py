@@ -1,16 +1,4 @@
-"""Which bytes of a file a rank writes: whole blocks, each with one writer, cut at a grid for checksums. Integers alone.
-
-A rank's elements are extents of bytes, which begin and end anywhere. Of a block that several ranks share, the owner of its first
-byte writes all, and gets the other ranks' bytes of it (edges) beforehand:
-
-    block      |      0      |      1      |      2      |
-    owner      | rank 0               | rank 1           |
-    edge                      |  r1's |
-    written by | rank 0      | rank 0      | rank 1      |
-
-What a rank writes is cut at multiples of `GRID` bytes of the file into pieces, each with a checksum of its own, so that a reader
-verifies what it reads and little more.
-"""
+"""Integer arithmetic of byte intervals in a file: unions, whole disk blocks, the grid of checksums, and what overlaps what."""
 
 from __future__ import annotations
 
@@ -28,20 +16,7 @@ GRID = 4 << 20
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Intervals in order, neighbours as one. They must not overlap."""
-    found: list[Interval] = []
-    for interval in sorted(intervals, key=lambda each: each.start):
-        if not interval.length:
-            continue
-        if found and found[-1].end == interval.start:
-            found[-1] = Interval(start=found[-1].start, end=interval.end)
-        else:
-            found.append(interval)
-    return found
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """What any of the intervals has, in order; they may overlap."""
+    """The union of intervals, in order, with neighbours as one interval and none of them empty."""
     found: list[Interval] = []
     for interval in sorted(intervals, key=lambda each: each.start):
         if found and interval.start <= found[-1].end:
@@ -52,9 +27,9 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def minus(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
-    """What any of the intervals has, and none of the others, in order."""
-    found, gone = [], union(others)
-    for interval in union(intervals):
+    """The union of intervals without the union of others, in order."""
+    found, gone = [], merged(others)
+    for interval in merged(intervals):
         start = interval.start
         for other in gone[max(0, bisect_right(gone, start, key=attrgetter("start")) - 1) :]:
             if other.start >= interval.end:
@@ -67,8 +42,8 @@ def minus(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Int
     return found
 
 
-def edges(extents: Sequence[Interval]) -> list[Interval]:
-    """The beginnings of merged extents that lie in a block whose first byte is another extent's."""
+def starts_in_blocks_of_others(extents: Sequence[Interval]) -> list[Interval]:
+    """The beginnings of merged extents that lie in a disk block whose first byte belongs to another extent."""
     found = []
     for extent in extents:
         end = min(extent.end, round_up(extent.start, BLOCK))
@@ -78,7 +53,7 @@ def edges(extents: Sequence[Interval]) -> list[Interval]:
 
 
 def written_blocks(extents: Sequence[Interval], nbytes: int) -> list[Interval]:
-    """The blocks whose first byte lies in one of the merged extents, of a file of `nbytes` bytes."""
+    """The disk blocks whose first byte lies in one of the merged extents, in a file of `nbytes` bytes."""
     found = []
     for extent in extents:
         start = round_up(extent.start, BLOCK)
@@ -87,8 +62,8 @@ def written_blocks(extents: Sequence[Interval], nbytes: int) -> list[Interval]:
     return merged(found)
 
 
-def pieces(interval: Interval) -> Iterator[Interval]:
-    """An interval cut at the grid."""
+def cut_at_grid(interval: Interval) -> Iterator[Interval]:
+    """An interval cut at multiples of `GRID`."""
     start = interval.start
     while start < interval.end:
         end = min(interval.end, (start // GRID + 1) * GRID)
@@ -97,7 +72,7 @@ def pieces(interval: Interval) -> Iterator[Interval]:
 
 
 class Extent(Protocol):
-    """Whatever lies at bytes [begin, end) of a file."""
+    """Anything that lies at bytes [begin, end) of a file."""
 
     @property
     def begin(self) -> int: ...
@@ -110,7 +85,7 @@ _Member = TypeVar("_Member", bound=Extent)
 
 
 def overlapping(members: Sequence[_Member], begin: int, end: int) -> Iterator[_Member]:
-    """Those of disjoint members, in order, that have a byte in [begin, end)."""
+    """The members that have a byte in [begin, end), of members that are disjoint and in order."""
     at = max(0, bisect_right(members, begin, key=attrgetter("begin")) - 1)
     while at < len(members) and members[at].begin < end:
         if members[at].end > begin:
@@ -124,13 +99,13 @@ class Extents(Generic[_Member]):
     def __init__(self, members: Iterable[_Member]) -> None:
         self._members = sorted(members, key=attrgetter("begin"))
         self._ends = list(accumulate((member.end for member in self._members), max))
-        """Where the last one ends of each and those before it."""
+        """For each member the largest end of it and of the members before it."""
 
     def __iter__(self) -> Iterator[_Member]:
         return iter(self._members)
 
     def touching(self, begin: int, end: int) -> Iterator[_Member]:
-        """Those that have a byte in [begin, end), or bytes around it."""
+        """The members that have a byte in [begin, end), in order of their first byte."""
         for at in range(bisect_right(self._ends, begin), len(self._members)):
             if self._members[at].begin >= end:
                 break

@@ -1,0 +1,252 @@
+"""Which bytes each rank writes: contiguous runs, of which whole disk blocks are made, and its slices of interleaved blocks.
+
+Each whole block has one writer, the rank that has the block's first byte. It gets the other ranks' bytes of the block beforehand:
+
+    block           |      0      |      1      |      2      |
+    elements of     | rank 0               | rank 1           |
+    sent to rank 0                |  r1's  |
+    written by      | rank 0      | rank 0      | rank 1      |
+
+What a rank writes is cut at multiples of `GRID` bytes of the file into pieces with a checksum each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeromesh.checkpoint.format.safetensors_layout import FileLayout
+from zeromesh.checkpoint.io.blocks import (
+    cut_at_grid,
+    merged,
+    minus,
+    overlapping,
+    starts_in_blocks_of_others,
+    written_blocks,
+)
+from zeromesh.checkpoint.io.interleaved import InterleavedBlock, TensorPlace, is_interleaved, plan_interleaved
+from zeromesh.checkpoint.io.tensor_shard import FileSlice, TensorShard
+from zeromesh.intervals import Interval
+from zeromesh.offload import TensorSlice
+from zeromesh.offload.io.direct_io import PositionalFile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriteSource:
+    """Elements in this process's memory, and where their bytes go.
+
+    `owner` is the bucket whose update changes them; None for what stays during a save.
+    """
+
+    where: FileSlice
+    values: TensorSlice
+    owner: int | None = None
+
+    @classmethod
+    def of_bytes(cls, path: str, begin: int, data: bytes) -> WriteSource:
+        """Bytes of the file `path` from `begin` on."""
+        where = FileSlice.contiguous(path, begin, torch.uint8, len(data))
+        return cls(where=where, values=TensorSlice.of(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
+
+    @property
+    def begin(self) -> int:
+        return self.where.hull.start
+
+    @property
+    def end(self) -> int:
+        return self.where.hull.end
+
+    def cut(self, window: Interval) -> WriteSource:
+        """The elements that lie in bytes `window` of the file, which must cut no element."""
+        where = self.where.cut(window)
+        first = where.interval.start - self.where.interval.start
+        values = self.values.slice(first, first + where.interval.length)
+        return WriteSource(where=where, values=values, owner=self.owner)
+
+    def fill(self, out: torch.Tensor) -> None:
+        """Put the bytes of all elements, one after the other, into `out`, `[nbytes]` uint8."""
+        self.values.copy_to(out.view(self.where.dtype))
+
+    def to_bytes(self) -> bytes:
+        """The bytes of all elements, one after the other."""
+        out = torch.empty(self.where.nbytes, dtype=torch.uint8)
+        self.fill(out)
+        return out.numpy().tobytes()
+
+    def write(self, data: torch.Tensor, file: PositionalFile) -> None:
+        """Write what `fill` gave to its places in the file, and nothing between them."""
+        where, size = self.where, self.where.dtype.itemsize
+        for tile in where.rows.tiles(where.interval):
+            file.write_rows(
+                data[(tile.local - where.interval.start) * size :],
+                where.origin + tile.logical * size,
+                rows=tile.rows,
+                length=tile.length * size,
+                step=where.rows.taken * size,
+                stride=where.rows.width * size,
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WritePiece:
+    """Bytes `where` of a file, which `sources` fill; or of an interleaved block, what slice number `place` has of it."""
+
+    path: str
+    where: Interval
+    sources: tuple[WriteSource, ...]
+    block: InterleavedBlock | None = None
+    place: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank writes."""
+        return self.where.length if self.block is None else self.sources[0].where.nbytes
+
+    @property
+    def owners(self) -> frozenset[int]:
+        """Buckets whose update changes some of the elements."""
+        return frozenset(source.owner for source in self.sources if source.owner is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WritePlan:
+    """What one rank writes.
+
+    `runs` are contiguous, by file and in order. `shares` are this rank's parts of `blocks`, its host's interleaved blocks.
+    `any_interleaved`: some host has interleaved blocks, which all ranks then read back.
+    """
+
+    files: Sequence[FileLayout]
+    runs: Mapping[str, Sequence[WriteSource]]
+    shares: Sequence[WritePiece] = ()
+    blocks: Sequence[InterleavedBlock] = ()
+    any_interleaved: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files that this rank has."""
+        return sum(each.where.nbytes for runs in self.runs.values() for each in runs) + sum(
+            share.nbytes for share in self.shares
+        )
+
+    def bytes_for_others(self) -> list[tuple[str, int, bytes]]:
+        """What this rank has of blocks that other ranks write: the file, the first byte, and the bytes."""
+        found = []
+        for path, runs in self.runs.items():
+            for edge in starts_in_blocks_of_others(_extents(runs)):
+                cuts = (_common(run, edge).to_bytes() for run in overlapping(runs, edge.start, edge.end))
+                found.append((path, edge.start, b"".join(cuts)))
+        return found
+
+    def pieces(self, received: Iterable[tuple[str, int, bytes]], order: Mapping[int, int]) -> list[WritePiece]:
+        """What this rank writes, what changes first first, given the bytes that the other ranks have for it.
+
+        `order` has the position of each owner in the next update.
+        """
+        content = _by_file([*_flat(self.runs), *(WriteSource.of_bytes(*each) for each in received)])
+        sizes = {file.path: file.nbytes for file in self.files}
+        found = list(self.shares)
+        for path, runs in self.runs.items():
+            for block in written_blocks(_extents(runs), sizes[path]):
+                for where in cut_at_grid(block):
+                    sources = overlapping(content[path], where.start, where.end)
+                    cuts = tuple(_common(source, where) for source in sources)
+                    found.append(WritePiece(path=path, where=where, sources=cuts))
+        last = len(order)
+        return sorted(found, key=lambda piece: min((order.get(owner, last) for owner in piece.owners), default=last))
+
+
+class WritePlanner:
+    """Plans what one rank writes, in two steps, between which every rank gets every other's `describe`."""
+
+    def __init__(self, files: Sequence[FileLayout], shards: Sequence[TensorShard], rank: int) -> None:
+        self._files = files
+        self._rank = rank
+        self._slices: list[tuple[TensorShard, TensorPlace, FileSlice | None]] = []
+        """Each shard, where its tensor begins, and its slice of the file if it can be in interleaved blocks."""
+        places = {(spec.kind, spec.name): (file.path, begin) for file in files for spec, begin in file.places}
+        for shard in shards:
+            path, begin = places[shard.spec.kind, shard.spec.name]
+            rows = shard.region.rows() if is_interleaved(shard) and shard.interval.length else None
+            where = None
+            if rows is not None:
+                where = FileSlice(path=path, origin=begin, dtype=shard.spec.dtype, rows=rows, interval=shard.interval)
+            self._slices.append((shard, (path, begin), where))
+
+    def describe(self) -> bytes:
+        """What other ranks need to know: slices for interleaved blocks, and tensors that cannot be in any."""
+        slices = [where.to_row() for *_, where in self._slices if where is not None]
+        excluded = [
+            place
+            for shard, place, where in self._slices
+            if where is None and shard.interval.length and is_interleaved(shard)
+        ]
+        return json.dumps([slices, excluded]).encode()
+
+    def plan(self, descriptions: Sequence[bytes], hosts: Sequence[Hashable]) -> WritePlan:
+        """What this rank writes, given each rank's description and, in `hosts`, what tells its host."""
+        rows = [json.loads(text) for text in descriptions]
+        slices = [(rank, FileSlice.from_row(row)) for rank, (own, _) in enumerate(rows) for row in own]
+        excluded = [(path, begin) for _, tensors in rows for path, begin in tensors]
+        blocks = plan_interleaved(slices, excluded, hosts, self._rank)
+        by_tensor: dict[TensorPlace, list[InterleavedBlock]] = {}
+        for block in blocks:
+            by_tensor.setdefault((block.path, block.slices[0][1].origin), []).append(block)
+        runs, shares = self._headers(), []
+        for shard, place, where in self._slices:
+            rest = [shard.interval]
+            own = by_tensor.get(place, []) if where is not None else []
+            if where is not None and own:
+                source = WriteSource(where=where, values=shard.values, owner=shard.owner)
+                shares += [
+                    WritePiece(path=block.path, where=block.where, sources=(cut,), block=block, place=number)
+                    for block in own
+                    for number, member in enumerate(block.slices)
+                    if member == (self._rank, where) and (cut := source.cut(block.where))
+                ]
+                rest = [where.cut(each).interval for each in minus([where.hull], [block.where for block in own])]
+            runs += [run for interval in rest for run in _runs_of(shard, interval, place)]
+        return WritePlan(
+            files=self._files, runs=_by_file(runs), shares=shares, blocks=blocks, any_interleaved=bool(slices)
+        )
+
+    def _headers(self) -> list[WriteSource]:
+        """The headers of files, which rank 0 writes."""
+        return [WriteSource.of_bytes(file.path, 0, file.header) for file in self._files] if self._rank == 0 else []
+
+
+def _runs_of(shard: TensorShard, interval: Interval, place: TensorPlace) -> list[WriteSource]:
+    """A source for each contiguous run of elements `interval` of a shard's selection."""
+    found = []
+    path, begin = place
+    dtype = shard.spec.dtype
+    for run in shard.region.runs(interval):
+        first = run.local - shard.interval.start
+        where = FileSlice.contiguous(path, begin + run.logical * dtype.itemsize, dtype, run.length)
+        values = shard.values.slice(first, first + run.length)
+        found.append(WriteSource(where=where, values=values, owner=shard.owner))
+    return found
+
+
+def _by_file(sources: Iterable[WriteSource]) -> dict[str, list[WriteSource]]:
+    found: dict[str, list[WriteSource]] = {}
+    for source in sorted(sources, key=lambda each: (each.where.path, each.begin)):
+        if source.values.numel:
+            found.setdefault(source.where.path, []).append(source)
+    return found
+
+
+def _flat(runs: Mapping[str, Sequence[WriteSource]]) -> Iterable[WriteSource]:
+    return (run for members in runs.values() for run in members)
+
+
+def _extents(runs: Sequence[WriteSource]) -> list[Interval]:
+    return merged(run.where.hull for run in runs)
+
+
+def _common(source: WriteSource, window: Interval) -> WriteSource:
+    """What a contiguous source has of `window`, which may be longer than the source."""
+    return source.cut(source.where.hull.intersect(window))
