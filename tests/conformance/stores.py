@@ -63,17 +63,17 @@ def relay(
         _save(run, here / "mirror", first)
     for step in range(first, first + steps):
         run.step(step)
-    bands = _save(run, here, first + steps)
+    shares = _save(run, here, first + steps)
     aliases = run.engine.holdings.aliases()
     run.close()
-    return {"wrong": wrong, "bands": bands, "aliases": aliases}
+    return {"wrong": wrong, "shares": shares, "aliases": aliases}
 
 
 def unwritten(mesh: Mesh, folder: str) -> dict[str, Any]:
-    """The disk of rank 1 of two forgets what it is given of bands: how the save ends, what is left, how the next one ends."""
+    """The disk of rank 1 of two forgets what it is given of shares: how the save ends, what is left, how the next one ends."""
     run = Run.start(mesh, Problem(samples=8), Layout(stage=1))
     run.step(0)
-    lost = patch("zeromesh.checkpoint.io.writer.Share.write", lambda self, data, file: None)
+    lost = patch("zeromesh.checkpoint.io.write_plan.WriteSource.write", lambda self, data, file: None)
     with lost if mesh.rank == 1 else nullcontext():
         failure = _saved(run, Path(folder), 1)[0].failure
     mesh.world.barrier("end of the save")
@@ -97,10 +97,10 @@ def opened(mesh: Mesh, checkpoint: str) -> list[str]:
 
 
 def _save(run: Run, folder: Path, step: int) -> int:
-    """Save; how many bands this rank has a share of."""
-    saved, bands = _saved(run, folder, step)
+    """Save; of how many interleaved blocks this rank has a share."""
+    saved, shares = _saved(run, folder, step)
     assert not saved.failure, saved
-    return bands
+    return shares
 
 
 def _saved(run: Run, folder: Path, step: int) -> tuple[Saved, int]:
@@ -117,11 +117,11 @@ def _saved(run: Run, folder: Path, step: int) -> tuple[Saved, int]:
     with patch("zeromesh.checkpoint.io.interleaved.LEAST_TENSOR", 0):  # Others are larger than these.
         saver.begin(step, content)
     assert saver._save is not None
-    bands = len(saver._save.division.shares)
+    shares = len(saver._save.plan.shares)
     saved = saver.finish()
     assert saved is not None
     assert store.trash.wait(seconds=30)
-    return saved, bands
+    return saved, shares
 
 
 def _load(run: Run, checkpoint: Path) -> None:

@@ -52,7 +52,7 @@ def check_relay(workers: Workers, folder: Path, problem: Problem, stops: tuple[S
         first = number * steps
         found = workers.run(size, "conformance.stores:relay", layout=asdict(layout), first=first, **axes, **case)
         assert [rank["wrong"] for rank in found] == [[]] * size, (size, axes)
-        assert any(rank["bands"] for rank in found) == (axes.get("tensor", 1) > 1)
+        assert any(rank["shares"] for rank in found) == (axes.get("tensor", 1) > 1)
         assert found[0]["aliases"] == TIED.get(problem.model.removesuffix("-deep"), {})
         if first:
             check_same(stored(checkpoint), stored(folder / "mirror" / checkpoint.name))
@@ -132,7 +132,7 @@ def test_hosts_with_a_disk_each(workers: Workers, fresh_pool: Callable[..., Pool
     two = {**one, "folder": str(tmp_path / "two"), "disks": [0, 0, 1, 1]}
     workers.run(size, "conformance.stores:relay", **axes, **one)
     found = fresh_pool(size, hosts=2, **axes).run("conformance.stores:relay", **two)
-    assert any(rank["bands"] for rank in found)
+    assert any(rank["shares"] for rank in found)
 
     def merged(step: int, folder: Path) -> Path:
         parts = [tmp_path / "two" / f"disk-{disk}" / folder / f"step-{step:08d}" for disk in (0, 1)]

@@ -91,6 +91,7 @@ class _Save:
     """A save in flight: its writer, then its tasks one after the other."""
 
     step: int
+    plan: WritePlan
     writer: ShardWriter
     task: _Task | None = None
     stages: _Stages | None = None
@@ -154,8 +155,9 @@ class Saver:
             raise CheckpointError(f"the checkpoint of step {step} was not written: {failure}")
         pieces = plan.pieces(self._exchange(plan.bytes_for_others()), content.order)
         layout = self._layout(content)
-        save = _Save(step=step, writer=ShardWriter(self.store.temporary(step), pieces, self._mesh.rank))
-        save.stages = self._stages(save, plan, content, layout)
+        writer = ShardWriter(self.store.temporary(step), pieces, self._mesh.rank)
+        save = _Save(step=step, plan=plan, writer=writer)
+        save.stages = self._stages(save, content, layout)
         self._save = save
         next(save.stages)
 
@@ -207,9 +209,9 @@ class Saver:
         token = self._mesh.world.gather_bytes(secrets.token_hex(8).encode(), "the name of the save")[0].decode()
         return {**content.layout, "save": token}
 
-    def _stages(self, save: _Save, plan: WritePlan, content: SaveContent, layout: Mapping[str, Any]) -> _Stages:
+    def _stages(self, save: _Save, content: SaveContent, layout: Mapping[str, Any]) -> _Stages:
         """All stages of a save. Each `yield` ends when every rank has done its work of the stage, and all ranks go on together."""
-        store, sharing, directory = self.store, self.sharing, self.store.temporary(save.step)
+        plan, store, sharing, directory = save.plan, self.store, self.sharing, self.store.temporary(save.step)
         nbytes = sum(file.nbytes for file in plan.files)
         committing = False
         try:

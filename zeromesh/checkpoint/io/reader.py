@@ -7,7 +7,7 @@ import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, Manifest, StoredTensor, checksum
 from zeromesh.checkpoint.format.safetensors_layout import parse_json
 from zeromesh.checkpoint.io.blocks import GRID, Extents, overlapping
+from zeromesh.checkpoint.io.tensor_shard import FileSlice
 from zeromesh.errors import CheckpointError, ZeromeshError
 from zeromesh.files import read_whole
 from zeromesh.flat.regions import StridedRows
@@ -35,43 +36,53 @@ _PAYLOADS = frozenset(
 """Kinds of files that hold weights somewhere. One that the manifest does not name comes from elsewhere."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class ReadTarget:
-    """A place for elements of a stored tensor, converted to the place's dtype: those from `first` on of the flattened tensor, or
-    with `rows` those of its columns, of which `first` is a local position too."""
+    """Elements of a stored tensor to read, and where to put them, converted to the dtype of `values`.
+
+    They are the elements from `first` on of the flattened tensor, or with `rows` of the columns that `rows` selects.
+    """
 
     tensor: StoredTensor
     first: int
     values: TensorSlice
     rows: StridedRows | None = None
+    where: FileSlice = field(init=False)
+
+    def __post_init__(self) -> None:
+        stored, count = self.tensor, self.values.numel
+        contiguous = FileSlice.contiguous(stored.path, stored.begin, stored.spec.dtype, stored.spec.numel)
+        interval = Interval(start=self.first, end=self.first + count)
+        self.where = replace(contiguous, rows=self.rows or contiguous.rows, interval=interval)
 
     @property
     def begin(self) -> int:
-        """Absolute byte of the first element in the tensor's file."""
-        return self.tensor.begin + self._logical.start * self.tensor.spec.dtype.itemsize
+        """The first byte in the tensor's file."""
+        return self.where.hull.start
 
     @property
     def end(self) -> int:
-        """Where the last one ends; others' may lie between, with `rows`."""
-        return self.tensor.begin + self._logical.end * self.tensor.spec.dtype.itemsize
+        """The end of the last element's bytes; with `rows`, bytes of other elements lie before it."""
+        return self.where.hull.end
 
-    @property
-    def _logical(self) -> Interval:
-        local = Interval(start=self.first, end=self.first + self.values.numel)
-        return self.rows.hull(local) if self.rows is not None and local.length else local
+    def fill_from(self, piece: ChecksumPiece, data: torch.Tensor) -> None:
+        """Put the elements that lie in `piece` in their place, from the bytes of the piece, 1-D uint8.
 
-    def put(self, window: torch.Tensor, start: int) -> None:
-        """Fill what of it lies in `window`: the flattened tensor from element `start` on, 1-D."""
-        own = Interval(start=self.first, end=self.first + self.values.numel)
-        if self.rows is None:
-            local = own.intersect(Interval(start=start, end=start + window.numel()))
-            data = window[local.start - start : local.end - start]
-        else:
-            first, last = self.rows.before(start), self.rows.before(start + window.numel())
-            local = own.intersect(Interval(start=first, end=last))
-            data = torch.empty(local.length, dtype=window.dtype)
-            self.rows.take(window, start, local, data)
-        self.values.slice(local.start - self.first, local.end - self.first).copy_from(data)
+        Raises:
+            CheckpointError: when the piece cuts an element, which only a hostile manifest does.
+        """
+        size, hull = self.where.dtype.itemsize, self.where.hull
+        window = hull.intersect(Interval(start=piece.begin, end=piece.end))
+        if any(byte % size for byte in (window.start, window.end, window.start - piece.begin)):
+            raise CheckpointError(
+                f"{piece.path}: the piece [{piece.begin}, {piece.end}) cuts an element of {self.tensor.spec.name}"
+            )
+        part = self.where.cut(window)
+        data = data[window.start - piece.begin : window.end - piece.begin]
+        if self.rows is not None:
+            data = part.gather(data, window.start, torch.empty(part.nbytes, dtype=torch.uint8))
+        first = part.interval.start - self.first
+        self.values.slice(first, first + part.interval.length).copy_from(data.view(self.where.dtype))
 
 
 class CheckpointReader:
@@ -123,8 +134,8 @@ class CheckpointReader:
         self.stream(record.pieces, lambda piece, data: parts.append(data.numpy().tobytes()), lambda: None)
         return b"".join(parts)
 
-    def read(self, targets: Iterable[ReadTarget], tell: Callable[[], None]) -> None:
-        """Fill all targets. `tell` is called after every piece. A target is filled only with bytes that were verified.
+    def read(self, targets: Iterable[ReadTarget], on_progress: Callable[[], None]) -> None:
+        """Fill all targets. `on_progress` is called after every piece. A target is filled only with bytes that were verified.
 
         Raises:
             CheckpointError: naming the file, the bytes and a tensor in them, when a piece is not what was written.
@@ -135,14 +146,14 @@ class CheckpointReader:
 
         def use(piece: ChecksumPiece, data: torch.Tensor) -> None:
             for target in by_file[piece.path].touching(piece.begin, piece.end):
-                copy_out(target, piece, data)
-            tell()
+                target.fill_from(piece, data)
+            on_progress()
 
-        self.stream(needed, use, tell)
+        self.stream(needed, use, on_progress)
 
-    def verify(self, tell: Callable[[], None] = lambda: None) -> None:
+    def verify(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """Read and verify everything. Raises as `read` does."""
-        self.stream(self.pieces(), lambda piece, data: None, tell)
+        self.stream(self.pieces(), lambda piece, data: None, on_progress)
 
     def _covering(self, path: str, targets: Iterable[ReadTarget]) -> Iterator[ChecksumPiece]:
         """Pieces of a file that hold a byte of the targets, which are in order."""
@@ -158,7 +169,7 @@ class CheckpointReader:
         self,
         pieces: Sequence[ChecksumPiece],
         use: Callable[[ChecksumPiece, torch.Tensor], None],
-        tell: Callable[[], None],
+        on_progress: Callable[[], None],
         failed: Callable[[ChecksumPiece, ZeromeshError], None] | None = None,
     ) -> None:
         """Read and verify pieces in order, a few ahead, and hand each to `use`, 1-D uint8.
@@ -172,19 +183,19 @@ class CheckpointReader:
                 )
         pool = StagingPool(_STAGING_BUFFERS, GRID)
         files: dict[str, PositionalFile] = {}
-        flying: deque[tuple[ChecksumPiece, torch.Tensor, Future[None]]] = deque()
+        in_flight: deque[tuple[ChecksumPiece, torch.Tensor, Future[None]]] = deque()
         with ThreadPoolExecutor(_IO_THREADS) as threads:
             try:
                 for piece in pieces:
-                    if len(flying) == _STAGING_BUFFERS:
-                        _finish(flying, pool, use, failed)
+                    if len(in_flight) == _STAGING_BUFFERS:
+                        _finish(in_flight, pool, use, failed)
                     if piece.path not in files:
-                        _close_all_but({each.path for each, _, _ in flying}, files)
+                        _close_all_but({each.path for each, _, _ in in_flight}, files)
                         files[piece.path] = PositionalFile(self.directory / piece.path)
                     buffer = pool.take()
-                    flying.append((piece, buffer, threads.submit(self._fetch, files[piece.path], piece, buffer)))
-                while flying:
-                    _finish(flying, pool, use, failed)
+                    in_flight.append((piece, buffer, threads.submit(self._fetch, files[piece.path], piece, buffer)))
+                while in_flight:
+                    _finish(in_flight, pool, use, failed)
             finally:
                 threads.shutdown(cancel_futures=True)
                 _close_all_but(set(), files)
@@ -270,13 +281,13 @@ def _close_all_but(used: set[str], files: dict[str, PositionalFile]) -> None:
 
 
 def _finish(
-    flying: deque[tuple[ChecksumPiece, torch.Tensor, Future[None]]],
+    in_flight: deque[tuple[ChecksumPiece, torch.Tensor, Future[None]]],
     pool: StagingPool,
     use: Callable[[ChecksumPiece, torch.Tensor], None],
     failed: Callable[[ChecksumPiece, ZeromeshError], None] | None,
 ) -> None:
     """Wait for the oldest read, use it, and hand its buffer back."""
-    piece, buffer, future = flying.popleft()
+    piece, buffer, future = in_flight.popleft()
     try:
         future.result()
     except ZeromeshError as error:
@@ -295,16 +306,3 @@ def targets_by_file(targets: Iterable[ReadTarget]) -> dict[str, Extents[ReadTarg
         if target.values.numel:
             found.setdefault(target.tensor.path, []).append(target)
     return {path: Extents(found[path]) for path in sorted(found)}
-
-
-def copy_out(target: ReadTarget, piece: ChecksumPiece, data: torch.Tensor) -> None:
-    """Fill what of `target` lies in `piece` from the piece's bytes, 1-D uint8, converted to the target's dtype."""
-    dtype = target.tensor.spec.dtype
-    begin, end = max(target.begin, piece.begin), min(target.end, piece.end)
-    # Of a hostile manifest, an element might lie across two pieces, or not aligned in memory; those written here never do.
-    if any(at % dtype.itemsize for at in (begin, end, begin - piece.begin)):
-        raise CheckpointError(
-            f"{piece.path}: the piece [{piece.begin}, {piece.end}) cuts an element of {target.tensor.spec.name}"
-        )
-    window = data[begin - piece.begin : end - piece.begin].view(dtype)
-    target.put(window, (begin - target.tensor.begin) // dtype.itemsize)

@@ -17,7 +17,7 @@ import torch
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, Manifest, StoredTensor
 from zeromesh.checkpoint.format.safetensors_layout import parse_json
 from zeromesh.checkpoint.io.blocks import overlapping
-from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget, copy_out, targets_by_file
+from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget, targets_by_file
 from zeromesh.checkpoint.multi_host.merge import merged_manifest
 from zeromesh.errors import CheckpointError, ZeromeshError
 from zeromesh.mesh.process_mesh import ProcessSet
@@ -111,7 +111,7 @@ class PartsReader:
                 got = replace(self._pieces[request.piece], begin=request.begin, end=request.end)
                 try:
                     for target in by_file[got.path].touching(got.begin, got.end):
-                        copy_out(target, got, data)
+                        target.fill_from(got, data)
                 except ZeromeshError as error:  # The others go on to the next round, and this rank with them.
                     problem = problem or error
         if problem is not None:
