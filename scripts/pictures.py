@@ -1,8 +1,9 @@
-"""Draws the pictures of docs/concepts/ from the code's own arithmetic: `python scripts/pictures.py [--check]`."""
+"""Draws the documentation's pictures from the code's own arithmetic and measurements: `python scripts/pictures.py [--check]`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,57 @@ from zeromesh.pipeline.schedule.simulator import simulate
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 COLOURS = "abcd"
+FLOORS_OF = {
+    "trainer": (
+        ("cli", "tools", "setup", "loop"),
+        ("callbacks", "checkpoints", "hub", "tracking", "monitoring"),
+        ("models", "losses", "weights", "data", "config"),
+    ),
+    "zeromesh": (
+        ("launch", "pipeline", "checkpoint"),
+        ("zero", "optim", "weight_init", "units", "tensor"),
+        ("mesh", "telemetry", "comm", "flat", "kernels"),
+    ),
+    "offload": (("activations", "memory", "io"),),
+}
+"""Rows of folders by floor: a folder imports those of lower rows, and of its own row only to one side."""
+
+
+def comparison() -> str:
+    """Peak memory and step time beside DeepSpeed and FSDP2, from the measurements that docs/benchmarks quotes."""
+    measured = json.loads((FOLDER.parent / "benchmarks" / "step-epyc.json").read_text(encoding="utf-8"))["dtypes"]
+    systems = (("zeromesh", "zeromesh-3", "fa"), ("FSDP2", "fsdp2", "fb"), ("DeepSpeed", "deepspeed-3", "fc"))
+    panels = (("peak memory of a rank, MiB", "mebibytes"), ("time of a step, ms", "milliseconds"))
+    drawing = Drawing(
+        890, 236, "Peak memory and step time of zeromesh, FSDP2 and DeepSpeed at stage 3; shorter bars are better"
+    )
+    left, width = 12, 445
+    for panel, (title, quantity) in enumerate(panels):
+        x, y = left + panel * width, 44.0
+        drawing.text(x, 22, title, "bold")
+        rows = {
+            dtype: {each["system"]: each[quantity]["median"] for each in found["summaries"]}
+            for dtype, found in measured.items()
+        }
+        scale = (width - 190) / max(value for row in rows.values() for value in row.values())
+        for dtype, row in rows.items():
+            drawing.text(x, y + 41, dtype, "soft")
+            for name, system, colour in systems:
+                length = row[system] * scale
+                drawing.text(x + 46, y + 15, name, "small")
+                drawing.rect(x + 112, y + 2, length, 18, colour)
+                drawing.text(
+                    x + 118 + length, y + 15, f"{row[system]:.0f}", "small bold" if colour == "fa" else "small"
+                )
+                y += 23
+            y += 12
+    drawing.text(
+        left,
+        226,
+        "34 million parameters, AdamW, 2 CPU ranks, medians of one run on one machine: docs/benchmarks. Shorter is better.",
+        "small soft",
+    )
+    return drawing.svg()
 
 
 def stages() -> str:
@@ -237,7 +289,31 @@ def schedules() -> str:
     return drawing.svg()
 
 
+def house() -> str:
+    """The floors, from the highest to the lowest, with the folders of each in the order in which they import each other."""
+    floors = (
+        ("trainer/", "what a person touches", "fb", FLOORS_OF["trainer"]),
+        ("zeromesh/", "the engine", "fa", FLOORS_OF["zeromesh"]),
+        ("offload/", "where bytes rest", "fc", FLOORS_OF["offload"]),
+    )
+    drawing = Drawing(890, 350, "The three floors of the source and the folders of each; imports go down only")
+    y = 12.0
+    for name, words, colour, rows in floors:
+        height = max(34 * len(rows) + 16, 62)
+        drawing.rect(8, y, 874, height, "box")
+        drawing.text(22, y + 28, name, "bold")
+        drawing.text(22, y + 46, words, "small soft")
+        for number, row in enumerate(rows):
+            width = 700 / len(row)
+            for place, folder in enumerate(row):
+                drawing.box(170 + place * width, y + 11 + number * 34, width - 8, 26, folder, colour)
+        y += height + 12
+    return drawing.svg()
+
+
 PICTURES: dict[str, Callable[[], str]] = {
+    "comparison.svg": comparison,
+    "house.svg": house,
     "stages.svg": stages,
     "buckets.svg": buckets,
     "step.svg": step,

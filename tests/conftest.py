@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ pytest.register_assert_rewrite("doc_pages")
 # A machine that does other things as well makes any example slow.
 settings.register_profile("zeromesh", deadline=None)
 settings.load_profile("zeromesh")
+
+# A shell starts what runs in the background with SIGINT ignored, and a run would leave it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _WORKERS = pytest.StashKey[Workers]()
 
