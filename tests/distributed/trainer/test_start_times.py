@@ -43,7 +43,7 @@ def test_no_garbage_is_looked_for_while_the_command_imports() -> None:
     """There is next to none, and Python would go through all that was imported again and again."""
     code = """
 import gc, sys
-from zeromesh.trainer import cli
+from zeromesh.trainer.cli import main as cli
 rounds = []
 gc.callbacks.append(lambda phase, info: rounds.append(phase))
 with cli.without_collection():
