@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from zeromesh.trainer.config.messages import allowed, section_of
+from zeromesh.trainer.config.messages import allowed, descriptions, section_of
 from zeromesh.trainer.config.sections.outputs import name_of_script
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
@@ -55,20 +55,19 @@ def _table(name: str, section: type[BaseModel], defaults: BaseModel) -> Iterator
 
 
 def _rows(prefix: str, section: type[BaseModel], defaults: BaseModel) -> Iterator[str]:
+    texts = descriptions(section)
     for key, field in section.model_fields.items():
         value = getattr(defaults, key)
         section = section_of(field)
         if not isinstance(value, BaseModel):
-            yield _row(f"{prefix}{key}", field, value)
+            yield _row(f"{prefix}{key}", field, value, texts[key])
         if section is not None:
             yield from _rows(f"{prefix}{key}.", section, section() if value is None else value)
 
 
-def _row(key: str, field: FieldInfo, value: Any) -> str:
-    if not field.description:
-        raise SystemExit(f"{key} has no description")
+def _row(key: str, field: FieldInfo, value: Any, text: str) -> str:
     written = f"`{_written(value)}`" if field.default_factory is not name_of_script else "of the file or script"
-    cells = (f"`{key}`", written, allowed(field), field.description)
+    cells = (f"`{key}`", written, allowed(field), text)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -12,13 +12,12 @@ from typing import Any
 
 from zeromesh.trainer.config.messages import shown
 from zeromesh.trainer.config.migration.deepspeed_derived import JOINS, data_ranks
-from zeromesh.trainer.config.migration.deepspeed_table import TABLE, sections
+from zeromesh.trainer.config.migration.deepspeed_table import TABLE, TREE
 from zeromesh.trainer.config.migration.translate import LaunchFacts, Reading, SettingRow, Translation, translate
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 WORD = "DeepSpeed"
-_TREE = sections()
-_COMMON = frozenset(_TREE) & frozenset(TrainerConfig.model_fields)
+_COMMON = frozenset(TREE) & frozenset(TrainerConfig.model_fields)
 """Sections that both kinds of configuration have."""
 
 # Keys that transformers compares with its arguments; what they are called there, and the key here.
@@ -40,13 +39,13 @@ def is_deepspeed(data: Mapping[str, Any]) -> bool:
         return False
     optimizer = data.get("optimizer")
     typed = isinstance(optimizer, Mapping) and "type" in optimizer
-    return typed or any(key in _TREE and key not in _COMMON for key in data)
+    return typed or any(key in TREE and key not in _COMMON for key in data)
 
 
 def read_deepspeed(data: Mapping[str, Any], place: LaunchFacts, below: Mapping[str, Any] | None = None) -> Translation:
     """The keys that a DeepSpeed configuration asks for, in a world as `place` says, on top of those of TrainingArguments."""
     settings: dict[str, Any] = {}
-    problems = list(_flatten(data, _TREE, "", settings))
+    problems = list(_flatten(data, TREE, "", settings))
     reading = Reading(settings, place=place, below=below)
     reading.problems += problems
     reading.problems += _disagreements(reading)

@@ -6,6 +6,8 @@ pages docs/from-hf-trainer.md and docs/from-deepspeed.md are made of the same ro
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -41,45 +43,73 @@ class SettingRow:
     neutral: tuple[Any, ...] = ()
 
 
-def copied(name: str, key: str, text: str = "as it is") -> SettingRow:
-    """A setting whose value is that of a key."""
-    return SettingRow(name=name, fate=Fate.MAPPED, text=text, keys=(key,), convert=lambda value: value)
+_MAPPED = re.compile(r"([\w. ]+) (->|=>|=) ([\w. ]+): (.+)")
+_OTHER = re.compile(r"([\w. ]+): (read|no effect|refused)(?: unless (.+?))?: (.+)")
+_OFF: tuple[Any, ...] = ({}, {"enabled": False})
+"""Sections that ask for nothing."""
 
 
-def converted(name: str, key: str, text: str, convert: Callable[[Any], Any]) -> SettingRow:
-    """A setting that decides a key alone."""
-    return SettingRow(name=name, fate=Fate.MAPPED, text=text, keys=(key,), convert=convert)
+def read_table(
+    text: str, convert: Mapping[str, Callable[[Any], Any]] | None = None
+) -> dict[str, tuple[SettingRow, ...]]:
+    """The rows of each section of a table in `text`. Its lines, of which indented ones continue the one before, are:
+
+        ## Title                                    a section of the table begins
+        [prefix]                                    the names that follow are inside `prefix`; [] ends that
+        name = key: how                             the setting's value is that of the key
+        name => key: how                            the key is `convert[name]` of the setting's value
+        name -> key key: how                        the setting decides the keys together with others
+        name: read: how                             the setting is read, and decides no key
+        name name: no effect: why                   the settings have no effect
+        name name: refused unless JSON or JSON: why and what to do
+
+    A refused setting may always be None, and False where True is not among its values; `off` stands for {} or {"enabled": false}.
+    """
+    found: dict[str, tuple[SettingRow, ...]] = {}
+    title = prefix = ""
+    for line in re.sub(r"\n {4}", " ", text.strip()).splitlines():
+        if line.startswith("## "):
+            title, prefix = line[3:], ""
+            found[title] = ()
+        elif line.startswith("["):
+            prefix = f"{line[1:-1]}." if line != "[]" else ""
+        elif line:
+            found[title] += tuple(_rows(line, prefix, convert or {}))
+    return found
 
 
-def joined(name: str, keys: str, text: str) -> SettingRow:
-    """A setting that decides `keys`, separated by spaces, together with others."""
-    return SettingRow(name=name, fate=Fate.MAPPED, text=text, keys=tuple(keys.split()))
+def _rows(line: str, prefix: str, convert: Mapping[str, Callable[[Any], Any]]) -> Iterator[SettingRow]:
+    if mapped := _MAPPED.fullmatch(line):
+        name, arrow, keys, text = mapped.groups()
+        function = _same if arrow == "=" else convert[name] if arrow == "=>" else None
+        yield SettingRow(name=prefix + name, fate=Fate.MAPPED, text=text, keys=tuple(keys.split()), convert=function)
+        return
+    other = _OTHER.fullmatch(line)
+    if other is None:
+        raise ValueError(f"no row of a table of settings: {line!r}")
+    names, what, values, text = other.groups()
+    fate = Fate.MAPPED if what == "read" else Fate(what)
+    allowed = _OFF if values == "off" else tuple(map(json.loads, values.split(" or "))) if values else ()
+    off = () if any(value is True for value in allowed) else (False,)
+    neutral = (None, *off, *allowed) if fate is Fate.REFUSED else ()
+    for name in names.split():
+        yield SettingRow(name=prefix + name, fate=fate, text=text, neutral=neutral)
 
 
-def idle(names: str, text: str) -> tuple[SettingRow, ...]:
-    """Settings, separated by spaces, without effect here."""
-    return tuple(SettingRow(name=name, fate=Fate.IDLE, text=text) for name in names.split())
+def _same(value: Any) -> Any:
+    return value
 
 
-def refused(name: str, text: str, *neutral: Any) -> SettingRow:
-    """A setting that is refused unless it is `neutral`, as None is, and False where True is not."""
-    off = () if any(value is True for value in neutral) else (False,)
-    return SettingRow(name=name, fate=Fate.REFUSED, text=text, neutral=(None, *off, *neutral))
-
-
-def under(prefix: str, rows: Iterable[SettingRow]) -> tuple[SettingRow, ...]:
-    """The same rows, with names inside `prefix`."""
-    return tuple(
-        SettingRow(
-            name=f"{prefix}.{row.name}",
-            fate=row.fate,
-            text=row.text,
-            keys=row.keys,
-            convert=row.convert,
-            neutral=row.neutral,
-        )
-        for row in rows
-    )
+def tree_of(table: Iterable[SettingRow]) -> dict[str, Any]:
+    """The dotted names of rows as a tree of mappings, with a row at each leaf."""
+    tree: dict[str, Any] = {}
+    for row in table:
+        *parents, key = row.name.split(".")
+        at = tree
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        at[key] = row
+    return tree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

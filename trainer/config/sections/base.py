@@ -1,7 +1,4 @@
-"""The kinds of values that the configuration's keys take, and how text becomes them.
-
-What all sections of a configuration have in common.
-"""
+"""What all sections of a configuration have in common, and the kinds of values that keys take."""
 
 from __future__ import annotations
 
@@ -49,6 +46,11 @@ def tuple_from_list(value: object) -> object:
 
 Number = Annotated[float, BeforeValidator(_number_from_text)]
 Fraction = Annotated[Number, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[Number, Field(gt=0.0)]
+NotNegative = Annotated[Number, Field(ge=0.0)]
+Ratio = Annotated[Number, Field(ge=0.0, le=1.0)]
+Seconds = Annotated[Number, Field(gt=0.0, le=86400.0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63), Allowed("an integer >= 0 and < 2**63")]
 Count = Annotated[int, Field(ge=1)]
 CountOrOff = Annotated[int, Field(ge=0)]
 Bytes = Annotated[
@@ -58,6 +60,7 @@ Bytes = Annotated[
     Allowed("a number of bytes, such as 268435456 or 256MiB"),
 ]
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+Names = Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)]
 Texts = Annotated[
     tuple[Text, ...],
     BeforeValidator(tuple_from_list),
@@ -72,7 +75,7 @@ _EXACT = 1 << 53
 
 class Section(BaseModel):
     """A section of the configuration, frozen and strict: an integer is not a float's text, a bool is not an integer, and an unknown
-    key is an error. Construction raises pydantic's `ValidationError`.
+    key is an error. Construction raises pydantic's `ValidationError`. The docstring below a field says what its key is.
 
     YAML and JSON have one kind of number: 1e3 is the integer 1000 where only an integer is allowed.
     """

@@ -1,7 +1,4 @@
-"""The section `model`.
-
-Tasks by name, and the class of transformers that builds a model for each.
-"""
+"""The section `model`, and the class of transformers that builds a model for each task."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from zeromesh.trainer.config.sections.base import Allowed, Count, Fraction, Number, Section, Text, Texts
+from zeromesh.trainer.config.sections.base import Allowed, Count, Fraction, Positive, Section, Text, Texts
 
 Head = Literal[
     "causal_lm",
@@ -66,57 +63,41 @@ DEFAULT_MODEL: dict[str, JsonValue] = {
 class LoraSection(Section):
     """Low-rank adapters: `W x + (alpha / rank) B A x`, of which A and B alone are trained."""
 
-    rank: Count = Field(default=8, description="Rows of A, and columns of B.")
-    alpha: Annotated[Number, Field(gt=0.0)] | None = Field(
-        default=None, description="Scale of the adapters, divided by `rank`; null: twice the rank."
-    )
-    dropout: Fraction = Field(default=0.0, description="Dropout of the adapters' inputs.")
-    targets: Literal["all-linear"] | Texts | None = Field(
-        default=None,
-        description="Ends of the names of layers that get adapters, or all-linear; null: those that PEFT has for the architecture.",
-    )
+    rank: Count = 8
+    """Rows of A, and columns of B."""
+    alpha: Positive | None = None
+    """Scale of the adapters, divided by `rank`; null: twice the rank."""
+    dropout: Fraction = 0.0
+    """Dropout of the adapters' inputs."""
+    targets: Literal["all-linear"] | Texts | None = None
+    """Ends of the names of layers that get adapters, or all-linear; null: those that PEFT has for the architecture."""
 
 
 class ModelSection(Section):
     """What is trained. A model that is given to `Trainer` itself replaces `source` and `config`."""
 
-    source: Text | None = Field(
-        default=None,
-        description="Hugging Face model to start from: a local directory, or a name on the Hub; its safetensors are streamed into "
-        "shards.",
-    )
-    revision: Text | None = Field(
-        default=None,
-        description="Branch, tag or commit of a `source` on the Hub; null: its main branch. The commit is in the resolved "
-        "configuration.",
-    )
-    trust_remote_code: bool = Field(
-        default=False, description="Run the Python code that `source` brings along. false: nothing of it is run."
-    )
+    source: Text | None = None
+    """Hugging Face model to start from: a local directory, or a name on the Hub; its safetensors are streamed into shards."""
+    revision: Text | None = None
+    """Branch, tag or commit of a `source` on the Hub; null: its main branch. The commit is in the resolved configuration."""
+    trust_remote_code: bool = False
+    """Run the Python code that `source` brings along. false: nothing of it is run."""
     config: Annotated[dict[str, JsonValue] | None, Allowed("a mapping with model_type, or null")] = Field(
-        default_factory=lambda: dict(DEFAULT_MODEL),
-        description="Hugging Face configuration of a model with random weights. With `source`: fields, such as num_labels, that "
-        "differ from its own.",
+        default_factory=lambda: dict(DEFAULT_MODEL)
     )
-    head: Head = Field(
-        default="causal_lm",
-        description="The task, and so the class of the model; base is the model without a head.",
-    )
-    lora: Annotated[LoraSection | None, Allowed("null, or a mapping such as {rank: 8}")] = Field(
-        default=None,
-        description="Train low-rank adapters of linear layers (LoRA, by PEFT) and freeze the rest; null: none.",
-    )
-    activation_checkpointing: Literal["none", "block", "selective"] = Field(
-        default="none",
-        description="Activations recomputed in backward: none, whole blocks, or all of a block but its "
-        "matrix products.",
-    )
-    compile: bool = Field(default=False, description="Compile each block's forward with torch.compile.")
-    loss: Literal["auto", "native"] = Field(
-        default="auto",
-        description="auto: cross entropy in chunks of tokens where a start-up check finds it equal to the "
-        "model's own; native: always the model's own.",
-    )
+    """Hugging Face configuration of a model with random weights. With `source`: fields, such as num_labels, that differ from its
+    own."""
+    head: Head = "causal_lm"
+    """The task, and so the class of the model; base is the model without a head."""
+    lora: Annotated[LoraSection | None, Allowed("null, or a mapping such as {rank: 8}")] = None
+    """Train low-rank adapters of linear layers (LoRA, by PEFT) and freeze the rest; null: none."""
+    activation_checkpointing: Literal["none", "block", "selective"] = "none"
+    """Activations recomputed in backward: none, whole blocks, or all of a block but its matrix products."""
+    compile: bool = False
+    """Compile each block's forward with torch.compile."""
+    loss: Literal["auto", "native"] = "auto"
+    """auto: cross entropy in chunks of tokens where a start-up check finds it equal to the model's own; native: always the model's
+    own."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,13 +1,4 @@
-"""The section `run`.
-
-The section `checkpoint`.
-
-The section `hub`.
-
-The section `profile`.
-
-The section `tracking`.
-"""
+"""The sections `run`, `checkpoint`, `hub`, `profile` and `tracking`."""
 
 from __future__ import annotations
 
@@ -27,8 +18,12 @@ from zeromesh.trainer.config.sections.base import (
     Count,
     CountOrOff,
     Fraction,
-    Number,
+    Names,
+    NotNegative,
+    Positive,
+    Seconds,
     Section,
+    Seed,
     Text,
     tuple_from_list,
 )
@@ -59,57 +54,53 @@ def name_of_script() -> str:
 class CheckpointSection(Section):
     """What is kept of a run, so that nothing is lost: whole directories that transformers loads, in `checkpoints`."""
 
-    every_steps: CountOrOff | Literal["epoch"] = Field(
-        default=100,
-        description="Steps between checkpoints, or epoch: after each epoch; the last step has one too. 0 = none, but those that "
-        "callbacks ask for.",
-    )
-    keep_last: CountOrOff = Field(default=3, description="Newest checkpoints that are kept. 0 = all.")
-    keep_best: CountOrOff = Field(
-        default=0, description="Checkpoints with the lowest evaluation loss that are kept beside them. 0 = off."
-    )
-    asynchronous: bool = Field(default=True, description="Write while training goes on, straight from the live states.")
-    resume: Literal["auto", "never"] | Text = Field(
-        default="auto",
-        description="auto goes on from the run's newest whole checkpoint; never refuses to run over an old one; a path of a "
-        "checkpoint or a run starts from there.",
-    )
-    max_failures: CountOrOff = Field(
-        default=3, description="Saves in a row that may fail before the run ends. 0 = it never ends for that."
-    )
-    timeout_seconds: Annotated[Number, Field(gt=0.0, le=86400.0)] = Field(
-        default=600.0,
-        description="Seconds that ranks wait for one whose disk takes that long for a single call, and that the end of a run waits "
-        "for old checkpoints to be removed.",
-    )
+    every_steps: CountOrOff | Literal["epoch"] = 100
+    """Steps between checkpoints, or epoch: after each epoch; the last step has one too. 0 = none, but those that callbacks ask
+    for."""
+    keep_last: CountOrOff = 3
+    """Newest checkpoints that are kept. 0 = all."""
+    keep_best: CountOrOff = 0
+    """Checkpoints with the lowest evaluation loss that are kept beside them. 0 = off."""
+    asynchronous: bool = True
+    """Write while training goes on, straight from the live states."""
+    resume: Literal["auto", "never"] | Text = "auto"
+    """auto goes on from the run's newest whole checkpoint; never refuses to run over an old one; a path of a checkpoint or a run
+    starts from there."""
+    max_failures: CountOrOff = 3
+    """Saves in a row that may fail before the run ends. 0 = it never ends for that."""
+    timeout_seconds: Seconds = 600.0
+    """Seconds that ranks wait for one whose disk takes that long for a single call, and that the end of a run waits for old
+    checkpoints to be removed."""
 
 
 class HubSection(Section):
     """Where the model goes on the Hub. The token is that of `HF_TOKEN` or of `hf auth login`, and never part of a configuration."""
 
-    push: bool = Field(default=False, description="Upload the model when the training has ended.")
+    push: bool = False
+    """Upload the model when the training has ended."""
     repository: (
         Annotated[str, Field(pattern=f"^{REPOSITORY.pattern}$"), Allowed("the name of a repository, such as me/model")]
         | None
-    ) = Field(default=None, description="The repository, which is made if there is none; null: `run.name`.")
-    private: bool | None = Field(
-        default=None, description="Whether a repository that is made is private; null: as its owner has it."
-    )
-    revision: Text | None = Field(default=None, description="The branch that is uploaded to; null: the main one.")
+    ) = None
+    """The repository, which is made if there is none; null: `run.name`."""
+    private: bool | None = None
+    """Whether a repository that is made is private; null: as its owner has it."""
+    revision: Text | None = None
+    """The branch that is uploaded to; null: the main one."""
 
 
 class ProfileSection(Section):
     """What is measured of steps, and of which ones torch's profiler writes traces into the run's directory."""
 
     steps: Annotated[tuple[Count, Count], BeforeValidator(tuple_from_list), Allowed("a list of two steps")] | None = (
-        Field(default=None, description="First and last step that are recorded on every rank; null: none.")
+        None
     )
-    memory: bool = Field(default=False, description="Record allocations and shapes of operators too.")
-    step_figures: bool = Field(
-        default=True,
-        description="Measure in every step the seconds of each phase and the bytes that ranks send, for metrics.jsonl; a small "
-        "model trains a little faster without.",
-    )
+    """First and last step that are recorded on every rank; null: none."""
+    memory: bool = False
+    """Record allocations and shapes of operators too."""
+    step_figures: bool = True
+    """Measure in every step the seconds of each phase and the bytes that ranks send, for metrics.jsonl; a small model trains a
+    little faster without."""
 
 
 class RunSection(Section):
@@ -119,78 +110,60 @@ class RunSection(Section):
         str,
         Field(pattern=f"^{RUN_NAME.pattern}$"),
         Allowed("a name of letters, digits, '.', '_' and '-' that starts with a letter or digit"),
-    ] = Field(
-        default_factory=name_of_script,
-        description="The run's directory inside `output_dir`; by default the name of the configuration file or of the script, "
-        "without its ending.",
-    )
-    output_dir: Text = Field(default="runs", description="Where runs are written.")
-    max_steps: Count = Field(default=200, description="Optimizer steps.")
-    epochs: Annotated[Number, Field(gt=0.0)] | None = Field(
-        default=None, description="Passes over the training data; they replace `max_steps`."
-    )
-    clip_norm: Annotated[Number, Field(ge=0.0)] = Field(
-        default=1.0,
-        description="Largest global norm of the gradients, as in torch's clip_grad_norm_. 0 = off.",
-    )
-    seed: Annotated[int, Field(ge=0, lt=2**63), Allowed("an integer >= 0 and < 2**63")] = Field(
-        default=0, description="Seed of initial weights, data order and dropout."
-    )
-    log_every: CountOrOff | Literal["epoch"] = Field(
-        default=1, description="Steps between lines of metrics.jsonl, or epoch: after each epoch. 0 = off."
-    )
-    log_first_step: bool = Field(default=False, description="A line after the first step too, whatever `log_every` is.")
-    eval_every: CountOrOff | Literal["epoch"] = Field(
-        default=0, description="Steps between evaluations, or epoch: after each epoch. 0 = off, but for `eval_at_end`."
-    )
-    eval_at_start: bool = Field(default=False, description="Evaluate before the first step too.")
-    eval_at_end: bool = Field(default=True, description="Evaluate after the last step, whatever `eval_every` is.")
-    metric: Text = Field(
-        default="loss",
-        description="The value of an evaluation that says which is best: loss, or one of `compute_metrics`.",
-    )
-    metric_goal: Literal["auto", "lowest", "highest"] = Field(
-        default="auto",
-        description="Which value of `metric` is best; auto: the lowest of what is a loss, the highest of others.",
-    )
-    patience: CountOrOff = Field(
-        default=0, description="Evaluations in a row without a better `metric` after which the run ends. 0 = off."
-    )
-    min_improvement: Annotated[Number, Field(ge=0.0)] = Field(
-        default=0.0, description="By how much `metric` has to change to be better, for `patience`."
-    )
-    load_best: bool = Field(
-        default=False, description="End with the weights of the best evaluation, which is kept as a checkpoint."
-    )
-    label_smoothing: Fraction = Field(
-        default=0.0, description="Part of each target that is spread over all classes, as in cross_entropy."
-    )
-    deterministic: bool = Field(
-        default=False, description="Only kernels that give the same bits each time; an error where there is none."
-    )
-    on_nonfinite: Literal["skip", "stop"] = Field(
-        default="skip",
-        description="What a NaN or infinite gradient does: all ranks skip the step, or the run ends.",
-    )
-    max_nonfinite: CountOrOff = Field(
-        default=20, description="Skipped steps in a row after which the run ends. 0 = never."
-    )
+    ] = Field(default_factory=name_of_script)
+    """The run's directory inside `output_dir`; by default the name of the configuration file or of the script, without its
+    ending."""
+    output_dir: Text = "runs"
+    """Where runs are written."""
+    max_steps: Count = 200
+    """Optimizer steps."""
+    epochs: Positive | None = None
+    """Passes over the training data; they replace `max_steps`."""
+    clip_norm: NotNegative = 1.0
+    """Largest global norm of the gradients, as in torch's clip_grad_norm_. 0 = off."""
+    seed: Seed = 0
+    """Seed of initial weights, data order and dropout."""
+    log_every: CountOrOff | Literal["epoch"] = 1
+    """Steps between lines of metrics.jsonl, or epoch: after each epoch. 0 = off."""
+    log_first_step: bool = False
+    """A line after the first step too, whatever `log_every` is."""
+    eval_every: CountOrOff | Literal["epoch"] = 0
+    """Steps between evaluations, or epoch: after each epoch. 0 = off, but for `eval_at_end`."""
+    eval_at_start: bool = False
+    """Evaluate before the first step too."""
+    eval_at_end: bool = True
+    """Evaluate after the last step, whatever `eval_every` is."""
+    metric: Text = "loss"
+    """The value of an evaluation that says which is best: loss, or one of `compute_metrics`."""
+    metric_goal: Literal["auto", "lowest", "highest"] = "auto"
+    """Which value of `metric` is best; auto: the lowest of what is a loss, the highest of others."""
+    patience: CountOrOff = 0
+    """Evaluations in a row without a better `metric` after which the run ends. 0 = off."""
+    min_improvement: NotNegative = 0.0
+    """By how much `metric` has to change to be better, for `patience`."""
+    load_best: bool = False
+    """End with the weights of the best evaluation, which is kept as a checkpoint."""
+    label_smoothing: Fraction = 0.0
+    """Part of each target that is spread over all classes, as in cross_entropy."""
+    deterministic: bool = False
+    """Only kernels that give the same bits each time; an error where there is none."""
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """What a NaN or infinite gradient does: all ranks skip the step, or the run ends."""
+    max_nonfinite: CountOrOff = 20
+    """Skipped steps in a row after which the run ends. 0 = never."""
 
 
 class TrackingSection(Section):
     """Where figures of a run go beside its own files. Nothing that fails here stops or slows training."""
 
-    backends: Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)] = Field(
-        default=(),
-        description="Trackers: wandb, tensorboard, aim, clearml, comet_ml, dvclive, mlflow, swanlab, trackio, or one that "
-        "was given to accelerate's register_tracker_class.",
-    )
-    project: Text = Field(default="zeromesh", description="The project that trackers file the run under.")
-    name: Text | None = Field(default=None, description="What trackers call the run; null: `run.name`.")
-    mode: Literal["offline", "online"] = Field(
-        default="offline",
-        description="Whether wandb, clearml, comet_ml and swanlab send what they keep; online needs a network and a key.",
-    )
-    tags: Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)] = Field(
-        default=(), description="Labels of the run."
-    )
+    backends: Names = ()
+    """Trackers: wandb, tensorboard, aim, clearml, comet_ml, dvclive, mlflow, swanlab, trackio, or one that was given to
+    accelerate's register_tracker_class."""
+    project: Text = "zeromesh"
+    """The project that trackers file the run under."""
+    name: Text | None = None
+    """What trackers call the run; null: `run.name`."""
+    mode: Literal["offline", "online"] = "offline"
+    """Whether wandb, clearml, comet_ml and swanlab send what they keep; online needs a network and a key."""
+    tags: Names = ()
+    """Labels of the run."""

@@ -1,11 +1,4 @@
-"""The section `offload`.
-
-The section `parallel`.
-
-The section `precision`.
-
-The section `zero`.
-"""
+"""The sections `offload`, `parallel`, `precision` and `zero`."""
 
 from __future__ import annotations
 
@@ -19,6 +12,8 @@ from zeromesh.trainer.config.sections.base import (
     Count,
     CountOrOff,
     Number,
+    Positive,
+    Seconds,
     Section,
     Text,
     Texts,
@@ -32,10 +27,10 @@ LEAST_STAGING = 4 << 20
 class TierShare(Section):
     """Where something rests: a tier, or a tier and the part of it that rests there; what is left stays on the device."""
 
-    tier: Literal["none", "host", "file"] = Field(default="none", description="The tier.")
-    fraction: Annotated[Number, Field(gt=0.0, le=1.0)] = Field(
-        default=1.0, description="The part of it that rests there."
-    )
+    tier: Literal["none", "host", "file"] = "none"
+    """The tier."""
+    fraction: Annotated[Number, Field(gt=0.0, le=1.0)] = 1.0
+    """The part of it that rests there."""
 
     @model_validator(mode="before")
     @classmethod
@@ -50,7 +45,8 @@ class TierShare(Section):
 class GradientShare(TierShare):
     """The same; `auto` is where the optimizer state rests."""
 
-    tier: Literal["auto", "none", "host", "file"] = Field(default="auto", description="The tier.")  # type: ignore[assignment]
+    tier: Literal["auto", "none", "host", "file"] = "auto"  # type: ignore[assignment]
+    """The tier."""
 
 
 _TIERS = "none, host or file, or a mapping such as {tier: file, fraction: 0.7}"
@@ -59,129 +55,100 @@ _TIERS = "none, host or file, or a mapping such as {tier: file, fraction: 0.7}"
 class OffloadSection(Section):
     """What rests elsewhere than in the device's memory, and comes only when it is needed. Nothing that is computed changes."""
 
-    optimizer: Annotated[TierShare, Allowed(_TIERS)] = Field(
-        default_factory=TierShare, description="Master weights and moments, at any stage."
-    )
-    gradients: Annotated[GradientShare, Allowed(f"auto, {_TIERS}")] = Field(
-        default_factory=GradientShare,
-        description="Gradient shards between reduction and update; auto: as the optimizer state.",
-    )
-    parameters: Annotated[TierShare, Allowed(_TIERS)] = Field(
-        default_factory=TierShare, description="Parameters between their uses, at stage 3."
-    )
-    activations: Annotated[TierShare, Allowed(_TIERS)] = Field(
-        default_factory=TierShare,
-        description="Inputs of recomputed blocks until backward; a fraction is that of the first blocks.",
-    )
-    update: Literal["auto", "host", "device"] = Field(
-        default="auto",
-        description="Where updates are computed whose states are not in an accelerator's memory: on the CPU (host), or on the "
-        "device; auto tries both once.",
-    )
-    directory: Text | Texts | None = Field(
-        default=None,
-        description="Where files of the file tier lie: best on a local NVMe disk; several are used in turn, stripe by stripe. "
-        "null: `offload` in the run's directory.",
-    )
-    checksums: bool = Field(
-        default=False, description="Verify what is read from files by checksums that stay in memory."
-    )
+    optimizer: Annotated[TierShare, Allowed(_TIERS)] = TierShare()
+    """Master weights and moments, at any stage."""
+    gradients: Annotated[GradientShare, Allowed(f"auto, {_TIERS}")] = GradientShare()
+    """Gradient shards between reduction and update; auto: as the optimizer state."""
+    parameters: Annotated[TierShare, Allowed(_TIERS)] = TierShare()
+    """Parameters between their uses, at stage 3."""
+    activations: Annotated[TierShare, Allowed(_TIERS)] = TierShare()
+    """Inputs of recomputed blocks until backward; a fraction is that of the first blocks."""
+    update: Literal["auto", "host", "device"] = "auto"
+    """Where updates are computed whose states are not in an accelerator's memory: on the CPU (host), or on the device; auto tries
+    both once."""
+    directory: Text | Texts | None = None
+    """Where files of the file tier lie: best on a local NVMe disk; several are used in turn, stripe by stripe. null: `offload` in
+    the run's directory."""
+    checksums: bool = False
+    """Verify what is read from files by checksums that stay in memory."""
     staging: Annotated[
         int,
         BeforeValidator(bytes_from_text),
         Field(ge=LEAST_STAGING),
         Allowed("a number of bytes of 4MiB or more, such as 64MiB"),
-    ] = Field(default=64 << 20, description="Bytes of all buffers of a rank between files and the optimizer.")
+    ] = 64 << 20
+    """Bytes of all buffers of a rank between files and the optimizer."""
 
 
 class ParallelSection(Section):
     """The mesh. The product of the axes is the number of ranks."""
 
-    replicate: Count = Field(default=1, description="Replicas of each group of shards (hybrid sharding).")
-    shard: Literal["auto"] | Count = Field(
-        default="auto", description="Ranks that share one copy of the states; auto: all left."
-    )
-    tensor: Count = Field(default=1, description="Ranks that divide every layer among them, best within one host.")
-    pipeline: Count = Field(default=1, description="Ranks that divide the blocks of the model into stages.")
-    sequence: bool = Field(
-        default=False,
-        description="Between divided layers each tensor rank has a share of the sequence: less memory, the same result.",
-    )
-    plan: Annotated[dict[str, Text], Allowed("a mapping of patterns to styles")] | None = Field(
-        default=None,
-        description='Styles of layers by pattern of their names, such as `{"*.q_proj": "colwise"}`, beside those that the '
-        "model or zeromesh has.",
-    )
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = Field(
-        default="1f1b", description="The order in which stages run the microbatches of a step."
-    )
-    chunks: Count = Field(
-        default=1, description="Stages of each pipeline rank: more than one with the schedule `interleaved` alone."
-    )
+    replicate: Count = 1
+    """Replicas of each group of shards (hybrid sharding)."""
+    shard: Literal["auto"] | Count = "auto"
+    """Ranks that share one copy of the states; auto: all left."""
+    tensor: Count = 1
+    """Ranks that divide every layer among them, best within one host."""
+    pipeline: Count = 1
+    """Ranks that divide the blocks of the model into stages."""
+    sequence: bool = False
+    """Between divided layers each tensor rank has a share of the sequence: less memory, the same result."""
+    plan: Annotated[dict[str, Text], Allowed("a mapping of patterns to styles")] | None = None
+    """Styles of layers by pattern of their names, such as `{"*.q_proj": "colwise"}`, beside those that the model or zeromesh
+    has."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """The order in which stages run the microbatches of a step."""
+    chunks: Count = 1
+    """Stages of each pipeline rank: more than one with the schedule `interleaved` alone."""
     stages: (
         Annotated[tuple[Count, ...], BeforeValidator(tuple_from_list), Allowed("a list of numbers of blocks")] | None
-    ) = Field(
-        default=None,
-        description="Blocks of each stage, first to last; null: by `balance`.",
-    )
-    balance: Literal["parameters", "flops"] = Field(
-        default="parameters",
-        description="What stages have about as much of: parameters, which is even in memory, or multiplications of a token, "
-        "which is even in time where the head is large.",
-    )
-    order: Literal["topology", "launch"] = Field(
-        default="topology",
-        description="How processes become ranks: host by host, so that tensor ranks are neighbours, or as they were launched.",
-    )
-    transport: Literal["auto", "shared", "gloo", "nccl"] = Field(
-        default="auto",
-        description="How ranks exchange tensors: host-shared memory, gloo or NCCL; auto: the fastest that works.",
-    )
-    timeout_seconds: Annotated[Number, Field(gt=0.0, le=86400.0)] = Field(
-        default=60.0,
-        description="Seconds without progress after which a wait ends with an error that names the late rank.",
-    )
+    ) = None
+    """Blocks of each stage, first to last; null: by `balance`."""
+    balance: Literal["parameters", "flops"] = "parameters"
+    """What stages have about as much of: parameters, which is even in memory, or multiplications of a token, which is even in time
+    where the head is large."""
+    order: Literal["topology", "launch"] = "topology"
+    """How processes become ranks: host by host, so that tensor ranks are neighbours, or as they were launched."""
+    transport: Literal["auto", "shared", "gloo", "nccl"] = "auto"
+    """How ranks exchange tensors: host-shared memory, gloo or NCCL; auto: the fastest that works."""
+    timeout_seconds: Seconds = 60.0
+    """Seconds without progress after which a wait ends with an error that names the late rank."""
 
 
 class LossScaleSection(Section):
     """The dynamic loss scale of float16, as in torch.amp.GradScaler. Other compute dtypes do not read it."""
 
-    initial_scale: Annotated[Number, Field(gt=0.0)] = Field(default=65536.0, description="The scale of the first step.")
-    growth_factor: Annotated[Number, Field(gt=1.0)] = Field(
-        default=2.0, description="Factor after `growth_interval` good steps."
-    )
-    backoff_factor: Annotated[Number, Field(gt=0.0, lt=1.0)] = Field(
-        default=0.5, description="Factor after a step with non-finite gradients."
-    )
-    growth_interval: Count = Field(
-        default=2000, description="Consecutive steps with finite gradients before the scale grows."
-    )
+    initial_scale: Positive = 65536.0
+    """The scale of the first step."""
+    growth_factor: Annotated[Number, Field(gt=1.0)] = 2.0
+    """Factor after `growth_interval` good steps."""
+    backoff_factor: Annotated[Number, Field(gt=0.0, lt=1.0)] = 0.5
+    """Factor after a step with non-finite gradients."""
+    growth_interval: Count = 2000
+    """Consecutive steps with finite gradients before the scale grows."""
 
 
 class PrecisionSection(Section):
     """The dtypes of each role. They are printed once at the start of a run."""
 
-    compute: Literal["bfloat16", "float16", "float32", "float64"] = Field(
-        default="bfloat16", description="Forward and backward, and the parameters that they read."
-    )
-    master: Literal["float32", "float64"] = Field(default="float32", description="Master weights and optimizer state.")
-    reduce: Literal["float32", "float64"] = Field(
-        default="float32", description="Sums of gradients over microbatches and ranks."
-    )
-    loss_scale: LossScaleSection = Field(
-        default_factory=LossScaleSection, description="The dynamic loss scale of float16."
-    )
+    compute: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
+    """Forward and backward, and the parameters that they read."""
+    master: Literal["float32", "float64"] = "float32"
+    """Master weights and optimizer state."""
+    reduce: Literal["float32", "float64"] = "float32"
+    """Sums of gradients over microbatches and ranks."""
+    loss_scale: LossScaleSection = LossScaleSection()
+    """The dynamic loss scale of float16."""
 
 
 class ZeroSection(Section):
     """What is partitioned, and how it moves."""
 
-    stage: Annotated[int, Field(ge=0, le=3)] = Field(
-        default=3, description="Sharded are: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."
-    )
-    prefetch: CountOrOff = Field(default=1, description="Units gathered ahead of the one that computes. 0 = off.")
-    gathered_budget: Literal["auto"] | Bytes = Field(
-        default="auto",
-        description="Bytes of gathered parameters that are kept between uses; auto: what costs no extra peak.",
-    )
-    overlap: bool = Field(default=True, description="Gather and reduce while forward and backward compute.")
+    stage: Annotated[int, Field(ge=0, le=3)] = 3
+    """Sharded are: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    prefetch: CountOrOff = 1
+    """Units gathered ahead of the one that computes. 0 = off."""
+    gathered_budget: Literal["auto"] | Bytes = "auto"
+    """Bytes of gathered parameters that are kept between uses; auto: what costs no extra peak."""
+    overlap: bool = True
+    """Gather and reduce while forward and backward compute."""

@@ -1,24 +1,21 @@
-"""The section `schedule`.
-
-The section `optimizer`.
-
-The section `ema`.
-"""
+"""The sections `optimizer`, `schedule` and `ema`."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from zeromesh.trainer.config.sections.base import (
     Allowed,
     Count,
     CountOrOff,
     Fraction,
-    Number,
+    Names,
+    NotNegative,
+    Positive,
+    Ratio,
     Section,
-    Text,
     tuple_from_list,
 )
 
@@ -26,38 +23,31 @@ from zeromesh.trainer.config.sections.base import (
 class OptimizerSection(Section):
     """The update, by torch's fused optimizers on flat shards."""
 
-    name: Literal["adamw", "adam", "sgd", "adagrad"] = Field(default="adamw", description="The optimizer.")
-    lr: Annotated[Number, Field(ge=0.0)] = Field(default=3.0e-4, description="Learning rate after the warm-up.")
+    name: Literal["adamw", "adam", "sgd", "adagrad"] = "adamw"
+    """The optimizer."""
+    lr: NotNegative = 3.0e-4
+    """Learning rate after the warm-up."""
     betas: Annotated[
         tuple[Fraction, Fraction],
         BeforeValidator(tuple_from_list),
         Allowed("a list of two numbers, each >= 0 and < 1"),
-    ] = Field(default=(0.9, 0.95), description="Decay rates of the two moments of adamw and adam.")
-    eps: Annotated[Number, Field(ge=0.0)] = Field(
-        default=1.0e-8, description="Added to the denominator of adamw, adam and adagrad."
-    )
-    weight_decay: Annotated[Number, Field(ge=0.0)] = Field(
-        default=0.1,
-        description="Decay of every parameter that `no_decay` does not match; adamw decouples it from the gradient.",
-    )
-    momentum: Fraction = Field(default=0.0, description="Momentum of sgd.")
-    no_decay: Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)] = Field(
-        default=(), description="Patterns such as '*.bias' of the names of parameters without weight decay."
-    )
-    exempt: Literal["none", "biases_and_norms"] = Field(
-        default="none",
-        description="Parameters without weight decay besides those of `no_decay`: none, or those that transformers' Trainer leaves "
-        "out.",
-    )
-    in_backward: bool = Field(
-        default=False,
-        description="Update each bucket inside backward, so that its gradient is freed at once. Needs "
-        "clip_norm 0, "
-        "on_nonfinite stop and no float16.",
-    )
-    granularity: Literal["element"] = Field(
-        default="element", description="Shards are cut at any element of a parameter."
-    )
+    ] = (0.9, 0.95)
+    """Decay rates of the two moments of adamw and adam."""
+    eps: NotNegative = 1.0e-8
+    """Added to the denominator of adamw, adam and adagrad."""
+    weight_decay: NotNegative = 0.1
+    """Decay of every parameter that `no_decay` does not match; adamw decouples it from the gradient."""
+    momentum: Fraction = 0.0
+    """Momentum of sgd."""
+    no_decay: Names = ()
+    """Patterns such as '*.bias' of the names of parameters without weight decay."""
+    exempt: Literal["none", "biases_and_norms"] = "none"
+    """Parameters without weight decay besides those of `no_decay`: none, or those that transformers' Trainer leaves out."""
+    in_backward: bool = False
+    """Update each bucket inside backward, so that its gradient is freed at once. Needs clip_norm 0, on_nonfinite stop and no
+    float16."""
+    granularity: Literal["element"] = "element"
+    """Shards are cut at any element of a parameter."""
 
 
 DEFAULT_WARMUP_STEPS = 20
@@ -83,52 +73,38 @@ class ScheduleSection(Section):
         "warmup_stable_decay",
         "wsd",
         "inverse_sqrt",
-    ] = Field(default="cosine", description="The curve after the warm-up. wsd is short for warmup_stable_decay.")
-    warmup_steps: CountOrOff = Field(
-        default=DEFAULT_WARMUP_STEPS,
-        description="Steps over which the rate rises from 0. The default shrinks to a tenth of a run that is shorter.",
-    )
-    warmup_ratio: Fraction | None = Field(
-        default=None, description="The same as a part of the run's steps; it replaces `warmup_steps`."
-    )
-    min_ratio: Annotated[Number, Field(ge=0.0, le=1.0)] | None = Field(
-        default=None,
-        description="The lowest rate, as a part of lr, of the cosines with min_lr, polynomial and wsd.",
-    )
-    num_cycles: Annotated[Number, Field(gt=0.0)] | None = Field(
-        default=None, description="Waves of the cosine curves; null: one fall to the lowest rate."
-    )
-    power: Annotated[Number, Field(gt=0.0)] | None = Field(default=None, description="Exponent of polynomial; null: 1.")
-    decay_steps: CountOrOff | None = Field(
-        default=None, description="Steps of wsd's final decay; null: a tenth of the run."
-    )
-    decay_shape: Literal["linear", "cosine", "1-sqrt"] | None = Field(
-        default=None, description="Curve of wsd's final decay; null: cosine."
-    )
-    timescale: Count | None = Field(
-        default=None,
-        description="Steps after which inverse_sqrt begins to fall, as it were; null: those of the warm-up.",
-    )
-    warmup_shape: Literal["linear", "log", "cosine", "1-sqrt"] | None = Field(
-        default=None, description="Curve of the warm-up; log is that of DeepSpeed's schedulers. null: linear."
-    )
-    start_ratio: Annotated[Number, Field(ge=0.0, le=1.0)] | None = Field(
-        default=None,
-        description="The rate that the warm-up starts at, as a part of lr; null: 0, and min_ratio for wsd.",
-    )
+    ] = "cosine"
+    """The curve after the warm-up. wsd is short for warmup_stable_decay."""
+    warmup_steps: CountOrOff = DEFAULT_WARMUP_STEPS
+    """Steps over which the rate rises from 0. The default shrinks to a tenth of a run that is shorter."""
+    warmup_ratio: Fraction | None = None
+    """The same as a part of the run's steps; it replaces `warmup_steps`."""
+    min_ratio: Ratio | None = None
+    """The lowest rate, as a part of lr, of the cosines with min_lr, polynomial and wsd."""
+    num_cycles: Positive | None = None
+    """Waves of the cosine curves; null: one fall to the lowest rate."""
+    power: Positive | None = None
+    """Exponent of polynomial; null: 1."""
+    decay_steps: CountOrOff | None = None
+    """Steps of wsd's final decay; null: a tenth of the run."""
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] | None = None
+    """Curve of wsd's final decay; null: cosine."""
+    timescale: Count | None = None
+    """Steps after which inverse_sqrt begins to fall, as it were; null: those of the warm-up."""
+    warmup_shape: Literal["linear", "log", "cosine", "1-sqrt"] | None = None
+    """Curve of the warm-up; log is that of DeepSpeed's schedulers. null: linear."""
+    start_ratio: Ratio | None = None
+    """The rate that the warm-up starts at, as a part of lr; null: 0, and min_ratio for wsd."""
 
 
 class EmaSection(Section):
     """An exponential moving average of the weights, in shards."""
 
-    decay: Fraction = Field(
-        default=0.0, description="What the average keeps of itself at each update, such as 0.999. 0 = no average."
-    )
-    every_steps: Count = Field(
-        default=1, description="Updates of the weights from one that the average takes in to the next."
-    )
-    start_step: CountOrOff = Field(
-        default=0,
-        description="The first update of the weights that the average takes in; before it, averaged weights are the weights.",
-    )
-    evaluate: bool = Field(default=False, description="Evaluate and predict with averaged weights.")
+    decay: Fraction = 0.0
+    """What the average keeps of itself at each update, such as 0.999. 0 = no average."""
+    every_steps: Count = 1
+    """Updates of the weights from one that the average takes in to the next."""
+    start_step: CountOrOff = 0
+    """The first update of the weights that the average takes in; before it, averaged weights are the weights."""
+    evaluate: bool = False
+    """Evaluate and predict with averaged weights."""
