@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import json
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from zeromesh.trainer.config.messages import allowed, descriptions, section_of
+from zeromesh.trainer.config.messages import allowed, section_of
 from zeromesh.trainer.config.sections.outputs import name_of_script
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
@@ -63,6 +66,17 @@ def _rows(prefix: str, section: type[BaseModel], defaults: BaseModel) -> Iterato
             yield _row(f"{prefix}{key}", field, value, texts[key])
         if section is not None:
             yield from _rows(f"{prefix}{key}.", section, section() if value is None else value)
+
+
+def descriptions(section: type[BaseModel]) -> dict[str, str]:
+    """What each key of a section is: the docstrings below its fields, which are read from the source."""
+    found: dict[str, str] = {}
+    for kind in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
+        body = ast.parse(inspect.getsource(kind)).body[0]
+        for field, text in pairwise(body.body if isinstance(body, ast.ClassDef) else ()):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                found[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    return found
 
 
 def _row(key: str, field: FieldInfo, value: Any, text: str) -> str:

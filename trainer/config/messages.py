@@ -6,13 +6,10 @@ models themselves.
 
 from __future__ import annotations
 
-import ast
 import difflib
-import inspect
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -93,20 +90,6 @@ def fields(model: type[BaseModel] = TrainerConfig, prefix: str = "") -> Iterator
 def known_paths() -> dict[str, FieldInfo]:
     """The dotted paths of all keys and sections."""
     return dict(fields())
-
-
-def descriptions(model: type[BaseModel] = TrainerConfig, prefix: str = "") -> dict[str, str]:
-    """What each key is, by dotted path: the docstrings below the fields of the sections, which are read from their source."""
-    found: dict[str, str] = {}
-    for kind in reversed(model.__mro__[: model.__mro__.index(BaseModel)]):
-        body = ast.parse(inspect.getsource(kind)).body[0]
-        for field, text in pairwise(body.body if isinstance(body, ast.ClassDef) else ()):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                found[prefix + ast.unparse(field.target)] = " ".join(str(text.value.value).split())
-    for name, info in model.model_fields.items():
-        section = section_of(info)
-        found |= {} if section is None else descriptions(section, f"{prefix}{name}.")
-    return found
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:

@@ -148,8 +148,8 @@ number_checkpoints -> model.activation_checkpointing: a number: block, with each
 contiguous_memory_optimization synchronize_checkpoint_boundary profile: no effect: it is about DeepSpeed's own function
 
 ## Figures
-wall_clock_breakdown memory_breakdown timers dump_state comms_logger: no effect: times, memory and traffic are measured in every step,
-    and go into metrics.jsonl
+wall_clock_breakdown memory_breakdown timers dump_state comms_logger: no effect: times, memory and traffic are measured in every
+    step, and go into metrics.jsonl
 flops_profiler.enabled -> profile.steps: true: the step of profile_step is recorded
 flops_profiler.profile_step -> profile.steps: as it is
 flops_profiler.module_depth flops_profiler.top_modules flops_profiler.detailed flops_profiler.output_file
