@@ -155,7 +155,7 @@ def _zeromesh(workload: Workload, tensor: int = 1) -> System:
     engine = ZeroEngine.build(built.model, mesh, options, built.source, cuts=divided.cuts)
 
     def save(folder: Path) -> None:
-        saver, holdings = Saver(CheckpointStore(folder), mesh), engine.holdings
+        saver, holdings = Saver(CheckpointStore(folder), mesh), engine.checkpoint_state
         content = SaveContent(
             tensors=holdings.tensors(),
             shards=holdings.written(),
@@ -169,7 +169,7 @@ def _zeromesh(workload: Workload, tensor: int = 1) -> System:
             raise RuntimeError(f"not saved: {saved}")
 
     def load(folder: Path) -> None:
-        loader, holdings = Loader(mesh), engine.holdings
+        loader, holdings = Loader(mesh), engine.checkpoint_state
         reader = loader.open(CheckpointStore(folder).path(1))
         with engine.loading():
             loader.fill(reader, holdings.tensors(reading=True), holdings.wanted())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,12 +103,15 @@ class Training:
         total = torch.zeros(1, dtype=torch.float64)
         if pipeline is not None:
             work = [MicrobatchWork(batch=part, where=at, seed=seed) for part, at in zip(parts, where, strict=True)]
-            losses = pipeline.train(self.engine.passes, work, self._sum)
+            losses = self.engine.run_schedule(partial(pipeline.train, work=work, loss=self._sum))
             total += torch.stack(losses).double().sum()
             self.mesh.pipeline.sum_(total, "loss")
         else:
             for part, at in zip(parts, where, strict=True):
-                total += self.engine.forward_backward(lambda part=part: self._sum(part, seed), seed, at)  # type: ignore[misc]
+                with self.engine.microbatch(at) as backward:
+                    loss = self._sum(part, seed)
+                    backward(loss, seed)
+                total += loss.detach()
         self.engine.finish_step()
         return float(total) / count
 

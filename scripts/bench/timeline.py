@@ -18,7 +18,8 @@ from zeromesh.offload import FileTier, Transfer
 from zeromesh.offload.io.transfer import StagingPool
 from zeromesh.optim.fused_optimizer import BucketOptimizer
 from zeromesh.telemetry.watchdog import Watchdog
-from zeromesh.zero.engine import ZeroEngine
+from zeromesh.trainer.loop.train_step import Stepper
+from zeromesh.zero.passes import Passes
 
 Event = tuple[str, float, float, int]
 """What, from when to when in seconds, and how many bytes."""
@@ -45,8 +46,8 @@ class Recorder:
     def watching(self) -> Iterator[None]:
         """Inside the block the functions are wrapped."""
         wrapped = (
-            (ZeroEngine, "forward_backward", "forward", False),
-            (ZeroEngine, "_backward", "backward", False),
+            (Stepper, "_loss_of", "forward", False),
+            (Passes, "_run_backward", "backward", False),
             (BucketOptimizer, "step", "optimizer", False),
             (Transfer, "end", "waiting for files", True),
             (StagingPool, "take", "waiting for files", True),

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,12 +91,16 @@ class Run:
                 MicrobatchWork(batch=m, where=at, seed=1.0 / count) for (_, m), at in zip(parts, where, strict=True)
             ]
             with self.problem.arithmetic():
-                losses = self.divided.pipeline.train(self.engine.passes, work, lambda m, _: self.loss_of(m, factor))
+                train = self.divided.pipeline.train
+                losses = self.engine.run_schedule(partial(train, work=work, loss=lambda m, _: self.loss_of(m, factor)))
             total += torch.stack(losses).double().sum()
             self.mesh.pipeline.sum_(total, "loss")
         else:
             for (_, micro), at in zip(parts, where, strict=True):
-                total += self.engine.forward_backward(lambda m=micro: self.loss_of(m, factor), 1.0 / count, at)
+                with self.engine.microbatch(at) as backward:
+                    loss = self.loss_of(micro, factor)
+                    backward(loss, 1.0 / count)
+                total += loss.detach()
         self.mesh.data.sum_(total, "loss")
         self.losses.append(float(total) / count)
         if before_update is not None:
@@ -116,9 +121,8 @@ class Run:
             work = [
                 MicrobatchWork(batch=batch, where=MicrobatchPosition(step=0, first_sample=0, first=True, last=True))
             ]
-            passes, around = self.engine.passes, self.engine.evaluation()
-            with self.problem.arithmetic():
-                losses = self.divided.pipeline.evaluate(passes, work, lambda m, _: self.loss_of(m, 1.0), around)
+            with self.engine.evaluation() as passes, self.problem.arithmetic():
+                losses = self.divided.pipeline.evaluate(passes, work, lambda m, _: self.loss_of(m, 1.0))
             total = torch.stack(losses).double()
             return float(self.mesh.pipeline.sum_(total, "loss")) / subject.count(batch)
         with self.engine.evaluation(), self.problem.arithmetic():
@@ -140,7 +144,7 @@ class Run:
         for unit in self.engine.units:
             for bucket in unit.buckets:
                 tensors.append(bucket.master.load(torch.device("cpu")))
-                optimizer = self.engine.updater.optimizer_of(bucket)
+                optimizer = self.engine.optimizer_of(bucket)
                 moments = sorted(optimizer.moments.items() if optimizer else ())
                 tensors += [moment.load(torch.device("cpu")) for _, moment in moments]
         return digest(tensors)

@@ -200,11 +200,16 @@ def phases(mesh: Mesh, stage: int, transport: str) -> dict[str, Any]:
     run.step(0)
     found["outside later"] = _refusal(lambda: model.model(input_ids=ids))
     with engine.evaluation():
-        found["nested"] = _refusal(lambda: engine.forward_backward(lambda: model(ids), 1.0, _microbatch()))
+        found["nested"] = _refusal(lambda: _train(engine, lambda: model(ids)))
         model(input_ids=ids)
     found["norm"] = run.step(1).grad_norm
     run.close()
     return found
+
+
+def _train(engine: ZeroEngine, loss_of: Callable[[], torch.Tensor]) -> None:
+    with engine.microbatch(_microbatch()) as backward:
+        backward(loss_of(), 1.0)
 
 
 def _microbatch() -> MicrobatchPosition:
@@ -259,7 +264,7 @@ def misuse_of_backward(mesh: Mesh) -> dict[str, str]:
         return loss
 
     engine.begin_step(0, Rates())
-    found["own"] = _refusal(lambda: engine.forward_backward(calls_backward, 1.0, _microbatch()))
+    found["own"] = _refusal(lambda: _train(engine, calls_backward))
     engine.close()
     old = stack(2)
     block = old.blocks[0]
@@ -272,9 +277,7 @@ def misuse_of_backward(mesh: Mesh) -> dict[str, str]:
     engine = start(old)
     engine.begin_step(0, Rates())
     found["reentrant"] = _refusal(
-        lambda: engine.forward_backward(
-            lambda: old.head(twice(old.embedding(ids))).logsumexp(-1).sum(), 1.0, _microbatch()
-        )
+        lambda: _train(engine, lambda: old.head(twice(old.embedding(ids))).logsumexp(-1).sum())
     )
     engine.close()
     return found

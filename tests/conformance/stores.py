@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -64,7 +65,7 @@ def relay(
     for step in range(first, first + steps):
         run.step(step)
     shares = _save(run, here, first + steps)
-    aliases = run.engine.holdings.aliases()
+    aliases = run.engine.checkpoint_state.aliases()
     run.close()
     return {"wrong": wrong, "shares": shares, "aliases": aliases}
 
@@ -104,7 +105,7 @@ def _save(run: Run, folder: Path, step: int) -> int:
 
 
 def _saved(run: Run, folder: Path, step: int) -> tuple[Saved, int]:
-    store, holdings = CheckpointStore(folder), run.engine.holdings
+    store, holdings = CheckpointStore(folder), run.engine.checkpoint_state
     saver = Saver(store, run.mesh)
     content = SaveContent(
         tensors=holdings.tensors(),
@@ -125,10 +126,10 @@ def _saved(run: Run, folder: Path, step: int) -> tuple[Saved, int]:
 
 
 def _load(run: Run, checkpoint: Path) -> None:
-    loader, holdings = Loader(run.mesh), run.engine.holdings
+    loader, holdings = Loader(run.mesh), run.engine.checkpoint_state
     with run.engine.loading():
         loader.fill(loader.open(checkpoint), holdings.tensors(reading=True), holdings.wanted())
-    run.engine.updater.resume(_step_of(checkpoint))
+    run.engine.load_progress(replace(run.engine.progress(), updates=_step_of(checkpoint)))
 
 
 def _step_of(checkpoint: Path) -> int:
@@ -139,7 +140,7 @@ def _step_of(checkpoint: Path) -> int:
 
 def _differences(run: Run, wanted: Tensors) -> list[str]:
     """What this rank holds and is not what is stored, bit by bit; that is nothing, and not for lack of things to compare."""
-    holdings = run.engine.holdings.wanted()
+    holdings = run.engine.checkpoint_state.wanted()
     assert len(holdings) > 10
     assert any(holding.spec.kind == "exp_avg_sq" and holding.values.numel for holding in holdings)
     return [f"{each.spec.kind} {each.spec.name}" for each in holdings if not _is(each, wanted)]

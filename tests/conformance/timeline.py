@@ -54,16 +54,16 @@ def watched_run(mesh: Mesh, layout: Layout, timeline: Timeline, layers: int = 4)
         block.up.weight.register_post_accumulate_grad_hook(lambda _, n=number: timeline.add(f"gradient {n}"))
     for unit in engine.units:
         timeline.wrap(unit, "gather", f"gather {unit.name}")
-    timeline.wrap(engine.passes.gradients, "flush", "flush")
+    timeline.wrap(engine._passes.gradients, "flush", "flush")
     _watch_reductions(engine, timeline)
     return Run(mesh=mesh, problem=PROBLEM, layout=layout, model=model, engine=engine)
 
 
 def _watch_reductions(engine: ZeroEngine, timeline: Timeline) -> None:
-    original = engine.passes.gradients._reducer.launch
+    original = engine._passes.gradients._reducer.launch
     names = {id(bucket): unit.name for unit in engine.units for bucket in unit.buckets}
     current: list[Bucket] = []
-    announce = engine.passes.gradients._announce
+    announce = engine._passes.gradients._announce
 
     def remember(bucket: Bucket) -> None:
         current[:] = [bucket]
@@ -76,15 +76,15 @@ def _watch_reductions(engine: ZeroEngine, timeline: Timeline) -> None:
         timeline.wrap(reduction, "finish", f"finish {name}")
         return reduction
 
-    engine.passes.gradients._announce = remember
-    engine.passes.gradients._reducer.launch = launch  # type: ignore[method-assign]
+    engine._passes.gradients._announce = remember
+    engine._passes.gradients._reducer.launch = launch  # type: ignore[method-assign]
 
 
 def reductions(mesh: Mesh, transport: str, stage: int, overlap: bool) -> list[Entry]:
     """Backward waits at its second block until the peers have got as far as the first reduction."""
     timeline = Timeline()
     run = watched_run(mesh, Layout(stage=stage, transport=transport, overlap=overlap), timeline)
-    flying = run.engine.passes.gradients._flying
+    flying = run.engine._passes.gradients._flying
 
     def wait_for_peers(_gradient: torch.Tensor) -> None:
         deadline = time.monotonic() + 10

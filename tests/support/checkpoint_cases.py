@@ -38,7 +38,7 @@ class Mirror(Callback):
     def on_train_begin(self, trainer: Trainer) -> None:
         engine = trainer.engine
         assert engine is not None
-        holdings = engine.holdings
+        holdings = engine.checkpoint_state
         saver = Saver(CheckpointStore(self._folder), trainer.mesh)
         content = SaveContent(
             tensors=holdings.tensors(),

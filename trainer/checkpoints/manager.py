@@ -25,7 +25,7 @@ from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.peft import is_adapted
 from zeromesh.trainer.models.save_pretrained import gathered_adapter, save_configuration
 from zeromesh.zero.checkpoint_state import AVERAGE, WEIGHTS
-from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.engine import EngineProgress, ZeroEngine
 
 FOLDER = "checkpoints"
 
@@ -69,7 +69,7 @@ class RunCheckpoints:
         """How often a failed save of the last step is tried again; None before the last step."""
         self.latest: int | None = None
         """The step of the newest checkpoint that this process has written or read."""
-        engine.updater.before_change = lambda bucket: self._release(bucket)
+        engine.on_before_update(self._release)
 
     # Going on
 
@@ -143,9 +143,15 @@ class RunCheckpoints:
             raise ConfigError(_of_another_run(path, differ))
         for line in differ:
             self._note(f"resumed with another setting: {line}")
-        self._engine.flags.restore(state.trained, state.updates)
+        self._engine.load_progress(
+            EngineProgress(
+                updates=state.updates,
+                trained=state.trained,
+                loss_scale=state.loss_scale,
+                good_steps=state.good_steps,
+            )
+        )
         _fill(loader, reader, self._engine, state.averages, lambda kind: True)
-        self._engine.updater.scaler.load(state.loss_scale, state.good_steps)
         if state.metric is not None:
             self._metrics[state.step] = state.metric
         return state
@@ -164,7 +170,7 @@ class RunCheckpoints:
     def require_room(self) -> None:
         """Raise `StorageError` where the run's first checkpoint would not fit."""
         if self._saver is not None:
-            self._saver.require_room(self._engine.holdings.tensors())
+            self._saver.require_room(self._engine.checkpoint_state.tensors())
 
     @property
     def in_flight(self) -> int | None:
@@ -180,7 +186,7 @@ class RunCheckpoints:
         self.finish()
         if state.metric is not None:
             self._metrics[state.step] = state.metric
-        holdings = self._engine.holdings
+        holdings = self._engine.checkpoint_state
         adapter = gathered_adapter(model, self._engine.state, self._mesh) if is_adapted(model) else None
 
         def documents(directory: Path) -> None:
@@ -287,7 +293,7 @@ class RunCheckpoints:
 
     def _release(self, bucket: Any) -> None:
         if self._saver is not None and self._saver.in_flight is not None:
-            self._saver.release(self._engine.holdings.owner_of(bucket))
+            self._saver.release(self._engine.checkpoint_state.owner_of(bucket))
 
     def _kept(self) -> set[int]:
         """What `keep_last` and `keep_best` keep, once the newest is there; called on rank 0."""
@@ -376,17 +382,14 @@ def _fill(
     loader: Loader, reader: OpenedCheckpoint, engine: ZeroEngine, count: int, wanted: Callable[[str], bool]
 ) -> None:
     """Load the kinds of tensors that are wanted. `count` updates are in the averages of weights; without any they begin anew."""
-    averages = engine.updater.averages
     averaged = any(tensor.spec.kind == AVERAGE for tensor in reader.manifest.tensors)
 
     def taken(kind: str) -> bool:
         return wanted(kind) and (averaged or kind != AVERAGE)
 
-    tensors = [spec for spec in engine.holdings.tensors(reading=True) if taken(spec.kind)]
-    with engine.loading():
-        loader.fill(reader, tensors, [each for each in engine.holdings.wanted() if taken(each.spec.kind)])
-    if averages is not None:
-        averages.count = count if averaged else 0
+    tensors = [spec for spec in engine.checkpoint_state.tensors(reading=True) if taken(spec.kind)]
+    with engine.loading(averaged_updates=count if averaged else 0):
+        loader.fill(reader, tensors, [each for each in engine.checkpoint_state.wanted() if taken(each.spec.kind)])
 
 
 _NONE = float("inf")

@@ -98,7 +98,7 @@ class Stepper:
         engine = self._require_engine()
         began, waited = time.perf_counter(), self._mesh.waited
         self._mesh.recorder.take_traffic()  # What ranks have told one another since the last step is no part of this one.
-        self._mesh.recorder.begin_step(engine.tiers.seconds_waited)
+        self._mesh.recorder.begin_step(engine.seconds_waited)
         microbatches, rounds = feed.microbatches(step, self._mesh.data_index), feed.rounds(step)
         with self._mesh.recorder.span(StepPhase.DATA):
             batches = [feed.fetch(microbatch) for microbatch in microbatches]
@@ -125,7 +125,7 @@ class Stepper:
         self._mesh.world.sum_(sums, "sum of the loss")
         total, count_found = float(sums[0]), int(sums[1])
         factor = 1.0 if count is not None else 1.0 / max(1, count_found)
-        self.gradient_factor = factor / engine.updater.scaler.scale
+        self.gradient_factor = factor / engine.loss_scale
         events.before_update()
         outcome = engine.finish_step(factor, loss_finite=loss_finite)
         return StepResult(
@@ -219,7 +219,8 @@ class Stepper:
             MicrobatchWork(batch=batch, where=nowhere, seed=0.0, streams=drawn)
             for batch, drawn in zip(batches, streams, strict=True)
         ]
-        losses = self._pipeline.evaluate(self._engine.passes, work, loss_of, self._engine.evaluation())
+        with self._engine.evaluation() as passes:
+            losses = self._pipeline.evaluate(passes, work, loss_of)
         return last or [(loss, 0, None) for loss in losses]
 
     def _evaluated(self, batch: Mapping[str, Any], *, outputs: bool) -> tuple[Tensor, int, Any]:
@@ -236,11 +237,13 @@ class Stepper:
         where: Sequence[MicrobatchPosition],
     ) -> Iterator[tuple[Tensor, int]]:
         """Run a step's microbatches; gives the loss of each and its targets, where this rank speaks."""
-        scale = engine.updater.scaler.scale
+        scale = engine.loss_scale
         if self._pipeline is None:
             for batch, seed, at in zip(batches, seeds, where, strict=True):
-                run = partial(self._loss_of, self._to_device(batch), seed * scale)
-                yield engine.forward_backward(run, seed, at), self._loss.last_count
+                with engine.microbatch(at) as backward:
+                    loss = self._loss_of(self._to_device(batch), seed * scale)
+                    backward(loss, seed)
+                yield loss.detach(), self._loss.last_count
             return
         counts: list[int] = []
 
@@ -253,7 +256,7 @@ class Stepper:
             MicrobatchWork(batch=self._to_device(batch), where=at, seed=seed * scale)
             for batch, seed, at in zip(batches, seeds, where, strict=True)
         ]
-        losses = engine.forwards_backwards(partial(self._pipeline.train, engine.passes, work, loss_of))
+        losses = engine.run_schedule(partial(self._pipeline.train, work=work, loss=loss_of))
         yield from zip(losses, counts or [0] * len(losses), strict=True)
 
     def _loss_of(self, batch: Mapping[str, Any], seed: float) -> Tensor:

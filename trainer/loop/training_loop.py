@@ -307,7 +307,7 @@ class TrainingLoop:
     def _state(self) -> TrainerState:
         run = self._run
         engine = run.trained.require_engine()
-        scaler = engine.updater.scaler
+        progress = engine.progress()
         samples = run.plan.samples_of(run.step + run.passed_over).start
         stream = run.data.train.state(samples) if isinstance(run.data.train, StreamedDataset) else {}
         latest = self._evaluated is not None and self._evaluated[0] == run.step
@@ -317,17 +317,17 @@ class TrainingLoop:
             stream=stream,
             passed_over=run.passed_over,
             tokens=run.progress.tokens,
-            updates=engine.updater.updates,
+            updates=progress.updates,
             skipped=run.progress.skipped,
-            trained=engine.flags.changes(),
-            averages=engine.updater.averages.count if engine.updater.averages is not None else 0,
+            trained=progress.trained,
+            averages=progress.averaged_updates,
             loss=run.progress.last_loss,
             eval_loss=self.eval_loss,
             metric=run.latest_metric if latest else None,
             best=run.best.to_json(),
             callbacks=run.events.states(),
-            loss_scale=scaler.scale,
-            good_steps=scaler.good_steps,
+            loss_scale=progress.loss_scale,
+            good_steps=progress.good_steps,
             seed=run.config.run.seed,
             max_steps=self._last,
             learning_rate=run.rate_of(max(0, run.step - 1)),

@@ -105,7 +105,7 @@ def _largest(engine: ZeroEngine) -> list[dict[str, Any]]:
                 rows.append((bucket.nbytes, unit.name, f"gathered parameters, {unit.phase.value}"))
             if not (bucket.buffer.persistent and bucket.master.dtype == bucket.dtype):  # Else they are among these.
                 rows.append((bucket.master.nbytes, unit.name, "master weights"))
-            optimizer = engine.updater.optimizer_of(bucket)
+            optimizer = engine.optimizer_of(bucket)
             moments = sum(tensor.nbytes for tensor in optimizer.moments.values()) if optimizer is not None else 0
             rows.append((moments, unit.name, "optimizer moments"))
             for what, tensor in (

@@ -114,7 +114,7 @@ class TrainedModel:
         self.stepper = Stepper(
             self.model, self.loss, run.mesh, options.precision.compute, engine, self.divided.pipeline
         )
-        run.tell(self._size(engine), engine.updater.place.note())
+        run.tell(self._size(engine), engine.update_device.note())
 
     def _build(self, built: BuiltModel, options: ZeroOptions, tiers: Tiers) -> ZeroEngine:
         """Look at the model and the data, leave on this rank its part of the model, and give that its values."""
@@ -314,7 +314,7 @@ class TrainedModel:
         state = engine.state
         nbytes = state.numel * master.itemsize
         free = self._least_available()
-        averaged = engine.updater.averages is not None
+        averaged = engine.keeps_averages
         if free is not None and (3 if averaged else 2) * nbytes > free:
             run.tell("the model does not fit in one rank's memory and stays partitioned; use save()")
             return

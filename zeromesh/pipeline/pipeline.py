@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -58,12 +57,10 @@ class Pipeline:
         passes.end_backwards()
         return runner.losses
 
-    def evaluate(
-        self, passes: Passes, work: Sequence[MicrobatchWork], loss: LossOf, around: AbstractContextManager[object]
-    ) -> list[torch.Tensor]:
-        """Forward alone, inside `around`, which is a pass of the engine."""
+    def evaluate(self, passes: Passes, work: Sequence[MicrobatchWork], loss: LossOf) -> list[torch.Tensor]:
+        """Forward alone, inside an evaluation of the engine."""
         runner = ZeroRunner(passes, self.stages, work, loss)
-        with around, torch.no_grad():
+        with torch.no_grad():
             self._executor.run(forward_only(ranks=self._ranks, microbatches=len(work), chunks=self._chunks), runner)
         return runner.losses
 

@@ -1,28 +1,35 @@
-"""`ZeroEngine`: one path for all ZeRO stages.
+"""`ZeroEngine` trains a model whose parameters, gradients and optimizer states are divided among ranks.
 
 A step is
-    for each microbatch: forward_backward(run, ...)      units are gathered around use, gradients reduced as buckets complete
-    finish_step(...)                                     norm, clipping, update of the shards, next generation of parameters
 
-What a stage changes is where things lie (`options.placements`), never which code runs.
+    engine.begin_step(step, rates)
+    for position in ...:
+        with engine.microbatch(position) as backward:    # forward gathers each unit around its use
+            loss = model(...)
+            backward(loss, seed)                         # backward does so too, and reduces gradients as buckets complete
+    engine.finish_step(factor)                           # norm, clipping, update of the shards, next values of the parameters
+
+A stage changes where tensors lie (`options.placements`), never which code runs. `passes.py` has what happens in a pass,
+`optim/optimizer_step.py` what happens from the gradient shards on.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-import torch
 from torch import nn
 
 from zeromesh.errors import ConfigError, LayoutError, NonFiniteError, PhaseError
 from zeromesh.flat.placement import Placement
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor, Tiers
-from zeromesh.optim.fused_optimizer import GroupRules, Rates
+from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules, Rates
 from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome
+from zeromesh.optim.update_device import UpdateDevice
 from zeromesh.options import ZeroOptions
 from zeromesh.rng import Streams
 from zeromesh.telemetry.step_recorder import StepPhase
@@ -35,10 +42,25 @@ from zeromesh.zero.checkpoint_state import CheckpointState
 from zeromesh.zero.full_state import FullState
 from zeromesh.zero.hooks import Hooks
 from zeromesh.zero.pass_progress import MicrobatchPosition, PassMode
-from zeromesh.zero.passes import Passes
+from zeromesh.zero.passes import Backward, Passes
 from zeromesh.zero.requires_grad import RequiresGradFlags
 
 _Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineProgress:
+    """What a checkpoint keeps of an engine beside tensors."""
+
+    updates: int
+    """Updates of the parameters: steps that were not skipped."""
+    trained: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Parameters that are not trained as the model was built, by name: whether they are, and in how many updates they were."""
+    averaged_updates: int = 0
+    """Updates that the averages of the weights have taken in."""
+    loss_scale: float = 1.0
+    good_steps: int = 0
+    """Steps without an overflow since the loss scale has changed."""
 
 
 class ZeroEngine:
@@ -51,22 +73,23 @@ class ZeroEngine:
         self.mesh = mesh
         self.options = options
         self.units = built.units
-        self.tiers = built.tiers
+        self._tiers = built.tiers
         self.ledger = built.ledger
         self.transport = built.transport
         self._reduction = built.reduction
         self._sharded = options.placements.parameters is Placement.SHARDED
-        self.updater = OptimizerStep(self.units, mesh, options, built.tiers)
-        self.passes = Passes(built, mesh, options, self.updater, _chunks(self.units, cuts or ModelCuts()))
+        self._optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers)
+        self._passes = Passes(built, mesh, options, self._optimizer_step, _chunks(self.units, cuts or ModelCuts()))
         self._exchanged = False
         """Whether averaged weights and master weights have changed places."""
         self._mixed = False
         """Whether some weights may be of one state and some of another."""
         if mesh.watch is not None:
             mesh.watch.name_units(_names_by_rank(mesh, self.units))
-        self._hooks = Hooks(self.units, self.passes)
-        self.flags = RequiresGradFlags(built, mesh, options, self.updater, self.passes.gradients, self._hooks)
-        """Which parameters are trained."""
+        self._hooks = Hooks(self.units, self._passes)
+        self._flags = RequiresGradFlags(built, mesh, options, self._optimizer_step, self._passes.gradients, self._hooks)
+        self.checkpoint_state = CheckpointState(model, self.units, self._optimizer_step, mesh, options)
+        """This rank's part of all states, by the names of whole tensors."""
         if not self._sharded:
             self._gather_all()
 
@@ -122,7 +145,7 @@ class ZeroEngine:
         return self._access(averaged=True)
 
     def _access(self, *, averaged: bool) -> FullState:
-        averages = self.updater.averages if averaged != self._exchanged else None
+        averages = self._optimizer_step.averages if averaged != self._exchanged else None
 
         def weights_of(bucket: Bucket) -> TieredTensor:
             average = averages.of(bucket) if averages is not None and averages.count else None
@@ -131,9 +154,51 @@ class ZeroEngine:
         return FullState(self.model, self.units, self.mesh, self.options.precision.reduce, weights_of)
 
     @property
-    def holdings(self) -> CheckpointState:
-        """This rank's part of all states, by the names of whole tensors."""
-        return CheckpointState(self.model, self.units, self.updater, self.mesh, self.options)
+    def loss_scale(self) -> float:
+        """The factor by which losses of this step are multiplied before backward; 1 without float16 gradients."""
+        return self._optimizer_step.scaler.scale
+
+    @property
+    def keeps_averages(self) -> bool:
+        """Whether an average of the weights is kept beside them."""
+        return self._optimizer_step.averages is not None
+
+    @property
+    def update_device(self) -> UpdateDevice:
+        """Where updates are computed, and why."""
+        return self._optimizer_step.place
+
+    def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:
+        """The optimizer of a bucket's shard, with its moments; None for a bucket that was never trained."""
+        return self._optimizer_step.optimizer_of(bucket)
+
+    def seconds_waited(self) -> float:
+        """Seconds in which this rank has stood still for bytes of other tiers, since it began."""
+        return self._tiers.seconds_waited()
+
+    def on_before_update(self, call: Callable[[Bucket], None]) -> None:
+        """Have `call(bucket)` run before a bucket's states change, so that whoever reads them beside training ends first."""
+        self._optimizer_step.before_change = call
+
+    def progress(self) -> EngineProgress:
+        """What a checkpoint keeps beside tensors. All ranks call it."""
+        step = self._optimizer_step
+        return EngineProgress(
+            updates=step.updates,
+            trained=self._flags.changes(),
+            averaged_updates=step.averages.count if step.averages is not None else 0,
+            loss_scale=step.scaler.scale,
+            good_steps=step.scaler.good_steps,
+        )
+
+    def load_progress(self, progress: EngineProgress) -> None:
+        """Go on from what `progress` returned, with other tensors to be loaded afterwards; see `loading`. All ranks call it.
+
+        Raises:
+            CheckpointError: where parameters are named that the model does not have.
+        """
+        self._flags.restore(progress.trained, progress.updates)
+        self._optimizer_step.scaler.load(progress.loss_scale, progress.good_steps)
 
     # A step
 
@@ -142,42 +207,42 @@ class ZeroEngine:
 
         What `requires_grad` of parameters says now holds for the whole step.
         """
-        self.tiers.check()
-        self.flags.follow()
-        self.updater.begin_step(rates)
+        self._tiers.check()
+        self._flags.follow()
+        self._optimizer_step.begin_step(rates)
         self.mesh.post(Activity.FORWARD, 0, step=step)
 
-    def forward_backward(
-        self, run: Callable[[], torch.Tensor], seed: float, microbatch: MicrobatchPosition
-    ) -> torch.Tensor:
-        """Run one microbatch: `run()` gives the sum of its losses, a scalar, whose backward starts with `seed`.
+    @contextmanager
+    def microbatch(self, position: MicrobatchPosition) -> Iterator[Backward]:
+        """Inside the block one microbatch runs: the caller computes its loss, and then calls what the block is given:
 
-        Returns the detached loss. Gradients are afterwards on their way to, or in, this rank's shards.
+        `backward(loss, seed)` runs backward from a scalar, the sum of the microbatch's losses, whose gradient is `seed` times
+        `loss_scale`. Gradients are afterwards on their way to this rank's shards, or in them.
 
         Raises:
             CollectiveError: when a peer is gone, late or in another unit.
             PhaseError: during another pass; nothing is begun then.
         """
-        self.passes.require_idle()
-        updates = microbatch.last and self.options.optimizer_in_backward
+        self._passes.require_idle()
+        updates = position.last and self.options.optimizer_in_backward
         try:
-            loss = self.passes.train(run, seed * self.updater.scaler.scale, microbatch)
+            with self._passes.microbatch(position) as backward:
+                yield lambda loss, seed: backward(loss, seed * self.loss_scale)
         except BaseException as error:
-            self._mixed = updates and self.passes.mode is PassMode.BACKWARD
+            self._mixed = updates and self._passes.mode is PassMode.BACKWARD
             self.mesh.fail(error)
             raise
         self._mixed = updates
-        return loss
 
-    def forwards_backwards(self, run: Callable[[], _Result]) -> _Result:
-        """Run all microbatches of a step by a schedule, whose actions are calls of `passes`; what `run` gives.
+    def run_schedule(self, run: Callable[[Passes], _Result]) -> _Result:
+        """Run all microbatches of a step by a pipeline's schedule: `run` calls the passes of each action in its turn.
 
         Raises:
             CollectiveError: when a peer is gone, late or in another unit.
         """
         self._mixed = self.options.optimizer_in_backward
         try:
-            return run()
+            return run(self._passes)
         except BaseException as error:
             self.mesh.fail(error)
             raise
@@ -194,9 +259,9 @@ class ZeroEngine:
         self._mixed = True
         try:
             with self.mesh.recorder.span(StepPhase.OPTIMIZER):
-                outcome = self.updater.finish(self.units, factor, loss_finite=loss_finite)
+                outcome = self._optimizer_step.finish(self.units, factor, loss_finite=loss_finite)
                 self._next_generation()
-            self.tiers.check()  # Before anything is saved of it.
+            self._tiers.check()  # Before anything is saved of it.
         except BaseException as error:
             self._mixed = self.options.optimizer_in_backward or not isinstance(error, NonFiniteError)
             self.mesh.fail(error)
@@ -217,9 +282,9 @@ class ZeroEngine:
             for bucket in unit.trainable:
                 for parameter in bucket.parameters:
                     parameter.grad = None
-        self.updater.abandon()
-        if self.passes.mode is not PassMode.IDLE:
-            self.passes.end()
+        self._optimizer_step.abandon()
+        if self._passes.mode is not PassMode.IDLE:
+            self._passes.end()
         return True
 
     def _next_generation(self) -> None:
@@ -235,10 +300,12 @@ class ZeroEngine:
         self.transport.poll()
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Inside the block this rank's shards may be overwritten, on all ranks alike; afterwards all is gathered anew.
+    def loading(self, averaged_updates: int | None = None) -> Iterator[None]:
+        """Inside the block this rank's shards may be overwritten, on all ranks alike; afterwards all parameters are gathered anew.
 
-        After an error they are in part something else until such a block ends well; `LayoutError` says that nothing was read.
+        `averaged_updates`: how many updates are in the averages of the weights that are loaded; None leaves the number as it is.
+        After an error the shards hold parts of both states, until such a block ends well; `LayoutError` says that nothing was
+        read.
         """
         for unit in self.units:
             if unit.phase is Phase.GATHERING:
@@ -258,17 +325,23 @@ class ZeroEngine:
         for bucket in buckets:
             bucket.publish()
         self._next_generation()
+        averages = self._optimizer_step.averages
+        if averages is not None and averaged_updates is not None:
+            averages.count = averaged_updates
 
     def _gather_all(self) -> None:
         for unit in self.units:
-            self.passes.gathers.start(unit, settled=True)
+            self._passes.gathers.start(unit, settled=True)
 
     # Passes over the model
 
-    def evaluation(self, streams: Streams | None = None) -> AbstractContextManager[None]:
-        """Forward passes under no_grad, on all ranks alike; units are gathered around use as in training. What is drawn in them is
-        of `streams`; None: of the generators as they are."""
-        return self.passes.evaluation(streams)
+    def evaluation(self, streams: Streams | None = None) -> AbstractContextManager[Passes]:
+        """Inside the block forward runs under no_grad, on all ranks alike; units are gathered around use as in training.
+
+        Random numbers come from `streams`; None: from the generators as they are. A pipeline's schedule calls the passes that the
+        block is given.
+        """
+        return self._passes.evaluation(streams)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -286,29 +359,29 @@ class ZeroEngine:
         self._exchange()
 
     def _exchange(self) -> None:
-        averages = self.updater.averages
+        averages = self._optimizer_step.averages
         if averages is None or not averages.count:
             return
         with self.loading():
             for bucket in all_buckets(self.units):
                 if averages.of(bucket) is not None:
-                    self.updater.before_change(bucket)
+                    self._optimizer_step.before_change(bucket)
                     averages.exchange(bucket)
         self._exchanged = not self._exchanged
 
     def gathered(self, fqns: Sequence[str]) -> AbstractContextManager[None]:
         """Inside the block these parameters are whole on every rank, in the compute dtype, to be read; see `FullState.whole`."""
-        if self.passes.mode in (PassMode.FORWARD, PassMode.BACKWARD):
+        if self._passes.mode in (PassMode.FORWARD, PassMode.BACKWARD):
             raise PhaseError(
-                f"gathered() was called during {self.passes.mode.value}; call it between passes over the model"
+                f"gathered() was called during {self._passes.mode.value}; call it between passes over the model"
             )
         return self.state.whole(fqns, self.options.precision.compute)
 
     def close(self) -> None:
         """Take the hooks off, give shared memory back and remove files."""
         self._hooks.remove()
-        self.flags.close()
-        self.tiers.close()
+        self._flags.close()
+        self._tiers.close()
         self.transport.close()
         if self._reduction is not self.transport:
             self._reduction.close()

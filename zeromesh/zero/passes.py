@@ -9,7 +9,7 @@ A microbatch's backward may follow its forward at once, or after other microbatc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,8 @@ from zeromesh.zero.pass_progress import MicrobatchPosition, PassMode, PassProgre
 from zeromesh.zero.prefetch import Prefetcher
 
 Tensors = Sequence[torch.Tensor]
+Backward = Callable[[torch.Tensor, float], None]
+"""`backward(loss, seed)` runs backward from a scalar whose gradient is `seed`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,22 +99,27 @@ class Passes:
 
     # Training
 
-    def train(self, run: Callable[[], torch.Tensor], seed: float, microbatch: MicrobatchPosition) -> torch.Tensor:
-        """Forward and backward of a microbatch at once: `run()` gives a scalar, whose backward starts with `seed`.
+    @contextmanager
+    def microbatch(self, position: MicrobatchPosition) -> Iterator[Backward]:
+        """Forward and backward of a microbatch at once; see `ZeroEngine.microbatch`."""
+        streams = self._begin_forward("train", position)
+        with streams.in_force(), torch.enable_grad(), ExitStack() as forward:
+            forward.enter_context(self._recorder.span(StepPhase.FORWARD))
 
-        Returns the detached scalar.
-        """
-        streams = self._begin_forward("train", microbatch)
-        with streams.in_force(), torch.enable_grad():
-            with self._recorder.span(StepPhase.FORWARD):
-                loss = run()
-            self._end_forward([loss])
-            outputs, seeds = ([loss], [torch.full_like(loss, seed)]) if loss.requires_grad else ([], [])
-            done = Forward(chunk=0, microbatch=microbatch, outputs=outputs, walk=self._walk)
-            self.mode = PassMode.BACKWARD
-            self._reduce_during(done, lambda: self._run_backward(done, seeds))
+            def backward(loss: torch.Tensor, seed: float) -> None:
+                forward.close()
+                self._end_forward([loss])
+                outputs, seeds = ([loss], [torch.full_like(loss, seed)]) if loss.requires_grad else ([], [])
+                done = Forward(chunk=0, microbatch=position, outputs=outputs, walk=self._walk)
+                self.mode = PassMode.BACKWARD
+                self._reduce_during(done, lambda: self._run_backward(done, seeds))
+
+            yield backward
+            if self.mode is not PassMode.BACKWARD:
+                raise PhaseError(
+                    "a microbatch ended without backward, which the other ranks run; call it with the loss"
+                )
         self.end()
-        return loss.detach()
 
     def forward(
         self, chunk: int, run: Callable[[], Tensors], microbatch: MicrobatchPosition
@@ -200,13 +207,13 @@ class Passes:
     # Any pass
 
     @contextmanager
-    def evaluation(self, streams: Streams | None = None) -> Iterator[None]:
-        """Forward passes under no_grad, on all ranks alike; they draw from `streams`, or from the generators as they are."""
+    def evaluation(self, streams: Streams | None = None) -> Iterator[Passes]:
+        """Forward passes under no_grad; see `ZeroEngine.evaluation`."""
         with torch.no_grad(), streams.in_force() if streams is not None else nullcontext():
             self._begin(PassMode.EVALUATION, "eval", PassProgress(streams))
             begun = self._mesh.begun
             try:
-                yield
+                yield self
                 self.writes.refuse_in_pass(self.units)
                 self.end()
             except BaseException as error:

@@ -74,7 +74,7 @@ def lead(mesh: Mesh, transports: list[str]) -> list[dict[str, int]]:
             clip_norm=0.0 if inside else 1.0,
         )
         engine = ZeroEngine.build(model, mesh, options, BuiltSource(model))
-        gradients, most = engine.passes.gradients, 0
+        gradients, most = engine._passes.gradients, 0
         begin, take = gradients.begin, gradients.take
 
         def late(*arguments: Any, begin: Any = begin, **named: Any) -> None:
@@ -91,7 +91,8 @@ def lead(mesh: Mesh, transports: list[str]) -> list[dict[str, int]]:
         tokens = torch.arange(8).view(1, 8) % VOCABULARY
         engine.begin_step(0, Rates())
         where = MicrobatchPosition(step=0, first_sample=mesh.rank, first=True, last=True)
-        engine.forward_backward(lambda model=model, tokens=tokens: model(tokens).square().sum(), 1.0, where)
+        with engine.microbatch(where) as backward:
+            backward(model(tokens).square().sum(), 1.0)
         engine.finish_step()
         sizes = [sum(bucket.layout.padded * 4 for bucket in unit.trainable) for unit in engine.units]
         found.append({"waiting": most, "largest": max(sizes), "all": sum(sizes)})
@@ -114,7 +115,7 @@ def _tensors(run: Run) -> dict[str, int]:
             found[Purpose.MASTER] += 0 if inside else bucket.master.nbytes
             found[Purpose.GRADIENTS] += 0 if bucket.grad is None else _bytes(bucket.grad)
             found[Purpose.PARTIAL_GRADIENTS] += 0 if bucket.partial is None else _bytes(bucket.partial)
-            optimizer = run.engine.updater.optimizer_of(bucket) if bucket.trainable else None
+            optimizer = run.engine.optimizer_of(bucket) if bucket.trainable else None
             found[Purpose.MOMENTS] += (
                 sum(moment.nbytes for moment in optimizer.moments.values()) if optimizer is not None else 0
             )

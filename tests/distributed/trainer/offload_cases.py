@@ -35,7 +35,7 @@ class Vandal(Callback):
     def _strike(self, trainer: Trainer) -> None:
         engine = trainer.engine
         assert engine is not None
-        (path,) = engine.tiers.file().paths
+        (path,) = engine._tiers.file().paths
         if self._how == "removed":
             Path(path).unlink()
         elif self._how.startswith("short"):
