@@ -63,7 +63,7 @@ def _watch_reductions(engine: ZeroEngine, timeline: Timeline) -> None:
     original = engine._passes.gradients._reducer.launch
     names = {id(bucket): unit.name for unit in engine.units for bucket in unit.buckets}
     current: list[Bucket] = []
-    announce = engine._passes.gradients._announce
+    announce = engine._passes.before_reduction
 
     def remember(bucket: Bucket) -> None:
         current[:] = [bucket]
@@ -76,7 +76,7 @@ def _watch_reductions(engine: ZeroEngine, timeline: Timeline) -> None:
         timeline.wrap(reduction, "finish", f"finish {name}")
         return reduction
 
-    engine._passes.gradients._announce = remember
+    engine._passes.before_reduction = remember  # type: ignore[method-assign]
     engine._passes.gradients._reducer.launch = launch  # type: ignore[method-assign]
 
 

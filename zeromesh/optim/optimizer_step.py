@@ -29,9 +29,7 @@ from zeromesh.offload import (
     WaitTime,
 )
 from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules, Rates
-from zeromesh.optim.gradient_scaling import LossScaler, clip_factor, global_norm
-from zeromesh.optim.gradient_shards import GradientShards, gradient_of
-from zeromesh.optim.replica_groups import ReplicaGroups
+from zeromesh.optim.gradients import GradientShards, LossScaler, ReplicaGroups, clip_factor, global_norm, gradient_of
 from zeromesh.optim.update_device import place_updates, try_update
 from zeromesh.optim.weight_average import WeightAverage
 from zeromesh.options import ZeroOptions

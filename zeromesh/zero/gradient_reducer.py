@@ -11,7 +11,8 @@ the unit.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -40,31 +41,42 @@ class BucketArrivals:
         return len(self.arrived) == self._expected
 
 
+class GradientSink(Protocol):
+    """What a `GradientReducer` asks for memory, and to what it reports how far a bucket's gradients have come."""
+
+    def make_room(self, bucket: Bucket) -> None:
+        """A bucket is about to be summed: have memory in `bucket.grad`."""
+
+    def before_reduction(self, bucket: Bucket) -> None:
+        """A bucket's sum over its shard group is about to start."""
+
+    def on_complete(self, bucket: Bucket) -> None:
+        """All gradients of a bucket have arrived from autograd."""
+
+    def on_reduced(self, bucket: Bucket) -> None:
+        """`bucket.grad` is summed over the shard group, or over this rank's microbatches where that comes first."""
+
+
 class GradientReducer:
     """Takes gradients as they are produced, launches reductions in order, finishes them as peers get there."""
 
     def __init__(
         self,
         reducer: Reducer,
+        sink: GradientSink,
         grad_dtype: torch.dtype,
         *,
         direct: bool,
         overlap: bool,
         recorder: StepRecorder,
-        prepare: Callable[[Bucket], None],
-        announce: Callable[[Bucket], None],
-        on_reduced: Callable[[Bucket], None],
-        on_complete: Callable[[Bucket], None],
     ) -> None:
+        """`direct`: the group has one rank, whose own sums are the result. `overlap`: reductions run beside backward."""
         self._reducer = reducer
         self._grad_dtype = grad_dtype
         self._direct = direct
         self._overlap = overlap
         self._recorder = recorder
-        self._prepare = prepare
-        self._announce = announce
-        self._on_reduced = on_reduced
-        self._on_complete = on_complete
+        self._sink = sink
         self._next_sequence = 0
         self._arrivals: dict[int, BucketArrivals] = {}
         self._queue: deque[BucketArrivals] = deque()
@@ -116,7 +128,7 @@ class GradientReducer:
         else:
             arrivals.waiting.append(index)
         if arrivals.complete:
-            self._on_complete(bucket)
+            self._sink.on_complete(bucket)
             if not self._reduce:
                 self._keep_missing(arrivals)  # Those of frozen parameters.
                 arrivals.launched = True
@@ -156,7 +168,7 @@ class GradientReducer:
             self._finish_one()
         for bucket, reduction in self._whole:
             reduction.settle()
-            self._on_reduced(bucket)
+            self._sink.on_reduced(bucket)
         self._whole.clear()
         self._arrivals = {}
 
@@ -175,8 +187,8 @@ class GradientReducer:
         while self._queue and self._queue[0].launched:
             bucket = self._queue.popleft().bucket
             if self._direct:
-                self._announce(bucket)
-            self._on_reduced(bucket)
+                self._sink.before_reduction(bucket)
+            self._sink.on_reduced(bucket)
 
     def _keep(self, bucket: Bucket, index: int, parameter: nn.Parameter, *, again: bool) -> None:
         """Add a gradient to this rank's own sum, or begin that sum with it."""
@@ -207,7 +219,7 @@ class GradientReducer:
         return target
 
     def _room_for(self, bucket: Bucket) -> torch.Tensor | None:
-        self._prepare(bucket)
+        self._sink.make_room(bucket)
         if bucket.grad is not None:
             _zero_gaps(bucket.grad, bucket)
         return bucket.grad
@@ -244,8 +256,8 @@ class GradientReducer:
 
     def _launch(self, arrivals: BucketArrivals) -> None:
         bucket, filled = arrivals.bucket, arrivals.filled
-        self._prepare(bucket)
-        self._announce(bucket)
+        self._sink.make_room(bucket)
+        self._sink.before_reduction(bucket)
         if filled is None or bucket.grad is None:
             raise PhaseError(f"bucket {bucket.name} is launched without a slot or a gradient shard")
         for index in arrivals.waiting:
@@ -269,7 +281,7 @@ class GradientReducer:
         with self._recorder.range("finish reducing", bucket.name):
             reduction.finish()
         if bucket.interval.length == bucket.layout.shard_length:
-            self._on_reduced(bucket)
+            self._sink.on_reduced(bucket)
         else:
             self._whole.append((bucket, reduction))
 

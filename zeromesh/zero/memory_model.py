@@ -31,7 +31,7 @@ from zeromesh.flat.layout import BucketLayout, ParameterSpec
 from zeromesh.flat.placement import Placement
 from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
 from zeromesh.optim.fused_optimizer import moment_names
-from zeromesh.optim.gradient_shards import LEAVING
+from zeromesh.optim.gradients import LEAVING
 from zeromesh.options import ZeroOptions
 from zeromesh.units.build import kept_units, plan_layouts
 from zeromesh.units.plan import ModelPlan

@@ -28,12 +28,10 @@ from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.units.build import Built
 from zeromesh.units.unit import Bucket, Phase, Unit
-from zeromesh.zero.backward_entry import UnitCalls
+from zeromesh.zero.forward_checks import InplaceWrites, UnitCalls
 from zeromesh.zero.gradient_reducer import GradientReducer
 from zeromesh.zero.hooks import on_gradient_of, tensors_in, tensors_on
-from zeromesh.zero.inplace_writes import InplaceWrites
-from zeromesh.zero.pass_progress import MicrobatchPosition, PassMode, PassProgress
-from zeromesh.zero.prefetch import Prefetcher
+from zeromesh.zero.pass_progress import MicrobatchPosition, PassMode, PassProgress, Prefetcher
 
 Tensors = Sequence[torch.Tensor]
 Backward = Callable[[torch.Tensor, float], None]
@@ -87,14 +85,11 @@ class Passes:
         self._reductions_settled = False
         self.gradients = GradientReducer(
             built.reduction.reducer,
+            self,
             options.precision.reduce,
             direct=mesh.shard.size == 1,
             overlap=options.overlap,
             recorder=mesh.recorder,
-            prepare=updater.shards.make_room,
-            announce=self._announce_reduction,
-            on_reduced=updater.take,
-            on_complete=self._on_complete,
         )
 
     # Training
@@ -455,16 +450,24 @@ class Passes:
             )
         self.gradients.take(bucket, index, parameter)
 
-    # Gradients
+    # What the gradient reducer reports; see `GradientSink`
 
-    def _announce_reduction(self, bucket: Bucket) -> None:
+    def make_room(self, bucket: Bucket) -> None:
+        """A bucket is about to be summed."""
+        self._updater.shards.make_room(bucket)
+
+    def before_reduction(self, bucket: Bucket) -> None:
         """A bucket's sum over its group is about to start."""
         fault_injection.visit("reduce")
         self.gathers.tell(Activity.REDUCE, self._unit_of[id(bucket)], settled=self._reductions_settled)
 
-    def _on_complete(self, bucket: Bucket) -> None:
+    def on_complete(self, bucket: Bucket) -> None:
         """All gradients of a bucket have arrived."""
         self._walk.complete(self._unit_of[id(bucket)].index)
+
+    def on_reduced(self, bucket: Bucket) -> None:
+        """A bucket is summed over its group."""
+        self._updater.take(bucket)
 
     def _leave_backward(self, unit: Unit) -> None:
         if unit.phase is not Phase.LIVE:

@@ -14,7 +14,7 @@ from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.optim.gradient_scaling import LossScaler
+from zeromesh.optim.gradients import LossScaler
 from zeromesh.options import OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.trainer.config.loading.load import load_config
 from zeromesh.trainer.setup.engine_options import engine_options

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeromesh.zero.backward_entry import Edge, UnitCalls
+from zeromesh.zero.forward_checks import Edge, UnitCalls
 
 
 def entered(aside: Callable[[Tensor, Tensor], Tensor]) -> list[int]:
