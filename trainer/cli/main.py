@@ -235,7 +235,7 @@ def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:
     where = Nodes(least=least, most=most, max_restarts=restarts, rank=options.node_rank, **meeting)
     command = (options.command, "--worker", "--", options.config, *options.overrides)
     with exported({BEGAN: str(options.began)}):
-        return launch_workers(python_arguments("zeromesh", command), processes=processes, nodes=where, tell=_say)
+        return launch_workers(python_arguments("zeromesh", command), processes=processes, nodes=where, notify=_say)
 
 
 def _report(result: WorkersFailed | HostFailure | int) -> int:

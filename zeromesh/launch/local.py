@@ -28,25 +28,25 @@ def _to_stderr(line: str) -> None:
 
 
 def launch_workers(
-    arguments: Sequence[str], *, processes: int, nodes: Nodes = ALONE, tell: Callable[[str], None] = _to_stderr
+    arguments: Sequence[str], *, processes: int, nodes: Nodes = ALONE, notify: Callable[[str], None] = _to_stderr
 ) -> WorkersFailed | int:
     """Run `python ARGUMENTS` as `processes` ranks on this host, with those of other nodes, and wait for all of them.
 
-    `tell` is given a line for a person when all start again. Returns 0 when all succeed, what failed when one does not, and 128
+    `notify` gets a line for a person when all start again. Returns 0 when all succeed, what failed when one does not, and 128
     plus the signal's number when this process was told to stop; the workers are gone then.
 
     Raises:
         ConfigError: when this host is to serve the endpoint, and cannot.
     """
     with exported(worker_environment(processes, alone=nodes.alone)), noted_signals() as requests:
-        others = meeting(nodes, processes, tell, lambda: bool(requests.first))
+        others = meeting(nodes, processes, notify, lambda: bool(requests.first))
         try:
-            found = others.first()
+            found = others.first_start()
             while isinstance(found, RankRange) and not requests.first:
                 ranks = RankProcesses(arguments, found)
                 try:
-                    _run(ranks, others.turn, requests)
-                    found = others.next(ranks.failure())
+                    _run(ranks, others.poll, requests)
+                    found = others.next_start(ranks.failure())
                 finally:
                     ranks.close()
         finally:
@@ -54,18 +54,18 @@ def launch_workers(
         return requests.exit_code() or (0 if isinstance(found, RankRange) else found)
 
 
-def _run(ranks: RankProcesses, turn: Callable[[], bool], requests: StopSignals) -> None:
+def _run(ranks: RankProcesses, poll: Callable[[], bool], requests: StopSignals) -> None:
     """Wait until all ranks have ended. The first signal is passed on to them, a second one ends them at once."""
     while not ranks.over():
-        if turn():
+        if poll():
             ranks.stop(signal.SIGTERM, _REST_SECONDS)
         while requests.pending:
             number = requests.pending.pop(0)
-            if requests.told:
+            if requests.passed_on:
                 ranks.send(signal.SIGKILL)
             else:
                 ranks.stop(number, _REST_SECONDS)
-            requests.told = True
+            requests.passed_on = True
         time.sleep(_TICK_SECONDS)
 
 

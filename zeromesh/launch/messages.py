@@ -1,6 +1,6 @@
 """Messages between the launchers of a run: objects of JSON, each field of which is checked before it is used.
 
-A message that makes no sense raises `MessageError`, which says what is wrong with it; who reads it says where it came from.
+A message that makes no sense raises `MessageError`, which says what is wrong with it; the caller adds where it came from.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import secrets
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -19,6 +21,10 @@ MAX_MESSAGE = 1 << 20
 _SHOWN = 60
 _LEAST_SIGNAL, _MOST_SIGNAL = 1, 64
 MAX_EXIT_CODE = 255
+HELLO_SECONDS = 10.0
+"""How long an end of a new connection may take until its first message."""
+_BEAT_SECONDS = 1.0
+_SILENCE_SECONDS = 15.0
 
 Message = Mapping[str, Any]
 
@@ -91,7 +97,7 @@ def signal_number(message: Message, name: str) -> int:
 
 
 def _shown(value: object) -> str:
-    """At most so much of a value that is wrong; a huge number is not even written out."""
+    """The beginning of a wrong value; a huge number is not even written out."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
     whole = repr(value[: 4 * _SHOWN] if isinstance(value, str | bytes) else value)
@@ -101,19 +107,25 @@ def _shown(value: object) -> str:
 class LauncherConnection:
     """One end of a connection between two launchers: lines of JSON, each with a digest that only who knows the secret can make.
 
-    The digest covers the direction, what both ends have drawn at random for this connection, and the number of the line, so no
-    line can be sent again. With an empty `secret` it keeps out what comes by mistake, and nobody else.
+    The digest covers the direction, words that both ends have drawn at random for this connection, and the number of the line, so
+    that no line can be sent again. With an empty `secret` it keeps out what comes by mistake, and nobody else. Both ends send
+    signs of life, which `receive` hides.
     """
 
     def __init__(self, connection: socket.socket, secret: str, *, serves: bool) -> None:
         connection.setblocking(False)
         self.connection = connection
+        self.drawn = secrets.token_hex(16)
         self._key = secret.encode()
         self._serves = serves
-        self._drawn = b""
+        self._agreed = b""
         self._numbers = {True: 0, False: 0}
         self._partial = b""
         self._unsent = b""
+        self._last_received = time.monotonic()
+        self._last_beat = 0.0
+        if serves:
+            self.send({"zeromesh": 1, "drawn": self.drawn})
 
     @property
     def peer(self) -> str:
@@ -124,8 +136,8 @@ class LauncherConnection:
             return "a host that is gone"
 
     def agree(self, *drawn: str) -> None:
-        """Both ends have drawn these words: from now on digests hold for this connection alone."""
-        self._drawn = "\n".join(drawn).encode()
+        """Make digests hold for this connection alone, given the words that the serving end and the other one have drawn."""
+        self._agreed = "\n".join(drawn).encode()
 
     def send(self, message: Message) -> None:
         """Send a message, now or with a later call of `flush`."""
@@ -134,10 +146,31 @@ class LauncherConnection:
         self.flush()
 
     def flush(self) -> None:
-        """Send what the connection takes now. A connection that is gone loses it; `read` will say so."""
+        """Send what the connection takes now. A connection that is gone loses it, which `read` notices."""
         with suppress(OSError):
             while self._unsent:
                 self._unsent = self._unsent[self.connection.send(self._unsent) :]
+
+    def receive(self) -> list[Message]:
+        """The messages that have come, without waiting.
+
+        Raises:
+            MessageError: when one makes no sense, or was not made with the secret.
+            ConnectionError: when the connection has ended, or nothing was received for some seconds.
+        """
+        now = time.monotonic()
+        if self._agreed and now > self._last_beat + _BEAT_SECONDS:
+            self._last_beat = now
+            self.send({"beat": True})
+        self.flush()
+        lines = self.read()
+        found = [self.opened(line) for line in lines or ()]
+        if found:
+            self._last_received = now
+        patience = _SILENCE_SECONDS if self._agreed else HELLO_SECONDS
+        if lines is None or now > self._last_received + patience:
+            raise ConnectionError("the connection is gone")
+        return [message for message in found if "beat" not in message]
 
     def read(self) -> Sequence[bytes] | None:
         """The lines that have come whole, still with their digests; None when the connection has ended."""
@@ -153,13 +186,25 @@ class LauncherConnection:
     def opened(self, line: bytes) -> Message:
         """The message of a line. Raises `MessageError`, also when its digest is not that of the secret."""
         digest, _, data = line.partition(b" ")
+        first = not self._numbers[not self._serves]
+        if first and self._serves:
+            # The first line of the other end has what that end has drawn, which the line's digest covers already.
+            self.agree(self.drawn, text(parsed(data), "drawn"))
         if not hmac.compare_digest(digest, self._digest(data, not self._serves)):
             raise MessageError(
                 "a message has not the digest that this run's secret gives (ZEROMESH_SECRET on every host)"
             )
-        return parsed(data)
+        message = parsed(data)
+        if first and not self._serves:
+            self.agree(text(message, "drawn"), self.drawn)
+        return message
 
     def _digest(self, data: bytes, by_server: bool) -> bytes:
         count = self._numbers[by_server] = self._numbers[by_server] + 1
-        covered = b"%d %d %s\n" % (by_server, count, self._drawn) + data
+        covered = b"%d %d %s\n" % (by_server, count, self._agreed) + data
         return hmac.new(self._key, covered, hashlib.sha256).hexdigest().encode()
+
+    def close(self) -> None:
+        """Hang up, so that the other end can still read what was sent."""
+        self.read()  # A connection that is closed before all was read is reset, and what was sent may be lost.
+        self.connection.close()

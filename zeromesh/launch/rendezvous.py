@@ -8,7 +8,6 @@ by the user part as soon as they have met. A launcher alone leads itself, and li
 from __future__ import annotations
 
 import errno
-import secrets
 import select
 import socket
 import time
@@ -19,12 +18,12 @@ from dataclasses import asdict, dataclass
 from zeromesh.environment import LOOPBACK, SECRET, setting
 from zeromesh.errors import ConfigError
 from zeromesh.launch.messages import (
+    HELLO_SECONDS,
     MAX_EXIT_CODE,
     LauncherConnection,
     Message,
     MessageError,
     number,
-    parsed,
     text,
     truth,
 )
@@ -37,10 +36,7 @@ _JOIN_SECONDS = 600.0
 """How long launchers that may come and go wait until there are enough of them."""
 _LAST_CALL_SECONDS = 1.0
 """How long they wait for further ones then."""
-_HELLO_SECONDS = 10.0
 _PART_SECONDS = 5.0
-_BEAT_SECONDS = 1.0
-_SILENCE_SECONDS = 15.0
 _TICK_SECONDS = 0.05
 _MOST_STRANGERS = 64
 _MOST_PROCESSES = 1 << 16
@@ -81,30 +77,28 @@ class Nodes:
 
 Result = WorkersFailed | int
 Stopped = Callable[[], bool]
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Member:
-    """A launcher at the other end of a line, as the leader sees it: a stranger until it has said hello."""
+    """Another launcher as the leader sees it: a stranger, with no processes, until its first message has come."""
 
     line: LauncherConnection
-    drawn: str
-    heard: float
     name: str = ""
     processes: int = 0
     rank: int | None = None
     running: bool = False
-    """Whether its ranks take part in the start that goes on."""
+    """Whether its ranks take part in the present start."""
     failure: WorkersFailed | None = None
 
 
 class Leader:
     """The launcher that the others find at the endpoint. Raises `ConfigError` when this host cannot listen there."""
 
-    def __init__(self, nodes: Nodes, processes: int, tell: Tell, stopped: Stopped) -> None:
+    def __init__(self, nodes: Nodes, processes: int, notify: Notify, stopped: Stopped) -> None:
         self._nodes, self._processes = nodes, processes
-        self._tell, self._stopped = tell, stopped
+        self._notify, self._stopped = notify, stopped
         self._secret = setting(SECRET) or ""
         self._listener = None if nodes.alone else listen(*nodes.where)
         if self._listener is not None:
@@ -113,29 +107,28 @@ class Leader:
         self._lost: list[str] = []
         self._refused: set[str] = set()
         self._joining = self._stopping = False
-        self._beat = 0.0
         self._failures = self._starts = 0
         self._run_id = nodes.run_id or uuid.uuid4().hex
 
-    def first(self) -> RankRange | Result:
+    def first_start(self) -> RankRange | Result:
         """Wait until enough launchers are there; returns the ranks of this one, or why there are none."""
         nodes = self._nodes
-        began, enough = time.monotonic(), None
+        began, enough_since = time.monotonic(), None
         patience = MEETING_SECONDS if nodes.rank is not None else _JOIN_SECONDS
         while not self._stopped():
             self._serve()
-            now, there = time.monotonic(), 1 + len(self._known)
-            if there < nodes.least:
-                enough = None
-            elif there >= nodes.most or now > (enough := enough or now) + _LAST_CALL_SECONDS:
+            now, present = time.monotonic(), 1 + len(self._known)
+            if present < nodes.least:
+                enough_since = None
+            elif present >= nodes.most or now > (enough_since := enough_since or now) + _LAST_CALL_SECONDS:
                 return self._start()
             if now > began + patience:
-                return self._end(self._too_few(there))
+                return self._end(self._too_few(present))
             self._wait()
         return 0
 
-    def turn(self) -> bool:
-        """See to the others while ranks run here; whether the ranks of all are to be ended."""
+    def poll(self) -> bool:
+        """Serve the others while ranks run here; returns whether the ranks of all are to be ended."""
         self._serve()
         running = [each for each in self._members if each.running]
         waiting = len(self._known) - len(running)
@@ -145,12 +138,12 @@ class Leader:
             self._stop()
         return self._stopping
 
-    def next(self, failure: WorkersFailed | None) -> RankRange | Result:
-        """The ranks here are over. Wait for those elsewhere; returns what is next, or how the run has ended."""
+    def next_start(self, failure: WorkersFailed | None) -> RankRange | Result:
+        """The ranks here are over: wait for those elsewhere; returns the ranks of the next start, or how the run has ended."""
         if failure is not None:
             self._stop()
         while any(each.running for each in self._members):
-            self.turn()
+            self.poll()
             if self._stopped():
                 return 0
             self._wait()
@@ -163,8 +156,8 @@ class Leader:
             self._failures += 1
             if cause is not None and self._failures > self._nodes.max_restarts:
                 return self._end(cause)
-        self._say_why(cause)
-        return self.first()
+        self._explain_restart(cause)
+        return self.first_start()
 
     def close(self) -> None:
         """Leave; launchers that are still there are told that the run is over."""
@@ -200,16 +193,13 @@ class Leader:
         self._starts += 1
         self._lost, self._joining, self._stopping = [], False, False
         if self._nodes.rank is not None:
-            self._part()
+            # The others hang up first, since what is sent to one that hangs up at once may be lost; the port is free then.
+            until = time.monotonic() + _PART_SECONDS
+            while self._members and time.monotonic() < until:
+                self._serve()
+                self._wait()
+            self._end(0)
         return place
-
-    def _part(self) -> None:
-        """Let the others hang up first, since what is sent to who hangs up at once may be lost; the port is free then."""
-        until = time.monotonic() + _PART_SECONDS
-        while self._members and time.monotonic() < until:
-            self._serve()
-            self._wait()
-        self._end(0)
 
     def _stop(self) -> None:
         if not self._stopping:
@@ -219,15 +209,11 @@ class Leader:
 
     def _end(self, result: Result) -> Result:
         """Tell the others how the run has ended, and hang up."""
-        said = (
-            {"code": result, "text": ""} if isinstance(result, int) else {"code": result.exit_code, "text": str(result)}
-        )
+        code, reason = (result, "") if isinstance(result, int) else (result.exit_code, str(result))
         for each in self._known:
-            each.line.send({"over": said})
+            each.line.send({"over": {"code": code, "text": reason}})
         while self._members:
-            line = self._members.pop().line
-            line.read()  # A connection that is closed before all was read is reset, and what was sent may be lost.
-            line.connection.close()
+            self._members.pop().line.close()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -247,22 +233,21 @@ class Leader:
         ]
         return min([*([own] if own else []), *elsewhere], key=lambda each: each.noticed, default=None)
 
-    def _say_why(self, cause: WorkersFailed | None) -> None:
+    def _explain_restart(self, cause: WorkersFailed | None) -> None:
         again = "all ranks start again from the newest checkpoint"
         if self._lost:
-            self._tell(f"host {', '.join(self._lost)} is gone; {again}")
+            self._notify(f"host {', '.join(self._lost)} is gone; {again}")
         elif self._joining:
-            self._tell(f"another host has come; {again}")
+            self._notify(f"another host has come; {again}")
         else:
-            self._tell(f"{cause}\nzeromesh: {again}: restart {self._failures} of {self._nodes.max_restarts}")
+            self._notify(f"{cause}\nzeromesh: {again}: restart {self._failures} of {self._nodes.max_restarts}")
 
-    def _too_few(self, there: int) -> WorkersFailed:
+    def _too_few(self, present: int) -> WorkersFailed:
         nodes = self._nodes
-        if nodes.rank is None:
-            message = f"fewer than {nodes.least} of the hosts (--nnodes) have come to {nodes.endpoint} in time: {there}"
-        else:
+        message = f"fewer than {nodes.least} of the hosts (--nnodes) have come to {nodes.endpoint} in time: {present}"
+        if nodes.rank is not None:
             message = (
-                f"the launchers of {nodes.most} hosts could not meet at {nodes.endpoint}, here: {there} came in time"
+                f"the launchers of {nodes.most} hosts could not meet at {nodes.endpoint}, here: {present} came in time"
             )
         return WorkersFailed(ranks=(), message=message, exit_code=1, apart=True)
 
@@ -271,65 +256,45 @@ class Leader:
         select.select([*lines, *([self._listener] if self._listener else [])], [], [], _TICK_SECONDS)
 
     def _serve(self) -> None:
-        """Take what has come, without waiting."""
+        """Accept connections and take the messages that have come, without waiting."""
         if self._listener is None:
             return
-        now = time.monotonic()
         for connection in _accepted(self._listener):
             if len(self._members) - len(self._known) >= _MOST_STRANGERS:
                 connection.close()
-                continue
-            drawn = secrets.token_hex(16)
-            line = LauncherConnection(connection, self._secret, serves=True)
-            line.send({"zeromesh": 1, "drawn": drawn})
-            self._members.append(_Member(line=line, drawn=drawn, heard=now))
-        beats, self._beat = now > self._beat + _BEAT_SECONDS, max(self._beat, now - _BEAT_SECONDS)
-        if beats:
-            self._beat = now
+            else:
+                self._members.append(_Member(line=LauncherConnection(connection, self._secret, serves=True)))
         for each in list(self._members):
-            if beats and each.processes:
-                each.line.send({"beat": True})
-            self._hear(each, now)
-
-    def _hear(self, each: _Member, now: float) -> None:
-        each.line.flush()
-        lines = each.line.read()
-        try:
-            for data in lines or ():
-                self._take(each, data)
-                each.heard = now
-        except MessageError as error:
-            self._refuse(each.name or each.line.peer, str(error))
-            each.line.send({"over": {"code": 1, "text": str(error)}})
-            lines = None
-        if lines is None or now > each.heard + (_SILENCE_SECONDS if each.processes else _HELLO_SECONDS):
+            try:
+                for message in each.line.receive():
+                    self._take(each, message)
+                continue
+            except MessageError as error:
+                self._refuse(each.name or each.line.peer, str(error))
+                each.line.send({"over": {"code": 1, "text": str(error)}})
+            except ConnectionError:
+                self._lost += [each.name] if each.running else []
             each.line.connection.close()
             self._members.remove(each)
-            if each.running:
-                self._lost.append(each.name)
 
     def _refuse(self, who: str, reason: str) -> None:
-        """Say so once for each, and for a few: what connects here need not belong to the run."""
+        """Notify once for each address, and for a few: what connects here need not belong to the run."""
         if who not in self._refused and len(self._refused) < _MOST_STRANGERS:
             self._refused.add(who)
-            self._tell(f"{who}, which came to {self._nodes.endpoint}, is refused: {reason}")
+            self._notify(f"{who}, which came to {self._nodes.endpoint}, is refused: {reason}")
 
-    def _take(self, each: _Member, data: bytes) -> None:
+    def _take(self, each: _Member, message: Message) -> None:
+        """Use a message: the first of a launcher introduces it, `rest` says that its ranks are over."""
         if not each.processes:
-            # What the other end has drawn stands in the line itself, which its digest covers.
-            message = parsed(data.partition(b" ")[2])
-            each.line.agree(each.drawn, text(message, "drawn"))
-            self._greet(each, each.line.opened(data))
-            return
-        message = each.line.opened(data)
-        if "rest" in message and each.running:
+            self._introduce(each, message)
+        elif "rest" in message and each.running:
             each.running = False
             if code := number(message, "rest", most=MAX_EXIT_CODE):
                 each.failure = WorkersFailed(
                     ranks=(), message=text(message, "text"), exit_code=code, noticed=truth(message, "noticed")
                 )
 
-    def _greet(self, each: _Member, message: Message) -> None:
+    def _introduce(self, each: _Member, message: Message) -> None:
         processes = number(message, "processes", least=1, most=_MOST_PROCESSES)
         if text(message, "run_id") != self._nodes.run_id:
             raise MessageError(f"its --rdzv-id is {text(message, 'run_id')!r}, not {self._nodes.run_id!r}")
@@ -344,47 +309,43 @@ class Leader:
 
 
 class Follower:
-    """A launcher that finds the others at the endpoint."""
+    """A launcher that finds the leader at the endpoint."""
 
     def __init__(self, nodes: Nodes, processes: int, stopped: Stopped) -> None:
         self._nodes, self._processes, self._stopped = nodes, processes, stopped
         self._line: LauncherConnection | None = None
-        self._heard = self._beat = 0.0
         self._result: Result | None = None
         self._place: RankRange | None = None
         self._stop = False
 
-    def first(self) -> RankRange | Result:
-        """Find the leader, and wait for what it says; see `Leader.first`."""
+    def first_start(self) -> RankRange | Result:
+        """Find the leader, and wait for its answer, as `Leader.first_start` returns it."""
         until = time.monotonic() + MEETING_SECONDS
-        reason = ""
         while self._line is None:
             try:
-                self._line = self._join(socket.create_connection(self._nodes.where, timeout=_HELLO_SECONDS))
+                self._line = self._join(socket.create_connection(self._nodes.where, timeout=HELLO_SECONDS))
             except OSError as error:
-                reason = error.strerror or str(error)
                 if time.monotonic() > until:
-                    return self._unreached(reason)
+                    return self._unreached(error.strerror or str(error))
                 time.sleep(4 * _TICK_SECONDS)
             if self._stopped():
                 return 0
         return self._wait()
 
-    def turn(self) -> bool:
-        """See `Leader.turn`."""
-        self._hear()
+    def poll(self) -> bool:
+        """Answer the leader while ranks run here; returns whether they are to be ended."""
+        self._receive()
         return self._stop
 
-    def next(self, failure: WorkersFailed | None) -> RankRange | Result:
-        """See `Leader.next`."""
+    def next_start(self, failure: WorkersFailed | None) -> RankRange | Result:
+        """The ranks here are over: tell the leader; returns the ranks of the next start, or how the run has ended."""
         if self._nodes.rank is not None:
             return failure or 0
-        self._hear()  # What is sent to a leader that has ended would cost what it said last.
+        self._receive()  # Sending to a leader that has ended would lose its last message.
         if self._line is not None:
             code = min(failure.exit_code, MAX_EXIT_CODE) if failure else 0
-            self._line.send(
-                {"rest": code, "text": str(failure or ""), "noticed": failure.noticed if failure else False}
-            )
+            noticed = failure.noticed if failure else False
+            self._line.send({"rest": code, "text": str(failure or ""), "noticed": noticed})
         found = self._wait()
         # A cause that was here says more than how the leader puts it; ranks that only noticed one say less.
         here = failure is not None and not failure.noticed and isinstance(found, WorkersFailed)
@@ -397,32 +358,29 @@ class Follower:
             self._line = None
 
     def _join(self, connection: socket.socket) -> LauncherConnection:
+        """Introduce this launcher to the leader at the other end. Raises `OSError` where there is none."""
         line = LauncherConnection(connection, setting(SECRET) or "", serves=False)
-        until = time.monotonic() + _HELLO_SECONDS
-        found = line.read()
-        while not found:
-            if found is None or time.monotonic() > until:
-                raise OSError(errno.ECONNRESET, "what listens there is no launcher of zeromesh, or it is about to end")
-            select.select([connection], [], [], _TICK_SECONDS)
-            found = line.read()
-        drawn = secrets.token_hex(16)
         try:
-            line.agree(text(line.opened(found[0]), "drawn"), drawn)
+            while not line.receive():
+                select.select([connection], [], [], _TICK_SECONDS)
         except MessageError as error:
             raise ConfigError(f"--rdzv-endpoint {self._nodes.endpoint}: {error}") from error
-        hello = {
-            "processes": self._processes,
-            "run_id": self._nodes.run_id,
-            "name": socket.gethostname(),
-            "drawn": drawn,
-        }
-        line.send({**hello, "rank": self._nodes.rank or 0})
-        self._heard = time.monotonic()
+        except ConnectionError:
+            raise ConnectionError("what listens there is no launcher of zeromesh, or it is about to end") from None
+        line.send(
+            {
+                "processes": self._processes,
+                "run_id": self._nodes.run_id,
+                "name": socket.gethostname(),
+                "drawn": line.drawn,
+                "rank": self._nodes.rank or 0,
+            }
+        )
         return line
 
     def _wait(self) -> RankRange | Result:
         while not self._stopped():
-            self._hear()
+            self._receive()
             if self._result is not None:
                 return self._result
             if self._place is not None:
@@ -434,27 +392,18 @@ class Follower:
                 select.select([self._line.connection], [], [], _TICK_SECONDS)
         return 0
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         if self._line is None:
             return
-        now = time.monotonic()
-        lines = self._line.read()
         try:
-            for data in lines or ():
-                self._take(self._line.opened(data))
-                self._heard = now
-        except MessageError as error:
-            self._result = self._unreached(str(error))
-        if self._result is None and (lines is None or now > self._heard + _SILENCE_SECONDS):
-            self._result = self._unreached("the connection is gone")
+            for message in self._line.receive():
+                self._take(message)
+        except (MessageError, ConnectionError) as error:
+            if self._result is None:
+                self._result = self._unreached(str(error))
         if self._result is not None:
             self._stop = True
             self.close()
-            return
-        if now > self._beat + _BEAT_SECONDS:
-            self._beat = now
-            self._line.send({"beat": True})
-        self._line.flush()
 
     def _take(self, message: Message) -> None:
         if "start" in message:
@@ -462,9 +411,9 @@ class Follower:
         elif "stop" in message:
             self._stop = True
         elif "over" in message:
-            said = message["over"] if isinstance(message["over"], dict) else {}
-            code = number(said, "code", most=MAX_EXIT_CODE)
-            self._result = code and WorkersFailed(ranks=(), message=text(said, "text"), exit_code=code, noticed=True)
+            end = message["over"] if isinstance(message["over"], dict) else {}
+            code = number(end, "code", most=MAX_EXIT_CODE)
+            self._result = code and WorkersFailed(ranks=(), message=text(end, "text"), exit_code=code, noticed=True)
 
     def _unreached(self, reason: str) -> WorkersFailed:
         nodes = self._nodes
@@ -477,7 +426,7 @@ class Follower:
         return WorkersFailed(ranks=(), message=message, exit_code=1, apart=True)
 
 
-def meeting(nodes: Nodes, processes: int, tell: Tell, stopped: Stopped) -> Leader | Follower:
+def meeting(nodes: Nodes, processes: int, notify: Notify, stopped: Stopped) -> Leader | Follower:
     """This launcher's part: with numbers, number 0 leads; without, the first at the endpoint's host to listen there.
 
     Raises:
@@ -485,10 +434,10 @@ def meeting(nodes: Nodes, processes: int, tell: Tell, stopped: Stopped) -> Leade
     """
     host = nodes.where[0]
     if nodes.alone or nodes.rank == 0:
-        return Leader(nodes, processes, tell, stopped)
+        return Leader(nodes, processes, notify, stopped)
     if nodes.rank is None and is_here(host):
         try:
-            return Leader(nodes, processes, tell, stopped)
+            return Leader(nodes, processes, notify, stopped)
         except ConfigError as error:
             if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE):
                 raise
@@ -503,16 +452,16 @@ def _accepted(listener: socket.socket) -> Iterator[socket.socket]:
             return
 
 
-def _place(said: object) -> RankRange:
-    if not isinstance(said, dict):
+def _place(content: object) -> RankRange:
+    if not isinstance(content, dict):
         raise MessageError("'start' is no object")
-    size = number(said, "world_size", least=1, most=_MOST_PROCESSES**2)
+    size = number(content, "world_size", least=1, most=_MOST_PROCESSES**2)
     return RankRange(
-        first=number(said, "first", most=size - 1),
-        processes=number(said, "processes", least=1, most=_MOST_PROCESSES),
+        first=number(content, "first", most=size - 1),
+        processes=number(content, "processes", least=1, most=_MOST_PROCESSES),
         world_size=size,
-        master_address=text(said, "master_address"),
-        master_port=number(said, "master_port", least=1, most=65535),
-        run_id=text(said, "run_id"),
-        restart=number(said, "restart"),
+        master_address=text(content, "master_address"),
+        master_port=number(content, "master_port", least=1, most=65535),
+        run_id=text(content, "run_id"),
+        restart=number(content, "restart"),
     )

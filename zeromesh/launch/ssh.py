@@ -270,7 +270,7 @@ def watch(lines: Sequence[HostLine], requests: StopSignals, silence_seconds: flo
                 # Who has only noticed that another is gone waits until the other has been heard of, or is lost.
                 known = any(not failure.noticed for failure in failures)
                 late = failed_at is not None and now > failed_at + silence_seconds + _MARGIN_SECONDS
-                if (known or late) and not requests.told:
+                if (known or late) and not requests.passed_on:
                     for each in lines:
                         each.kill()
         finally:
@@ -296,8 +296,8 @@ def _pass_on(lines: Sequence[HostLine], requests: StopSignals) -> None:
     while requests.pending:
         number = requests.pending.pop(0)
         for each in lines:
-            if requests.told:
+            if requests.passed_on:
                 each.kill()
             else:
                 each.send({"signal": number})
-        requests.told = True
+        requests.passed_on = True

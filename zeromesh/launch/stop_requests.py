@@ -10,11 +10,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class StopSignals:
-    """Signals that this process has got, and whether hosts have been told of one."""
+    """Signals that this process has received, and whether one was passed on to the processes that it has started."""
 
     def __init__(self) -> None:
         self.first = 0
-        self.told = False
+        self.passed_on = False
         self.pending: list[int] = []
 
     def receive(self, number: int, frame: object) -> None:

@@ -187,7 +187,7 @@ def test_who_does_not_know_the_secret_does_not_take_part(monkeypatch: pytest.Mon
     stop = threading.Event()
     nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{port}")
     leader = Leader(nodes, 1, told.append, stop.is_set)
-    waiting = threading.Thread(target=leader.first)
+    waiting = threading.Thread(target=leader.first_start)
     waiting.start()
     hello = {"processes": 1, "run_id": "", "name": "stranger", "drawn": "00", "rank": 0}
     try:
@@ -210,7 +210,7 @@ def test_hosts_with_different_secrets_say_so(monkeypatch: pytest.MonkeyPatch) ->
     nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{port}", rank=0)
     stop = threading.Event()
     leader = Leader(nodes, 1, lambda line: None, stop.is_set)
-    waiting = threading.Thread(target=leader.first)
+    waiting = threading.Thread(target=leader.first_start)
     waiting.start()
     monkeypatch.setenv(SECRET, "another")
     try:
@@ -231,7 +231,7 @@ def test_a_restart_says_who_died_and_which_restart_it_is(tmp_path: Path) -> None
     )
     script = tmp_path / "die.py"
     script.write_text(body)
-    failed = launch_workers([str(script)], processes=2, nodes=Nodes(max_restarts=2), tell=told.append)
+    failed = launch_workers([str(script)], processes=2, nodes=Nodes(max_restarts=2), notify=told.append)
     assert isinstance(failed, WorkersFailed)
     assert (failed.ranks, failed.exit_code) == ((1,), 137)
     assert len(told) == 2
@@ -248,7 +248,7 @@ def test_a_mistake_of_the_users_is_not_tried_again() -> None:
         "become_worker(lambda error: 2)\n"
         "raise ValueError('no')"
     )
-    failed = launch_workers(["-c", body], processes=1, nodes=Nodes(max_restarts=3), tell=told.append)
+    failed = launch_workers(["-c", body], processes=1, nodes=Nodes(max_restarts=3), notify=told.append)
     assert isinstance(failed, WorkersFailed)
     assert failed.exit_code == 2
     assert not told
@@ -258,13 +258,13 @@ def test_a_follower_names_the_leader_that_is_gone_not_ranks_that_noticed() -> No
     nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{free_port()}")
     stop = threading.Event()
     leader = Leader(nodes, 1, lambda line: None, stop.is_set)
-    waiting = threading.Thread(target=leader.first)
+    waiting = threading.Thread(target=leader.first_start)
     waiting.start()
     follower = Follower(nodes, 1, lambda: False)
-    assert isinstance(follower.first(), RankRange)
+    assert isinstance(follower.first_start(), RankRange)
     waiting.join()
     leader.close()
     noticed = WorkersFailed(ranks=(1,), message="rank 0 is gone", exit_code=1, noticed=True)
-    found = follower.next(noticed)
+    found = follower.next_start(noticed)
     assert isinstance(found, WorkersFailed)
     assert str(found) == f"the launcher at {nodes.endpoint} has ended"
