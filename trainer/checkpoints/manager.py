@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from zeromesh import __version__
-from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.loader import Loader, OpenedCheckpoint
+from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint
+from zeromesh.checkpoint.loader import Loader
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, ZeromeshError

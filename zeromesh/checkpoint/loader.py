@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from zeromesh.checkpoint.format import manifest as manifests
-from zeromesh.checkpoint.format.manifest import Manifest, StoredTensor
+from zeromesh.checkpoint.format.manifest import StoredTensor
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
-from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
+from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint, ReadTarget
 from zeromesh.checkpoint.io.tensor_shard import TensorShard
 from zeromesh.checkpoint.multi_host.merge import check_parts
 from zeromesh.checkpoint.multi_host.partial_reader import PartsReader
@@ -33,19 +33,6 @@ class Skipped:
     reason: str
 
 
-class OpenedCheckpoint(Protocol):
-    """A checkpoint that can be read, whole or in parts."""
-
-    manifest: Manifest
-    directory: Path
-
-    def tensor(self, kind: str, name: str) -> StoredTensor | None: ...
-
-    def document(self, path: str) -> dict[str, Any]: ...
-
-    def read(self, targets: Iterable[ReadTarget], tell: Callable[[], None]) -> None: ...
-
-
 class Loader:
     """Opens and reads checkpoints; all ranks call its methods alike, and get the same answers and errors."""
 
@@ -61,7 +48,7 @@ class Loader:
         return sorted({int(word) for text in texts for word in text.decode().split(",") if word}, reverse=True)
 
     def open(self, directory: Path) -> OpenedCheckpoint:
-        """The checkpoint in a directory, as all ranks see it; of one that is in parts, each host's directory has its own.
+        """The checkpoint in a directory that all ranks see, or of which each host's directory has a part.
 
         Raises:
             CheckpointError: when it is not whole, or ranks see different ones.
@@ -70,32 +57,31 @@ class Loader:
         with self._together(f"opening {directory}"):
             if directory.is_dir():
                 found.append(CheckpointReader(directory, parts=True))
-        reader, world = (found[0] if found else None), self._mesh.world
-        mine = "" if reader is None else f"{reader.manifest.part[1]} {reader.digest}"
-        rows = [text.decode() for text in world.gather_bytes(mine.encode(), "comparison of checkpoints")]
+        reader, world, rank = (found[0] if found else None), self._mesh.world, self._mesh.rank
+        identity = "" if reader is None else f"{reader.manifest.part[1]} {reader.digest}"
+        identities = [text.decode() for text in world.gather_bytes(identity.encode(), "comparison of checkpoints")]
         holders: dict[str, list[int]] = {}
-        for rank, row in enumerate(rows):
-            holders.setdefault(row, []).append(rank)
+        for other, text in enumerate(identities):
+            holders.setdefault(text, []).append(other)
         blind = holders.pop("", [])
-        in_parts = bool(holders) and all(not row.startswith("1 ") for row in holders)
+        in_parts = bool(holders) and all(not text.startswith("1 ") for text in holders)
         if blind and not in_parts:
             raise CheckpointError(f"rank {blind[0]} sees no {directory}; give all hosts the same directory")
         if reader is not None and len(holders) == 1 and not in_parts:
             return reader
-        first = reader is not None and holders[rows[self._mesh.rank]][0] == self._mesh.rank
-        text = reader.manifest.to_json() if reader is not None and first else b""
-        texts = world.gather_bytes(text, "manifests of the parts")
+        leads = reader is not None and holders[identity][0] == rank
+        texts = world.gather_bytes(reader.manifest.to_json() if reader and leads else b"", "manifests of the parts")
+        # Leaders are in rank order here and in `holders`, so each manifest meets the ranks that see it.
         parts = [manifests.parse(directory / manifests.NAME, text) for text in texts if text]
-        seen = [ranks[0] for ranks in holders.values()]
+        first_ranks = [ranks[0] for ranks in holders.values()]
         if not in_parts or len({part.part[0] for part in parts}) < len(parts):
             raise CheckpointError(
-                f"{directory} is another checkpoint on rank {seen[1]} than on rank {seen[0]}; give all hosts the same directory"
+                f"{directory} is another checkpoint on rank {first_ranks[1]} than on rank {first_ranks[0]}; "
+                "give all hosts the same directory"
             )
-        check_parts([(f"{directory} on rank {rank}", part) for rank, part in zip(seen, parts, strict=True)])
-        order = sorted(range(len(parts)), key=lambda number: parts[number].part[0])
-        ranks = list(holders.values())
-        ordered, by_part = [parts[number] for number in order], [ranks[number] for number in order]
-        return PartsReader(directory, reader, ordered, by_part, world)
+        check_parts([(f"{directory} on rank {first}", part) for first, part in zip(first_ranks, parts, strict=True)])
+        ordered = sorted(zip(parts, holders.values(), strict=True), key=lambda pair: pair[0].part[0])
+        return PartsReader(directory, reader, [part for part, _ in ordered], [ranks for _, ranks in ordered], world)
 
     def document(self, opened: OpenedCheckpoint, path: str) -> dict[str, Any]:
         """A JSON object among the files. Raises `CheckpointError` on all ranks where one cannot read it."""
@@ -104,26 +90,23 @@ class Loader:
             found.append(opened.document(path))
         return found[0]
 
-    def fill(self, reader: OpenedCheckpoint, tensors: Sequence[TensorSpec], holdings: Sequence[TensorShard]) -> None:
-        """Fill what ranks hold of `tensors` with the checkpoint's values, of which each rank verifies what it reads.
+    def fill(self, reader: OpenedCheckpoint, tensors: Sequence[TensorSpec], shards: Sequence[TensorShard]) -> None:
+        """Fill the ranks' shards of `tensors` with the checkpoint's values; each rank verifies what it reads.
 
         Raises:
-            LayoutError: when its tensors are not those of the model and the optimizer; nothing has been read then.
-            CheckpointError: when some rank found damage; the holdings are then in part those of the checkpoint.
+            LayoutError: when the checkpoint's tensors are not those of the model and the optimizer; nothing is changed then.
+            CheckpointError: when some rank found damage; part of the shards has the checkpoint's values then.
         """
         targets: list[ReadTarget] = []
         with self._together("comparison with the checkpoint"):
             _compare(reader, tensors)
-            targets.extend(_targets(reader, holdings))
+            targets.extend(_targets(reader, shards))
         with self._together(f"reading {reader.directory}"):
-            reader.read(targets, self._tell())
-
-    def _tell(self) -> Callable[[], None]:
-        return lambda: self._mesh.post(Activity.LOAD)
+            reader.read(targets, lambda: self._mesh.post(Activity.LOAD))
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
-        """What one rank cannot do, no rank goes on from: all raise its error."""
+        """Run a block on all ranks; where it fails on one, all raise its error, since no rank may go on alone."""
         failure: ZeromeshError | None = None
         try:
             yield
@@ -131,8 +114,9 @@ class Loader:
             failure = error
         except OSError as error:
             failure = StorageError(f"{error.filename or what}: {error.strerror or error}")
-        mine = f"{int(isinstance(failure, LayoutError))}{failure}" if failure else ""
-        every = [text.decode() for text in self._mesh.world.gather_bytes(mine.encode(errors="backslashreplace"), what)]
+        problem = f"{int(isinstance(failure, LayoutError))}{failure}" if failure else ""
+        answers = self._mesh.world.gather_bytes(problem.encode(errors="backslashreplace"), what)
+        every = [text.decode() for text in answers]
         found = [(rank, text) for rank, text in enumerate(every) if text]
         if not found:
             return
@@ -160,19 +144,19 @@ def _compare(reader: OpenedCheckpoint, tensors: Sequence[TensorSpec]) -> None:
         raise LayoutError(f"{reader.directory} does not fit this model and optimizer: {shown}")
 
 
-def _targets(reader: OpenedCheckpoint, holdings: Sequence[TensorShard]) -> Iterator[ReadTarget]:
-    """Where elements come from: what lies in columns of rows as one target, anything else by runs."""
-    for holding in holdings:
-        stored = _stored(reader, holding.spec.kind, holding.spec.name)
+def _targets(reader: OpenedCheckpoint, shards: Sequence[TensorShard]) -> Iterator[ReadTarget]:
+    """Where the elements of shards come from: one target for columns of rows, and else one for each contiguous run."""
+    for shard in shards:
+        stored = _stored(reader, shard.spec.kind, shard.spec.name)
         if stored is None:
-            raise LayoutError(f"{reader.directory} has no {holding.spec.kind} of {holding.spec.name}")
-        rows = holding.region.rows()
+            raise LayoutError(f"{reader.directory} has no {shard.spec.kind} of {shard.spec.name}")
+        rows = shard.region.rows()
         if rows is not None:
-            yield ReadTarget(tensor=stored, first=holding.interval.start, values=holding.values, rows=rows)
+            yield ReadTarget(tensor=stored, first=shard.interval.start, values=shard.values, rows=rows)
             continue
-        for run in holding.region.runs(holding.interval):
-            first = run.local - holding.interval.start
-            yield ReadTarget(tensor=stored, first=run.logical, values=holding.values.slice(first, first + run.length))
+        for run in shard.region.runs(shard.interval):
+            first = run.local - shard.interval.start
+            yield ReadTarget(tensor=stored, first=run.logical, values=shard.values.slice(first, first + run.length))
 
 
 def _stored(reader: OpenedCheckpoint, kind: str, name: str) -> StoredTensor | None:

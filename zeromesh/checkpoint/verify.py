@@ -24,8 +24,8 @@ class Damage:
     tensors: tuple[str, ...] = ()
 
 
-def find_damage(reader: CheckpointReader, tell: Callable[[int], None]) -> Iterator[Damage]:
-    """Verify every piece of every file; `tell` gets the bytes of each piece that is done.
+def find_damage(reader: CheckpointReader, on_progress: Callable[[int], None]) -> Iterator[Damage]:
+    """Verify every piece of every file; `on_progress` gets the bytes of each piece that is done.
 
     The reader is one that was made unchecked. Raises nothing for what is wrong in the files.
     """
@@ -39,7 +39,7 @@ def find_damage(reader: CheckpointReader, tell: Callable[[int], None]) -> Iterat
         if problem and not _is_plain(reader.directory / path):
             yield Damage(path=path, reasons=(problem,), tensors=_named(members, record.pieces))
             continue
-        bad, reasons = _bad_pieces(reader, record.pieces, tell)
+        bad, reasons = _bad_pieces(reader, record.pieces, on_progress)
         if not (problem or reasons) and path.endswith(_SUFFIX) and reader.manifest.part[1] == 1:
             reasons = _disagreement(reader.directory / path, members)
         if problem or reasons:
@@ -56,7 +56,7 @@ def _is_plain(path: Path) -> bool:
 
 
 def _bad_pieces(
-    reader: CheckpointReader, pieces: tuple[ChecksumPiece, ...], tell: Callable[[int], None]
+    reader: CheckpointReader, pieces: tuple[ChecksumPiece, ...], on_progress: Callable[[int], None]
 ) -> tuple[list[ChecksumPiece], list[str]]:
     """The pieces of one file that are not what was written, and the reason of the first."""
     bad: list[ChecksumPiece] = []
@@ -65,10 +65,10 @@ def _bad_pieces(
     def failed(piece: ChecksumPiece, error: ZeromeshError) -> None:
         bad.append(piece)
         reasons.append(str(error))
-        tell(piece.end - piece.begin)
+        on_progress(piece.end - piece.begin)
 
     try:
-        reader.stream(pieces, lambda piece, data: tell(data.numel()), lambda: None, failed)
+        reader.stream(pieces, lambda piece, data: on_progress(data.numel()), lambda: None, failed)
     except ZeromeshError as error:
         return list(pieces), [str(error)]
     more = [f"so are {len(bad) - 1:,} more of its {len(pieces):,} pieces"] if len(bad) > 1 else []

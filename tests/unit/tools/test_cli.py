@@ -55,7 +55,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The commands that would have been started; the last entry of `results` is what the launcher returns."""
     calls: list[Any] = []
 
-    def launch_workers(arguments: Any, *, processes: int, nodes: Nodes, tell: object) -> int:
+    def launch_workers(arguments: Any, *, processes: int, nodes: Nodes, notify: object) -> int:
         calls.append((processes, tuple(arguments)))
         return 0
 

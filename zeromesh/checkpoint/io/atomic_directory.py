@@ -30,10 +30,10 @@ def fresh_directory(out: Path, nbytes: int) -> Iterator[Path]:
     out = Path(os.path.realpath(out))
     # Short, since `out` may have the longest name; its own, since another process may be writing the same directory.
     temporary = out.with_name(f".zeromesh-{secrets.token_hex(8)}.tmp")
-    taken = f"{out} exists and is not an empty directory; give another one, or remove it first"
+    occupied = f"{out} exists and is not an empty directory; give another one, or remove it first"
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(taken)
+            raise ConfigError(occupied)
         temporary.mkdir(parents=True)
         free = shutil.disk_usage(temporary).free
         if free < nbytes + _SPARE_BYTES:
@@ -47,7 +47,7 @@ def fresh_directory(out: Path, nbytes: int) -> Iterator[Path]:
         sync_directory(out.parent)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and error.filename == str(temporary):
-            raise ConfigError(f"{taken}: something else has been written there meanwhile") from error
+            raise ConfigError(f"{occupied}: something else has been written there meanwhile") from error
         raise StorageError(f"{error.filename or str(out)!r} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,8 +14,8 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.format import manifest
-from zeromesh.checkpoint.format.manifest import ChecksumPiece, Manifest, StoredTensor, checksum
+from zeromesh.checkpoint.format import manifest as manifests
+from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest, StoredTensor, checksum
 from zeromesh.checkpoint.format.safetensors_layout import parse_json
 from zeromesh.checkpoint.io.blocks import GRID, Extents, overlapping
 from zeromesh.checkpoint.io.tensor_shard import FileSlice
@@ -85,7 +86,44 @@ class ReadTarget:
         self.values.slice(first, first + part.interval.length).copy_from(data.view(self.where.dtype))
 
 
-class CheckpointReader:
+class OpenedCheckpoint(ABC):
+    """A checkpoint that can be read, whole or in parts on several hosts."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self._tensors = {(tensor.spec.kind, tensor.spec.name): tensor for tensor in manifest.tensors}
+
+    def tensor(self, kind: str, name: str) -> StoredTensor | None:
+        """A stored tensor, under its own name or that of a tied one."""
+        return self._tensors.get((kind, name)) or self._tensors.get((kind, self.manifest.aliases.get(name, name)))
+
+    def document(self, path: str) -> dict[str, Any]:
+        """A JSON object among the files, verified. Raises `CheckpointError`."""
+        return parse_json(self.directory / path, self.content(path))
+
+    def record(self, path: str) -> FileRecord:
+        """What the manifest has of a file. Raises `CheckpointError` where there is no such file."""
+        found = self.manifest.files.get(path)
+        if found is None:
+            raise CheckpointError(f"{self.directory} has no {path}")
+        return found
+
+    @abstractmethod
+    def content(self, path: str) -> bytes:
+        """All bytes of a small file, verified. Raises `CheckpointError`."""
+
+    @abstractmethod
+    def read(self, targets: Iterable[ReadTarget], on_progress: Callable[[], None]) -> None:
+        """Fill all targets, only with bytes that were verified. `on_progress` is called after every piece.
+
+        Raises:
+            CheckpointError: naming the file, the bytes and a tensor in them, when a piece is not what was written.
+            StorageError: when the system cannot read.
+        """
+
+
+class CheckpointReader(OpenedCheckpoint):
     """A checkpoint whose manifest is sound and whose files are all there, at their sizes.
 
     `parts` True takes also a part of a checkpoint. `checked` False takes that, and directories whose files are not right
@@ -96,10 +134,10 @@ class CheckpointReader:
     """
 
     def __init__(self, directory: Path, *, checked: bool = True, parts: bool = False) -> None:
-        self.directory = directory
-        self.digest, self.manifest = manifest_of(directory)
-        if checked and not parts and self.manifest.part[1] > 1:
-            index, count = self.manifest.part
+        self.digest, manifest = manifest_of(directory)
+        super().__init__(directory, manifest)
+        if checked and not parts and manifest.part[1] > 1:
+            index, count = manifest.part
             raise CheckpointError(
                 f"{directory} is part {index + 1} of {count}, one of each host; put them together first: "
                 "`zeromesh checkpoint merge PART PART ... --out DIR`"
@@ -107,25 +145,13 @@ class CheckpointReader:
         if checked:
             for _, problem in self.problems():
                 raise CheckpointError(problem)
-        self._tensors = {(tensor.spec.kind, tensor.spec.name): tensor for tensor in self.manifest.tensors}
 
     def pieces(self) -> list[ChecksumPiece]:
         """Every piece of every file, those of a file in order."""
         return [piece for record in self.manifest.files.values() for piece in record.pieces]
 
-    def tensor(self, kind: str, name: str) -> StoredTensor | None:
-        """A stored tensor, under its own name or that of a tied one."""
-        return self._tensors.get((kind, name)) or self._tensors.get((kind, self.manifest.aliases.get(name, name)))
-
-    def document(self, path: str) -> dict[str, Any]:
-        """A JSON object among the files, verified. Raises `CheckpointError`."""
-        return parse_json(self.directory / path, self.content(path))
-
     def content(self, path: str) -> bytes:
-        """All bytes of a small file, verified. Raises `CheckpointError`."""
-        record = self.manifest.files.get(path)
-        if record is None:
-            raise CheckpointError(f"{self.directory} has no {path}")
+        record = self.record(path)
         if record.nbytes > MAX_CONTENT_BYTES:
             raise CheckpointError(
                 f"{self.directory / path} has {record.nbytes:,} bytes; at most {MAX_CONTENT_BYTES:,} are read at once"
@@ -135,12 +161,6 @@ class CheckpointReader:
         return b"".join(parts)
 
     def read(self, targets: Iterable[ReadTarget], on_progress: Callable[[], None]) -> None:
-        """Fill all targets. `on_progress` is called after every piece. A target is filled only with bytes that were verified.
-
-        Raises:
-            CheckpointError: naming the file, the bytes and a tensor in them, when a piece is not what was written.
-            StorageError: when the system cannot read.
-        """
         by_file = targets_by_file(targets)
         needed = [piece for path, members in by_file.items() for piece in self._covering(path, members)]
 
@@ -156,7 +176,7 @@ class CheckpointReader:
         self.stream(self.pieces(), lambda piece, data: None, on_progress)
 
     def _covering(self, path: str, targets: Iterable[ReadTarget]) -> Iterator[ChecksumPiece]:
-        """Pieces of a file that hold a byte of the targets, which are in order."""
+        """The pieces of a file that hold a byte of the targets, which are in order."""
         pieces = self.manifest.files[path].pieces
         last: ChecksumPiece | None = None
         for target in targets:
@@ -233,7 +253,7 @@ class CheckpointReader:
         if foreign:
             yield (
                 foreign[0],
-                f"{self.directory} holds {', '.join(map(repr, foreign[:3]))}, which {manifest.NAME} does not name; "
+                f"{self.directory} holds {', '.join(map(repr, foreign[:3]))}, which {manifests.NAME} does not name; "
                 "move what is not of this checkpoint elsewhere",
             )
 
@@ -254,12 +274,12 @@ class CheckpointReader:
 
 def manifest_of(directory: Path) -> tuple[str, Manifest]:
     """A directory's manifest, and a checksum that tells it from any other."""
-    path = directory / manifest.NAME
+    path = directory / manifests.NAME
     try:
-        raw = read_whole(path, manifest.MAX_BYTES)
-        return checksum(raw), manifest.parse(path, raw)
+        raw = read_whole(path, manifests.MAX_BYTES)
+        return checksum(raw), manifests.parse(path, raw)
     except FileNotFoundError:
-        raise CheckpointError(f"{directory} has no {manifest.NAME}: it is no whole checkpoint") from None
+        raise CheckpointError(f"{directory} has no {manifests.NAME}: it is no whole checkpoint") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -300,7 +320,7 @@ def _finish(
 
 
 def targets_by_file(targets: Iterable[ReadTarget]) -> dict[str, Extents[ReadTarget]]:
-    """Targets of something, by the path of their file."""
+    """The targets that have elements, by the path of their file."""
     found: dict[str, list[ReadTarget]] = {}
     for target in targets:
         if target.values.numel:

@@ -105,8 +105,8 @@ def _check_tiles(path: str, pieces: Sequence[ChecksumPiece], nbytes: int) -> Non
         end = stop
 
 
-def merge(parts: Sequence[CheckpointReader], out: Path, tell: Callable[[int], None]) -> Manifest:
-    """Write the whole checkpoint to `out`, verifying every piece on its way; `tell` gets the bytes of each.
+def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[int], None]) -> Manifest:
+    """Write the whole checkpoint to `out`, verifying every piece on its way; `on_progress` gets the bytes of each.
 
     Raises:
         CheckpointError: when a piece is not what was written, or pieces are not each byte once.
@@ -119,16 +119,18 @@ def merge(parts: Sequence[CheckpointReader], out: Path, tell: Callable[[int], No
         for path, record in whole.files.items():
             (directory / path).parent.mkdir(exist_ok=True)
             with PositionalFile(directory / path, write=True, size=record.nbytes) as file:
-                _copy(parts, path, file, tell)
+                _copy(parts, path, file, on_progress)
                 file.sync()
         write_whole(directory / manifests.NAME, text)
     return whole
 
 
-def _copy(parts: Sequence[CheckpointReader], path: str, file: PositionalFile, tell: Callable[[int], None]) -> None:
+def _copy(
+    parts: Sequence[CheckpointReader], path: str, file: PositionalFile, on_progress: Callable[[int], None]
+) -> None:
     def use(piece: ChecksumPiece, data: torch.Tensor) -> None:
         file.write(data, piece.begin)
-        tell(data.numel())
+        on_progress(data.numel())
 
     for part in parts:
         record = part.manifest.files.get(path)

@@ -1,7 +1,7 @@
 """A checkpoint of which each host has a part, read by all ranks together: what a rank needs of other parts comes over the network.
 
-Ranks say which bytes they miss. Those bytes are served in rounds, of a bounded size, by ranks that see the part in which they are:
-each verifies the whole piece that it takes bytes from.
+All ranks exchange which bytes they miss. Ranks that see the part with these bytes send them, in rounds of a bounded size, after
+they have verified the whole piece that the bytes belong to.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.format.manifest import ChecksumPiece, Manifest, StoredTensor
-from zeromesh.checkpoint.format.safetensors_layout import parse_json
+from zeromesh.checkpoint.format.manifest import ChecksumPiece, Manifest
 from zeromesh.checkpoint.io.blocks import overlapping
-from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget, targets_by_file
+from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint, ReadTarget, targets_by_file
 from zeromesh.checkpoint.multi_host.merge import merged_manifest
 from zeromesh.errors import CheckpointError, ZeromeshError
 from zeromesh.mesh.process_mesh import ProcessSet
@@ -36,7 +34,7 @@ class _Request:
     end: int
 
 
-class PartsReader:
+class PartsReader(OpenedCheckpoint):
     """Reads a checkpoint from its parts; all ranks make one and call its methods alike.
 
     `reader` is of the part that this rank sees in `directory`, None where it sees none; `parts` are the manifests of all, in order,
@@ -54,8 +52,7 @@ class PartsReader:
         holders: Sequence[Sequence[int]],
         world: ProcessSet,
     ) -> None:
-        self.manifest = merged_manifest(parts)
-        self.directory = directory
+        super().__init__(directory, merged_manifest(parts))
         self._reader = reader
         self._world = world
         self._rank = world.ranks[world.index]
@@ -69,34 +66,25 @@ class PartsReader:
         }
         self._part_of = [part_of[piece.path, piece.begin] for piece in self._pieces]
         self._here = {(piece.path, piece.begin) for piece in reader.pieces()} if reader is not None else set()
-        self._tensors = {(tensor.spec.kind, tensor.spec.name): tensor for tensor in self.manifest.tensors}
         self._holders = holders
 
-    def tensor(self, kind: str, name: str) -> StoredTensor | None:
-        """As `CheckpointReader.tensor`."""
-        return self._tensors.get((kind, self.manifest.aliases.get(name, name)))
-
-    def document(self, path: str) -> dict[str, Any]:
-        """As `CheckpointReader.document`."""
-        record = self.manifest.files.get(path)
-        if record is None:
-            raise CheckpointError(f"{self.directory} has no {path}")
+    def content(self, path: str) -> bytes:
+        record = self.record(path)
         requests = [
             _Request(rank=self._rank, piece=self._numbers[piece.path, piece.begin], begin=piece.begin, end=piece.end)
             for piece in record.pieces
         ]
-        # Each rank takes every request for its own: all of them want the same bytes.
-        parts = [data.numpy().tobytes() for _, data in self._serve(requests, lambda: None)]
-        return parse_json(self.directory / path, b"".join(parts))
+        # All ranks have the same requests, and each of them gets the bytes as if it were the only one.
+        return b"".join(data.numpy().tobytes() for _, data in self._serve(requests, lambda: None))
 
-    def read(self, targets: Iterable[ReadTarget], tell: Callable[[], None]) -> None:
-        """As `CheckpointReader.read`, whose errors all ranks raise."""
+    def read(self, targets: Iterable[ReadTarget], on_progress: Callable[[], None]) -> None:
+        """As `OpenedCheckpoint.read`; all ranks raise the error of one."""
         by_file = targets_by_file(targets)
         wanted = [target for members in by_file.values() for target in members]
 
         def read_here() -> bytes:
             if self._reader is not None:
-                self._reader.read(wanted, tell)
+                self._reader.read(wanted, on_progress)
             return json.dumps([[each.piece, each.begin, each.end] for each in self._missing(wanted)]).encode()
 
         rows = self._gather(read_here, "reading this host's part of the checkpoint")
@@ -107,7 +95,7 @@ class PartsReader:
         ]
         problem: ZeromeshError | None = None
         for batch in self._rounds(requests):
-            for request, data in self._serve(batch, tell):
+            for request, data in self._serve(batch, on_progress):
                 got = replace(self._pieces[request.piece], begin=request.begin, end=request.end)
                 try:
                     for target in by_file[got.path].touching(got.begin, got.end):
@@ -118,7 +106,7 @@ class PartsReader:
             raise problem
 
     def _missing(self, targets: Iterable[ReadTarget]) -> Iterator[_Request]:
-        """What of the targets is in no piece of this rank's part."""
+        """Requests for the bytes of targets that are in no piece of this rank's part."""
         for target in targets:
             pieces = self.manifest.files[target.tensor.path].pieces
             for piece in overlapping(pieces, target.begin, target.end):
@@ -127,20 +115,24 @@ class PartsReader:
                     number = self._numbers[piece.path, piece.begin]
                     yield _Request(rank=self._rank, piece=number, begin=begin, end=end)
 
-    def _serve(self, requests: Sequence[_Request], tell: Callable[[], None]) -> Iterator[tuple[_Request, torch.Tensor]]:
-        """One round: what all ranks ask for, of which this rank gets its own, 1-D uint8."""
-        mine = [request for request in requests if self._server(request) == self._rank]
-        every = self._gather(lambda: self._bytes_of(mine, tell), "reading other hosts' parts of the checkpoint")
-        taken = [0] * len(every)
+    def _serve(
+        self, requests: Sequence[_Request], on_progress: Callable[[], None]
+    ) -> Iterator[tuple[_Request, torch.Tensor]]:
+        """Exchange one round of requests; yields the requests of this rank with their bytes, 1-D uint8."""
+        served = [request for request in requests if self._server(request) == self._rank]
+        every = self._gather(
+            lambda: self._bytes_of(served, on_progress), "reading other hosts' parts of the checkpoint"
+        )
+        used = [0] * len(every)
         for request in requests:
             server, length = self._server(request), request.end - request.begin
             if request.rank == self._rank:
-                data = every[server][taken[server] : taken[server] + length]
+                data = every[server][used[server] : used[server] + length]
                 yield request, torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            taken[server] += length
+            used[server] += length
 
     def _rounds(self, requests: Sequence[_Request]) -> Iterator[list[_Request]]:
-        """Requests in order, as many at a time as a round may have bytes of a server, and one at least."""
+        """The requests in order, in rounds in which each server sends a bounded number of bytes, or a single request."""
         most = _ROUND_BYTES // self._world.size
         batch: list[_Request] = []
         served: dict[int, int] = {}
@@ -155,12 +147,12 @@ class PartsReader:
             yield batch
 
     def _server(self, request: _Request) -> int:
-        """The rank that reads a piece for others: those that see its part take turns."""
+        """The rank that reads a piece for others; the ranks that see its part take turns."""
         holders = self._holders[self._part_of[request.piece]]
         return holders[request.piece % len(holders)]
 
-    def _bytes_of(self, requests: Sequence[_Request], tell: Callable[[], None]) -> bytes:
-        """The bytes of requests, one after the other, each out of a verified piece."""
+    def _bytes_of(self, requests: Sequence[_Request], on_progress: Callable[[], None]) -> bytes:
+        """The bytes of requests, one after the other, from verified pieces."""
         wanted: dict[int, list[int]] = {}
         for number, request in enumerate(requests):
             wanted.setdefault(request.piece, []).append(number)
@@ -170,20 +162,20 @@ class PartsReader:
             for number in wanted[self._numbers[piece.path, piece.begin]]:
                 request = requests[number]
                 found[number] = data[request.begin - piece.begin : request.end - piece.begin].numpy().tobytes()
-            tell()
+            on_progress()
 
         if self._reader is None:
-            return b""  # What is not here, nobody asks this rank for.
-        self._reader.stream([self._pieces[number] for number in sorted(wanted)], use, tell)
+            return b""  # Requests go only to ranks that see a part.
+        self._reader.stream([self._pieces[number] for number in sorted(wanted)], use, on_progress)
         return b"".join(found)
 
     def _gather(self, make: Callable[[], bytes], what: str) -> list[bytes]:
-        """What each rank makes. Where one cannot, all raise its error: none may go on to the next exchange alone."""
+        """What `make` returns on each rank. Where it fails on one, all raise its error: none may go on alone."""
         try:
-            mine = b"+" + make()
+            answer = b"+" + make()
         except (ZeromeshError, OSError) as error:
-            mine = b"-" + str(error).encode(errors="backslashreplace")
-        every = self._world.gather_bytes(mine, what)
+            answer = b"-" + str(error).encode(errors="backslashreplace")
+        every = self._world.gather_bytes(answer, what)
         for rank, text in enumerate(every):
             if text[:1] == b"-":
                 raise CheckpointError(f"rank {rank}: {text[1:].decode()}")

@@ -58,8 +58,8 @@ def find_sharing(directory: Path, mesh: Mesh) -> SharedStorage:
     marks = [directory / f".seen-{token}-{rank}" for rank in range(mesh.world_size)]
     try:
         failure = _put(marks[mesh.rank]) if mesh.rank == 0 or not mesh.one_host else ""
-        said = mesh.world.gather_bytes(failure.encode(errors="backslashreplace"), "look at the directory")
-        found = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(said) if text]
+        answers = mesh.world.gather_bytes(failure.encode(errors="backslashreplace"), "look at the directory")
+        found = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(answers) if text]
         if found:
             raise StorageError(found[0])
         leader = 0 if mesh.one_host else next(rank for rank, mark in enumerate(marks) if os.path.exists(mark))
