@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
@@ -22,23 +22,42 @@ from transformers.trainer_pt_utils import metrics_format
 
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.files import read_whole, write_whole
-from zeromesh.trainer.callbacks.transformers_views import Batches, bring_up_to_date
+from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
+from zeromesh.trainer.callbacks.transformers_views import Batches, ObservedTrainer, bring_up_to_date
+from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset
+from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.hub.model_card import write_model_card
-from zeromesh.trainer.hub.upload import open_repository, push
+from zeromesh.trainer.hub.upload import UploadedTrainer, open_repository, push
+from zeromesh.trainer.loop.context import RunContext
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.monitoring.progress import FitReport
 from zeromesh.trainer.monitoring.step_metrics import strict
 from zeromesh.trainer.monitoring.user_scalars import require_free_names
 
-if TYPE_CHECKING:
-    from zeromesh.trainer.config.trainer_config import TrainerConfig
-    from zeromesh.trainer.data.feed import Feed
-    from zeromesh.trainer.trainer import Trainer
+
+class NamedTrainer(UploadedTrainer, ObservedTrainer, Protocol):
+    """What the names of transformers are made of: the trainer's own methods and properties."""
+
+    @property
+    def events(self) -> CallbackDispatcher: ...
+
+    @property
+    def run(self) -> RunContext: ...
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the model; see `Trainer.save`."""
+        ...
+
+    def fit(
+        self, resume: str | PathLike[str] | bool | None = None, *, ignore_keys_for_eval: Sequence[str] | None = None
+    ) -> FitReport:
+        """Train; see `Trainer.fit`."""
+        ...
 
 
 class TransformersNames:
-    """Of `Trainer`."""
+    """The part of `Trainer` that has the names of transformers."""
 
     training_arguments: TrainingArguments | None = None
     """What the trainer was given in place of a configuration."""
@@ -52,17 +71,17 @@ class TransformersNames:
 
     @property
     def train_dataset(self) -> Any:
-        """As given."""
-        return self._self.given.train_dataset
+        """The training data as it was passed to the trainer."""
+        return self._self.inputs.train_dataset
 
     @property
     def eval_dataset(self) -> Any:
-        """As given."""
-        return self._self.given.eval_dataset
+        """The evaluation data as it was passed to the trainer."""
+        return self._self.inputs.eval_dataset
 
     @property
-    def _self(self) -> Trainer:
-        return cast("Trainer", self)
+    def _self(self) -> NamedTrainer:
+        return cast("NamedTrainer", self)
 
     def train(
         self,
@@ -78,16 +97,16 @@ class TransformersNames:
         return self._self.fit(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
 
     def add_callback(self, callback: Any) -> None:
-        """One more callback, an object, or a class of transformers. Raises `ConfigError` for what is none."""
+        """Add a callback: an object, or a class of transformers. Raises `ConfigError` for what is none."""
         self._self.events.add(callback)
 
     def pop_callback(self, callback: Any) -> Any:
         """Take a callback out, given itself or its class; returns it, or None where there is none."""
-        return self._self.events.take_out(callback)
+        return self._self.events.remove(callback)
 
     def remove_callback(self, callback: Any) -> None:
         """Take a callback out, given itself or its class."""
-        self._self.events.take_out(callback)
+        self._self.events.remove(callback)
 
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0."""
@@ -102,14 +121,14 @@ class TransformersNames:
     def get_train_dataloader(self) -> Batches | None:
         """This rank's batches of the present epoch; None without training data."""
         run = self._self.run
-        position, per_epoch = run.step + run.passed_over, run.plan.steps_per_epoch or 1
-        return self.batches_of(run.trained.feeds.train(), position // per_epoch * per_epoch)
+        position, per_epoch = run.progress.position, run.plan.steps_per_epoch or 1
+        return self.batches_of(run.model.feeds.train(), position // per_epoch * per_epoch)
 
     def get_eval_dataloader(self, eval_dataset: MapDataset | str | None = None) -> Batches | None:
         """This rank's batches of an evaluation set, the trainer's own if None is given; of several, that of a name."""
         own = self.eval_dataset
         chosen = own if eval_dataset is None else own[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
-        return None if chosen is None else self.batches_of(self._self.run.trained.feeds.evaluation(chosen))
+        return None if chosen is None else self.batches_of(self._self.run.model.feeds.evaluation(chosen))
 
     def get_test_dataloader(self, test_dataset: MapDataset) -> Batches | None:
         """The same of any dataset."""
@@ -233,9 +252,9 @@ class TransformersNames:
         Raises:
             ConfigError: for names that a step's line has already.
         """
-        run, given = self._self.run, {**(logs or {}), **named}
-        require_free_names(given, "trainer.log")
-        run.trained.stepper.scalars.add(given)
+        run, values = self._self.run, {**(logs or {}), **named}
+        require_free_names(values, "trainer.log")
+        run.model.stepper.scalars.add(values)
         if logs:
             run.log_values(logs)
 
@@ -249,13 +268,13 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
     write_whole(path, (json.dumps(strict(values), indent=4, sort_keys=True) + "\n").encode())
 
 
-def collator_of(given: Collate | None, processing_class: Any, *, datasets: bool) -> Collate | None:
+def collator_of(collate: Collate | None, processing_class: Any, *, datasets: bool) -> Collate | None:
     """What makes a batch of samples: as transformers does, samples of given datasets are padded by a tokenizer if there is one that
     can."""
     pads = isinstance(processing_class, PreTrainedTokenizerBase) and "pad_token" in processing_class.special_tokens_map
-    if given is None and datasets and pads:
+    if collate is None and datasets and pads:
         return cast("Collate", DataCollatorWithPadding(processing_class))
-    return given
+    return collate
 
 
 def loss_of(

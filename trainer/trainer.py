@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -16,30 +17,33 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import PredictionOutput
 
+from zeromesh.errors import PhaseError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.callbacks.control import RunState, TrainerControl
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
-from zeromesh.trainer.checkpoints.manager import require_settings
+from zeromesh.trainer.checkpoints.manager import load_weights, require_settings
 from zeromesh.trainer.config.loading.load import load_config
 from zeromesh.trainer.config.loading.sources import ConfigSource
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset
 from zeromesh.trainer.hf_api import TransformersNames, collator_of, loss_of
-from zeromesh.trainer.loop.evaluation import Values
+from zeromesh.trainer.loop.context import RunContext, UserInputs
+from zeromesh.trainer.loop.evaluation import evaluate, predict
+from zeromesh.trainer.loop.fit import fit
 from zeromesh.trainer.loop.prediction import PreprocessLogits
+from zeromesh.trainer.loop.progress import Values
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.monitoring.progress import FitReport
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 from zeromesh.trainer.monitoring.start_times import StartTimes
-from zeromesh.trainer.run import Run
+from zeromesh.trainer.run import build_run
 from zeromesh.trainer.setup import build
-from zeromesh.trainer.setup.first_batch_checks import UserInputs
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
 from zeromesh.trainer.weights.library_logging import said_once
 from zeromesh.zero.engine import ZeroEngine
 
-_STOOD_IN_FOR = frozenset({"data.train", "data.eval", "data.sequence_length"})
-"""Keys that datasets given to the trainer make idle."""
+_DATA_KEYS = frozenset({"data.train", "data.eval", "data.sequence_length"})
+"""Keys of the configuration that have no effect where the user passes datasets."""
 
 
 class Trainer(TransformersNames):
@@ -94,20 +98,20 @@ class Trainer(TransformersNames):
         preprocess_logits_for_metrics: PreprocessLogits | None = None,
         lr_scheduler: MakeScheduler | None = None,
     ) -> None:
-        given = train_dataset is not None or eval_dataset is not None
+        own_data = train_dataset is not None or eval_dataset is not None
         self.config: TrainerConfig = load_config(
             config,
-            unused=_STOOD_IN_FOR if given else frozenset(),
+            unused=_DATA_KEYS if own_data else frozenset(),
             arguments=args,
             samples=_length_of(train_dataset),
         )
         self.training_arguments = next((each for each in (args, config) if isinstance(each, TrainingArguments)), None)
         self.events = CallbackDispatcher(self, callbacks or ())
-        self.given = UserInputs(
+        self.inputs = UserInputs(
             model=model if model is not None else model_init,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            collate=collator_of(data_collator, processing_class, datasets=given),
+            collate=collator_of(data_collator, processing_class, datasets=own_data),
             compute_loss=loss_of(self, compute_loss, compute_loss_func),
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
@@ -116,9 +120,9 @@ class Trainer(TransformersNames):
             of_transformers=self.training_arguments is not None,
         )
         self.start_times = StartTimes()
-        """What the time before the end of the first step goes to."""
+        """How the time before the end of the first step was spent."""
         self._mesh: Mesh | None = None
-        self._run: Run | None = None
+        self._run: RunContext | None = None
         self.events.call("on_init_end")
 
     # What a person calls
@@ -145,7 +149,7 @@ class Trainer(TransformersNames):
             named = {True: "auto", False: "never"}[resume] if isinstance(resume, bool) else str(resume)
             self.config = with_resume(self.config, named)
             if self._run is not None:
-                self._run.config = with_resume(self._run.config, named)
+                self._run = replace(self._run, config=with_resume(self._run.config, named))
         mesh = self._connect()
         self.start_times.begin()
         with ExitStack() as stack:
@@ -160,8 +164,8 @@ class Trainer(TransformersNames):
                     self.init_hf_repo()
             self.start_times.end("directory")
             run = self._prepare()
-            run.evaluator.ignored_in_training = ignore_keys_for_eval
-            report = run.fit(directory)
+            run.progress.ignored_outputs = ignore_keys_for_eval
+            report = fit(run, directory)
         if self.config.hub.push:
             self.try_to_push("End of training")
         return report
@@ -184,7 +188,13 @@ class Trainer(TransformersNames):
             ConfigError: when there is no evaluation dataset.
             DataError: when it cannot be used.
         """
-        return self._prepare().evaluate(eval_dataset, metric_key_prefix, ignore_keys)
+        run = self._prepare()
+        with run.model.guarded("trainer.evaluate()"):
+            values = evaluate(run, eval_dataset, metric_key_prefix, ignore_keys)
+        if values is None:
+            raise PhaseError("an evaluation has ended early that nothing was to end")
+        run.log_evaluation(values)
+        return {**values, "epoch": run.epoch}
 
     def predict(
         self, test_dataset: MapDataset, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "test"
@@ -197,7 +207,11 @@ class Trainer(TransformersNames):
         Raises:
             DataError: when the dataset cannot be used.
         """
-        return self._prepare().predict(test_dataset, metric_key_prefix, ignore_keys)
+        run = self._prepare()
+        with run.model.guarded("trainer.predict()"):
+            output = predict(run, test_dataset, metric_key_prefix, ignore_keys)
+        run.events.call("on_predict", output.metrics or {})
+        return output
 
     def save(self, path: str | PathLike[str], *, ema: bool = False) -> None:
         """Write the model as a Hugging Face model directory, one parameter at a time; all ranks call it.
@@ -208,7 +222,19 @@ class Trainer(TransformersNames):
             ConfigError: for `ema` in a run without `ema.decay`.
             StorageError: when it cannot be written.
         """
-        self._prepare().trained.save(Path(path).expanduser(), ema=ema)
+        self._prepare().model.save(Path(path).expanduser(), ema=ema)
+
+    def load_weights(self, checkpoint: str | PathLike[str]) -> None:
+        """Take the weights of a checkpoint, to evaluate or save them before `fit`; all ranks call it.
+
+        Raises:
+            CheckpointError: when it is not there, or damaged.
+            LayoutError: when it is of another model.
+        """
+        run = self._prepare()
+        with run.model.guarded("trainer.load_weights()"):
+            path = Path(checkpoint).expanduser()
+            run.progress.step = load_weights(path, run.model.require_engine(), run.mesh)
 
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, seed: int | None = None, **arguments: Any
@@ -232,10 +258,8 @@ class Trainer(TransformersNames):
             ConfigError: for a model that does not generate, or for arguments that the layout does not allow.
             DataError: for prompts padded on the right, and where ranks of one group give other prompts.
         """
-        given = {"input_ids": input_ids, "attention_mask": attention_mask, **arguments}
-        return self._prepare().trained.generate(
-            {name: value for name, value in given.items() if value is not None}, seed
-        )
+        named = {"input_ids": input_ids, "attention_mask": attention_mask, **arguments}
+        return self._prepare().model.generate({name: value for name, value in named.items() if value is not None}, seed)
 
     def state_dict(self, *, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
         """`(name, tensor)` of whole parameters, one bucket in memory at a time; all ranks iterate over it to its end.
@@ -246,7 +270,7 @@ class Trainer(TransformersNames):
         Raises:
             ConfigError: for `ema` in a run without `ema.decay`.
         """
-        return self._prepare().trained.state_dict(ema=ema)
+        return self._prepare().model.state_dict(ema=ema)
 
     def gathered(self, names: Iterable[str]) -> AbstractContextManager[None]:
         """Inside the block the named parameters are whole on every rank, in the compute dtype, to be read; all ranks enter it.
@@ -257,7 +281,7 @@ class Trainer(TransformersNames):
             StorageError: when they would not fit in memory.
             PhaseError: at the end of the block, where one was written inside it: no weight of the run has changed.
         """
-        return self._prepare().trained.gathered(list(names))
+        return self._prepare().model.gathered(list(names))
 
     def gradient(self, name: str) -> Tensor | None:
         """The whole gradient of a parameter; None for a frozen one. All ranks call it, in `on_pre_optimizer_step`.
@@ -267,12 +291,12 @@ class Trainer(TransformersNames):
         Raises:
             PhaseError: at other times, and when it was used up inside backward (`optimizer.in_backward`).
         """
-        return self._prepare().trained.gradient(name)
+        return self._prepare().model.gradient(name)
 
     @property
     def model(self) -> nn.Module:
         """The model. During `fit` its parameters are partitioned; under no_grad its forward works on all ranks."""
-        return self._prepare().trained.model
+        return self._prepare().model.module
 
     @property
     def mesh(self) -> Mesh:
@@ -282,21 +306,16 @@ class Trainer(TransformersNames):
     @property
     def state(self) -> RunState:
         """Where the run is."""
-        run = self._prepare()
-        return run.state(self.run_directory)
+        return self._prepare().state(self.run_directory)
 
     @property
-    def wishes(self) -> TrainerControl:
+    def control(self) -> TrainerControl:
         """What is to be done after the present step; callbacks may change it."""
-        return self.events.wishes
+        return self.events.control
 
     def request(self, *, log: bool = False, evaluate: bool = False, save: bool = False, stop: bool = False) -> None:
         """Ask to log, evaluate, save or stop after the present step; for callbacks. What any rank asks for, all do."""
-        wishes = self.events.wishes
-        wishes.log |= log
-        wishes.evaluate |= evaluate
-        wishes.save |= save
-        wishes.stop |= stop
+        self.events.control |= TrainerControl(log=log, evaluate=evaluate, save=save, stop=stop)
 
     @property
     def run_config(self) -> TrainerConfig:
@@ -305,8 +324,8 @@ class Trainer(TransformersNames):
 
     @property
     def learning_rate(self) -> float:
-        """Of the present step, or of the last one."""
-        return self._prepare().learning_rate
+        """The learning rate of the present step, or of the last one."""
+        return self._prepare().progress.learning_rate
 
     @property
     def processing_class(self) -> Any:
@@ -314,13 +333,13 @@ class Trainer(TransformersNames):
         return self._prepare().processing_class
 
     @property
-    def run(self) -> Run:
-        """The objects of the run, which are made when they are first needed; all ranks ask for them."""
+    def run(self) -> RunContext:
+        """The parts of the run, which are made when they are first needed; all ranks ask for them."""
         return self._prepare()
 
     def note(self, text: str) -> None:
-        """Tell a person; rank 0 does."""
-        self._prepare().console.note(text)
+        """Show a line to a person; rank 0 does."""
+        self._prepare().note(text)
 
     @property
     def run_directory(self) -> Path:
@@ -330,12 +349,12 @@ class Trainer(TransformersNames):
     @property
     def engine(self) -> ZeroEngine | None:
         """The engine, while the model is partitioned."""
-        return self._prepare().trained.engine
+        return self._prepare().model.engine
 
     def close(self) -> None:
         """Leave the process groups and give shared memory back. The trainer is over."""
         if self._run is not None:
-            self._run.close()
+            self._run.model.close()
             self._run = None
         if self._mesh is not None:
             self._mesh.close()
@@ -356,7 +375,7 @@ class Trainer(TransformersNames):
             self.start_times.end("rendezvous")
         return self._mesh
 
-    def _prepare(self) -> Run:
+    def _prepare(self) -> RunContext:
         if self._run is None:
             mesh = self._connect()
             self.start_times.begin()
@@ -365,8 +384,8 @@ class Trainer(TransformersNames):
                 said_once(mesh.rank),
                 mesh.call("the first method of the trainer that needs a run"),
             ):
-                self._run = Run(self.config, mesh, self.given, self.events, self.start_times)
-        self._run.require_sound()
+                self._run = build_run(self.config, mesh, self.inputs, self.events, self.start_times)
+        self._run.model.require_sound()
         return self._run
 
     @contextmanager

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from zeromesh.trainer.trainer import Trainer
+Trainer = Any
+"""The `zeromesh.Trainer` that calls. Its class imports this module, and a callback may annotate it as it likes."""
 
 
 class Callback:
@@ -66,8 +66,8 @@ class Callback:
         """Before the model is saved and uploaded to the Hub."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the callback, in types of JSON; `load_state_dict` is given it back when a run goes on."""
+        """The state that a checkpoint keeps of the callback, in types of JSON; `load_state_dict` gets it in a resumed run."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave."""
+        """Restore what `state_dict` returned."""

@@ -1,12 +1,9 @@
-"""`trainer.state`: where a run is, to be read by callbacks and by whoever holds the trainer.
-
-What is to be done after a step: by the configuration, and by callbacks, which may ask for more or for less.
-"""
+"""`TrainerControl`: what is to be done after a step, which callbacks may change; `RunState`: where a run is, which they read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -16,7 +13,7 @@ from zeromesh.mesh.process_mesh import Mesh
 
 @dataclass(slots=True)
 class TrainerControl:
-    """One rank's; `agreed` has those of all. They are for the present step, except that `stop` stays."""
+    """What one rank is to do after the present step; `stop` stays for later steps. `agreed` is what all ranks do."""
 
     log: bool = False
     evaluate: bool = False
@@ -27,19 +24,18 @@ class TrainerControl:
     """Leave the rest of the epoch's data out."""
 
     def __or__(self, other: TrainerControl) -> TrainerControl:
-        """What either wishes."""
-        return TrainerControl(*(mine or theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+        """Everything that is set in one of the two."""
+        return TrainerControl(*(a or b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def agreed(self, mesh: Mesh) -> TrainerControl:
-        """What any rank wishes; all ranks call this together."""
-        mine = torch.tensor([int(each) for each in astuple(self)], dtype=torch.int64)
-        said: Sequence[int] = mesh.world.max_(mine, "wishes of callbacks").tolist()
-        return TrainerControl(**{field.name: bool(value) for field, value in zip(fields(self), said, strict=True)})
+        """Everything that is set on any rank; all ranks call this together."""
+        own = torch.tensor([int(each) for each in astuple(self)], dtype=torch.int64)
+        return TrainerControl(*map(bool, mesh.world.max_(own, "requests of callbacks").tolist()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """A moment of a run. The properties are transformers' names of the same."""
+    """Where a run is. The properties are transformers' names of the same."""
 
     step: int
     max_steps: int

@@ -3,44 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.callbacks.control import TrainerControl
 from zeromesh.trainer.callbacks.transformers_adapter import TransformersCallbacks
+from zeromesh.trainer.callbacks.transformers_views import ObservedTrainer
 from zeromesh.trainer.data.forked_children import ending_children
-
-if TYPE_CHECKING:
-    from zeromesh.trainer.trainer import Trainer
 
 
 class CallbackDispatcher:
-    """Of one trainer. Callbacks of transformers are adapted, together, since they share their state and control.
+    """Calls the callbacks of one trainer. Those of transformers are adapted together, since they share their state and control.
 
     Raises:
         ConfigError: at construction, for what is no callback.
     """
 
-    def __init__(self, trainer: Trainer, callbacks: Sequence[Any]) -> None:
+    def __init__(self, trainer: ObservedTrainer, callbacks: Sequence[Any]) -> None:
         self._trainer = trainer
         self._callbacks: list[Callback] = []
-        self.wishes = TrainerControl()
-        """For the present step; callbacks may change it."""
+        self.control = TrainerControl()
+        """What is to be done after the present step; callbacks may change it."""
         for callback in callbacks:
             self.add(callback)
 
     def add(self, callback: Any) -> None:
-        """One more, an object or a class of transformers, which is then made without arguments."""
+        """Add a callback: an object, or a class of transformers, which is then made without arguments."""
         if isinstance(callback, Callback):
             self._callbacks.append(callback)
             return
-        adapted = self._theirs
-        if not TransformersCallbacks.takes(callback):
-            given = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
+        adapted = self._transformers
+        if not TransformersCallbacks.accepts(callback):
+            shown = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
             raise ConfigError(
-                f"callbacks holds {given}; give objects of subclasses of zeromesh.trainer.callbacks.callback.Callback or "
+                f"callbacks holds {shown}; give objects of subclasses of zeromesh.trainer.callbacks.callback.Callback or "
                 "transformers.TrainerCallback"
             )
         if adapted is None:
@@ -49,28 +47,28 @@ class CallbackDispatcher:
         adapted.add(callback)
 
     @property
-    def _theirs(self) -> TransformersCallbacks | None:
+    def _transformers(self) -> TransformersCallbacks | None:
         return next((each for each in self._callbacks if isinstance(each, TransformersCallbacks)), None)
 
     @property
-    def has_theirs(self) -> bool:
+    def has_transformers_callbacks(self) -> bool:
         """Whether there are callbacks of transformers."""
-        return self._theirs is not None
+        return self._transformers is not None
 
     @property
     def read_checkpoints(self) -> bool:
-        """Whether some of them may look for a checkpoint when they are told of it, so that it has to be whole by then."""
-        theirs = self._theirs
-        return theirs is not None and theirs.read_checkpoints
+        """Whether some callbacks may look for a checkpoint in `on_save`, so that it has to be whole by then."""
+        adapted = self._transformers
+        return adapted is not None and adapted.read_checkpoints
 
-    def take_out(self, callback: Any) -> Any:
+    def remove(self, callback: Any) -> Any:
         """Remove a callback, given itself or its class; returns it, or None where there is none."""
         for each in self._callbacks:
             if each is callback or (isinstance(callback, type) and isinstance(each, callback)):
                 self._callbacks.remove(each)
                 return each
             if isinstance(each, TransformersCallbacks):
-                found = each.take_out(callback)
+                found = each.remove(callback)
                 if found is not None:
                     return found
         return None
@@ -87,16 +85,16 @@ class CallbackDispatcher:
                 raise
 
     def agree(self, mesh: Mesh) -> None:
-        """Make what any rank's callbacks ask for the wish of all; without callbacks there is nothing to ask."""
+        """Do on all ranks what the callbacks of any rank request; without callbacks there is nothing to agree on."""
         if self._callbacks and mesh.world_size > 1:
-            self.wishes = self.wishes.agreed(mesh)
+            self.control = self.control.agreed(mesh)
 
     def __bool__(self) -> bool:
         """Whether there are callbacks."""
         return bool(self._callbacks)
 
     def states(self) -> dict[str, Any]:
-        """What checkpoints keep of callbacks, by their class; of two of one class, the first."""
+        """The states of callbacks that a checkpoint keeps, by their class; of two of one class, the first."""
         found: dict[str, Any] = {}
         for callback in self._callbacks:
             try:
@@ -109,7 +107,7 @@ class CallbackDispatcher:
         return found
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Give callbacks what an earlier process kept of them."""
+        """Give callbacks the states that a checkpoint of an earlier process has kept."""
         for callback in self._callbacks:
             state = states.get(type(callback).__name__)
             if state:

@@ -1,11 +1,7 @@
-"""What callbacks of transformers are given beside arguments, state and control: data loaders, the optimizer and its scheduler.
+"""What callbacks of transformers are given: arguments, a state, and views of loaders, optimizer and scheduler.
 
-The real ones are partitioned, or do not exist. These stand for them, and can be read: what they cannot do is an error, and not
-silence.
-
-A configuration as transformers' `TrainingArguments`, for callbacks that read them.
-
-Where a run is, as transformers' `TrainerState`.
+The real loaders, optimizer and scheduler are partitioned, or do not exist. The views stand for them, and can be read: what they
+cannot do is an error, and not silence.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -25,15 +21,51 @@ from transformers import TrainerState, TrainingArguments
 
 from zeromesh.optim.fused_optimizer import GroupRules
 from zeromesh.options import OptimizerSettings
+from zeromesh.trainer.callbacks.control import RunState, TrainerControl
 from zeromesh.trainer.checkpoints.best_metric import goal_of
 from zeromesh.trainer.checkpoints.transformers_links import link_of
+from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.data.streaming import StreamedDataset
 
-if TYPE_CHECKING:
-    from zeromesh.trainer.config.trainer_config import TrainerConfig
-if TYPE_CHECKING:
-    from zeromesh.trainer.trainer import Trainer
+
+class ObservedTrainer(Protocol):
+    """What callbacks of transformers are shown of a trainer."""
+
+    @property
+    def training_arguments(self) -> TrainingArguments | None: ...
+
+    @property
+    def config(self) -> TrainerConfig: ...
+
+    @property
+    def run_config(self) -> TrainerConfig: ...
+
+    @property
+    def inputs(self) -> Any: ...
+
+    @property
+    def control(self) -> TrainerControl: ...
+
+    @property
+    def state(self) -> RunState: ...
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def processing_class(self) -> Any: ...
+
+    @property
+    def run(self) -> Any: ...
+
+    def get_train_dataloader(self) -> Batches | None:
+        """This rank's batches of the present epoch."""
+        ...
+
+    def batches_of(self, feed: Feed | None, first: int = 0) -> Batches | None:
+        """This rank's batches of a feed from step `first` on."""
+        ...
 
 
 def arguments_of(config: TrainerConfig) -> TrainingArguments:
@@ -91,7 +123,7 @@ def arguments_of(config: TrainerConfig) -> TrainingArguments:
     return arguments
 
 
-def bring_up_to_date(state: TrainerState, trainer: Trainer, arguments: TrainingArguments | None) -> None:
+def bring_up_to_date(state: TrainerState, trainer: ObservedTrainer, arguments: TrainingArguments | None) -> None:
     """Have `state` say where the run is now. It has the run's own list of what was logged."""
     now = trainer.state
     state.global_step, state.max_steps, state.epoch = now.step, now.max_steps, now.epoch

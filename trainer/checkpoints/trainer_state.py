@@ -11,10 +11,13 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch import nn
+
 from zeromesh.checkpoint.format.safetensors_layout import check_plain, is_number
 from zeromesh.errors import CheckpointError
 from zeromesh.trainer.config.sections.training import default_warmup
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.models.peft import description_of_adapters, is_adapted
 
 NAME = "trainer_state.json"
 EVALUATED = "trainer_state_evaluated.json"
@@ -26,6 +29,11 @@ _ABSENT = "(absent)"
 _MOST = 1 << 53
 """Of a counter: up to here floats, too, count one by one."""
 _MAPPINGS = ("trained", "best", "callbacks", "stream", "tracker", "settings")
+
+_NOT_COMPARED = frozenset(
+    {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache"}
+)
+"""Keys of a model's configuration that change nothing of what it computes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +114,16 @@ class TrainerState:
 def name_in(files: Container[str]) -> str:
     """The file of a checkpoint that has its latest state."""
     return EVALUATED if EVALUATED in files else NAME
+
+
+def description_of(model: nn.Module) -> dict[str, Any]:
+    """What a resumed run must have in common with this model: its class and configuration, without where it came from."""
+    config: Any = getattr(model, "config", None)
+    values = config.to_dict() if hasattr(config, "to_dict") else {}
+    described = {f"config.{name}": value for name, value in values.items() if name not in _NOT_COMPARED}
+    if is_adapted(model):
+        described |= description_of_adapters(model)
+    return {"class": type(model).__name__, **json.loads(json.dumps(described, default=str))}
 
 
 def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:

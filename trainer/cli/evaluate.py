@@ -68,6 +68,7 @@ def evaluate(config: Any, checkpoint: Path | None) -> int:
     from zeromesh.checkpoint.store import CheckpointStore
     from zeromesh.trainer import Trainer
     from zeromesh.trainer.checkpoints.manager import FOLDER
+    from zeromesh.trainer.loop.evaluation import evaluation_line
     from zeromesh.trainer.monitoring.step_metrics import MetricsWriter
 
     with Trainer(config=config) as trainer:
@@ -76,12 +77,12 @@ def evaluate(config: Any, checkpoint: Path | None) -> int:
         if checkpoint is None and steps:
             checkpoint = store.path(steps[0])
         if checkpoint is not None:
-            trainer.run.load_weights(checkpoint)
+            trainer.load_weights(checkpoint)
         trainer.note(f"evaluating {checkpoint or 'the weights that the run would begin with'}")
         values = trainer.evaluate()
-        trainer.note(trainer.run.evaluator.note(values))
+        trainer.note(evaluation_line(trainer.run, values))
         if trainer.mesh.rank == 0:
-            line = {"time": time.time(), "step": trainer.run.step, "checkpoint": checkpoint and str(checkpoint)}
+            line = {"time": time.time(), "step": trainer.state.step, "checkpoint": checkpoint and str(checkpoint)}
             with MetricsWriter(trainer.run_directory / EVALUATED) as writer:
                 writer.write({**line, **values})
     return 0

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 
 from zeromesh.optim.fused_optimizer import Rates
 from zeromesh.trainer.callbacks.control import TrainerControl
+from zeromesh.trainer.checkpoints.best_metric import goal_of, value_of
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.data.streaming import StreamedDataset
+from zeromesh.trainer.loop.context import RunContext
+from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line
 from zeromesh.trainer.loop.stop_signals import StopRequest
 from zeromesh.trainer.loop.train_step import StepEvents
 from zeromesh.trainer.monitoring.memory_timeline import NAME as STEP_MEMORY
@@ -22,16 +26,13 @@ from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, MetricsWriter,
 from zeromesh.trainer.monitoring.step_stats import RankStats, Stragglers
 from zeromesh.trainer.tracking.tracking import Tracking
 
-if TYPE_CHECKING:
-    from zeromesh.trainer.run import Run
-
 
 class TrainingLoop:
     """Takes a run from the step where it is to its last one, or to one after which somebody wants it to stop."""
 
     def __init__(
         self,
-        run: Run,
+        run: RunContext,
         feed: Feed,
         *,
         writer: MetricsWriter | None,
@@ -41,6 +42,7 @@ class TrainingLoop:
         request: StopRequest,
     ) -> None:
         self._run = run
+        self._progress = run.progress
         self._feed = feed
         self._writer = writer
         self._tracking = tracking
@@ -49,10 +51,9 @@ class TrainingLoop:
         self._request = request
         self._last = run.config.run.max_steps
         self._stragglers = Stragglers()
-        self._memory = MemoryTimeline(
-            writer.path.with_name(STEP_MEMORY) if writer is not None and run.config.profile.step_figures else None,
-            run.step + 1,
-        )
+        wanted = run.config.profile.step_figures
+        timeline = writer.path.with_name(STEP_MEMORY) if writer is not None and wanted else None
+        self._memory = MemoryTimeline(timeline, self._progress.step + 1)
         self._stopped = 0
         """The signal by which some rank was asked to stop."""
         self._ended = ""
@@ -69,85 +70,89 @@ class TrainingLoop:
     @property
     def eval_loss(self) -> float | None:
         """Of the evaluation after the present step."""
-        return self._evaluated[1] if self._evaluated and self._evaluated[0] == self._run.step else None
+        return self._evaluated[1] if self._evaluated and self._evaluated[0] == self._progress.step else None
 
     @property
     def _over(self) -> bool:
-        run = self._run
-        return run.step + run.passed_over >= self._last or bool(self._stopped or self._ended)
+        return self._run.finished or bool(self._stopped or self._ended)
 
     def go(self) -> int:
         """Train; returns 0 after the last step, or the number of the signal that some rank was stopped by."""
         run = self._run
-        run.begin_summary()
-        run.call("on_train_begin")
-        run.console.start(total_steps=self._last, first_step=run.step, after=self._last_evaluation())
-        if run.config.run.eval_at_start and run.step == 0 and run.data.eval is not None:
+        self._progress.began = (time.perf_counter(), run.samples)
+        run.events.call("on_train_begin")
+        run.console.start(total_steps=self._last, first_step=self._progress.step, after=self._last_evaluation())
+        if run.config.run.eval_at_start and self._progress.step == 0 and run.data.eval is not None:
             self._evaluate()
             run.start_times.end("evaluation")
-        self._begin_epoch(resumed=run.step > 0)
+        self._begin_epoch(resumed=self._progress.step > 0)
         while not self._over:
             self._train_one()
-        wanted = (run.config.run.eval_at_end or run.owes_evaluation) and self.eval_loss is None
+        wanted = (run.config.run.eval_at_end or self._progress.owes_evaluation) and self.eval_loss is None
         if wanted and run.data.eval is not None and not self._stopped:
             self._save_last()
             self._evaluate()
         if self._ended:
-            run.console.note(f"ended after step {run.step}: {self._ended}")
+            run.note(f"ended after step {self._progress.step}: {self._ended}")
         self._save_last()
         self._announce_save()
         self._checkpoints.close()
         if not self._stopped:
-            run.summarize()
-            run.call("on_train_end")
+            self._progress.summary = run.summary_values()
+            run.log_values(self._progress.summary)
+            run.events.call("on_train_end")
         return self._stopped
 
     def _train_one(self) -> None:
         run = self._run
-        number = run.step + 1
-        position = run.step + run.passed_over
-        run.events.wishes = run.fresh_wishes()
-        run.call("on_step_begin", number)
-        rates = Rates(lr_factor=run.schedule.factor(run.step), momentum=run.schedule.momentum(run.step))
-        run.learning_rate = run.config.optimizer.lr * rates.lr_factor
-        events = StepEvents(
-            substep_end=lambda: run.call("on_substep_end", number), before_update=lambda: run.before_update(number)
-        )
-        feed = replace(self._feed, passed_over=run.passed_over)
-        with self._profile.step(number), self._memory.recorded(number, run.trained.require_engine().ledger):
-            result = run.trained.stepper.train_step(feed, run.step, rates, events, self._request.signal)
-        run.step, run.reached = number, position + 1
+        number = self._progress.step + 1
+        position = self._progress.position
+        run.reset_control()
+        run.events.call("on_step_begin", number)
+        rates = Rates(lr_factor=run.schedule.factor(number - 1), momentum=run.schedule.momentum(number - 1))
+        self._progress.learning_rate = run.config.optimizer.lr * rates.lr_factor
+
+        def before_update() -> None:
+            with run.model.gradients_to_read():
+                run.events.call("on_pre_optimizer_step", number)
+
+        substep_end = partial(run.events.call, "on_substep_end", number)
+        events = StepEvents(substep_end=substep_end, before_update=before_update)
+        feed = replace(self._feed, passed_over=self._progress.passed_over)
+        with self._profile.step(number), self._memory.recorded(number, run.model.require_engine().ledger):
+            result = run.model.stepper.train_step(feed, number - 1, rates, events, self._request.signal)
+        self._progress.step, self._progress.reached = number, position + 1
         start = run.start_times.finish()
         self._note_stop(result.stop_signal)
-        run.call("on_optimizer_step", number)
+        run.events.call("on_optimizer_step", number)
         self._stragglers.took(result.seconds, result.idle)
         due = self._due_after_step(position)
         figures = RankStats.of(run.mesh, self._stragglers.busy) if due.log else None
         peak = figures.peak_bytes if figures else 0
-        metrics = run.progress.add(result, number, run.learning_rate, peak, run.figures.of(result))
-        run.history.count(metrics.loss)
+        metrics = self._progress.totals.add(result, number, self._progress.learning_rate, peak, run.stats.of(result))
+        self._progress.history.count(metrics.loss)
         if result.skipped and result.loss_scale == 1.0:
-            run.console.note(f"step {number}: no update on any rank: {result.cause}")
+            run.note(f"step {number}: no update on any rank: {result.cause}")
         self._metrics = metrics
         if due.log:
             metrics = self._metrics = self._with_scalars(metrics)
             self._write(metrics)
-        run.tell(start)
-        run.events.wishes |= due
+        run.note(start)
+        run.events.control |= due
         self._announce("on_step_end", metrics)
-        run.agree()
+        run.events.agree(run.mesh)
         if not self._log():
             run.console.advance(number)
         if figures is not None:
-            run.tell(self._stragglers.look(number, figures.busy))
-        run.progress.check(number)
+            run.note(self._stragglers.look(number, figures.busy))
+        self._progress.totals.check(number)
         self._fulfil()
-        if run.plan.ends_epoch(position) or run.events.wishes.stop_epoch or (self._over and not self._stopped):
+        if run.plan.ends_epoch(position) or run.events.control.stop_epoch or (self._over and not self._stopped):
             self._end_epoch(position)
 
     def _due_after_step(self, position: int) -> TrainerControl:
         """What the configuration wants after the step that has just been made, whose data was that of step `position`."""
-        number, config = self._run.step, self._run.config
+        number, config = self._progress.step, self._run.config
         every, last = config.run, position + 1 == self._last
 
         def due(steps: int | str) -> bool:
@@ -172,16 +177,16 @@ class TrainingLoop:
 
     def _with_scalars(self, metrics: StepMetrics) -> StepMetrics:
         """The line with what losses, callbacks and `trainer.log` have given since the last one."""
-        found = self._run.trained.stepper.scalars.take(self._run.mesh)
+        found = self._run.model.stepper.scalars.take(self._run.mesh)
         return replace(metrics, extras={**metrics.extras, **found}) if found else metrics
 
     def _announce(self, event: str, metrics: StepMetrics) -> None:
         """Tell callbacks of a step's line; what they add to it is logged with the next one."""
         record = metrics.record()
         before = dict(record)
-        self._run.call(event, metrics.step, record)
+        self._run.events.call(event, metrics.step, record)
         added = {name: value for name, value in record.items() if value is not before.get(name)}
-        self._run.trained.stepper.scalars.add(added)
+        self._run.model.stepper.scalars.add(added)
 
     def _write(self, metrics: StepMetrics) -> None:
         """Before callbacks see the step's end, so that a line is there whatever they do."""
@@ -195,38 +200,38 @@ class TrainingLoop:
     def _log(self) -> bool:
         """Log the present step, if that is wished for and not done yet; whether it was."""
         run, metrics = self._run, self._metrics
-        if not run.events.wishes.log or metrics is None:
+        if not run.events.control.log or metrics is None:
             return False
         if self._written != metrics.step:
             peak = RankStats.of(run.mesh).peak_bytes
             metrics = self._with_scalars(replace(metrics, peak_memory_bytes=peak))
             self._write(metrics)
         self._metrics = None
-        run.events.wishes.log = False
-        run.history.step(metrics, run.epoch)
+        run.events.control.log = False
+        self._progress.history.step(metrics, run.epoch)
         self._announce("on_log", metrics)
         return True
 
     def _fulfil(self) -> None:
         """Evaluate, save and stop as is wished for now."""
         run = self._run
-        if run.events.wishes.evaluate and run.data.eval is not None and not self._stopped:
+        if run.events.control.evaluate and run.data.eval is not None and not self._stopped:
             if self._over:
                 self._save_last()
             self._evaluate()
-            run.agree()
+            run.events.agree(run.mesh)
         self._checkpoints.poll()
-        if run.events.wishes.save and not self._stopped:
+        if run.events.control.save and not self._stopped:
             self._save()
-        if run.events.wishes.stop and not self._over:
+        if run.events.control.stop and not self._over:
             self._ended = "a callback asked to stop"
 
     def _begin_epoch(self, *, resumed: bool = False) -> None:
         run = self._run
-        position = run.step + run.passed_over
+        position = self._progress.position
         if not self._over and (resumed or position == 0 or run.plan.ends_epoch(position - 1)):
-            run.events.wishes = run.fresh_wishes()
-            run.call("on_epoch_begin", run.plan.epochs_after(position))
+            run.reset_control()
+            run.events.call("on_epoch_begin", run.plan.epochs_after(position))
 
     def _end_epoch(self, position: int) -> None:
         """After the last step of an epoch, or of the run, at the data of step `position`; what is left of an epoch that was ended
@@ -234,11 +239,12 @@ class TrainingLoop:
         run = self._run
         epoch = run.plan.epochs_after(position)
         if not run.plan.ends_epoch(position) and not self._over:
-            run.passed_over += run.plan.next_epoch(position + 1) - position - 1
-        ended = replace(run.fresh_wishes(), stop_epoch=run.events.wishes.stop_epoch)
-        run.events.wishes = ended | self._due_after_epoch()
-        run.call("on_epoch_end", epoch)
-        run.agree()
+            self._progress.passed_over += run.plan.next_epoch(position + 1) - position - 1
+        stop_epoch = run.events.control.stop_epoch
+        run.reset_control().stop_epoch = stop_epoch
+        run.events.control |= self._due_after_epoch()
+        run.events.call("on_epoch_end", epoch)
+        run.events.agree(run.mesh)
         self._log()
         self._fulfil()
         self._begin_epoch()
@@ -262,76 +268,78 @@ class TrainingLoop:
 
     def _evaluate(self) -> None:
         run, section = self._run, self._run.config.run
-        values = run.evaluations(self._asked)
+        values = evaluate(run, None, ignored=self._progress.ignored_outputs, stop=self._asked)
         if values is None:
             return
-        self._evaluated = (run.step, values["eval_loss"])
+        run.note(evaluation_line(run, values))
+        metric = self._progress.latest_metric = value_of(section.metric, values)
+        self._evaluated = (self._progress.step, values["eval_loss"])
         if self._writer is not None:
             with MetricsWriter(self._writer.path.with_name(EVALUATIONS)) as evaluations:
-                evaluations.write({"step": run.step, **values})
+                evaluations.write({"step": self._progress.step, **values})
         # As transformers: a callback compares with what was best before.
         run.log_evaluation(values)
-        self._tracking.evaluated(run.step, values)
-        run.best = run.best.after(run.latest_metric, run.step, run.goal, section.min_improvement)
-        if section.load_best and run.best.step == run.step:
-            run.events.wishes.save = True
-        if section.patience and run.best.waited >= section.patience:
-            self._ended = f"{run.best.waited} evaluations without a better {section.metric} (run.patience)"
+        self._tracking.evaluated(self._progress.step, values)
+        goal = goal_of(section.metric, section.metric_goal)
+        best = self._progress.best = self._progress.best.after(
+            metric, self._progress.step, goal, section.min_improvement
+        )
+        if section.load_best and best.step == self._progress.step:
+            run.events.control.save = True
+        if section.patience and best.waited >= section.patience:
+            self._ended = f"{best.waited} evaluations without a better {section.metric} (run.patience)"
         self._checkpoints.record(self._state())
 
     def _save(self) -> None:
         run, checkpoints = self._run, self._checkpoints
-        run.events.wishes.save = False
+        run.events.control.save = False
         if self._over:
             self._save_last()
-        if run.step not in (checkpoints.latest, checkpoints.in_flight):
-            wait, processing_class = run.events.read_checkpoints, run.processing_class
-            self._unannounced = checkpoints.save(self._state(), run.trained.model, processing_class, wait=wait)
+        if self._progress.step not in (checkpoints.latest, checkpoints.in_flight):
+            wait = run.events.read_checkpoints
+            self._unannounced = checkpoints.save(self._state(), run.model.module, run.processing_class, wait=wait)
         self._announce_save()
 
     def _save_last(self) -> None:
         """Save the state after the last step, before an evaluation that a kill may end."""
         run, checkpoints = self._run, self._checkpoints
-        if run.config.checkpoint.every_steps and run.step not in (checkpoints.latest, checkpoints.in_flight):
-            self._unannounced = True
         if run.config.checkpoint.every_steps:
-            checkpoints.save_last(self._state(), run.trained.model, run.processing_class)
+            self._unannounced |= self._progress.step not in (checkpoints.latest, checkpoints.in_flight)
+            checkpoints.save_last(self._state(), run.model.module, run.processing_class)
         checkpoints.finish()
 
     def _announce_save(self) -> None:
         """As with transformers, callbacks hear of a checkpoint after the evaluation of its step."""
         if self._unannounced:
             self._unannounced = False
-            self._run.call("on_save", self._run.step)
+            self._run.events.call("on_save", self._progress.step)
 
     def _state(self) -> TrainerState:
         run = self._run
-        engine = run.trained.require_engine()
-        progress = engine.progress()
-        samples = run.plan.samples_of(run.step + run.passed_over).start
+        engine_progress = run.model.require_engine().progress()
+        samples = run.samples
         stream = run.data.train.state(samples) if isinstance(run.data.train, StreamedDataset) else {}
-        latest = self._evaluated is not None and self._evaluated[0] == run.step
         return TrainerState(
-            step=run.step,
+            step=self._progress.step,
             samples=samples,
             stream=stream,
-            passed_over=run.passed_over,
-            tokens=run.progress.tokens,
-            updates=progress.updates,
-            skipped=run.progress.skipped,
-            trained=progress.trained,
-            averages=progress.averaged_updates,
-            loss=run.progress.last_loss,
+            passed_over=self._progress.passed_over,
+            tokens=self._progress.totals.tokens,
+            updates=engine_progress.updates,
+            skipped=self._progress.totals.skipped,
+            trained=engine_progress.trained,
+            averages=engine_progress.averaged_updates,
+            loss=self._progress.totals.last_loss,
             eval_loss=self.eval_loss,
-            metric=run.latest_metric if latest else None,
-            best=run.best.to_json(),
+            metric=self._progress.latest_metric if self.eval_loss is not None else None,
+            best=self._progress.best.to_json(),
             callbacks=run.events.states(),
-            loss_scale=progress.loss_scale,
-            good_steps=progress.good_steps,
+            loss_scale=engine_progress.loss_scale,
+            good_steps=engine_progress.good_steps,
             seed=run.config.run.seed,
             max_steps=self._last,
-            learning_rate=run.rate_of(max(0, run.step - 1)),
+            learning_rate=run.learning_rate_of(max(0, self._progress.step - 1)),
             tracker=self._tracking.identity(run.config.run.name),
-            log_history=run.history.to_json(),
+            log_history=self._progress.history.to_json(),
             settings=run.settings,
         )

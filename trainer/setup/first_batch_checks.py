@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import Collate, MapDataset, check_first_batch
+from zeromesh.trainer.data.collate import check_first_batch
 from zeromesh.trainer.data.feed import Feeds
 from zeromesh.trainer.data.streaming import StreamedDataset
-from zeromesh.trainer.loop.prediction import PreprocessLogits
-from zeromesh.trainer.losses.losses import ComputeLoss, LabelLoss, Loss
+from zeromesh.trainer.loop.context import UserInputs
+from zeromesh.trainer.losses.losses import LabelLoss, Loss
 from zeromesh.trainer.models.forward_inputs import ForwardInputs
-from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UserInputs:
-    """What the user has passed to the trainer beside its configuration."""
-
-    model: nn.Module | Callable[[], nn.Module] | None = None
-    train_dataset: MapDataset | None = None
-    eval_dataset: MapDataset | Mapping[str, MapDataset] | None = None
-    collate: Collate | None = None
-    compute_loss: ComputeLoss | None = None
-    compute_metrics: Callable[[Any], Mapping[str, Any]] | None = None
-    preprocess_logits_for_metrics: PreprocessLogits | None = None
-    lr_scheduler: MakeScheduler | None = None
-    processing_class: Any = None
-    of_transformers: bool = False
-    """Whether transformers' `TrainingArguments` are among them."""
-
-    def names(self) -> dict[str, str]:
-        """Which of these were given: that much of them can be compared between ranks."""
-        return {each.name: "given" if getattr(self, each.name) is not None else "not given" for each in fields(self)}
 
 
 def check_first_batches(

@@ -96,7 +96,7 @@ def loaded(mesh: Mesh, folder: str, name: str, compute: str, master: str, **mode
 
     with (
         patch.dict(SafetensorsSource.__init__.__kwdefaults__, cache_bytes=1),
-        patch("zeromesh.trainer.setup.build.build_model", watched(build_model)),
+        patch("zeromesh.trainer.setup.model.build_model", watched(build_model)),
         patch.object(ZeroEngine, "build", watched(ZeroEngine.build)),
         Trainer(None, config, subject.samples(4)) as trainer,
     ):

@@ -1,0 +1,167 @@
+"""One `fit`: resume where an earlier process was, train in the run's directory, and end with a report and a whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zeromesh.errors import ConfigError, DataError
+from zeromesh.trainer.checkpoints.best_metric import Best, goal_of
+from zeromesh.trainer.checkpoints.manager import RunCheckpoints
+from zeromesh.trainer.data.streaming import StreamedDataset
+from zeromesh.trainer.formatting import human_bytes, human_count
+from zeromesh.trainer.loop.context import RunContext
+from zeromesh.trainer.loop.stop_signals import leave, stop_requests
+from zeromesh.trainer.loop.training_loop import TrainingLoop
+from zeromesh.trainer.lr_schedule import STEADY
+from zeromesh.trainer.monitoring.profiler import Profile
+from zeromesh.trainer.monitoring.progress import FitReport
+from zeromesh.trainer.monitoring.run_directory import RunDirectory, start_facts
+from zeromesh.trainer.monitoring.step_stats import RankStats
+from zeromesh.trainer.tracking.tracking import Tracking
+
+
+def fit(run: RunContext, directory: RunDirectory) -> FitReport:
+    """Train up to the last step, in a directory that is locked.
+
+    A run that was interrupted goes on where it was; one that has ended says so.
+
+    Raises:
+        DataError: where there is no training data.
+        ConfigError: for a model in which nothing would change.
+        KeyboardInterrupt, SystemExit: after a step and its checkpoint, when some rank was told to stop.
+        NonFiniteError: at the end, where more than half of all steps made no update.
+    """
+    config, mesh, progress = run.config, run.mesh, run.progress
+    if progress.report is not None:
+        run.note(f"already finished at step {progress.step}; a new Trainer trains this model further")
+        return progress.report
+    feed = run.model.feeds.train()
+    if feed is None:
+        raise DataError("there is no train_dataset; give one to Trainer, or name text in data.train")
+    _require_trained_parameters(run)
+    run.start_times.begin()
+    stopped, report = 0, None
+    with run.model.guarded("trainer.fit()"), stop_requests(run.console.note) as request:
+        checkpoints = RunCheckpoints(
+            config.checkpoint,
+            directory.path,
+            mesh,
+            run.model.require_engine(),
+            run.console.note,
+            goal=goal_of(config.run.metric, config.run.metric_goal),
+            keep_best=int(config.run.load_best),
+            linked=progress.history.kept,
+        )
+        eval_loss = _resume(run, checkpoints) if progress.step == 0 else None
+        run.start_times.end("checkpoints")
+        if not run.finished or progress.owes_evaluation:
+            if not run.finished:
+                checkpoints.require_room()
+            facts = start_facts(mesh, run.model.parameters)
+            with (
+                _leaving_nothing_half_written(run, checkpoints),
+                directory.open(config, progress.step, facts) as writer,
+                directory.monitored(mesh),
+                run.console,
+                Tracking.open(
+                    config, mesh, directory.path, step=progress.step, known=progress.tracker, note=run.console.note
+                ) as tracking,
+                Profile(config.profile, directory.path, mesh, run.console.note) as profile,
+            ):
+                run.start_times.end("files and trackers")
+                loop = TrainingLoop(
+                    run,
+                    feed,
+                    writer=writer,
+                    tracking=tracking,
+                    profile=profile,
+                    checkpoints=checkpoints,
+                    request=request,
+                )
+                stopped = loop.go()
+                eval_loss = loop.eval_loss
+        if not stopped:
+            if config.run.load_best:
+                _load_best(run, checkpoints)
+            report = progress.report = _end(run, eval_loss)
+    if report is None:
+        run.note(f"stopped after step {progress.step}")
+        leave(stopped)
+    progress.totals.require_trained(report.final_step)
+    return report
+
+
+def _require_trained_parameters(run: RunContext) -> None:
+    model = run.model.module
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        frozen = any(True for _ in model.parameters())
+        why = "has only frozen parameters (requires_grad is False)" if frozen else "has no parameters"
+        raise ConfigError(f"{type(model).__name__} {why}; there is nothing to train")
+
+
+@contextmanager
+def _leaving_nothing_half_written(run: RunContext, checkpoints: RunCheckpoints) -> Iterator[None]:
+    """After an error of a single rank, which may go on, nothing is still being written."""
+    try:
+        yield
+    except BaseException:
+        if run.mesh.world_size == 1:
+            checkpoints.give_up()
+        raise
+
+
+def _resume(run: RunContext, checkpoints: RunCheckpoints) -> float | None:
+    """Go to where an earlier process was, if there was one; the evaluation loss there."""
+    run.console.status("looking for checkpoints")
+    state = checkpoints.resume(run.settings)
+    if state is None:
+        return None
+    section, progress = run.config.run, run.progress
+    progress.step, progress.passed_over, progress.tracker = state.step, state.passed_over, state.tracker
+    progress.reached = state.step + state.passed_over
+    progress.best = Best.from_json(state.best, "the checkpoint")
+    run.events.restore(state.callbacks)
+    progress.history.restore(state.log_history, "the checkpoint")
+    if isinstance(run.data.train, StreamedDataset):
+        run.data.train.restore(state.stream, "the checkpoint")
+    progress.totals.resume(tokens=state.tokens, skipped=state.skipped, loss=state.loss)
+    if state.max_steps != section.max_steps and run.config.schedule.name not in STEADY:
+        change = f"{state.max_steps} then, {section.max_steps} now"
+        run.note(f"run.max_steps: {change}; the learning rate follows the curve of the new one from here on")
+    if run.finished:
+        evaluates = run.data.eval is not None and bool(section.eval_at_end or section.eval_every)
+        progress.owes_evaluation = evaluates and state.eval_loss is None
+        owed = ", but not evaluated there, which is done now" if progress.owes_evaluation else ""
+        length = "run.max_steps" if section.epochs is None else "run.epochs"
+        run.note(
+            f"nothing was trained: run {section.name!r} is complete at step {progress.reached} of {section.max_steps}{owed}; "
+            f"raise {length}, or choose another run.name"
+        )
+    else:
+        run.note(f"resumed from step {state.step} ({human_count(state.tokens)} tokens)")
+    return state.eval_loss
+
+
+def _load_best(run: RunContext, checkpoints: RunCheckpoints) -> None:
+    """Go back to the weights of the best evaluation."""
+    best = run.progress.best
+    if best.value is not None and best.step != run.progress.step:
+        checkpoints.load_weights(best.step)
+        run.note(f"weights of step {best.step}: {run.config.run.metric} {best.value:.4g} is the best")
+
+
+def _end(run: RunContext, eval_loss: float | None) -> FitReport:
+    """Make the model whole; returns the report, and shows it."""
+    progress, totals = run.progress, run.progress.totals
+    values = progress.summary or run.summary_values()
+    report = totals.report(progress.step, eval_loss, RankStats.of(run.mesh).peak_bytes, values)
+    if report.losses:
+        run.note(
+            f"done: {report.final_step} steps, loss {report.final_loss:.4f}, "
+            f"{human_count(report.tokens_per_second)} {totals.unit}/s, "
+            f"peak memory {human_bytes(report.peak_memory_bytes)} a rank"
+        )
+    run.note(*totals.notes())
+    run.model.make_whole()
+    return report
