@@ -1,9 +1,7 @@
 """YAML and JSON text to plain values, with limits: nothing is executed, expanded without bound, or guessed.
 
-Plain scalars follow the core schema of YAML 1.2, not 1.1: `1e-3` is a number, `no`, `on` and `2024-01-01`
-are text. Tags, duplicate keys, keys that are not text, and aliases that expand to more than the limits are
-errors with their line. Values are built straight from the parser's events, so what a limit refuses has
-never existed.
+Plain scalars follow the core schema of YAML 1.2, not 1.1: `1e-3` is a number, `no`, `on` and `2024-01-01` are text. Tags, duplicate
+keys, keys that are not text, and aliases that expand to more than the limits are errors with their line.
 """
 
 from __future__ import annotations
@@ -11,13 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import yaml
 
-from zeromesh.errors import ConfigError
-from zeromesh.trainer.config.parser_errors import json_mistake, line_of, unreadable, yaml_mistake
+from zeromesh.errors import ConfigError, printable
 
 MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 32
@@ -25,6 +22,7 @@ MAX_VALUES = 20_000
 _MOST_BITS = 1000
 """Of an integer: it can still become a float."""
 _MOST_DIGITS = 1000
+_PLAIN, _UNTAGGED = "plain", "untagged"
 
 _NULL = frozenset({"", "~", "null", "Null", "NULL"})
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
@@ -41,17 +39,18 @@ def parse_yaml(text: str, *, where: str) -> Any:
         ConfigError: not YAML, more than the limits, or something refused; `where` and the line are named.
     """
     _check_size(text, where)
-    builder = _Builder(where, yaml.parse(text, Loader=yaml.SafeLoader))
     try:
-        # A copy, so that no two keys share a value by an alias.
-        return plain_value(builder.document(), where=where)
+        node = _Loader(text).get_single_node()
+        return None if node is None else plain_value(_Values(where).of(node), where=where)
+    except RecursionError:
+        raise ConfigError(f"nested deeper than {MAX_DEPTH} levels", where=where) from None
     except yaml.MarkedYAMLError as error:
         # The mark's own text would quote the line, which may hold a secret.
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"{place}{yaml_mistake(error)}", where=where) from None
+        raise ConfigError(f"{place}{_yaml_mistake(error)}", where=where) from None
     except yaml.YAMLError as error:
-        raise ConfigError(unreadable(error, text), where=where) from None
+        raise ConfigError(_unreadable(error, text), where=where) from None
 
 
 def parse_json(text: str, *, where: str) -> Any:
@@ -61,10 +60,7 @@ def parse_json(text: str, *, where: str) -> Any:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_int=_integer)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}: "
-        raise ConfigError(place + json_mistake(error), where=where) from None
-    except _TooLongError as error:
-        line = line_of(text, text.find(error.digits))
-        raise ConfigError(f"line {line}: {error}", where=where) from None
+        raise ConfigError(place + _json_mistake(error), where=where) from None
     except RecursionError:
         raise ConfigError(f"nested deeper than {MAX_DEPTH} levels", where=where) from None
     except ValueError as error:
@@ -128,100 +124,55 @@ def plain_scalar(text: str) -> str | int | float | bool | None:
     return text
 
 
-class _Builder:
-    """Builds the value of one document from the parser's events, counting what it builds."""
+class _Loader(yaml.SafeLoader):
+    """Tags a scalar as plain where it is not quoted, and leaves explicit tags as they are."""
 
-    def __init__(self, where: str, events: Iterator[yaml.Event]) -> None:
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        """The tag of a node that has none: `plain_scalar` says later what a plain scalar means."""
+        return _PLAIN if kind is yaml.ScalarNode and implicit[0] else _UNTAGGED
+
+
+class _Values:
+    """Makes plain values of the nodes of a document, an alias as often as it is used, and counts them."""
+
+    def __init__(self, where: str) -> None:
         self._where = where
-        self._events = events
         self._count = 0
-        # A finished anchor's value and how many values it holds; None while it is still open.
-        self._anchors: dict[str, tuple[Any, int] | None] = {}
 
-    def document(self) -> Any:
-        """The value of the only document; None where there is none."""
-        next(self._events)
-        if isinstance(next(self._events), yaml.StreamEndEvent):
-            return None
-        value = self._value(next(self._events), depth=1)
-        next(self._events)
-        after = next(self._events)
-        if not isinstance(after, yaml.StreamEndEvent):
-            self._refuse(after, "a second document starts here; a configuration is one document")
-        return value
-
-    def _value(self, event: yaml.Event, depth: int) -> Any:
-        if isinstance(event, yaml.AliasEvent):
-            return self._alias(event)
-        if getattr(event, "tag", None) not in (None, "!"):
-            self._refuse(event, "tags (!...) are not allowed; write plain values")
+    def of(self, node: yaml.Node, depth: int = 1) -> Any:
+        self._count += 1
+        if node.tag not in (_PLAIN, _UNTAGGED):
+            self._refuse(node, "tags (!...) are not allowed; write plain values")
         if depth > MAX_DEPTH:
-            self._refuse(event, f"nested deeper than {MAX_DEPTH} levels")
-        before = self._count
-        self._add(event, 1)
-        anchor = getattr(event, "anchor", None)
-        if anchor is not None:
-            self._anchors[anchor] = None
-        value = self._node(event, depth)
-        if anchor is not None:
-            self._anchors[anchor] = (value, self._count - before)
-        return value
-
-    def _node(self, event: yaml.Event, depth: int) -> Any:
-        if isinstance(event, yaml.MappingStartEvent):
-            return self._mapping(depth)
-        if isinstance(event, yaml.SequenceStartEvent):
-            items = []
-            while not isinstance(item := next(self._events), yaml.SequenceEndEvent):
-                items.append(self._value(item, depth + 1))
-            return items
-        if not isinstance(event, yaml.ScalarEvent):
-            self._refuse(event, "a value is missing")
-        plain, _ = event.implicit
+            self._refuse(node, f"nested deeper than {MAX_DEPTH} levels")
+        if self._count > MAX_VALUES:
+            self._refuse(node, f"holds more than {MAX_VALUES} values once its aliases are expanded")
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, depth)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.of(item, depth + 1) for item in node.value]
         try:
-            return plain_scalar(event.value) if plain else event.value
+            return plain_scalar(node.value) if node.tag == _PLAIN else node.value
         except ValueError as error:
-            self._refuse(event, str(error))
+            self._refuse(node, str(error))
 
-    def _mapping(self, depth: int) -> dict[str, Any]:
+    def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Any]:
         mapping: dict[str, Any] = {}
         lines: dict[str, int] = {}
-        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
-            line = _line(event)
-            key = self._value(event, depth + 1)
+        for key_node, value_node in node.value:
+            key = self.of(key_node, depth + 1)
             if not isinstance(key, str):
-                self._refuse(event, "a key that is not text; write it in quotes")
-            if key == "<<" and isinstance(event, yaml.ScalarEvent) and event.implicit[0]:
-                self._refuse(event, "merge keys (<<) are not supported; write the keys out")
+                self._refuse(key_node, "a key that is not text; write it in quotes")
+            if key == "<<" and key_node.tag == _PLAIN:
+                self._refuse(key_node, "merge keys (<<) are not supported; write the keys out")
             if key in lines:
-                self._refuse(event, f"key {key!r} is given twice, first in line {lines[key]}")
-            lines[key] = line
-            mapping[key] = self._value(next(self._events), depth + 1)
+                self._refuse(key_node, f"key {key!r} is given twice, first in line {lines[key]}")
+            lines[key] = key_node.start_mark.line + 1
+            mapping[key] = self.of(value_node, depth + 1)
         return mapping
 
-    def _alias(self, event: yaml.AliasEvent) -> Any:
-        name = str(event.anchor)
-        if name not in self._anchors:
-            self._refuse(event, f"alias *{name} has no anchor before it")
-        anchored = self._anchors[name]
-        if anchored is None:
-            self._refuse(event, f"alias *{name} stands inside its own anchor")
-        value, count = anchored
-        self._add(event, count)
-        return value
-
-    def _add(self, event: yaml.Event, count: int) -> None:
-        self._count += count
-        if self._count > MAX_VALUES:
-            self._refuse(event, f"holds more than {MAX_VALUES} values once its aliases are expanded")
-
-    def _refuse(self, event: yaml.Event, why: str) -> NoReturn:
-        raise ConfigError(f"line {_line(event)}: {why}", where=self._where)
-
-
-def _line(event: yaml.Event) -> int:
-    """The line that an event starts in, from 1."""
-    return event.start_mark.line + 1 if event.start_mark else 0
+    def _refuse(self, node: yaml.Node, why: str) -> NoReturn:
+        raise ConfigError(f"line {node.start_mark.line + 1}: {why}", where=self._where)
 
 
 def _check_size(text: str, where: str) -> None:
@@ -229,17 +180,9 @@ def _check_size(text: str, where: str) -> None:
         raise ConfigError(f"larger than {MAX_BYTES} bytes, which no configuration is", where=where)
 
 
-class _TooLongError(ValueError):
-    """An integer that is not even made: `digits` are those of its text."""
-
-    def __init__(self, digits: str) -> None:
-        super().__init__(f"an integer of {len(digits):,} digits, which no key takes")
-        self.digits = digits
-
-
 def _integer(text: str) -> int:
     if len(text) > _MOST_DIGITS:
-        raise _TooLongError(text)
+        raise ValueError(f"an integer of {len(text):,} digits, which no key takes")
     return int(text)
 
 
@@ -254,3 +197,65 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON; numbers are finite")
+
+
+_YAML = (
+    (r"found character '\\t'", "a tab; indent with spaces, and put spaces after ':'"),
+    (
+        "mapping values are not allowed",
+        "a second ':' in one entry, or a line indented too far; a text with ': ' needs quotes",
+    ),
+    ("<stream end>", "the text ends where something is still open; close it with ], } or a quote"),
+    ("while scanning a quoted scalar", "a text whose quote is never closed"),
+    ("could not find expected ':'", "a line that is neither `key: value` nor `- item`"),
+    ("expected <block end>", "this is not indented as the lines above; keys of one section begin in one column"),
+    ("expected ',' or", "a comma or a closing bracket is missing"),
+    (r"found character '[@`%]'", "a text that begins with @, ` or % needs quotes"),
+    ("unknown escape character", r"an unknown escape; write \\ for a backslash, or single quotes around the text"),
+    ("found undefined alias", "a text that begins with * needs quotes"),
+    ("but found another document", "a second document starts here; a configuration is one document"),
+    ("found duplicate anchor", "an anchor of this name is there already; give it another name"),
+)
+
+
+def _yaml_mistake(error: yaml.MarkedYAMLError) -> str:
+    """What is wrong where `error` has its mark. The mark's own text is not quoted: it may hold a secret."""
+    said = f"{error.context or ''} {error.problem or ''}"
+    for pattern, words in _YAML:
+        if re.search(pattern, said):
+            return words
+    return f"not YAML: {error.problem or error.context}"
+
+
+def _unreadable(error: yaml.YAMLError, text: str) -> str:
+    """What is wrong where the reader of YAML refused a character."""
+    position = getattr(error, "position", None)
+    if not isinstance(position, int) or not position < len(text):
+        return f"not YAML: {getattr(error, 'reason', 'it cannot be read')}"
+    code, line = printable(text[position]), text.count("\n", 0, position) + 1
+    return f"line {line}: the character {code} is not allowed; write the text in double quotes, with {code}"
+
+
+def _json_mistake(error: json.JSONDecodeError) -> str:
+    """What is wrong where `error` points to."""
+    text, rest = error.doc, error.doc[error.pos :]
+    before = text[: error.pos].rstrip()
+    if not rest.strip():
+        return "the text ends where something is still open; close it with ], } or a quote"
+    if rest.startswith(("//", "/*", "#")):
+        return "JSON has no comments; remove this one, or name the file .yaml, whose comments begin with #"
+    if rest[0] in "]}" and before.endswith(","):
+        return f"a comma before {rest[0]}; remove it"
+    if rest[0] == "'":
+        return "a text in single quotes; JSON has double quotes"
+    if word := re.match(r"(True|False|None)\b", rest):
+        return f"{word[0]}; write {'null' if word[0] == 'None' else word[0].lower()}"
+    if "control character" in error.msg:
+        return r"a tab or a line break inside a text; write \t or \n"
+    if "delimiter" in error.msg:
+        return f"{error.msg.partition(' ')[2].partition(' ')[0]} is missing before this"
+    if "Extra data" in error.msg:
+        return "something follows the end; a configuration is one object"
+    if re.match(r"[A-Za-z_]", rest):
+        return "keys and texts are in double quotes in JSON"
+    return f"not JSON: {error.msg}"
