@@ -1,4 +1,4 @@
-"""What an engine is told: precision and ZeRO options, checked when they are made."""
+"""The options of an engine: precision, optimizer, offload and ZeRO, each checked when it is made."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ holds zeros. Parameters of one optimizer group lie together, so that a shard has
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
 
 import torch
 
@@ -21,8 +21,6 @@ from zeromesh.errors import LayoutError
 from zeromesh.flat.placement import ParameterPart, StageCopies
 from zeromesh.flat.regions import Region
 from zeromesh.intervals import ALIGNMENT, Interval, padded_length, round_up, shard_interval
-
-Granularity = Literal["element", "matrix"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,14 +116,9 @@ class BucketLayout:
     parts: int
     """Shards that the buffer is split into: the size of the shard axis."""
     alignment: int = ALIGNMENT
-    granularity: Granularity = "element"
     padded: int = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.granularity != "element":
-            raise LayoutError(
-                f"bucket {self.name}: granularity {self.granularity!r} is not available; shards are split by element"
-            )
         end = 0
         for slot in self.slots:
             spec, where = slot.spec, slot.where
@@ -199,19 +192,12 @@ def build_layout(name: str, specs: Iterable[ParameterSpec], parts: int, alignmen
         LayoutError: when two specs carry the same name.
     """
     ordered = sorted(specs, key=lambda spec: spec.group)
-    require_unique_names(name, ordered)
+    twice = [fqn for fqn, count in Counter(spec.fqn for spec in ordered).items() if count > 1]
+    if twice:
+        raise LayoutError(f"bucket {name}: parameter {twice[0]} appears twice")
     slots, end = [], 0
     for spec in ordered:
         start = round_up(end, alignment)
         end = start + spec.numel
         slots.append(ParameterSlot(spec=spec, where=Interval(start=start, end=end)))
     return BucketLayout(name=name, slots=tuple(slots), parts=parts, alignment=alignment)
-
-
-def require_unique_names(name: str, specs: Sequence[ParameterSpec]) -> None:
-    """Raises LayoutError when two parameters of a bucket have one name."""
-    seen: set[str] = set()
-    for spec in specs:
-        if spec.fqn in seen:
-            raise LayoutError(f"bucket {name}: parameter {spec.fqn} appears twice")
-        seen.add(spec.fqn)

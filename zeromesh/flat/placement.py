@@ -9,7 +9,8 @@
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. That stages are placements
 rather than code paths follows Megatron-FSDP's experimental rewrite.
 
-What a rank holds of a parameter that other ranks hold too: of its own along the tensor axis, or alike along the pipeline.
+`ParameterPart` and `StageCopies` say what a rank has of a parameter that tensor parallelism divides, or that several stages of a
+pipeline have.
 """
 
 from __future__ import annotations
@@ -96,31 +97,12 @@ class Placements:
             raise LayoutError("sharded parameters need a sharded optimizer state")
 
 
+_WHOLE, _PARTIAL, _SHARDED = Placement.REPLICATED, Placement.PARTIAL, Placement.SHARDED
 STAGES: dict[int, Placements] = {
-    0: Placements(
-        parameters=Placement.REPLICATED,
-        accumulating=Placement.PARTIAL,
-        gradients=Placement.REPLICATED,
-        optimizer=Placement.REPLICATED,
-    ),
-    1: Placements(
-        parameters=Placement.REPLICATED,
-        accumulating=Placement.PARTIAL,
-        gradients=Placement.SHARDED,
-        optimizer=Placement.SHARDED,
-    ),
-    2: Placements(
-        parameters=Placement.REPLICATED,
-        accumulating=Placement.SHARDED,
-        gradients=Placement.SHARDED,
-        optimizer=Placement.SHARDED,
-    ),
-    3: Placements(
-        parameters=Placement.SHARDED,
-        accumulating=Placement.SHARDED,
-        gradients=Placement.SHARDED,
-        optimizer=Placement.SHARDED,
-    ),
+    0: Placements(parameters=_WHOLE, accumulating=_PARTIAL, gradients=_WHOLE, optimizer=_WHOLE),
+    1: Placements(parameters=_WHOLE, accumulating=_PARTIAL, gradients=_SHARDED, optimizer=_SHARDED),
+    2: Placements(parameters=_WHOLE, accumulating=_SHARDED, gradients=_SHARDED, optimizer=_SHARDED),
+    3: Placements(parameters=_SHARDED, accumulating=_SHARDED, gradients=_SHARDED, optimizer=_SHARDED),
 }
 
 

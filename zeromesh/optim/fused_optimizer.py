@@ -1,7 +1,7 @@
 """torch's own fused optimizers on the flat shards of buckets.
 
-Each bucket has one optimizer, so that buckets can be updated one by one: inside backward, or row by row as a stream
-when their state rests elsewhere. Element-wise rules give the same bits however a buffer is cut.
+Each bucket has an optimizer of its own, so that buckets can be updated one by one: inside backward, or in parts that are streamed
+when their states rest on another tier. Element-wise rules give the same bits however a buffer is cut.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch.optim.adagrad import adagrad
@@ -25,9 +26,9 @@ from zeromesh.units.unit import Bucket
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What a schedule changes in one step: learning rates are the groups' times `lr_factor`.
+    """What a learning rate schedule changes in one step: the learning rate of each group is multiplied by `lr_factor`.
 
-    `momentum` is that of SGD and the first of Adam's betas; None: as in the settings.
+    `momentum` replaces that of SGD, or the first of Adam's betas; None: as in the settings.
     """
 
     lr_factor: float = 1.0
@@ -53,7 +54,7 @@ class GroupRules:
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self._patterns = settings.no_decay
-        # There may be many names as they stand.
+        # Lists of plain names may be long, so they are looked up in a set.
         self._names = frozenset(self._patterns)
         self._globs = tuple(pattern for pattern in self._patterns if _GLOB.intersection(pattern))
         self.groups = (
@@ -62,17 +63,13 @@ class GroupRules:
         )
 
     def group_of(self, fqn: str) -> int:
-        """Group of a parameter."""
+        """The number of the group of a parameter, by its name."""
         return int(fqn in self._names or any(fnmatchcase(fqn, pattern) for pattern in self._globs))
 
     def unmatched(self, fqns: Sequence[str]) -> list[str]:
-        """Patterns that match no parameter."""
+        """Patterns that match none of the parameters `fqns`."""
         names = frozenset(fqns)
-        return [
-            pattern
-            for pattern in self._patterns
-            if pattern not in names and not any(fnmatchcase(fqn, pattern) for fqn in fqns)
-        ]
+        return [each for each in self._patterns if each not in names and not any(fnmatchcase(n, each) for n in fqns)]
 
 
 _GLOB = frozenset("*?[")
@@ -95,9 +92,9 @@ def moment_names(settings: OptimizerSettings) -> tuple[str, ...]:
 
 
 class BucketOptimizer:
-    """The optimizer of one bucket's shard. `moments` are `[shard]` by torch's name, zero before the first step.
+    """The optimizer of one bucket's shard. `moments`, by torch's names, are `[shard]` each, and zero before the first step.
 
-    The update is element by element, so it may be made of any interval at a time, wherever the tensors are then.
+    An update is element by element, so any interval may be updated at a time, on whatever device its tensors are then.
     """
 
     def __init__(
@@ -125,7 +122,7 @@ class BucketOptimizer:
         self.follow()
 
     def follow(self) -> None:
-        """Parameters are trained that were not, or are not any more, or have had other numbers of updates."""
+        """Take in which parameters are trained now, and how many updates each has had."""
         bucket, kinds = self._bucket, list(zip(self._bucket.training, self.steps, strict=True))
         self._segments = [
             (segment.where, self._groups[segment.group], segment.slot)
@@ -134,7 +131,7 @@ class BucketOptimizer:
         ]
 
     def begin(self) -> None:
-        """Another update of what is trained of the shard begins."""
+        """Begin another update: count it for the parameters that are trained."""
         self.steps = [count + trained for count, trained in zip(self.steps, self._bucket.training, strict=True)]
 
     def step(
@@ -167,51 +164,21 @@ def fused_update(
     moments: Sequence[torch.Tensor],
     updates: int,
 ) -> None:
-    """torch's fused kernels, by their functional form. `updates` is how many were made before."""
-    lr, weight_decay = group.lr * lr_factor, group.weight_decay
+    """Update `master` and `moments`, all `[elements]` like `grad`, in place, by the functional form of torch's fused kernels.
+
+    `updates` is how many updates were made before.
+    """
+    common: dict[str, Any] = {"lr": group.lr * lr_factor, "weight_decay": group.weight_decay, "maximize": False}
     steps = [torch.full((), float(updates), device=master.device)]  # made there: a copy would make the host wait
     with torch.no_grad():
         if settings.name == "sgd":
-            sgd(
-                [master],
-                [grad],
-                list(moments) or [None],
-                fused=True,
-                weight_decay=weight_decay,
-                momentum=settings.momentum,
-                lr=lr,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-            )
+            common |= {"momentum": settings.momentum, "dampening": 0.0, "nesterov": False}
+            sgd([master], [grad], list(moments) or [None], fused=True, **common)
         elif settings.name == "adagrad":
-            adagrad(
-                [master],
-                [grad],
-                list(moments),
-                steps,
-                fused=not master.is_cuda,
-                lr=lr,
-                weight_decay=weight_decay,
-                lr_decay=0.0,
-                eps=settings.eps,
-                maximize=False,
-            )
+            common |= {"lr_decay": 0.0, "eps": settings.eps}
+            adagrad([master], [grad], list(moments), steps, fused=not master.is_cuda, **common)
         else:
             kind = adamw if settings.name == "adamw" else adam
-            kind(
-                [master],
-                [grad],
-                [moments[0]],
-                [moments[1]],
-                [],
-                steps,
-                fused=True,
-                amsgrad=False,
-                beta1=settings.betas[0],
-                beta2=settings.betas[1],
-                lr=lr,
-                weight_decay=weight_decay,
-                eps=settings.eps,
-                maximize=False,
-            )
+            first, second = moments
+            common |= {"beta1": settings.betas[0], "beta2": settings.betas[1], "eps": settings.eps, "amsgrad": False}
+            kind([master], [grad], [first], [second], [], steps, fused=True, **common)

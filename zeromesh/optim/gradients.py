@@ -1,19 +1,10 @@
-"""This rank's gradient shards between a bucket's reduction and its update: in memory, or at rest on another tier.
+"""Gradient shards between the reduction of a bucket and its update: where they lie, who else sums them, their norm and scale.
 
-    make_room  -> reduction adds into bucket.grad ->  put_away       microbatch by microbatch; in the last one its square is kept
-    square                                                           of what the norm is the root
+    make_room -> the reducer sums into bucket.grad -> put_away      for each microbatch
+    squares                                                         at the end of the step: the sums of squares, for the norm
 
-What rests elsewhere has memory only while a bucket is being summed: at most `LEAVING` shards are on their way out at a time.
-
-Dynamic loss scale for float16 gradients, as in Micikevicius et al., "Mixed Precision Training", 2018.
-
-The global gradient norm: every element counted once over the ranks that own it.
-
-Ranks beside the shard group that hold the same elements of a bucket: their gradients are summed, and one of them counts them.
-
-replicas            of all parameters, on other samples
-tensor ranks        of what tensor parallelism does not divide, or less often than there are ranks
-pipeline stages     of tied parameters, such as an embedding that is the head too
+A shard that rests on another tier has memory only while its bucket is being summed: at most `LEAVING` of them are on their way out
+at a time.
 """
 
 from __future__ import annotations
@@ -34,15 +25,15 @@ from zeromesh.units.unit import Bucket
 
 
 def norm_of(shard: torch.Tensor) -> torch.Tensor:
-    """The norm of a gradient shard, a scalar where that lies; nan or inf where it holds such. Padding is zero and adds nothing."""
+    """The norm of a gradient shard, a scalar on its device; nan or inf where the shard holds such. Padding is zero."""
     norm: torch.Tensor = torch.linalg.vector_norm(shard)
     return norm
 
 
 def global_norm(squares: float, owners: ProcessSet) -> float:
-    """The norm from the sums of squares of `owners`, who count every element once.
+    """The norm of all gradients, from this rank's sum of squares; together `owners` count every element once.
 
-    All ranks get the same number, so what follows from it (skipping a step, clipping) they do together.
+    All ranks get the same number, so they skip a step or clip together.
     """
     total = torch.tensor([squares], dtype=torch.float64)
     owners.sum_(total, "sum of the gradient norm")
@@ -50,14 +41,15 @@ def global_norm(squares: float, owners: ProcessSet) -> float:
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """What `torch.nn.utils.clip_grad_norm_` multiplies gradients by: min(1, limit / (norm + 1e-6)); 1 for limit 0 (off)."""
-    if limit <= 0:
-        return 1.0
-    return min(1.0, limit / (norm + 1e-6))
+    """The factor by which `torch.nn.utils.clip_grad_norm_` multiplies gradients; 1 for limit 0, which means no clipping."""
+    return 1.0 if limit <= 0 else min(1.0, limit / (norm + 1e-6))
 
 
 class LossScaler:
-    """The present scale. With settings None it is 1 for ever."""
+    """The dynamic loss scale for float16 gradients, as in Micikevicius et al., "Mixed Precision Training", 2018.
+
+    Without settings the scale is 1 and stays so.
+    """
 
     def __init__(self, settings: ScalerSettings | None) -> None:
         self._settings = settings
@@ -65,17 +57,13 @@ class LossScaler:
         self.good_steps = 0
         """Steps without an overflow since the scale has changed."""
 
-    @property
-    def dynamic(self) -> bool:
-        return self._settings is not None
-
     def load(self, scale: float, good_steps: int) -> None:
-        """Go on from an earlier run's. A scale that is fixed here stays."""
+        """Go on from the scale of an earlier run. Without settings the scale stays 1."""
         if self._settings is not None:
             self.scale, self.good_steps = scale, good_steps
 
     def update(self, *, overflow: bool) -> None:
-        """Learn from a step; all ranks call it with the same verdict."""
+        """Adapt the scale to what a step has shown. All ranks call it with the same `overflow`."""
         settings = self._settings
         if settings is None:
             return
@@ -90,10 +78,11 @@ class LossScaler:
 
 
 LEAVING = 2
+"""Gradient shards that may be on their way to another tier at once."""
 
 
 class GradientShards:
-    """Of one rank."""
+    """The gradient shards of one rank: memory for them, and their way to another tier and back."""
 
     def __init__(self, options: ZeroOptions, tiers: Tiers) -> None:
         self._dtype = options.precision.reduce
@@ -114,18 +103,18 @@ class GradientShards:
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -nbytes)
 
     def begin_step(self) -> None:
-        """Nothing is known of gradients any more."""
+        """Forget the norms of the step before."""
         self._norms.clear()
 
     def begin(self, *, first: bool) -> None:
-        """A backward begins; `first` of its step."""
+        """Begin a backward; `first` of its step."""
         self._first = first
 
     def expect(self, bucket: Bucket) -> None:
-        """The bucket's gradients are about to arrive: what there is of earlier microbatches is read in meanwhile.
+        """Prepare for a bucket's gradients: begin to read the sum of earlier microbatches, if it rests on another tier.
 
-        A shard that comes and goes has its memory from now on, before a block is recomputed: between what that allocates it would
-        leave holes.
+        A shard without lasting memory gets it now, before its block is recomputed. Allocated later it would lie between what the
+        recomputation allocates, and leave holes.
         """
         if not (self._stay or self._pass_through) and bucket.layout.parts > 1:
             bucket.grad = self._memory_for(bucket) if bucket.grad is None else bucket.grad
@@ -136,10 +125,10 @@ class GradientShards:
             self._arriving[id(bucket)] = (memory, rest.read(0, memory))
 
     def make_room(self, bucket: Bucket) -> None:
-        """A sum is about to be made: `bucket.grad` has memory, and in it what is there of earlier microbatches.
+        """Give `bucket.grad` memory before a sum is made, with the sum of earlier microbatches in it.
 
         Raises:
-            StorageError: when that cannot be read.
+            StorageError: when that sum cannot be read.
         """
         if bucket.grad is not None:
             return
@@ -161,7 +150,7 @@ class GradientShards:
         return grad
 
     def put_away(self, bucket: Bucket, *, last: bool) -> None:
-        """A sum is made. If shards rest elsewhere, it leaves for there; `last` of its step: the square is taken before.
+        """Write a sum that was made to the tier where gradients rest, if there is one. The `last` one of a step leaves its norm.
 
         Raises:
             StorageError: when an earlier one could not be written.
@@ -176,7 +165,7 @@ class GradientShards:
         bucket.grad = None
 
     def settle(self) -> None:
-        """Return when all that was put away is at rest. Raises `StorageError` where it is not."""
+        """Wait until all that was put away is written. Raises `StorageError` where that failed."""
         while self._leaving:
             self._wait_for_oldest()
 
@@ -186,7 +175,7 @@ class GradientShards:
         transfer.wait()
 
     def drop(self, bucket: Bucket) -> None:
-        """A bucket's gradients are used up, if there are any: their memory goes, unless it is kept for the next step."""
+        """Release the memory of a bucket's gradients, which are used up, unless it is kept for the next step."""
         grad = bucket.grad
         if grad is None or (self._stay and bucket.grad_rest is None):
             return
@@ -194,11 +183,11 @@ class GradientShards:
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -grad.nbytes)
 
     def square(self, bucket: Bucket) -> float:
-        """The square of the norm of a bucket's shard; nan or inf where it holds such. 0 where it is used up already."""
+        """The squared norm of a bucket's shard; nan or inf where it holds such, and 0 where it is used up already."""
         return self.squares([bucket])[0]
 
     def squares(self, buckets: Sequence[Bucket]) -> list[float]:
-        """`square` of each; a device is waited for once."""
+        """The `square` of each bucket. The host waits for the device once."""
         nothing = torch.zeros((), dtype=self._dtype, device=self._tiers.device)
         norms = []
         for bucket in buckets:
@@ -209,7 +198,7 @@ class GradientShards:
         return [norm**2 for norm in torch.stack(norms).tolist()] if norms else []
 
     def abandon(self, buckets: Iterable[Bucket]) -> None:
-        """A step has ended before its time: what rests elsewhere does so again, whatever it is."""
+        """Forget the gradients of a step that has ended before its time."""
         arriving, self._arriving = self._arriving, {}
         for memory, transfer in arriving.values():
             self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -memory.nbytes)
@@ -220,23 +209,26 @@ class GradientShards:
 
 
 def gradient_of(bucket: Bucket) -> torch.Tensor:
-    """A bucket's gradient shard, in memory.
-
-    Raises:
-        PhaseError: when it has none now.
-    """
+    """A bucket's gradient shard, in memory. Raises `PhaseError` when it has none now."""
     if bucket.grad is None:
         raise PhaseError(f"bucket {bucket.name} has no gradients")
     return bucket.grad
 
 
 _Positions = tuple[tuple[int, ...], tuple[int, ...]]
-"""Along tensor and pipeline."""
+"""Positions along the tensor axis, and along the pipeline axis."""
 _ALONE: _Positions = ((), ())
 
 
 class ReplicaGroups:
-    """Of the buckets of one rank. All ranks of the world make one, whatever buckets they have."""
+    """Ranks beside the shard group that hold the same elements of a bucket: they sum their gradients, and one of them counts these.
+
+    replicas            have all parameters, and other samples
+    tensor ranks        have what tensor parallelism does not divide, or divides among fewer ranks than there are
+    pipeline stages     have tied parameters, such as an embedding that is the head too
+
+    All ranks of the world make one, whatever buckets they have.
+    """
 
     def __init__(self, mesh: Mesh, buckets: Iterable[Bucket]) -> None:
         self._mesh = mesh
@@ -248,7 +240,7 @@ class ReplicaGroups:
         sharers: dict[_Positions, list[int]] = {}
         for rank, text in enumerate(rows):
             for row in json.loads(text):
-                sharers.setdefault(_positions(row), []).append(rank)
+                sharers.setdefault((tuple(row[0]), tuple(row[1])), []).append(rank)
         for positions, ranks in sorted(sharers.items()):
             found = self._set_of(positions, ranks)
             if found is not None:
@@ -270,7 +262,7 @@ class ReplicaGroups:
         return (pipeline * shape.shard + here.shard) * shape.tensor + tensor
 
     def counts(self, bucket: Bucket) -> bool:
-        """Whether this rank, of those that hold a bucket's shard beside its replicas, is the one that counts and writes it."""
+        """Whether this rank counts and writes a bucket's shard, of the tensor and pipeline ranks that hold it."""
         spec, here = _spec(bucket), self._mesh.coordinate
         first = spec.holders[0] if spec.holders else 0
         stage = here.pipeline if spec.copies is None else spec.copies.ranks[0]
@@ -281,16 +273,12 @@ class ReplicaGroups:
         return _spec(bucket).copies is not None
 
     def start_sum(self, bucket: Bucket, gradient: torch.Tensor) -> Callable[[], None] | None:
-        """Begin to sum a gradient shard over those that share it, in place; the returned call waits for it. None: nobody does."""
+        """Begin to sum a gradient shard in place over the ranks that share it. The returned call waits for the sum; None: no other
+        rank shares it."""
         found = self._sets[_spec(bucket).shared_by]
         return found.start_sum(gradient, f"sum of gradients over {found.name}") if found.size > 1 else None
 
 
 def _spec(bucket: Bucket) -> ParameterSpec:
-    """Any of a bucket's parameters: all are shared alike."""
+    """Any parameter of a bucket: all of them are shared by the same ranks."""
     return bucket.layout.slots[0].spec
-
-
-def _positions(row: list[list[int]]) -> _Positions:
-    tensor, pipeline = row
-    return tuple(tensor), tuple(pipeline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,14 +38,12 @@ def build_deferred(
     *,
     stored: Callable[[nn.Module], frozenset[str]] | None = None,
 ) -> BuiltModel:
-    """Call `build` on the meta device and return a model without memory, whose values a `SeededSource` draws
-    later.
+    """Call `build` on the meta device and return a model without memory, whose values a `SeededSource` draws later.
 
-    Where that would lose or change values, `build` is called again on CPU with torch's generator seeded by
-    `seed`: every rank then holds the whole model for a while, and a note says so. That is the case if it
-    raises on meta, if it registers hooks on gradients of parameters, if parameters or buffers get values that
-    no initialiser would set again, or if it initialises a plain module's parameters otherwise than their
-    `reset_parameters` does (which is found by comparing the operations).
+    Where that would lose or change values, `build` is called again on CPU with torch's generator seeded by `seed`: every rank then
+    holds the whole model for a while, and a note says so. That is the case if it raises on meta, if it registers hooks on gradients
+    of parameters, if parameters or buffers get values that no initialiser would set again, or if it initialises a plain module's
+    parameters otherwise than their `reset_parameters` does (which is found by comparing the operations).
     """
     log = WriteLog()
     try:
@@ -58,15 +57,14 @@ def build_deferred(
         return _build_on_cpu(build, seed, f"it registers hooks on the gradients of {_some(hooked)}")
     source = SeededSource(model, seed)
     kept = frozenset[str]() if stored is None else stored(model)
-    lost = tuple(name for name in source.lost() if name not in kept)
-    if lost:
-        return _build_on_cpu(build, seed, f"building on the meta device loses the values of {_some(lost)}")
-    changed = tuple(name for name in _initialised_otherwise(model, log, seed) if name not in kept)
-    if changed:
-        return _build_on_cpu(build, seed, f"it initialises {_some(changed)} otherwise than `reset_parameters` does")
-    lost = tuple(name for name in lost_buffers(model, seed) if name not in kept)
-    if lost:
-        return _build_on_cpu(build, seed, f"building on the meta device loses the values of {_some(lost)}")
+    for find, reason in (
+        (source.lost, "building on the meta device loses the values of {}"),
+        (partial(_initialised_otherwise, model, log, seed), "it initialises {} otherwise than `reset_parameters` does"),
+        (partial(lost_buffers, model, seed), "building on the meta device loses the values of {}"),
+    ):
+        names = tuple(name for name in find() if name not in kept)
+        if names:
+            return _build_on_cpu(build, seed, reason.format(_some(names)))
     return BuiltModel(model=model, source=source)
 
 
@@ -129,11 +127,10 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 def _initialised_otherwise(model: nn.Module, construction: WriteLog, seed: int) -> tuple[str, ...]:
-    """Parameters outside of Hugging Face models that construction wrote with other operations than
-    initialisers do.
+    """Parameters outside of Hugging Face models that construction wrote with other operations than initialisers do.
 
-    A subclass that redraws its layers in `__init__` (`self.apply(self._init_weights)`) is found here; a
-    Hugging Face model does so by `_init_weights`, which a build on meta skips and `SeededSource` calls.
+    A subclass that redraws its layers in `__init__` (`self.apply(self._init_weights)`) is found here; a Hugging Face model does so
+    by `_init_weights`, which a build on meta skips and `SeededSource` calls.
     """
     if is_pretrained_model(model):
         return ()

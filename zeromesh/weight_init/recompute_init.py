@@ -1,19 +1,17 @@
 """How the first values of one module's tensors are computed, without the rest of the model.
 
-A model built on the meta device has shapes and no values. The values are made again one module at a time on
-CPU, by the code that a normal construction would have run: for a module of a Hugging Face model
-`_init_weights` of the model that it belongs to, for any other module its `reset_parameters`. Both are then
-run for every module *around* it, innermost first, because containers correct what they contain (GPT-2 scales
-the residual projections of each attention, `nn.Transformer` redraws all matrices). Everything else stays on
-meta meanwhile, where writing does nothing.
+A model built on the meta device has shapes and no values. The values are made again one module at a time on CPU, by the code that a
+normal construction would have run: for a module of a Hugging Face model `_init_weights` of the model that it belongs to, for any
+other module its `reset_parameters`. Both are then run for every module *around* it, innermost first, because containers correct
+what they contain (GPT-2 scales the residual projections of each attention, `nn.Transformer` redraws all matrices). Everything else
+stays on meta meanwhile, where writing does nothing.
 
-Memory is NaN before (integers are computed twice over different fillings), so a value that only `__init__`
-knew, and that building on meta has lost, is found and reported instead of being invented.
+Memory is NaN before (integers are computed twice over different fillings), so a value that only `__init__` knew, and that building
+on meta has lost, is found and reported instead of being invented.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +22,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeromesh.rng import number_of
+
 Table = Literal["_parameters", "_buffers"]
 Initialiser = Callable[[], object]
 
@@ -32,21 +32,14 @@ Initialiser = Callable[[], object]
 INITIALISER_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
 
 
-def stable_seed(seed: int, name: str) -> int:
-    """A 63-bit seed from `seed` and `name`: the same in every process and version of Python."""
-    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 @contextmanager
 def seeded_cpu(seed: int, name: str) -> Iterator[None]:
-    """Draw from torch's CPU generator seeded by (`seed`, `name`) and create on CPU; the generator is then put
-    back.
+    """Inside the block tensors are made on CPU and drawn from torch's CPU generator, seeded by (`seed`, `name`).
 
-    Only the CPU generator is touched: `torch.manual_seed` would reseed every accelerator as well.
+    The generator is put back afterwards. `torch.manual_seed` would reseed every accelerator as well.
     """
     state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(stable_seed(seed, name))
+    torch.default_generator.manual_seed(number_of(f"{seed}\0{name}"))
     try:
         with torch.no_grad(), torch.device("cpu"):
             yield
@@ -55,18 +48,14 @@ def seeded_cpu(seed: int, name: str) -> Iterator[None]:
 
 
 def is_pretrained_model(module: nn.Module) -> bool:
-    """Whether `module` is a Hugging Face `PreTrainedModel`, told by its attributes (the library is not
-    imported).
-    """
+    """Whether `module` looks like a Hugging Face `PreTrainedModel`; that library is not imported here."""
     cls = type(module)
     return all(callable(getattr(cls, name, None)) for name in ("_init_weights", "initialize_weights", "tie_weights"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recomputed:
-    """The tensors of one module: `values` on CPU by name, and the names that nothing set (`lost`, with
-    `reason`).
-    """
+    """The tensors of one module: `values` on CPU by name, and the names that nothing set (`lost`, with `reason`)."""
 
     values: Mapping[str, torch.Tensor]
     lost: tuple[str, ...]
@@ -117,8 +106,7 @@ class Skeleton:
         return path
 
     def initialisers(self, fqn: str, *, reset_first: bool = False) -> list[Initialiser]:
-        """What initialises the tensors that module `fqn` owns, in order: its own initialiser, then its
-        ancestors'.
+        """What initialises the tensors that module `fqn` owns, in order: its own initialiser, then those of its ancestors.
 
         With `reset_first` a Hugging Face model's module is first reset as its constructor would have done.
         """
@@ -132,8 +120,7 @@ class Skeleton:
         return any(is_pretrained_model(module) for module in self.path(fqn))
 
     def recompute(self, fqn: str, table: Table, names: Sequence[str], seed: int) -> Recomputed:
-        """The first values of the parameters or buffers `names` that module `fqn` owns, on CPU, in their own
-        dtypes.
+        """The first values of the parameters or buffers `names` that module `fqn` owns, on CPU, in their own dtypes.
 
         They depend on `seed` and on `fqn` alone. The global random state is left as it was.
         """
@@ -150,8 +137,8 @@ class Skeleton:
         runs: list[dict[str, torch.Tensor]] = []
         reason = "nothing set them again"
         try:
-            # A NaN left over marks a value that nothing set. An integer or a boolean has no NaN: what nothing
-            # set is what still differs after two identical computations over two different fillings.
+            # A NaN left over marks a value that nothing set. Integers and booleans have no NaN: what nothing set still differs
+            # after two identical computations over two different fillings.
             for filling in (0,) if inexact else (0, 1):
                 owner.update({name: _filled(tensor, filling) for name, tensor in shapes.items()})
                 with seeded_cpu(seed, fqn):
@@ -186,9 +173,7 @@ def _reset(module: nn.Module) -> Initialiser | None:
 
 
 def _filled(like: torch.Tensor, filling: int) -> torch.Tensor:
-    """Memory of `like`'s shape and dtype on CPU that holds NaN, or for dtypes without NaN one of two other
-    values.
-    """
+    """Memory of `like`'s shape and dtype on CPU that holds NaN, or for dtypes without NaN one of two other values."""
     if like.is_floating_point() or like.is_complex():
         value: float | int | bool = float("nan")
     elif like.dtype is torch.bool:

@@ -1,7 +1,6 @@
 """Where a parameter's initial values come from.
 
-The engine asks a source for intervals of parameters while it fills its shards, so no rank ever holds the
-whole model:
+The engine asks a source for intervals of parameters while it fills its shards, so no rank ever holds the whole model:
 
     BuiltSource         the model has its values already (it was passed built)
     SeededSource        the model is on the meta device: values are drawn module by module from a seed
@@ -20,23 +19,9 @@ from torch import nn
 from zeromesh.errors import LayoutError
 from zeromesh.weight_init.recompute_init import INITIALISER_ERRORS, Skeleton, WriteLog, seeded_cpu
 
-__all__ = [
-    "BuiltSource",
-    "LostValuesError",
-    "ParameterSource",
-    "SeededSource",
-    "canonical_names",
-    "check_interval",
-    "materialize_buffers",
-    "source_for",
-]
-
 
 class LostValuesError(LayoutError):
-    """Values that only `__init__` computed were lost by building on the meta device.
-
-    `names` holds the parameters and buffers concerned.
-    """
+    """Values that only `__init__` computed were lost by building on the meta device: those of `names`."""
 
     def __init__(self, names: tuple[str, ...], reason: str) -> None:
         self.names = names
@@ -58,16 +43,14 @@ class ParameterSource(Protocol):
         ...
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """The stored value of buffer `name`, or None where it is for the model to recompute."""
-        ...
+        """The stored value of buffer `name`, or None where the model has it or computes it again."""
+        return None
 
     def release(self, fqn: str) -> None:
-        """Parameter `fqn` will not be read again: its memory may go."""
-        ...
+        """Note that parameter `fqn` will not be read again: its memory may go."""
 
     def close(self) -> None:
-        """Nothing will be read again."""
-        ...
+        """Note that nothing will be read again."""
 
 
 def check_interval(fqn: str, start: int, end: int, numel: int) -> None:
@@ -82,7 +65,7 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-class BuiltSource:
+class BuiltSource(ParameterSource):
     """The parameters of `model` as they are now. Later changes of `param.data` do not matter; in-place ones
     would.
     """
@@ -95,18 +78,12 @@ class BuiltSource:
             raise LostValuesError(absent, "they are on the meta device")
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
-        """See `ParameterSource.read`. Raises `LayoutError` for an unknown or released name, or a bad
-        interval.
-        """
+        """Elements of a parameter; see `ParameterSource`. Raises `LayoutError` for an unknown or released name, or interval."""
         value = self._values.get(self._canonical.get(fqn, ""))
         if value is None:
             raise LayoutError(f"{fqn} is not, or no longer, among the {len(self._values)} parameters of this source")
         check_interval(fqn, start, end, value.numel())
         return value.reshape(-1)[start:end]
-
-    def buffer(self, name: str) -> torch.Tensor | None:
-        """None: a built model's buffers have their values."""
-        return None
 
     def release(self, fqn: str) -> None:
         """Drop the reference to `fqn`'s memory."""
@@ -117,13 +94,12 @@ class BuiltSource:
         self._values.clear()
 
 
-class SeededSource:
-    """Draws the parameters of a model on the meta device, one module at a time, from `seed` and the module's
-    FQN.
+class SeededSource(ParameterSource):
+    """Draws the parameters of a model on the meta device, one module at a time, from `seed` and the module's name.
 
-    Values do not depend on the order of reads, on the device, on the world size or on the global random
-    state. A tied parameter has the value that it gets under its first name. Parameters that are not on meta
-    keep their values. At most `cache_bytes`, or one module if that is larger, are held between reads.
+    Values do not depend on the order of reads, on the device, on the world size or on the global random state. A tied parameter has
+    the value that it gets under its first name. Parameters that are not on meta keep their values. At most `cache_bytes`, or one
+    module if that is larger, are held between reads.
     """
 
     def __init__(self, model: nn.Module, seed: int, *, cache_bytes: int = 16 * 2**20) -> None:
@@ -142,7 +118,7 @@ class SeededSource:
         self._cache_bytes = cache_bytes
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
-        """See `ParameterSource.read`. Raises `LostValuesError` for values that only `__init__` knew."""
+        """Elements of a parameter; see `ParameterSource`. Raises `LostValuesError` for values that only `__init__` knew."""
         name = self._canonical.get(fqn)
         if name is None:
             raise LayoutError(f"{fqn} is not among the {len(self._numel)} parameters of this source")
@@ -176,11 +152,9 @@ class SeededSource:
             held -= sum(self._bytes(owner, leaf) for leaf in leaves)
 
     def lost(self) -> tuple[str, ...]:
-        """Parameters that nothing would set: a dry run on meta, which costs no memory, before anything is
-        read.
+        """Parameters that nothing would set, found by a dry run on meta, which costs no memory, before anything is read.
 
-        Modules of one kind (same classes around them, same shapes) are tried once. `read` checks the values
-        themselves.
+        Modules of one kind (same classes around them, same shapes) are tried once. `read` checks the values themselves.
         """
         verdicts: dict[object, tuple[str, ...]] = {}
         names: list[str] = []
@@ -216,12 +190,8 @@ class SeededSource:
         # On meta some initialisers do nothing (torch's `trunc_normal_`): whether these do is seen in earnest.
         return self._skeleton.recompute(owner, "_parameters", leaves, self._seed).lost
 
-    def buffer(self, name: str) -> torch.Tensor | None:
-        """None: nothing is stored, buffers are recomputed."""
-        return None
-
     def release(self, fqn: str) -> None:
-        """Nothing to do: memory is bounded by the cache."""
+        """Keep what there is: the cache bounds the memory."""
 
     def close(self) -> None:
         """Drop the cache."""
@@ -259,10 +229,9 @@ def materialize_buffers(
 ) -> tuple[str, ...]:
     """Give every buffer of `model` memory on `device`, in its own dtype, and its value.
 
-    A buffer on meta gets what `source` has stored for it, else what its initialiser computes (rotary
-    frequencies, position ids, running statistics). Returns the names of the buffers, and of plain tensor
-    attributes on meta, whose value is not known: buffers among them hold NaN or arbitrary integers, and the
-    model has to be built on CPU instead.
+    A buffer on meta gets what `source` has stored for it, else what its initialiser computes (rotary frequencies, position ids,
+    running statistics). Returns the names of the buffers, and of plain tensor attributes on meta, whose value is not known: buffers
+    among them hold NaN or arbitrary integers, and the model has to be built on CPU instead.
     """
     target = torch.device(device)
     skeleton = Skeleton(model)

@@ -1,14 +1,12 @@
-"""Which units are live: gathers in the order that was recorded, ahead of their use, on all ranks alike.
+"""How far a pass over the model has come, and which units it needs next. All of it is by the numbers of units.
 
-The order in which units are gathered, recorded in one pass and replayed for prefetch in the next.
+`PassProgress` follows one microbatch through the units in forward and back again:
 
-An order belongs to a kind of pass (training, evaluation). A pass that leaves it gathers on demand and is recorded anew; only
-ranks that disagree with each other are in error, and the watch finds that.
+    forward     visits      0  1  2  1  3      call 0, 1, ...; a unit may be called several times
+    backward    reaches the calls in reverse order, and leaves a unit after the first of its calls
 
-`PassProgress`: how far one microbatch has got, through the units in forward and back again. Bookkeeping alone, by unit number.
-
-forward     visits     0  1  2  1  3       place 0, 1, ... of each call; a unit may be called twice
-backward    reaches the calls in reverse; done with what forward began to use only after the call it has reached
+`Prefetcher` gathers units ahead of their use, in the order that an earlier pass of the same kind has recorded. A pass that leaves
+this order gathers each unit when it is used, and is recorded anew. Ranks whose orders differ are in error: the watchdog finds that.
 """
 
 from __future__ import annotations
@@ -34,24 +32,25 @@ class PassMode(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicrobatchPosition:
-    """Where a microbatch stands: its first sample's global index seeds dropout, whatever rank runs it."""
+    """Where a microbatch stands in training. The global index of its first sample seeds dropout, whatever rank runs it."""
 
     step: int
     first_sample: int
     first: bool
+    """Whether it is the first microbatch of its step on this rank."""
     last: bool
 
 
 class PassProgress:
-    """Of one rank."""
+    """The progress of one microbatch on one rank."""
 
     def __init__(self, streams: Streams | None = None) -> None:
         self.streams = streams
-        """What the microbatch draws; None: it draws from the generators as they are."""
+        """The random numbers of the microbatch; None: it draws from the generators as they are."""
         self.calls: list[tuple[int, int]] = []
-        """Unit and place of the calls whose outputs have gradients."""
+        """Unit and call number of the calls whose outputs have gradients."""
         self.held: set[int] = set()
-        """Units that are needed beyond their calls: live from then on until the pass is over, and in all of backward."""
+        """Units that are needed beyond their calls: they stay live until the pass is over, and are live in all of backward."""
         self._visited: list[int] = []
         self._first_visits: dict[int, int] = {}
         self._reached: set[int] = set()
@@ -59,133 +58,102 @@ class PassProgress:
         self._unreduced: dict[int, int] = {}
 
     def visit(self, unit: int) -> None:
-        """Forward calls a unit."""
+        """Note that forward calls a unit."""
         self._first_visits.setdefault(unit, len(self._visited))
         self._visited.append(unit)
 
     @property
-    def place(self) -> int:
-        """Of the call that is running."""
+    def call_number(self) -> int:
+        """The number of the latest call in forward."""
         return len(self._visited) - 1
 
     def reduction_order(self, units: Iterable[int]) -> list[int]:
-        """Units in the reverse order of their first visits; what forward did not touch comes last."""
+        """Units in the reverse order of their first visits; those that forward did not touch come last."""
         return [*reversed(self._first_visits), *(unit for unit in units if unit not in self._first_visits)]
 
-    def turn(self, unreduced: Mapping[int, int]) -> None:
-        """Forward is over. `unreduced`: buckets of each unit whose gradients backward is to bring."""
+    def begin_backward(self, unreduced: Mapping[int, int]) -> None:
+        """Note that forward is over. `unreduced` is the number of buckets of each unit that backward gives gradients."""
         self._unreduced = dict(unreduced)
 
     def reach(self, unit: int) -> bool:
-        """Backward has got to the outputs of a unit; whether that is for the first time."""
+        """Note that backward has come to the outputs of a unit; returns whether that is the first time."""
         new = unit not in self._reached
         self._reached.add(unit)
         return new
 
     def enter(self, unit: int) -> bool:
-        """Backward needs a unit's parameters; whether it has not been inside already."""
+        """Note that backward needs a unit's parameters; returns whether it did not yet."""
         new = unit not in self._inside
         if new:
             self._inside.append(unit)
         return new
 
     def complete(self, unit: int) -> None:
-        """All gradients of one of a unit's buckets have arrived."""
+        """Note that all gradients of one of a unit's buckets have arrived."""
         self._unreduced[unit] -= 1
 
-    def leave_passed(self, place: int) -> list[int]:
-        """The units that backward is done with, now that it has reached what was before call number `place`.
+    def leave_passed(self, call: int) -> list[int]:
+        """Leave the units that backward is done with, now that it has reached call number `call`; returns them.
 
-        Autograd takes what is ready in the reverse order of its creation, so nothing is to come of units that forward began to
-        use only later. That a parameter has its gradient does not tell: a weight may be frozen, or be read through `detach`.
+        Autograd runs what is ready in the reverse order of its creation, so units that forward began to use only later will
+        not be read again. That a parameter has its gradient is no such sign: it may be frozen, or be read through `detach`.
         """
         passed = [
             unit
             for unit in self._inside
-            if self._first_visits.get(unit, 0) > place and not self._unreduced[unit] and unit not in self.held
+            if self._first_visits.get(unit, 0) > call and not self._unreduced[unit] and unit not in self.held
         ]
         self._inside = [unit for unit in self._inside if unit not in passed]
         return passed
 
 
-class PrefetchOrder:
-    """Orders by kind of pass, and where the present pass is in its own."""
-
-    def __init__(self) -> None:
-        self._orders: dict[str, list[int]] = {}
-        self._recorded: Sequence[int] = ()
-        self._now: list[int] = []
-        self._kind = ""
-        self._left = False
-
-    def begin(self, kind: str) -> None:
-        """Begin a pass of this kind."""
-        self._kind = kind
-        self._recorded = self._orders.get(kind, ())
-        self._now = []
-        self._left = not self._recorded
-
-    def visit(self, unit: int) -> bool:
-        """Note that `unit` is needed next; returns whether the recorded order says so too."""
-        place = len(self._now)
-        self._now.append(unit)
-        if not self._left and (place >= len(self._recorded) or self._recorded[place] != unit):
-            self._left = True
-        return not self._left
-
-    def upcoming(self, count: int) -> Sequence[int]:
-        """The next `count` units that the record expects; none once the pass has left it."""
-        if self._left:
-            return ()
-        place = len(self._now)
-        return self._recorded[place : place + count]
-
-    def end(self) -> None:
-        """The pass is over: what it did is the record."""
-        if self._left or len(self._now) != len(self._recorded):
-            self._orders[self._kind] = self._now
-
-
 class Prefetcher:
-    """Of one engine."""
+    """Makes units live: each when it is used at the latest, and those that the recorded order has next ahead of that."""
 
     def __init__(self, units: Sequence[Unit], mesh: Mesh, prefetch: int) -> None:
+        """`prefetch` is how many units are gathered ahead."""
         self._units = units
         self._mesh = mesh
         self._prefetch = prefetch
-        self._order = PrefetchOrder()
+        self._orders: dict[str, list[int]] = {}
         self._lasting: dict[str, set[int]] = {}
-        self._kind = ""
+        self._begin("", [])
 
     def begin(self, kind: str) -> None:
-        """A pass of this kind begins."""
-        self._kind = kind
-        self._order.begin(kind)
+        """Begin a pass of a kind, such as training or evaluation, each of which has an order of its own."""
+        self._begin(kind, self._orders.get(kind, []))
+
+    def _begin(self, kind: str, recorded: list[int]) -> None:
+        self._kind, self._recorded, self._now = kind, recorded, list[int]()
+        self._on_record = bool(recorded)
 
     def end(self) -> None:
-        """It is over."""
-        self._order.end()
+        """End the pass, whose order is the record of its kind from now on."""
+        if not self._on_record or len(self._now) != len(self._recorded):
+            self._orders[self._kind] = self._now
 
     def need(self, unit: Unit) -> None:
-        """Make a unit live, and start to gather what the recorded order expects next."""
-        settled = self._order.visit(unit.index)
+        """Make a unit live, and start to gather the units that the record has next."""
+        place = len(self._now)
+        self._now.append(unit.index)
+        self._on_record = self._on_record and self._recorded[place : place + 1] == [unit.index]
         if unit.phase is Phase.RESTING:
-            self.start(unit, settled=settled)
+            self.start(unit, settled=self._on_record)
         if unit.phase is Phase.GATHERING:
             with self._mesh.recorder.range("wait for", unit.name):
                 unit.wait()
-        for index in self._order.upcoming(self._prefetch):
+        for index in self._recorded[place + 1 : place + 1 + self._prefetch] if self._on_record else ():
             if self._units[index].phase is Phase.RESTING:
                 self.start(self._units[index], settled=True)
 
     def start(self, unit: Unit, *, settled: bool) -> None:
         """Begin to gather a unit; `settled` where that follows a recorded order."""
-        self.tell(Activity.GATHER, unit, settled=settled)
+        self.announce(Activity.GATHER, unit, settled=settled)
         with self._mesh.recorder.range("gather", unit.name):
             unit.gather()
 
-    def tell(self, activity: Activity, unit: Unit, *, settled: bool) -> None:
-        """Have the other ranks compare what this one is about to do."""
+    def announce(self, activity: Activity, unit: Unit, *, settled: bool) -> None:
+        """Let the other ranks compare what they do with what this one is about to do."""
         if self._mesh.watch is not None:
             # All data-parallel ranks: replicas sum over one another in the order of reductions.
             self._mesh.watch.event(activity, unit.index, self._mesh.data.ranks, settled=settled)

@@ -141,7 +141,7 @@ class Passes:
         """The part of backward that others wait for. Gradients of parameters that come along are held for `backward_weight`."""
         self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward.walk)
         self._holding = forward
-        forward.walk.turn(dict.fromkeys(range(len(self.units)), 0))
+        forward.walk.begin_backward(dict.fromkeys(range(len(self.units)), 0))
         self._need_held()
         try:
             with own_randomness(), self._recorder.span(StepPhase.BACKWARD):
@@ -189,7 +189,7 @@ class Passes:
         self._reductions_settled = order == self._last_reductions.get(forward.chunk)
         self._last_reductions[forward.chunk] = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
-        forward.walk.turn({unit.index: len(unit.trainable) for unit in self.units})
+        forward.walk.begin_backward({unit.index: len(unit.trainable) for unit in self.units})
         self._updater.begin_backward(buckets, first=microbatch.first, last=microbatch.last)
         self.gradients.begin(buckets, reduce=reduce, first=microbatch.first)
         with self._recorder.span(StepPhase.BACKWARD):
@@ -379,7 +379,7 @@ class Passes:
                 self._hold(each)
 
     def _hook_backward(self, unit: Unit, tensors: Tensors) -> None:
-        place = self._walk.place
+        place = self._walk.call_number
         hooked = on_gradient_of(tensors, lambda: self.before_backward(unit, place))
         if hooked:
             self._walk.calls.append((unit.index, place))
@@ -459,7 +459,7 @@ class Passes:
     def before_reduction(self, bucket: Bucket) -> None:
         """A bucket's sum over its group is about to start."""
         fault_injection.visit("reduce")
-        self.gathers.tell(Activity.REDUCE, self._unit_of[id(bucket)], settled=self._reductions_settled)
+        self.gathers.announce(Activity.REDUCE, self._unit_of[id(bucket)], settled=self._reductions_settled)
 
     def on_complete(self, bucket: Bucket) -> None:
         """All gradients of a bucket have arrived."""

@@ -153,8 +153,6 @@ def test_a_layout_proves_itself() -> None:
                 parts=1,
                 slots=(*slots, ParameterSlot(spec=spec(1, (4,)), where=Interval(start=start, end=end))),
             )
-    with pytest.raises(LayoutError, match="granularity 'matrix'"):
-        BucketLayout(name="b", slots=(), parts=1, granularity="matrix")
 
 
 def test_a_stage_is_a_row_of_placements() -> None:
