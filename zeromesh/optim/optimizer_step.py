@@ -1,4 +1,12 @@
-"""From gradient shards to the next values of the parameters: norm, clipping and the optimizer, after backward or inside it."""
+"""From gradient shards to the next values of the parameters: norm, clipping and the optimizer, after backward or inside it.
+
+begin_step        takes the rates of the step
+begin_backward    for each microbatch: the order in which its buckets are reduced
+take              a bucket is summed over its shard group; in the last backward it is summed over its replicas too, and then
+                  put away, kept for `finish`, or updated at once (`optimizer_in_backward`)
+end_backward      waits for the sums over replicas
+finish            global norm, clipping, and the update of what is not updated yet
+"""
 
 from __future__ import annotations
 
@@ -40,9 +48,9 @@ from zeromesh.units.unit import Bucket, Unit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """What `finish` did. `grad_norm` is before clipping; `skipped` when it was not finite, and then `cause` says where.
+    """The outcome of a step. `grad_norm` is before clipping. When it is not finite, `skipped` is True and `cause` says where.
 
-    `waited` are this rank's seconds that it stood still in the step for bytes of a tier.
+    `waited` has the seconds in which this rank stood still in the step for bytes of each tier.
     """
 
     grad_norm: float
@@ -53,7 +61,7 @@ class StepOutcome:
 
 
 class OptimizerStep:
-    """Owns the optimizer state of this rank's shards."""
+    """Owns the optimizer states of this rank's shards, and updates them."""
 
     def __init__(self, units: Sequence[Unit], mesh: Mesh, options: ZeroOptions, tiers: Tiers) -> None:
         self.scaler = LossScaler(options.precision.loss_scale)
@@ -63,43 +71,45 @@ class OptimizerStep:
         self.shards = GradientShards(options, tiers)
         self._all = [bucket for unit in units for bucket in unit.buckets]
         self._buckets: list[Bucket] = []
-        """Those that are trained in the present step."""
+        """Buckets that are trained in the present step."""
         self._units = {id(bucket): unit for unit in units for bucket in unit.buckets}
         self._optimizers: dict[int, BucketOptimizer] = {}
         at = options.offload.optimizer
         self.averages = None if options.average is None else WeightAverage(options.average, tiers, at)
-        """Of the weights, where options ask for it."""
+        """The averages of the weights, where options ask for them."""
         self._make_optimizers()
         self.shards.require_room(self._buckets)
         self._sums: dict[int, Callable[[], None]] = {}
+        """Calls that wait for the sum of a bucket over its replicas."""
         self._ready: deque[Bucket] = deque()
+        """Buckets whose gradients are to be updated with, or put away, inside this backward."""
         self._tied: list[Bucket] = []
+        """Buckets that stages of a pipeline share, and that are summed when all backwards of the step are over."""
         self._retired: set[int] = set()
+        """Units that this rank does not read again before the next update."""
         self._last = True
         self._order: Sequence[Bucket] = ()
         self._in_backward = False
         self._rates = Rates()
         self._squares = 0.0
         self.sharing = ReplicaGroups(mesh, self._all)
-        """Who else holds what this rank has."""
         replicated = options.placements.optimizer is Placement.REPLICATED
         self._owners = mesh["pipeline", "tensor"] if replicated else mesh["pipeline", "shard", "tensor"]
-        """The ranks whose buckets are all of the model, once or several times."""
+        """The ranks whose buckets together are all of the model."""
         self.updates = 0
-        """Updates that were made: steps that were not skipped."""
+        """How many updates were made: steps that were not skipped."""
         self.last_order: list[Bucket] = []
         """Buckets in the order in which the latest step has updated them."""
         self.before_change: Callable[[Bucket], None] = _do_nothing
-        """Called before a bucket's states change: whoever reads them beside training has to have done so."""
+        """Runs before a bucket's states change; whoever reads them beside training ends that in it."""
         offload = options.offload
         settings, dtype = options.optimizer, options.precision.master
         try_on = partial(try_update, tiers=tiers, settings=settings, dtype=dtype, staging_bytes=offload.staging_bytes)
         self.place = place_updates(offload.update, mesh, try_on, in_reach=not self._missing(tiers.device))
-        """Where updates are computed."""
         self._stream = self._make_stream(self.place.device, tiers)
 
     def _make_optimizers(self) -> None:
-        """For all that has states and none yet."""
+        """Make optimizers, and averages, for the buckets that are trained and have none yet."""
         self._buckets = [bucket for bucket in self._all if any(bucket.training)]
         settings, at = self._options.optimizer, self._options.offload.optimizer
         for bucket in self._all:
@@ -110,7 +120,7 @@ class OptimizerStep:
                     self.averages.begin(bucket)
 
     def follow(self) -> None:
-        """Other parameters are trained than before, between two steps."""
+        """Take in, between two steps, that other parameters are trained than before."""
         known = len(self._optimizers)
         self._make_optimizers()
         for optimizer in self._optimizers.values():
@@ -123,7 +133,7 @@ class OptimizerStep:
             self._stream = self._make_stream(device, self._tiers)
 
     def _missing(self, device: torch.device) -> int:
-        """The most tensors of an update that are not in the memory of `device`."""
+        """How many tensors of a bucket's update are not in the memory of `device`, at most."""
         uses = (self._uses(bucket, averaging=True) for bucket in self._buckets)
         return max((sum(use.tensor.whole(device) is None for use in each) for each in uses), default=0)
 
@@ -140,7 +150,7 @@ class OptimizerStep:
         return stream
 
     def resume(self, updates: int, steps: Mapping[str, int] = MappingProxyType({})) -> None:
-        """The states are those after `updates` updates, of which parameters named in `steps` had others."""
+        """Go on after `updates` updates; parameters in `steps` have had other numbers of updates, by name."""
         self.updates = updates
         for bucket in self._all:
             optimizer = self.optimizer_of(bucket)
@@ -150,7 +160,7 @@ class OptimizerStep:
                 optimizer.follow()
 
     def begin_step(self, rates: Rates) -> None:
-        """A step begins, whose updates are made with these rates."""
+        """Begin a step, whose updates are made with these rates."""
         self._rates = rates
         self._squares = 0.0
         self.shards.begin_step()
@@ -158,27 +168,26 @@ class OptimizerStep:
         self.last_order = []
 
     def begin_backward(self, order: Sequence[Bucket], *, first: bool, last: bool) -> None:
-        """Backward begins, whose buckets are reduced in this order; they are updated at once if it is the step's last and options
-        say so."""
+        """Begin a backward, whose buckets are reduced in this order. `first` and `last` are those of a step."""
         self._order = order
         self.shards.begin(first=first)
         self._last = last
         self._in_backward = last and self._options.optimizer_in_backward
 
     def take(self, bucket: Bucket) -> None:
-        """A bucket is summed over its shard group. In a step's last backward: sum over its sharers, update if that is now."""
+        """Go on with a bucket that is summed over its shard group."""
         if not self._last:
             if bucket.grad is not None:
                 self.shards.put_away(bucket, last=False)
             return
         self.shards.make_room(bucket)
         if self.sharing.over_stages(bucket):
-            self._tied.append(bucket)  # The other stage may be waiting for what comes after this backward.
+            self._tied.append(bucket)  # The other stage may wait for what follows this backward.
         else:
             self._share(bucket)
 
     def _share(self, bucket: Bucket) -> None:
-        """Sum over those that share a bucket, and update or put it away if that is now."""
+        """Sum a bucket over its replicas, and update it or put it away where that is due."""
         wait = self.sharing.start_sum(bucket, gradient_of(bucket))
         if wait is not None:
             self._sums[id(bucket)] = wait
@@ -187,7 +196,7 @@ class OptimizerStep:
             self._update_ready()
         elif bucket.grad_rest is not None:
             self._ready.append(bucket)
-            while len(self._ready) > 1:  # The newest one's sum over those that share it goes on meanwhile.
+            while len(self._ready) > 1:  # The sum of the newest bucket over its replicas goes on meanwhile.
                 self._put_away_oldest()
 
     def _put_away_oldest(self) -> None:
@@ -196,13 +205,13 @@ class OptimizerStep:
         self.shards.put_away(bucket, last=True)
 
     def leave(self, units: Iterable[Unit]) -> None:
-        """This rank is done with these units in backward: what they hold may be updated by all."""
+        """Note that this rank is done with these units in backward, so that all ranks may update them."""
         if self._in_backward:
             self._retire(units)
             self._update_ready()
 
     def end_backward(self, units: Iterable[Unit]) -> None:
-        """Backward is over on this rank."""
+        """End a backward: wait for the sums over replicas, and for what is put away."""
         if self._in_backward:
             self._retire(units)
             self._update_ready()
@@ -214,7 +223,7 @@ class OptimizerStep:
         self.shards.settle()
 
     def end_backwards(self) -> None:
-        """All of a step's backwards are over on this rank, and none of another rank waits for it: sum what stages share."""
+        """Sum what stages share, when all backwards of the step are over and no other rank waits for one of this rank."""
         tied, self._tied = sorted(self._tied, key=lambda bucket: bucket.layout.slots[0].spec.name), []
         for bucket in tied:
             self._share(bucket)
@@ -222,9 +231,9 @@ class OptimizerStep:
             self.end_backward(())
 
     def finish(self, units: Iterable[Unit], factor: float, *, loss_finite: bool) -> StepOutcome:
-        """Clip and update, unless backward has done so; gradients are first multiplied by `factor` and unscaled.
+        """Multiply gradients by `factor`, unscale, clip, and update, unless backward has done so.
 
-        All ranks see one norm, and so skip, stop and clip together. `loss_finite`: whether this rank's own losses were.
+        All ranks see one norm, and so skip, stop and clip together. `loss_finite`: whether this rank's own losses were finite.
 
         Raises:
             NonFiniteError: for a norm that is not finite, under `on_nonfinite: stop`.
@@ -234,7 +243,7 @@ class OptimizerStep:
         if not options.optimizer_in_backward:
             self._retire(units)
             squares = zip(self._buckets, self.shards.squares(self._buckets), strict=True)
-            # What others count may be amiss here alone.
+            # A value that another rank counts may be not finite on this rank alone.
             self._squares = sum(
                 value for each, value in squares if self.sharing.counts(each) or not math.isfinite(value)
             )
@@ -261,11 +270,11 @@ class OptimizerStep:
 
     @property
     def _averaging(self) -> bool:
-        """Whether the update at hand counts for the averages of weights."""
+        """Whether the averages of the weights take in the present update."""
         return self.averages is not None and self.averages.due(self.updates + 1)
 
     def _end_averages(self) -> None:
-        """All weights are updated, and with them their averages; those that rest now count too."""
+        """Let the averages of buckets that are not trained now take in the update too; those of the others have done so."""
         averages = self.averages
         if averages is None or not self._averaging:
             return
@@ -283,7 +292,7 @@ class OptimizerStep:
         averages.count += 1
 
     def _cause(self, norm: float, loss_finite: bool) -> str:
-        """Where the gradients are not finite, and on which ranks the loss is not; all ranks say the same."""
+        """Which units' gradients, and which ranks' losses, are not finite. All ranks call it, and return the same text."""
         found = {
             self._units[id(bucket)].index: self._units[id(bucket)].name
             for bucket in self._buckets
@@ -302,11 +311,11 @@ class OptimizerStep:
         return text
 
     def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:
-        """The optimizer of a bucket's shard; None for a frozen bucket."""
+        """The optimizer of a bucket's shard; None for a bucket that was never trained."""
         return self._optimizers.get(id(bucket))
 
     def abandon(self) -> None:
-        """Forget a step that has ended before its time, and has changed nothing."""
+        """Forget a step that has ended before it has changed anything."""
         self._ready.clear()
         self._tied.clear()
         self._sums.clear()
@@ -314,29 +323,31 @@ class OptimizerStep:
         self.shards.abandon(self._buckets)
 
     def _retire(self, units: Iterable[Unit]) -> None:
+        """Let the other ranks overwrite what this rank has gathered of these units, each once per step."""
         for unit in units:
-            if unit.index in self._retired:
-                continue  # It may hold the next generation already, which this rank has still to read.
-            self._retired.add(unit.index)
-            for bucket in unit.trainable:
-                bucket.buffer.retire()
+            if (
+                unit.index not in self._retired
+            ):  # Else it may hold the next values already, which this rank still has to read.
+                self._retired.add(unit.index)
+                for bucket in unit.trainable:
+                    bucket.buffer.retire()
 
     def _complete(self, bucket: Bucket) -> None:
-        """Wait for a bucket's sum over those that share it."""
+        """Wait for the sum of a bucket over its replicas."""
         wait = self._sums.pop(id(bucket), None)
         if wait is not None:
             wait()
 
     def _update_ready(self) -> None:
-        """Update, inside backward, what is reduced and no longer read by this rank.
+        """Update, inside backward, the buckets that are reduced and that this rank does not read any more.
 
-        The wait for the others to have read it too cannot be circular: all leave units in one order, and a rank waits only
-        for units that it has left itself.
+        The update waits until the other ranks have read them too. This cannot be circular: all ranks leave units in one order, and
+        a rank waits only for units that it has left itself.
         """
         ready, self._ready = self._ready, deque()
         for bucket in ready:
             if self._units[id(bucket)].index not in self._retired:
-                self._ready.append(bucket)  # the root, say, which all others need not wait for
+                self._ready.append(bucket)  # It is in the root, for example, which the other buckets need not wait for.
                 continue
             self._complete(bucket)
             square = self.shards.square(bucket)
@@ -351,7 +362,7 @@ class OptimizerStep:
             self.shards.drop(bucket)
 
     def _update(self, bucket: Bucket, factor: float, following: Sequence[Bucket]) -> None:
-        """Update a bucket's shard; `following` are those whose turn comes next, if that is known."""
+        """Update a bucket's shard. `following` are the buckets whose turn comes next, as far as that is known."""
         fault_injection.visit("optimizer")
         self.before_change(bucket)
         self.last_order.append(bucket)
@@ -387,8 +398,8 @@ class OptimizerStep:
         return self._stream.rows(id(bucket), bucket.interval.length, self._uses(bucket, averaging=self._averaging))
 
     def _uses(self, bucket: Bucket, *, averaging: bool) -> list[StreamOperand]:
-        """What an update reads and writes of a bucket: master weights, moments, averages that take them in, gradients (inside
-        backward they are just there, and nobody knows when), and the copy that is gathered."""
+        """The tensors that an update of a bucket reads and writes: master weights, moments, averages, gradients (other than inside
+        backward, where they have just arrived in memory), and the copy that is gathered. `_change` takes them in this order."""
         states = [bucket.master, *self._optimizers[id(bucket)].moments.values()]
         average = self.averages.of(bucket) if self.averages is not None and averaging else None
         states += [average] if average is not None else []
@@ -403,4 +414,4 @@ class OptimizerStep:
 
 
 def _do_nothing(bucket: Bucket) -> None:
-    """Nobody reads the states beside training."""
+    """The call before an update where nobody reads the states beside training."""

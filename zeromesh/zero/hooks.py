@@ -26,7 +26,7 @@ _DEPTH = 4
 
 
 class Listener(Protocol):
-    """What the hooks tell."""
+    """What the hooks call. `place` is the number of a call in forward, and `index` that of a parameter in its bucket."""
 
     def before_forward(self, unit: Unit) -> None: ...
 
@@ -44,7 +44,7 @@ class Listener(Protocol):
 
 
 class _OfModule:
-    """A hook of one module. Copies of it do nothing, so that a copied or pickled module belongs to no engine."""
+    """A hook on a module. Copies of it do nothing, so that a copied or pickled module belongs to no engine."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -66,11 +66,11 @@ def _outside_transforms(call: Callable[..., None], *arguments: Any) -> None:
 
 
 def _nothing(*output: Any) -> None:
-    """What a copied hook does."""
+    """Do nothing, as a copied hook."""
 
 
 class Hooks:
-    """All hooks of an engine."""
+    """All hooks of one engine on its model."""
 
     def __init__(self, units: Sequence[Unit], listener: Listener) -> None:
         self._handles: list[RemovableHandle] = []
@@ -103,7 +103,7 @@ class Hooks:
         self._handles.append(module.register_forward_hook(after))
 
     def _on_parts(self, root: Unit, listener: Listener) -> None:
-        """Modules inside the root that hold its parameters: a caller may run them without running the root."""
+        """Hook the modules inside the root that hold its parameters: a caller may run them without running the root."""
         names = {name.rpartition(".")[0] for name in root.names()}
 
         for module in dict.fromkeys(map(root.module.get_submodule, sorted(names))):
@@ -112,7 +112,7 @@ class Hooks:
                 self._around(module, before, _OfModule(lambda _output, module=module: listener.after_part(module)))
 
     def on_gradients(self, unit: Unit, bucket: Bucket) -> None:
-        """Listen to the gradients of a bucket's parameters, of those too that are trained only later."""
+        """Listen to the gradients of a bucket's parameters, also of those that may be trained only later."""
         for index, parameter in enumerate(bucket.parameters):
             hook = partial(self._listener.on_gradient, unit, bucket, index)
             trained = parameter.requires_grad
@@ -122,7 +122,8 @@ class Hooks:
 
 
 def on_gradient_of(tensors: Iterable[torch.Tensor], call: Callable[[], None]) -> list[torch.Tensor]:
-    """Call when autograd has the gradient of any of these tensors that are computed, before it goes on. Returns those."""
+    """Have `call` run when autograd has the gradient of any of these tensors, before it goes on. Returns the tensors that are
+    computed by autograd, which alone are hooked."""
 
     def hook(_gradient: torch.Tensor) -> None:
         _outside_transforms(call)

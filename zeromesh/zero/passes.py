@@ -1,9 +1,11 @@
-"""Passes over the model: what the hooks tell becomes gathers, releases and reductions.
+"""Passes over the model: hooks call `Passes`, which gathers units, releases them, and reduces their gradients.
 
-    forward     units are gathered around use, the next one ahead of it by the recorded order
-    backward    the same in reverse; gradients leave as buckets complete
+    forward     before_forward    gather the unit, unless the recorded order has done so ahead of it, and the next ones
+                after_forward     hook its outputs for backward, and release it
+    backward    before_backward   leave the units that backward is done with, and gather this one as in forward
+                on_gradient       hand a gradient to the reducer, which sums a bucket over ranks once it is complete
 
-A microbatch's backward may follow its forward at once, or after other microbatches have run: `Forward` keeps what it needs.
+The backward of a microbatch may follow its forward at once, or after other microbatches have run: `Forward` keeps what it needs.
 """
 
 from __future__ import annotations
@@ -40,19 +42,19 @@ Backward = Callable[[torch.Tensor, float], None]
 
 @dataclass(kw_only=True, slots=True)
 class Forward:
-    """A microbatch between its forward, of a chunk of the model, and its backward."""
+    """A microbatch between its forward through a chunk of the model and its backward."""
 
     chunk: int
     microbatch: MicrobatchPosition
     outputs: Sequence[torch.Tensor | GradientEdge]
-    """What backward starts from: those that need a gradient."""
+    """The outputs that need a gradient, from which backward starts."""
     walk: PassProgress
     held: list[tuple[Bucket, int, torch.Tensor]] = field(default_factory=list)
-    """Gradients that have come before they were wanted."""
+    """Gradients of parameters that came with those of inputs, and wait for `backward_weight`."""
 
 
 class Passes:
-    """Of one engine; what `Hooks` listens for. One pass at a time."""
+    """The passes of one engine, one at a time: the listener of `Hooks`, and the sink of the `GradientReducer`."""
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class Passes:
         updater: OptimizerStep,
         chunks: Sequence[Sequence[Unit]] = (),
     ) -> None:
-        """`chunks` are the units of each part of the model that runs by itself; none: it is one."""
+        """`chunks` are the units of each part of the model that runs by itself; none: the model is one part."""
         self.units = built.units
         self._chunks = chunks or [built.units]
         self.mode = PassMode.IDLE
@@ -80,7 +82,7 @@ class Passes:
         self._walk = PassProgress()
         self._holding: Forward | None = None
         self._weights_alone = False
-        """Whether a backward runs that computes gradients of weights from what is kept, and reads no parameter."""
+        """Whether the running backward computes gradients of weights from kept tensors, and reads no parameter."""
         self._last_reductions: dict[int, list[int]] = {}
         self._reductions_settled = False
         self.gradients = GradientReducer(
@@ -119,7 +121,7 @@ class Passes:
     def forward(
         self, chunk: int, run: Callable[[], Tensors], microbatch: MicrobatchPosition
     ) -> tuple[Tensors, Forward]:
-        """Forward of a microbatch through a chunk, whose backward comes later. Returns what `run` does too."""
+        """Run forward of a microbatch through a chunk by `run()`, and return what that returns. Backward comes later."""
         streams = self._begin_forward(f"forward of chunk {chunk}", microbatch)
         with streams.in_force(), torch.enable_grad(), self._recorder.span(StepPhase.FORWARD):
             made = run()
@@ -131,14 +133,14 @@ class Passes:
         return made, done
 
     def backward(self, forward: Forward, gradients: Tensors) -> None:
-        """Backward of a microbatch, from the gradients of its outputs."""
+        """Run backward of a microbatch from the gradients of its outputs."""
         self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward.walk)
         with own_randomness():
             self._reduce_during(forward, lambda: self._run_backward(forward, gradients))
         self.end()
 
     def backward_input(self, forward: Forward, gradients: Tensors) -> None:
-        """The part of backward that others wait for. Gradients of parameters that come along are held for `backward_weight`."""
+        """Run the part of backward that other stages wait for: gradients of inputs. Those of parameters are held meanwhile."""
         self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward.walk)
         self._holding = forward
         forward.walk.begin_backward(dict.fromkeys(range(len(self.units)), 0))
@@ -151,7 +153,7 @@ class Passes:
         self.end()
 
     def backward_weight(self, forward: Forward, run: Callable[[], None]) -> None:
-        """The rest of it: `run` brings the gradients of parameters that have not come yet."""
+        """Run the rest of backward: `run()` brings the gradients of parameters that have not come yet."""
         self._begin(PassMode.BACKWARD, f"weights of chunk {forward.chunk}", forward.walk)
 
         def deliver() -> None:
@@ -169,20 +171,20 @@ class Passes:
         self.end()
 
     def end_backwards(self) -> None:
-        """All microbatches of a step have run backward, on all ranks that wait for one another."""
+        """End a step's backwards, when all ranks that wait for one another have run them."""
         self._updater.end_backwards()
 
     def _run_backward(self, forward: Forward, gradients: Tensors) -> None:
         if forward.outputs:
             torch.autograd.backward(forward.outputs, gradients)  # type: ignore[arg-type]  # all tensors, or all edges
             return
-        # A microbatch without targets may have a constant for its loss; its gradients are zeros. Nothing is computed, but peers
-        # gather units around their backward.
+        # The loss is a constant, as of a microbatch without targets, and gradients are zeros. Peers still gather units around their
+        # backward, and this rank takes part.
         for index, place in reversed(self._walk.calls):
             self.before_backward(self.units[index], place)
 
     def _reduce_during(self, forward: Forward, bring: Callable[[], None]) -> None:
-        """`bring` brings the gradients of a microbatch, which are reduced meanwhile and afterwards."""
+        """Call `bring()`, which brings the gradients of a microbatch, and reduce them meanwhile and afterwards."""
         microbatch, units = forward.microbatch, self._chunks[forward.chunk]
         reduce = microbatch.last or self._options.placements.accumulating is Placement.SHARDED
         order = [index for index in forward.walk.reduction_order(range(len(self.units))) if self.units[index] in units]
@@ -218,14 +220,14 @@ class Passes:
 
     @contextmanager
     def drawing(self, streams: Streams | None) -> Iterator[None]:
-        """Inside the block, which is within an evaluation of several microbatches, forward draws from `streams`."""
+        """Inside the block, one of several microbatches of an evaluation, forward draws from `streams`."""
         before, self._walk.streams = self._walk.streams, streams
         with streams.in_force() if streams is not None else nullcontext():
             yield
         self._walk.streams = before
 
     def begin_without_root(self) -> None:
-        """A stage of a pipeline runs its part of the model without calling the root, whose embeddings draw too."""
+        """Begin the root's random numbers where a stage of a pipeline runs its part without calling the root."""
         if self._walk.streams is not None:
             self._walk.streams.begin(self.units[0].name)
 
@@ -251,7 +253,7 @@ class Passes:
             raise PhaseError(f"a pass cannot begin during {self.mode.value}")
 
     def end(self) -> None:
-        """The pass is over, well or not."""
+        """End the pass, whether it went well or not."""
         self._recorder.end_ranges()
         for unit in self.units:
             if self._sharded and unit.phase in (Phase.GATHERING, Phase.LIVE):
@@ -264,10 +266,10 @@ class Passes:
         self._entry = None
         self._transport.poll()
 
-    # What hooks tell
+    # What hooks call; see `Listener`
 
     def before_forward(self, unit: Unit) -> None:
-        """A unit is about to run: in a pass, in recomputation during backward, or because the user called the model."""
+        """Prepare a unit that is about to run: in a pass, recomputed during backward, or because the user called the model."""
         if self.mode is PassMode.BACKWARD:
             self._need_in_backward(unit)
             if self._walk.streams is not None:
@@ -291,20 +293,20 @@ class Passes:
             self._recorder.begin_range("forward of", unit.name)
 
     def before_part(self, module: nn.Module) -> None:
-        """A module that holds some of the root's parameters is about to run, perhaps without the root."""
+        """Prepare for a module with some of the root's parameters, which may run without the root."""
         if self.mode is PassMode.IDLE:
             self._begin_users_pass(module)
 
     def after_part(self, module: nn.Module) -> None:
-        """It has run."""
+        """End the pass that `before_part` has begun."""
         if self._entry is module and self.mode is PassMode.EVALUATION:
             self.end()
 
     def on_use(self, unit: Unit, name: str) -> None:
-        """Somebody reads or writes a parameter of a unit that is not live: it becomes live, for as long as it may be needed.
+        """Make a unit live, one of whose parameters is read or written while it rests, for as long as it may be needed.
 
         Raises:
-            PhaseError: outside of a pass, where the values are not to be had without the other ranks.
+            PhaseError: outside of a pass, where the other ranks take no part and have the values.
         """
         if self.mode is not PassMode.IDLE:
             self._hold(unit)
@@ -316,12 +318,12 @@ class Passes:
                 "tensors of all parameters from `trainer.state_dict()`, or write the model with `trainer.save()`"
             )
         if unit.phase is Phase.RESTING:
-            unit.gather()  # Nobody else takes part in it.
+            unit.gather()  # This rank has all of it.
         unit.wait()
         unit.note_values()
 
     def _hold(self, unit: Unit) -> None:
-        """Have a unit live until the pass is over, and in backward; so in later passes of this kind, from its first call on."""
+        """Keep a unit live until the pass is over, and in backward, also in later passes of this kind from its first call on."""
         self.gathers.keep(unit)
         self._walk.held.add(unit.index)
         if self.mode is PassMode.BACKWARD:
@@ -330,7 +332,7 @@ class Passes:
             self.gathers.need(unit)
 
     def _need_held(self) -> None:
-        """Backward begins: what is needed beyond calls has to be there, and nothing will tell when."""
+        """Gather the units that backward may need at any time, as it begins."""
         for index in sorted(self._walk.held):
             self._need_in_backward(self.units[index])
 
@@ -349,7 +351,7 @@ class Passes:
         self._entry = module
 
     def after_forward(self, unit: Unit, output: Any) -> None:
-        """A unit has run: hook its outputs for backward, or rest."""
+        """Hook the outputs of a unit that has run, for backward, and release it."""
         if self._walk.streams is not None:
             self._walk.streams.leave(unit.name)
         if self.mode is PassMode.BACKWARD:
@@ -368,7 +370,7 @@ class Passes:
             self.end()
 
     def _keep_returned(self, unit: Unit, tensors: Tensors) -> None:
-        """A unit whose parameters' own memory is returned stays live; where the pass ends here, that cannot be."""
+        """Keep a unit live that returned a view of its own parameters. Raises `PhaseError` where the pass ends with this call."""
         ends = self._entry is unit.module
         for each in self.units if ends else [unit]:
             if each.phase is Phase.LIVE and any(map(each.has_memory_of, tensors)):
@@ -388,7 +390,7 @@ class Passes:
             self._hold(unit)
 
     def _end_forward(self, made: Tensors) -> None:
-        """Forward has made what backward begins from: units that it enters elsewhere than at their outputs have to be live."""
+        """End forward, from whose results `made` backward begins, and hold the units that backward will enter without a hook."""
         self.writes.end_forward(self.units)
         roots = [(tensor.grad_fn, tensor.output_nr) for tensor in made if tensor.grad_fn is not None]
         for entrance in self._calls.entrances(roots):
@@ -403,13 +405,13 @@ class Passes:
             self._hold(unit)
 
     def before_backward(self, unit: Unit, place: int) -> None:
-        """Backward has reached the outputs of a unit's call; the calls of units after number `place` came after it."""
+        """Prepare a unit whose outputs backward has reached, those of call number `place`; later calls are done."""
         if self.mode is PassMode.IDLE:
             raise PhaseError(
                 f"backward reached unit {unit.name} outside a training step; let the trainer call backward"
             )
         if self.mode is not PassMode.BACKWARD:
-            self._hold(unit)  # The user's own `autograd.grad`, whose graph may be part of the loss.
+            self._hold(unit)  # This is the user's own `autograd.grad`, whose graph may be part of the loss.
             return
         for index in self._walk.leave_passed(place):
             self._leave_backward(self.units[index])
@@ -429,7 +431,7 @@ class Passes:
             self.gathers.need(unit)
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
-        """Autograd has a parameter's gradient."""
+        """Take a parameter's gradient, which autograd has completed."""
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             parameter.grad = parameter.grad.to_dense()
         if self._holding is not None:
