@@ -377,8 +377,8 @@ def _integers(environ: Mapping[str, str], names: list[str], also: tuple[str, ...
         raise ConfigError(_missing(missing, environ))
     wrong = [name for name in names if not re.fullmatch(r"\s*[+-]?\d{1,18}\s*", environ[name])]
     if wrong:
-        given = (f"environment variable {name}: got {environ[name]!r}; allowed is an integer" for name in wrong)
-        raise ConfigError(list(given))
+        problems = (f"environment variable {name}: got {environ[name]!r}; allowed is an integer" for name in wrong)
+        raise ConfigError(list(problems))
     return {name: int(environ[name]) for name in names}
 
 

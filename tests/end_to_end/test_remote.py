@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.launch.elastic import Elastic, Plan, Start, supervise
+from zeromesh.launch.elastic import LaunchPlan, Start, supervise
 from zeromesh.launch.heartbeat import Splitter, line
 from zeromesh.launch.hostfile import Host
 from zeromesh.launch.ssh import HostFailure, Reach
@@ -48,7 +48,7 @@ class Launch:
         ssh.chmod(0o755)
         self.ssh = str(ssh)
 
-    def plan(self, a: str, b: str, *, alone: str = "", least: int = 2, restarts: int = 0) -> Plan:
+    def plan(self, a: str, b: str, *, alone: str = "", least: int = 2, restarts: int = 0) -> LaunchPlan:
         bodies = {"a": a, "b": b}
 
         def command(start: Start) -> Sequence[str]:
@@ -56,7 +56,7 @@ class Launch:
             words = (str(self.folder), start.host.name, str(start.index), str(start.hosts), str(SILENCE))
             return [sys.executable, "-c", HEAD + "".join(f"    {each}\n" for each in body.splitlines()), *words]
 
-        return Plan(
+        return LaunchPlan(
             hosts=tuple(Host(name=name, slots=1, address="127.0.0.1") for name in bodies),
             reach=Reach(
                 ssh=(self.ssh,),
@@ -66,7 +66,8 @@ class Launch:
                 silence_seconds=SILENCE,
             ),
             port=None,
-            elastic=Elastic(least=least, max_restarts=restarts),
+            least=least,
+            max_restarts=restarts,
             command=command,
             check=lambda hosts: None,
         )

@@ -19,7 +19,7 @@ from zeromesh.trainer.config.loading.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
-    from zeromesh.launch.elastic import Plan, Start
+    from zeromesh.launch.elastic import LaunchPlan, Start
     from zeromesh.launch.ssh import HostFailure
 
 PASSED = (
@@ -112,14 +112,14 @@ def check_mesh(config: TrainerConfig, processes: int) -> None:
     )
 
 
-def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host, ...]) -> Plan:
-    from zeromesh.launch.elastic import Elastic, Plan
+def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host, ...]) -> LaunchPlan:
+    from zeromesh.launch.elastic import LaunchPlan
     from zeromesh.launch.ssh import SSH, Reach
 
     if options.min_hosts is not None and options.min_hosts > len(hosts):
         raise ConfigError(f"--min-hosts {options.min_hosts}: {options.hostfile} has {len(hosts)}")
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (options.min_hosts is not None)
-    return Plan(
+    return LaunchPlan(
         hosts=hosts,
         reach=Reach(
             ssh=tuple(_words(options.ssh)) if options.ssh is not None else SSH,
@@ -129,7 +129,8 @@ def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host,
             silence_seconds=options.host_timeout,
         ),
         port=options.port,
-        elastic=Elastic(least=options.min_hosts or len(hosts), max_restarts=restarts),
+        least=options.min_hosts or len(hosts),
+        max_restarts=restarts,
         command=lambda start: _command(options, start),
         check=lambda left: check_mesh(config, sum(host.slots for host in left)),
     )

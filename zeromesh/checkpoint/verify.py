@@ -68,7 +68,7 @@ def _bad_pieces(
         on_progress(piece.end - piece.begin)
 
     try:
-        reader.stream(pieces, lambda piece, data: on_progress(data.numel()), lambda: None, failed)
+        reader.stream(pieces, lambda piece, data: on_progress(data.numel()), failed)
     except ZeromeshError as error:
         return list(pieces), [str(error)]
     more = [f"so are {len(bad) - 1:,} more of its {len(pieces):,} pieces"] if len(bad) > 1 else []

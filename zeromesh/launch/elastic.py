@@ -22,7 +22,7 @@ _USERS_MISTAKE = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """What the launcher of one host needs to know of all: its number, how many there are, and where they meet."""
+    """What the launcher of one host needs to know: its number, the number of hosts, and where they meet."""
 
     host: Host
     index: int
@@ -31,30 +31,27 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Elastic:
-    """How few hosts a run goes on with, and how many failures of ranks may end in a new start of all. Raises `ConfigError`."""
+class LaunchPlan:
+    """How to start a run on `hosts`, and when to start it again. Raises `ConfigError`.
 
+    `command` gives the command of a host's launcher, and `check` refuses hosts that the run cannot use. After a failure of ranks
+    the run starts again at most `max_restarts` times; after a loss of hosts it goes on with the others, `least` at least.
+    """
+
+    hosts: tuple[Host, ...]
+    reach: Reach
+    port: int | None
     least: int
     max_restarts: int
+    command: Callable[[Start], Sequence[str]]
+    check: Callable[[Sequence[Host]], None]
 
     def __post_init__(self) -> None:
         if self.least < 1 or self.max_restarts < 0:
             raise ConfigError(f"--min-hosts {self.least} with --max-restarts {self.max_restarts}: at least 1, and 0")
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """How to start: `command` gives the command of a host's launcher, `check` refuses hosts that the run cannot use."""
-
-    hosts: tuple[Host, ...]
-    reach: Reach
-    port: int | None
-    elastic: Elastic
-    command: Callable[[Start], Sequence[str]]
-    check: Callable[[Sequence[Host]], None]
-
     def arguments(self) -> list[list[str]]:
-        """The local command for each host, the first of which the others meet at."""
+        """The local command for each host. The launchers meet at the first host."""
         endpoint = f"{self.hosts[0].address}:{self.port or random.choice(_PORTS)}"
         starts = [
             Start(host=host, index=index, hosts=len(self.hosts), endpoint=endpoint)
@@ -63,11 +60,11 @@ class Plan:
         return [self.reach.arguments(start.host, self.command(start)) for start in starts]
 
 
-def supervise(plan: Plan, tell: Callable[[str], None]) -> HostFailure | int:
-    """Run until all hosts have ended. `tell` is given a line for a person.
+def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> HostFailure | int:
+    """Run until all hosts have ended. `notify` gets lines for a person.
 
-    Returns 0 when all succeed, what all else followed from when one does not, and 128 plus the signal's number when this process
-    was told to stop. Nothing is left running then, but on hosts that cannot be reached, which end by themselves.
+    Returns 0 when all succeed, the first failure when one does not, and 128 plus the signal's number when this process got a
+    signal to stop. Nothing is left running then, except on hosts that cannot be reached, which end by themselves.
 
     Raises:
         ConfigError: when the command of `Reach.ssh` cannot be started, or `check` refuses the hosts.
@@ -85,12 +82,12 @@ def supervise(plan: Plan, tell: Callable[[str], None]) -> HostFailure | int:
             gone = _gone(plan.hosts, outcome)
             left = tuple(host for host in plan.hosts if host not in gone)
             failures += not gone
-            if (not cause.lost and cause.exit_code == _USERS_MISTAKE) or failures > plan.elastic.max_restarts:
+            if (not cause.lost and cause.exit_code == _USERS_MISTAKE) or failures > plan.max_restarts:
                 return cause
-            if len(left) < plan.elastic.least:
+            if len(left) < plan.least:
                 return cause
-            tell(str(cause))
-            tell(_goes_on(left))
+            notify(str(cause))
+            notify(_goes_on(left))
             plan = replace(plan, hosts=left)
             while time.monotonic() < outcome.safe_at and not requests.exit_code():
                 time.sleep(0.1)
@@ -98,7 +95,7 @@ def supervise(plan: Plan, tell: Callable[[str], None]) -> HostFailure | int:
                 return code
 
 
-def _start(plan: Plan, requests: StopSignals) -> Outcome:
+def _start(plan: LaunchPlan, requests: StopSignals) -> Outcome:
     output = Output()
     try:
         return watch(_open_lines(plan, output), requests, plan.reach.silence_seconds)
@@ -106,7 +103,7 @@ def _start(plan: Plan, requests: StopSignals) -> Outcome:
         output.close()
 
 
-def _open_lines(plan: Plan, output: Output) -> list[HostLine]:
+def _open_lines(plan: LaunchPlan, output: Output) -> list[HostLine]:
     lines: list[HostLine] = []
     reach = replace(plan.reach, variables={SECRET: secrets.token_hex(), **plan.reach.variables})
     try:
@@ -120,7 +117,7 @@ def _open_lines(plan: Plan, output: Output) -> list[HostLine]:
 
 
 def _gone(hosts: Sequence[Host], outcome: Outcome) -> set[Host]:
-    """The hosts to go on without: the lost ones, and those that the first one cannot be reached from."""
+    """The hosts to leave out: the lost ones, and those that cannot reach the first host."""
     return {each.host for each in outcome.failures if each.lost or (each.apart and each.host != hosts[0])}
 
 

@@ -1,9 +1,9 @@
-"""What `zeromesh launch` and the launcher that it starts on a host say to each other, and the host's end of it.
+"""The messages between `zeromesh launch` and the launcher that it starts on a host, and the host's end of the line.
 
 The line is the standard input and output of the remote command. The host sends a *beat* a few times within the time after which it
 counts as silent, the launching side an *echo* of each. A beat's number stands for the time at which it was sent: the host ends its
-own processes when that time lies back too far, so it has always ended before the other side, which heard the beat later,
-gives it up. Two runs never write into one directory, whatever the network does (a lease, as in Gray and Cheriton 1989).
+own processes when that time lies back too far, so it has always ended before the other side, which received the beat later,
+counts it as lost. Two runs never write into one directory, whatever the network does (a lease, as in Gray and Cheriton 1989).
 
 Messages of the host stand between control characters in what its processes print; those to the host are lines.
 """
@@ -35,7 +35,7 @@ from zeromesh.launch.messages import (
 BEGIN, END = b"\x1ezeromesh:", b"\x1e"
 BEATS = 5
 """Beats within the time after which a host counts as silent."""
-_LAST_WORD_SECONDS = 1.0
+_LAST_MESSAGE_SECONDS = 1.0
 _KILLED = 128 + int(signal.SIGKILL)
 
 
@@ -50,7 +50,7 @@ def line(message: Message) -> bytes:
 
 
 class Splitter:
-    """Tells messages and printed bytes apart in the output of a host, however it is cut into pieces."""
+    """Separates messages from printed bytes in the output of a host, however the output is cut into pieces."""
 
     def __init__(self) -> None:
         self._kept = b""
@@ -96,16 +96,16 @@ def _parsed(data: bytes) -> Message | None:
 
 
 class Lifeline:
-    """The host's end: as a context, it beats from entering to leaving, and says at the end how that came about.
+    """The host's end: as a context, it beats from entering to leaving, and reports an error that the block ends with.
 
     The process becomes the leader of its own group, which is killed as a whole when the other side is silent for
-    `silence_seconds`, has closed the line, or says so; its workers die with it. It takes standard input for itself.
+    `silence_seconds`, has closed the line, or asks for it; its workers die with it. It takes over standard input.
     """
 
     def __init__(self, silence_seconds: float) -> None:
         self._silence = silence_seconds
         self._sent: deque[tuple[int, float]] = deque()
-        self._heard = time.monotonic()
+        self._answered_at = time.monotonic()
         self._write = threading.Lock()
         self._input = os.dup(0)
         self._partial = b""
@@ -127,7 +127,7 @@ class Lifeline:
             self.end(1, text=f"{type(error).__name__}: {error}")
 
     def read_variables(self) -> None:
-        """Take over the environment variables that the first message has. Call before entering."""
+        """Set the environment variables that the first message has. Call this before entering the context."""
         while b"\n" not in self._partial:
             # The other side waits longer for a first beat than for the next ones.
             piece = os.read(self._input, 65536)
@@ -139,13 +139,13 @@ class Lifeline:
             export(variables(parsed(first)))
         except MessageError as error:
             self._refuse(error)
-        self._heard = time.monotonic()
+        self._answered_at = time.monotonic()
 
     def end(self, exit_code: int, *, text: str = "", noticed: bool = False, apart: bool = False) -> None:
-        """Say that the processes here have ended, and why."""
-        self._say({"end": exit_code, "text": text, "noticed": noticed, "apart": apart})
+        """Report that the processes here have ended, and why."""
+        self._send({"end": exit_code, "text": text, "noticed": noticed, "apart": apart})
 
-    def _say(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         sys.stdout.flush()
         data = memoryview(frame(message))
         with self._write:
@@ -159,7 +159,7 @@ class Lifeline:
             self._sent.append((number, time.monotonic()))
             try:
                 # One piece of at most PIPE_BUF bytes, so that nothing of the workers can come in between.
-                self._say({"beat": number})
+                self._send({"beat": number})
             except OSError:
                 _end_all()
             time.sleep(self._silence / BEATS)
@@ -172,7 +172,7 @@ class Lifeline:
                     self._take(parsed(each))
             except MessageError as error:
                 self._refuse(error)
-            left = self._heard + self._silence - time.monotonic()
+            left = self._answered_at + self._silence - time.monotonic()
             if left <= 0:
                 _end_all()
             if not select.select([self._input], [], [], min(left, self._silence / BEATS))[0]:
@@ -186,21 +186,21 @@ class Lifeline:
         if "echo" in message:
             echo = number(message, "echo")
             while self._sent and self._sent[0][0] <= echo:
-                self._heard = self._sent.popleft()[1]
+                self._answered_at = self._sent.popleft()[1]
         elif "signal" in message:
             os.kill(os.getpid(), signal_number(message, "signal"))
         elif "kill" in message:
             self._end_with(_KILLED, "")
 
     def _refuse(self, error: MessageError) -> NoReturn:
-        """The launching side has said what makes no sense: nothing that it says can be relied on."""
+        """End all: the launching side has sent a message that makes no sense, so none of its messages can be relied on."""
         self._end_with(1, f"what the launching side has sent makes no sense: {error}")
 
     def _end_with(self, exit_code: int, text: str) -> NoReturn:
-        """End all here, and say so, which may wait for a pipe that nobody empties any more."""
+        """End all here, and report it, which may have to wait for a full pipe."""
         last = threading.Thread(target=self.end, args=(exit_code,), kwargs={"text": text}, daemon=True)
         last.start()
-        last.join(_LAST_WORD_SECONDS)
+        last.join(_LAST_MESSAGE_SECONDS)
         _end_all()
 
 

@@ -1,7 +1,7 @@
 """The hosts of a launch, as a file lists them: a line `NAME slots=N [address=NAME]` for each (pure).
 
-`NAME` is what ssh is given, `slots` the processes to start there, `address` what the other hosts reach it by where that is
-another name. What follows a `#` is a comment.
+`NAME` is the host for ssh, `slots` the processes to start there, and `address` the name or address by which the other hosts reach
+it, where that is another one. What follows a `#` is a comment.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def read_hosts(text: str, *, where: str) -> tuple[Host, ...]:
 
 def _read_line(words: Sequence[str]) -> Host:
     name, *rest = words
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     problems = []
     if "=" in name:
         raise ConfigError(f"{name!r} stands where the host's name should be; {_FORM}")
@@ -85,15 +85,15 @@ def _read_line(words: Sequence[str]) -> Host:
         key, equals, value = word.partition("=")
         if not equals or key not in _KEYS:
             problems.append(f"{word!r} is not understood; {_FORM}")
-        elif key in given:
+        elif key in values:
             problems.append(f"{key} is given twice")
         else:
-            given[key] = value
-    slots = given.get("slots")
+            values[key] = value
+    slots = values.get("slots")
     if slots is None:
         problems.append(f"host {name!r} has no slots=N, the number of processes to start there")
     elif not re.fullmatch(r"[0-9]{1,6}", slots):
         problems.append(f"slots={slots}: allowed is an integer from 1 to {MAX_SLOTS}")
     if problems or slots is None:
         raise ConfigError(problems)
-    return Host(name=name, slots=int(slots), address=given.get("address", name.rpartition("@")[2]))
+    return Host(name=name, slots=int(slots), address=values.get("address", name.rpartition("@")[2]))

@@ -1,8 +1,8 @@
-"""Starts a command as several workers on this host, again where that is asked for, and says what stopped them.
+"""Starts a command as several workers on this host, restarts them where that is wanted, and reports what stopped them.
 
 The launching process only waits, and loads no torch for that. It ends its workers when one of them fails or when it is
-interrupted. Each worker leaves its error to it, so that one message comes out, from the rank that failed first, and not one
-traceback per process.
+interrupted. Each worker records its error for it, so that one message is shown, of the rank that failed first, and not a
+traceback of each process.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def _to_stderr(line: str) -> None:
 def launch_workers(
     arguments: Sequence[str], *, processes: int, nodes: Nodes = ALONE, notify: Callable[[str], None] = _to_stderr
 ) -> WorkersFailed | int:
-    """Run `python ARGUMENTS` as `processes` ranks on this host, with those of other nodes, and wait for all of them.
+    """Run `python ARGUMENTS` as `processes` ranks on this host, beside those of other nodes, and wait for all of them.
 
-    `notify` gets a line for a person when all start again. Returns 0 when all succeed, what failed when one does not, and 128
-    plus the signal's number when this process was told to stop; the workers are gone then.
+    `notify` gets a line for a person when all start again. Returns 0 when all succeed, the failure when one does not, and 128
+    plus the signal's number when this process got a signal to stop; the workers are gone then.
 
     Raises:
         ConfigError: when this host is to serve the endpoint, and cannot.

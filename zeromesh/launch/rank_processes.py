@@ -1,4 +1,4 @@
-"""The processes of one start on this host, and what stopped them. Nothing of it stays on a disk."""
+"""The rank processes of one start on this host: starting, stopping, and the error that they ended with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeromesh.environment import ERRORS, LaunchEnvironment, die_with_launcher, e
 from zeromesh.errors import CollectiveError, ZeromeshError
 
 _CAUSE_SECONDS = 2.0
-"""How long the cause may stay away when ranks end since they noticed that another one is gone or wrong."""
+"""How long to wait for the rank that failed first, when others have ended because they noticed its failure."""
 _STOP_SECONDS = 30.0
 """How long ranks may take to end when one has failed, before they are killed."""
 _STOPPED = {128 + int(number): number.name for number in (signal.SIGINT, signal.SIGTERM)}
@@ -27,15 +27,15 @@ _STOPPED = {128 + int(number): number.name for number in (signal.SIGINT, signal.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkersFailed:
-    """Why the workers ended: what the rank that failed first has to say, and the exit code for the command."""
+    """Why the workers ended: the error of the rank that failed first, and the exit code for the command."""
 
     ranks: tuple[int, ...]
     message: str
     exit_code: int
     noticed: bool = False
-    """Whether these ranks only noticed that others are gone or wrong."""
+    """Whether these ranks only noticed that others had failed."""
     apart: bool = False
-    """Whether there were no ranks yet, since this host did not come together with the others."""
+    """Whether no ranks were started, because this host and the others did not meet."""
     pid: int = 0
     """The process of a rank that ended without an error of its own."""
 
@@ -49,7 +49,7 @@ class WorkersFailed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRange:
-    """Which ranks this host has in a start: `processes` from `first` on, of `world_size`, and where rank 0 is found."""
+    """The ranks of this host in a start, `processes` from `first` on of `world_size`, and the address of rank 0."""
 
     first: int
     processes: int
@@ -60,7 +60,7 @@ class RankRange:
     restart: int = 0
 
     def environment(self, local_rank: int) -> LaunchEnvironment:
-        """The place of one process."""
+        """The launch environment of one process."""
         return LaunchEnvironment(
             rank=self.first + local_rank,
             world_size=self.world_size,
@@ -93,7 +93,7 @@ class RankProcesses:
                 self._processes.append(subprocess.Popen([sys.executable, *arguments], start_new_session=True))
 
     def over(self) -> bool:
-        """Whether all processes have ended. To be asked again and again: after a failure it has the others ended."""
+        """Whether all processes have ended. Call it repeatedly: after a failure it also stops the other processes."""
         now = time.monotonic()
         for index, process in enumerate(self._processes):
             if index not in self._ended and process.poll() is not None:
@@ -102,7 +102,7 @@ class RankProcesses:
             return True
         if self._stop_until is None and (failed := [each for each in self._ended if self._processes[each].returncode]):
             self._cause_until = self._cause_until or now + _CAUSE_SECONDS
-            if now > self._cause_until or any(self._said(each).distance == 0 for each in failed):
+            if now > self._cause_until or any(self._end_of(each).distance == 0 for each in failed):
                 self.stop(signal.SIGTERM)
         if self._stop_until is not None and now > self._stop_until:
             self.send(signal.SIGKILL)
@@ -122,42 +122,42 @@ class RankProcesses:
                     os.killpg(process.pid, number)
 
     def failure(self) -> WorkersFailed | None:
-        """The failure that the others follow from, once all are over; None when there is none.
+        """The failure that caused the others, once all processes have ended; None when there is none.
 
         Peers of a dead rank notice that and fail too, or are stopped.
         """
-        said = {index: self._said(index) for index, process in enumerate(self._processes) if process.returncode}
-        if not said:
+        ends = {index: self._end_of(index) for index, process in enumerate(self._processes) if process.returncode}
+        if not ends:
             return None
-        first = min(said, key=lambda index: (said[index].distance, said[index].time, index))
-        same = tuple(self._first + index for index in sorted(said) if said[index].text == said[first].text)
+        first = min(ends, key=lambda index: (ends[index].distance, ends[index].time, index))
+        same = tuple(self._first + index for index in sorted(ends) if ends[index].text == ends[first].text)
         return WorkersFailed(
             ranks=same,
-            message=said[first].text,
-            exit_code=said[first].exit_code,
-            noticed=said[first].distance > 0,
-            pid=self._processes[first].pid if said[first].silent and len(same) == 1 else 0,
+            message=ends[first].text,
+            exit_code=ends[first].exit_code,
+            noticed=ends[first].distance > 0,
+            pid=self._processes[first].pid if ends[first].silent and len(same) == 1 else 0,
         )
 
     def close(self) -> None:
-        """End what still runs, at once, and give the files back."""
+        """Kill what still runs, and close the files of errors."""
         self.send(signal.SIGKILL)
         for process in self._processes:
             process.wait()
         while self._errors:
             os.close(self._errors.pop())
 
-    def _said(self, index: int) -> _Said:
+    def _end_of(self, index: int) -> _WorkerEnd:
         size = os.fstat(self._errors[index]).st_size
         found = _recorded(os.pread(self._errors[index], size, 0))
         return found or _silent_end(self._processes[index].returncode, self._ended[index])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Said:
-    """What a worker left behind, when (seconds of the clock), and how far it is from the cause.
+class _WorkerEnd:
+    """How a worker ended, when (seconds of the clock), and how far that is from the cause.
 
-    Distance 0 may be the cause, 1 has noticed that a peer failed, 2 was stopped by the launcher. `silent`: it left no error.
+    Distance 0 may be the cause, 1 noticed that a peer failed, 2 was stopped by the launcher. `silent`: it recorded no error.
     """
 
     text: str
@@ -167,38 +167,40 @@ class _Said:
     silent: bool = False
 
 
-def _recorded(data: bytes) -> _Said | None:
-    """What `become_worker` wrote; None when there is nothing, or no more than a part of it."""
+def _recorded(data: bytes) -> _WorkerEnd | None:
+    """The end that `become_worker` recorded; None when there is nothing, or only a part of it."""
     try:
-        return _Said(**json.loads(data))
+        return _WorkerEnd(**json.loads(data))
     except (ValueError, TypeError):
         return None
 
 
-def _silent_end(code: int, when: float) -> _Said:
+def _silent_end(code: int, when: float) -> _WorkerEnd:
     if code >= 0:
         stopped = _STOPPED.get(code)
         text = f"was stopped by {stopped}" if stopped else f"ended with exit code {code} and no Python error"
-        return _Said(text=text, time=when, exit_code=code or 1, distance=0, silent=True)
+        return _WorkerEnd(text=text, time=when, exit_code=code or 1, distance=0, silent=True)
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     hint = "; the kernel kills like this when memory runs out (see dmesg)" if name == "SIGKILL" else ""
     distance = 2 if name == "SIGTERM" else 0
-    return _Said(text=f"was killed by {name}{hint}", time=when, exit_code=128 - code, distance=distance, silent=True)
+    return _WorkerEnd(
+        text=f"was killed by {name}{hint}", time=when, exit_code=128 - code, distance=distance, silent=True
+    )
 
 
 def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:
-    """Make this process a worker of `launch_workers`: it dies with its parent, and leaves its errors to it.
+    """Make this process a worker of `launch_workers`: it dies with its parent, and records its error for it.
 
     `exit_code_of` says with which code the launching command should exit after an error.
     """
     die_with_launcher()
 
-    def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, KeyboardInterrupt):
             text = "".join(traceback.format_exception(kind, error, trace))
             _record(error, text, exit_code_of(error))
 
-    sys.excepthook = leave
+    sys.excepthook = record
 
 
 def _record(error: BaseException, trace: str, exit_code: int) -> None:

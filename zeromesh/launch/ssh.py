@@ -1,6 +1,6 @@
 """One start of a run on several hosts: a command on each over ssh, watched from here until all of them have ended.
 
-A host counts as *lost* when nothing is heard of it for a while, or when its connection ends before it has said how its
+A host counts as *lost* when it sends nothing for a while, or when its connection ends before it has reported how its
 processes ended. Whatever fails, the other hosts are ended too; no wait here is without a bound.
 """
 
@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import IntEnum
 from typing import IO
 
 from zeromesh.launch import messages
@@ -29,17 +29,17 @@ SSH = (
     *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
-"""Nobody types a password here: BatchMode makes ssh say so at once instead of asking."""
+"""Nobody can type a password here, so BatchMode makes ssh fail at once instead of asking for one."""
 START_SECONDS = 120.0
-"""How long a host may take until it is heard first: the connection, and Python's start from a slow disk."""
-_LINGER_SECONDS = 5.0  # between a host's last word, or the end of its connection, and the end of its pipes
+"""How long a host may take until its first message: the connection, and Python's start from a slow disk."""
+_LINGER_SECONDS = 5.0  # between a host's last message, or the end of its connection, and the end of its pipes
 _MARGIN_SECONDS = 1.0
 _TICK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reach:
-    """How commands get to hosts: `ssh` takes `HOST COMMAND`, and `variables` go over the line, on no command line."""
+    """How commands get to hosts: `ssh` is called with `HOST COMMAND`, and `variables` are sent over standard input."""
 
     ssh: tuple[str, ...] = SSH
     directory: str
@@ -58,8 +58,8 @@ class Reach:
 class HostFailure:
     """Why a host ended, and the exit code for the command.
 
-    `at` is when it began, in seconds of the monotonic clock: of a lost host, when it was heard last. `noticed`: it followed from a
-    failure elsewhere. `apart`: it did not come together with the other hosts.
+    `at` is when it began, in seconds of the monotonic clock; of a lost host, the time of its last message. `noticed`: it followed
+    from a failure elsewhere. `apart`: the host and the others did not meet.
     """
 
     host: Host
@@ -76,9 +76,9 @@ class HostFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a start ended: with what all others follow from, or None; and what every host that failed said.
+    """How a start ended: with the failure that caused the others, or None, and the failures of all hosts.
 
-    From `safe_at` on, in seconds of the monotonic clock, nothing of it runs any more on hosts that were lost.
+    From `safe_at` on, in seconds of the monotonic clock, nothing of the start is alive on hosts that were lost.
     """
 
     cause: HostFailure | None
@@ -86,23 +86,17 @@ class Outcome:
     safe_at: float
 
 
-class _State(Enum):
-    STARTING = auto()
-    RUNNING = auto()
-    SAID = auto()  # how its processes ended; the connection is still there
-    OVER = auto()
+class _State(IntEnum):
+    """A host only goes forward through these."""
 
-
-_ALLOWED = {
-    _State.STARTING: {_State.RUNNING, _State.SAID, _State.OVER},
-    _State.RUNNING: {_State.SAID, _State.OVER},
-    _State.SAID: {_State.OVER},
-    _State.OVER: set(),
-}
+    STARTING = 1
+    RUNNING = 2
+    REPORTED = 3  # how its processes ended; the connection is still there
+    OVER = 4
 
 
 class HostLine:
-    """This end of the line to one host: its process, what it prints, and whether it lives.
+    """This end of the connection to one host: the local process, the host's output, and whether the host is alive.
 
     Raises:
         OSError: when the local command cannot be started.
@@ -112,11 +106,11 @@ class HostLine:
         self.host = host
         self.failure: HostFailure | None = None
         self.safe_at = 0.0
-        """From when on nothing of it runs on the host any more, if that was lost; see `Outcome`."""
+        """The time from which on nothing of the run is alive on the host, if it was lost; see `Outcome`."""
         self._program = arguments[0]
         self._silence = reach.silence_seconds
         self._state = _State.STARTING
-        self._heard = self._since = time.monotonic()
+        self._last_message = self._since = time.monotonic()
         self._ended_at: float | None = None
         self._killed_at: float | None = None
         self._splitter = Splitter()
@@ -140,18 +134,18 @@ class HostLine:
         return self._state is _State.OVER
 
     def _go(self, state: _State) -> None:
-        if state not in _ALLOWED[self._state]:
+        if state <= self._state:
             raise RuntimeError(f"host {self.host.name}: {self._state.name} is not followed by {state.name}")
         self._state, self._since = state, time.monotonic()
 
     def send(self, message: Message) -> None:
-        """Say something to the host. A pipe that nobody empties loses it: then the host is silent, and will be lost."""
+        """Send a message to the host. A full pipe loses it: then the host is silent, and will count as lost."""
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(self._pipes[0].fileno(), line(message))
 
     def kill(self) -> None:
         """Tell the host to end its processes at once."""
-        if self._state in (_State.STARTING, _State.RUNNING) and self._killed_at is None:
+        if self._state <= _State.RUNNING and self._killed_at is None:
             self._killed_at = time.monotonic()
             self.send({"kill": True})
 
@@ -161,7 +155,7 @@ class HostLine:
             selector.register(self._pipes[number], selectors.EVENT_READ, (self, number))
 
     def read(self, number: int) -> bool:
-        """Take what has come on standard output (1) or standard error (2); False at its end."""
+        """Read what has come on standard output (1) or standard error (2); False at its end."""
         try:
             data = os.read(self._pipes[number].fileno(), 1 << 16)
         except BlockingIOError:
@@ -183,9 +177,9 @@ class HostLine:
         return True
 
     def _take(self, message: Message) -> None:
-        if self._state in (_State.SAID, _State.OVER):
+        if self._state >= _State.REPORTED:
             return
-        self._heard = time.monotonic()
+        self._last_message = time.monotonic()
         if "beat" in message:
             if self._state is _State.STARTING:
                 self._go(_State.RUNNING)
@@ -196,18 +190,18 @@ class HostLine:
                 host=self.host,
                 text=messages.text(message, "text") or f"ended with exit code {code}",
                 exit_code=code,
-                at=self._heard,
+                at=self._last_message,
                 noticed=messages.truth(message, "noticed"),
                 apart=messages.truth(message, "apart"),
             )
-            self._go(_State.SAID)
+            self._go(_State.REPORTED)
             if code and self._killed_at is None:
                 self.failure = failure
         else:
             raise MessageError(f"a message has neither 'beat' nor 'end': {', '.join(map(repr, message)) or 'nothing'}")
 
     def check(self, reading: bool) -> None:
-        """See whether the host is over: ended, or lost. `reading`: its pipes are still open."""
+        """Find out whether the host has ended or is lost. `reading`: its pipes are still open."""
         if self.over:
             return
         now = time.monotonic()
@@ -216,28 +210,28 @@ class HostLine:
         # A process that somebody left behind may keep the pipes for ever.
         closed = self._ended_at is not None and (not reading or now - self._ended_at > _LINGER_SECONDS)
         beating = self._state is _State.RUNNING
-        quiet = now - max(self._heard, self._killed_at or 0.0)
-        if self._state is _State.SAID:
+        quiet = now - max(self._last_message, self._killed_at or 0.0)
+        if self._state is _State.REPORTED:
             if closed or now - self._since > _LINGER_SECONDS:
                 self._go(_State.OVER)
         elif closed:
-            said = f": {self._lines[2].last}" if self._lines[2].last else ""
+            last_line = f": {self._lines[2].last}" if self._lines[2].last else ""
             code = self._process.returncode
             self._lose(
-                f"{self._program!r} ended with exit code {code} before the host had said how its part ended{said}"
+                f"{self._program!r} ended with exit code {code} before the host had said how its part ended{last_line}"
             )
         elif quiet > (self._silence if beating or self._killed_at is not None else START_SECONDS):
             gone = "; the host, its network or its connection is gone" if beating else " since it was to start"
-            self._lose(f"nothing has been heard for {now - self._heard:.0f} s{gone}")
+            self._lose(f"nothing has been heard for {now - self._last_message:.0f} s{gone}")
 
     def _lose(self, text: str) -> None:
-        known = self._heard if self._state is _State.RUNNING else time.monotonic()
+        known = self._last_message if self._state is _State.RUNNING else time.monotonic()
         self.safe_at = known + self._silence + _MARGIN_SECONDS
         self._go(_State.OVER)
-        self.failure = HostFailure(host=self.host, text=text, exit_code=1, at=self._heard, lost=True)
+        self.failure = HostFailure(host=self.host, text=text, exit_code=1, at=self._last_message, lost=True)
 
     def close(self) -> None:
-        """End the local process of the line; the host ends its own when the line is gone."""
+        """End the local process of the connection; the host ends its own when the connection is gone."""
         with suppress(BrokenPipeError):
             self._pipes[0].close()
         for harder in (signal.SIGTERM, signal.SIGKILL):
@@ -252,7 +246,7 @@ class HostLine:
 
 
 def watch(lines: Sequence[HostLine], requests: StopSignals, silence_seconds: float) -> Outcome:
-    """Print what hosts print and pass signals on until all have ended; end all when one fails. The lines are closed then."""
+    """Print what hosts print and pass signals on until all have ended; when one fails, end all. Closes the lines."""
     failed_at: float | None = None
     with selectors.DefaultSelector() as selector:
         try:
@@ -267,7 +261,7 @@ def watch(lines: Sequence[HostLine], requests: StopSignals, silence_seconds: flo
                 failures = [each.failure for each in lines if each.failure]
                 now = time.monotonic()
                 failed_at = now if failures and failed_at is None else failed_at
-                # Who has only noticed that another is gone waits until the other has been heard of, or is lost.
+                # A host that only noticed another's failure waits until the other one has reported it, or is lost.
                 known = any(not failure.noticed for failure in failures)
                 late = failed_at is not None and now > failed_at + silence_seconds + _MARGIN_SECONDS
                 if (known or late) and not requests.passed_on:
@@ -292,7 +286,7 @@ def _read(selector: selectors.BaseSelector) -> None:
 
 
 def _pass_on(lines: Sequence[HostLine], requests: StopSignals) -> None:
-    """The first signal lets hosts end in order, a second one ends them at once."""
+    """Pass signals on: the first one lets hosts end in order, a second one ends them at once."""
     while requests.pending:
         number = requests.pending.pop(0)
         for each in lines:

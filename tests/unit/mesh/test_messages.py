@@ -132,7 +132,7 @@ def test_a_host_names_nonsense_of_the_launching_side(sent: bytes, named: str, mo
     monkeypatch.setattr(heartbeat.Lifeline, "_refuse", refuse)
     reader, writer = os.pipe()
     line = object.__new__(heartbeat.Lifeline)
-    line._input, line._partial, line._silence, line._heard = reader, b"", 5.0, time.monotonic()
+    line._input, line._partial, line._silence, line._answered_at = reader, b"", 5.0, time.monotonic()
     os.write(writer, sent)
     with pytest.raises(SystemExit):
         line._listen()

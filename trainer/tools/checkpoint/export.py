@@ -138,7 +138,7 @@ def _copy(reader: CheckpointReader, pieces: Sequence[ChecksumPiece], file: Posit
     def write(piece: ChecksumPiece, data: torch.Tensor) -> None:
         file.write(data, piece.begin)
 
-    reader.stream(pieces, write, lambda: None)
+    reader.stream(pieces, write)
 
 
 def _tell_dtype(path: Path, dtype: str) -> None:

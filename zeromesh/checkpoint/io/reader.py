@@ -157,7 +157,7 @@ class CheckpointReader(OpenedCheckpoint):
                 f"{self.directory / path} has {record.nbytes:,} bytes; at most {MAX_CONTENT_BYTES:,} are read at once"
             )
         parts: list[bytes] = []
-        self.stream(record.pieces, lambda piece, data: parts.append(data.numpy().tobytes()), lambda: None)
+        self.stream(record.pieces, lambda piece, data: parts.append(data.numpy().tobytes()))
         return b"".join(parts)
 
     def read(self, targets: Iterable[ReadTarget], on_progress: Callable[[], None]) -> None:
@@ -169,11 +169,11 @@ class CheckpointReader(OpenedCheckpoint):
                 target.fill_from(piece, data)
             on_progress()
 
-        self.stream(needed, use, on_progress)
+        self.stream(needed, use)
 
-    def verify(self, on_progress: Callable[[], None] = lambda: None) -> None:
+    def verify(self) -> None:
         """Read and verify everything. Raises as `read` does."""
-        self.stream(self.pieces(), lambda piece, data: None, on_progress)
+        self.stream(self.pieces(), lambda piece, data: None)
 
     def _covering(self, path: str, targets: Iterable[ReadTarget]) -> Iterator[ChecksumPiece]:
         """The pieces of a file that hold a byte of the targets, which are in order."""
@@ -189,12 +189,11 @@ class CheckpointReader(OpenedCheckpoint):
         self,
         pieces: Sequence[ChecksumPiece],
         use: Callable[[ChecksumPiece, torch.Tensor], None],
-        on_progress: Callable[[], None],
         failed: Callable[[ChecksumPiece, ZeromeshError], None] | None = None,
     ) -> None:
         """Read and verify pieces in order, a few ahead, and hand each to `use`, 1-D uint8.
 
-        `failed`, if given, gets the pieces that are not what was written and why, instead of this method raising as `read` does.
+        Raises as `read` does, unless `failed` takes the pieces that are not what was written, with the error of each.
         """
         for piece in pieces:
             if piece.end - piece.begin > GRID:

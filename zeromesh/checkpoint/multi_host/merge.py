@@ -135,4 +135,4 @@ def _copy(
     for part in parts:
         record = part.manifest.files.get(path)
         if record is not None:
-            part.stream(record.pieces, use, lambda: None)
+            part.stream(record.pieces, use)

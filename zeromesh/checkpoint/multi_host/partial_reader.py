@@ -166,7 +166,7 @@ class PartsReader(OpenedCheckpoint):
 
         if self._reader is None:
             return b""  # Requests go only to ranks that see a part.
-        self._reader.stream([self._pieces[number] for number in sorted(wanted)], use, on_progress)
+        self._reader.stream([self._pieces[number] for number in sorted(wanted)], use)
         return b"".join(found)
 
     def _gather(self, make: Callable[[], bytes], what: str) -> list[bytes]:
