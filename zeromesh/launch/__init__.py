@@ -1,10 +1,10 @@
 """The launcher: starts the rank processes of a run on one host or several, passes signals on, and reports the first failure.
 
-    local            runs a command as the ranks of this host, until all have ended (`rank_processes`)
-    rendezvous       how the launchers of several hosts meet, number their ranks, and start again when hosts come or go
-    messages         checked messages, and the authenticated connection between launchers
-    ssh              one start on hosts that are reached over ssh; `elastic` starts again without lost hosts
-    heartbeat        the host's end of a connection over ssh; `log_forwarding` prints what hosts print
-    hostfile         the file that lists hosts
-    self_test        a trial launch on this host
+local            runs a command as the ranks of this host, until all have ended (`rank_processes`)
+rendezvous       how the launchers of several hosts meet, number their ranks, and start again when hosts come or go
+messages         checked messages, and the authenticated connection between launchers
+ssh              one start on hosts that are reached over ssh; `elastic` starts again without lost hosts
+heartbeat        the host's end of a connection over ssh; `log_forwarding` prints what hosts print
+hostfile         the file that lists hosts
+self_test        a trial launch on this host
 """
