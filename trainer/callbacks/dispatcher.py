@@ -23,7 +23,7 @@ class CallbackDispatcher:
 
     def __init__(self, trainer: ObservedTrainer, callbacks: Sequence[Any]) -> None:
         self._trainer = trainer
-        self._callbacks: list[Callback] = []
+        self._callbacks: list[Callback | TransformersCallbacks] = []
         self.control = TrainerControl()
         """What is to be done after the present step; callbacks may change it."""
         for callback in callbacks:
@@ -78,9 +78,12 @@ class CallbackDispatcher:
         for callback in self._callbacks:
             try:
                 with ending_children():
-                    getattr(callback, event)(self._trainer, *arguments)
+                    if isinstance(callback, TransformersCallbacks):
+                        callback.call(event, self._trainer, *arguments)
+                    else:
+                        getattr(callback, event)(self._trainer, *arguments)
             except Exception as error:
-                if not isinstance(callback, TransformersCallbacks):
+                if isinstance(callback, Callback):
                     error.add_note(f"raised by callback {type(callback).__name__}.{event}")
                 raise
 

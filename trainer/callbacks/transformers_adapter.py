@@ -16,7 +16,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from zeromesh.environment import read_environment
-from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.callbacks.transformers_views import (
     Batches,
     ObservedTrainer,
@@ -35,7 +34,7 @@ _FLAGS = {
 }
 
 
-class TransformersCallbacks(Callback):
+class TransformersCallbacks:
     """All callbacks of transformers that a trainer has; they share arguments, state and control."""
 
     def __init__(self) -> None:
@@ -72,9 +71,43 @@ class TransformersCallbacks(Callback):
                 return each
         return None
 
-    # Events, in the order of a run
+    # Events
 
-    def on_init_end(self, trainer: ObservedTrainer) -> None:
+    def call(self, event: str, trainer: ObservedTrainer, *arguments: Any) -> None:
+        """Run an event of all callbacks, and take over the flags that they change."""
+        if event == "on_init_end":
+            self._begin(trainer)
+            return
+        progress = trainer.run.progress
+        named: dict[str, Any] = {}
+        if event == "on_train_begin":
+            # By now it is known how many steps an epoch has.
+            self._arguments = trainer.training_arguments or arguments_of(trainer.run_config)
+        if event in ("on_train_begin", "on_epoch_begin"):
+            self._train = trainer.get_train_dataloader()
+        elif event == "on_prediction_step":
+            self._evaluation = trainer.batches_of(progress.evaluation_feed)
+        elif event == "on_save":
+            self._state.stateful_callbacks = self.state_dict()
+        elif event == "on_log":
+            named["logs"] = progress.history.latest()
+        elif event == "on_evaluate":
+            named["metrics"] = progress.history.latest()
+        elif event == "on_predict":
+            named["metrics"] = dict(arguments[0])
+        known = frozenset(named.get("logs", ()))
+        if event != "on_optimizer_step":  # The step counts only when it has ended.
+            bring_up_to_date(self._state, trainer, self._arguments)
+        control = trainer.control
+        for flag, name in _FLAGS.items():
+            setattr(self._control, flag, getattr(control, name))
+        self._notify(event, {**self._views(trainer), **named})
+        for flag, name in _FLAGS.items():
+            setattr(control, name, bool(getattr(self._control, flag)))
+        added = {name: value for name, value in named.get("logs", {}).items() if name not in known}
+        trainer.run.model.stepper.scalars.add(added)
+
+    def _begin(self, trainer: ObservedTrainer) -> None:
         self._arguments = trainer.training_arguments or arguments_of(trainer.config)
         first = read_environment().rank == 0
         self._state.is_world_process_zero = self._state.is_local_process_zero = first
@@ -85,89 +118,6 @@ class TransformersCallbacks(Callback):
         later = dict.fromkeys(("optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"))
         inputs = trainer.inputs
         self._notify("on_init_end", {"model": inputs.model, "processing_class": inputs.processing_class, **later})
-
-    def on_train_begin(self, trainer: ObservedTrainer) -> None:
-        # What epochs are in steps is known by now.
-        self._arguments = trainer.training_arguments or arguments_of(trainer.run_config)
-        self._train = trainer.get_train_dataloader()
-        self._call(trainer, "on_train_begin")
-
-    def on_epoch_begin(self, trainer: ObservedTrainer, epoch: int) -> None:
-        self._train = trainer.get_train_dataloader()
-        self._call(trainer, "on_epoch_begin")
-
-    def on_step_begin(self, trainer: ObservedTrainer, step: int) -> None:
-        self._call(trainer, "on_step_begin")
-
-    def on_substep_end(self, trainer: ObservedTrainer, step: int) -> None:
-        self._call(trainer, "on_substep_end")
-
-    def on_pre_optimizer_step(self, trainer: ObservedTrainer, step: int) -> None:
-        self._call(trainer, "on_pre_optimizer_step")
-
-    def on_optimizer_step(self, trainer: ObservedTrainer, step: int) -> None:
-        self._call(trainer, "on_optimizer_step", follow=False)  # The step counts only when it has ended.
-
-    def on_step_end(self, trainer: ObservedTrainer, step: int, metrics: Mapping[str, Any]) -> None:
-        self._call(trainer, "on_step_end")
-
-    def on_log(self, trainer: ObservedTrainer, step: int, metrics: Mapping[str, Any]) -> None:
-        logs = trainer.run.progress.history.latest()
-        known = frozenset(logs)
-        self._call(trainer, "on_log", logs=logs)
-        trainer.run.model.stepper.scalars.add({name: value for name, value in logs.items() if name not in known})
-
-    def on_evaluate(self, trainer: ObservedTrainer, step: int, metrics: Mapping[str, float]) -> None:
-        self._call(trainer, "on_evaluate", metrics=trainer.run.progress.history.latest())
-
-    def on_predict(self, trainer: ObservedTrainer, metrics: Mapping[str, float]) -> None:
-        self._call(trainer, "on_predict", metrics=dict(metrics))
-
-    def on_prediction_step(self, trainer: ObservedTrainer, done: int, total: int) -> None:
-        self._evaluation = trainer.batches_of(trainer.run.progress.evaluation_feed)
-        self._call(trainer, "on_prediction_step")
-
-    def on_save(self, trainer: ObservedTrainer, step: int) -> None:
-        self._state.stateful_callbacks = self.state_dict()
-        self._call(trainer, "on_save")
-
-    def on_epoch_end(self, trainer: ObservedTrainer, epoch: int) -> None:
-        self._call(trainer, "on_epoch_end")
-
-    def on_train_end(self, trainer: ObservedTrainer) -> None:
-        self._call(trainer, "on_train_end")
-
-    def on_push_begin(self, trainer: ObservedTrainer) -> None:
-        self._call(trainer, "on_push_begin")
-
-    # What is kept in checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states that callbacks export, by their class; of two of one class, the first."""
-        found: dict[str, Any] = {}
-        for callback in self._callbacks:
-            if isinstance(callback, ExportableState):
-                found.setdefault(type(callback).__name__, callback.state())
-        return found
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for number, callback in enumerate(self._callbacks):
-            kept = state.get(type(callback).__name__)
-            if kept is not None and isinstance(callback, ExportableState):
-                self._callbacks[number] = type(callback).from_state(kept)
-
-    # How they are called
-
-    def _call(self, trainer: ObservedTrainer, event: str, *, follow: bool = True, **more: Any) -> None:
-        """Run an event; `follow` the run first, or show the state as it was in the event before."""
-        if follow:
-            bring_up_to_date(self._state, trainer, self._arguments)
-        control = trainer.control
-        for flag, name in _FLAGS.items():
-            setattr(self._control, flag, getattr(control, name))
-        self._notify(event, {**self._views(trainer), **more})
-        for flag, name in _FLAGS.items():
-            setattr(control, name, bool(getattr(self._control, flag)))
 
     def _notify(self, event: str, named: Mapping[str, Any]) -> None:
         for callback in self._callbacks:
@@ -193,3 +143,20 @@ class TransformersCallbacks(Callback):
             "train_dataloader": self._train,
             "eval_dataloader": self._evaluation,
         }
+
+    # What is kept in checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states that callbacks export, by their class; of two of one class, the first."""
+        found: dict[str, Any] = {}
+        for callback in self._callbacks:
+            if isinstance(callback, ExportableState):
+                found.setdefault(type(callback).__name__, callback.state())
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make callbacks anew from the states that `state_dict` returned."""
+        for number, callback in enumerate(self._callbacks):
+            kept = state.get(type(callback).__name__)
+            if kept is not None and isinstance(callback, ExportableState):
+                self._callbacks[number] = type(callback).from_state(kept)

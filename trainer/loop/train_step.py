@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.optim.fused_optimizer import Rates
 from zeromesh.pipeline.pipeline import Pipeline
@@ -47,12 +47,12 @@ class EvaluationResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepEvents:
-    """Who wants to know what happens inside a step."""
+    """What is called inside a step."""
 
     substep_end: Callable[[], None] = lambda: None
-    """After each microbatch but the last one that counts."""
+    """Called after each microbatch but the last one that counts."""
     before_update: Callable[[], None] = lambda: None
-    """Between the last backward and the update."""
+    """Called between the last backward and the update."""
 
 
 class Stepper:
@@ -67,7 +67,7 @@ class Stepper:
         engine: ZeroEngine | None,
         pipeline: Pipeline | None = None,
     ) -> None:
-        """`pipeline`: the engine's model is but some stages of it."""
+        """`engine` is None for a whole model; `pipeline`: the engine's model is some stages of it."""
         self._model = model
         self._loss = loss
         self._mesh = mesh
@@ -75,11 +75,12 @@ class Stepper:
         self._engine = engine
         self._pipeline = pipeline
         self._modes = TrainingModes(model)
-        self._scalars_found: list[Mapping[str, Any]] = []
+        self._computed: list[tuple[Tensor, int, Mapping[str, Any]]] = []
+        """The loss of each microbatch of the present step, its targets, and what it gave to be logged."""
         self.scalars = UserScalars()
-        """What losses and users want to have logged."""
+        """Values of losses and users that are to be logged."""
         self.gradient_factor = 1.0
-        """What gradients have to be multiplied by, between the last backward and the update, to be the loss's."""
+        """The factor that makes gradients those of the mean loss, between the last backward and the update."""
 
     def train_step(
         self,
@@ -95,60 +96,82 @@ class Stepper:
             DataError: for a batch that cannot be trained on.
             CollectiveError: when a peer is gone, late or elsewhere.
         """
-        engine = self._require_engine()
-        began, waited = time.perf_counter(), self._mesh.waited
-        self._mesh.recorder.take_traffic()  # What ranks have told one another since the last step is no part of this one.
-        self._mesh.recorder.begin_step(engine.seconds_waited)
-        microbatches, rounds = feed.microbatches(step, self._mesh.data_index), feed.rounds(step)
-        with self._mesh.recorder.span(StepPhase.DATA):
+        engine, mesh = self._require_engine(), self._mesh
+        began, waited = time.perf_counter(), mesh.waited
+        mesh.recorder.take_traffic()  # What was sent since the last step is no part of this one.
+        mesh.recorder.begin_step(engine.seconds_waited)
+
+        # The batches of all microbatches, and how many targets all ranks have in them.
+        microbatches, rounds = feed.microbatches(step, mesh.data_index), feed.rounds(step)
+        with mesh.recorder.span(StepPhase.DATA):
             batches = [feed.fetch(microbatch) for microbatch in microbatches]
-        require_same_batches(batches, self._mesh)
-        count, parts = self._known_counts(feed.plan, microbatches, batches)
-        seed = 1.0 if count is None else 1.0 / max(1, count)
+        require_same_batches(batches, mesh)
+        count, shares = self._count_targets(feed.plan, microbatches, batches)
+
+        # Forward and backward of each microbatch, which starts with its part of the mean's gradient.
         engine.begin_step(step, rates)
         self._modes.restore()
-        self._scalars_found = []
+        self._computed = []
+        last = len(microbatches) - 1
+        positions = [
+            MicrobatchPosition(step=step, first_sample=each.first_sample, first=number == 0, last=number == last)
+            for number, each in enumerate(microbatches)
+        ]
+        seed = 1.0 if count is None else 1.0 / max(1, count)
+        seeds = [seed * share * each.weight for share, each in zip(shares, microbatches, strict=True)]
         sums = torch.tensor([0, 0, 0, stop_signal == signal.SIGTERM, stop_signal == signal.SIGINT], dtype=torch.float64)
-        where = _positions(step, microbatches)
-        seeds = [seed * part * each.weight for part, each in zip(parts, microbatches, strict=True)]
-        for number, ((loss, targets), each, batch, part) in enumerate(
-            zip(self._forwards_backwards(engine, batches, seeds, where), microbatches, batches, parts, strict=True),
-            start=1,
-        ):
-            if each.weight and self._speaks:
-                sums[:3] += torch.tensor([float(loss) * part, targets, _tokens(batch)], dtype=torch.float64)
-                self.scalars.add(self._scalars_found[number - 1])
-            if number < rounds:
+
+        def add(number: int) -> None:
+            """Add a microbatch to the sums, where this rank counts it, and announce that it is over."""
+            if microbatches[number].weight and self._counts:
+                loss, targets, scalars = self._computed[number]
+                own = [float(loss) * shares[number], targets, _inputs_of(batches[number])]
+                sums[:3] += torch.tensor(own, dtype=torch.float64)
+                self.scalars.add(scalars)
+            if number + 1 < rounds:
                 events.substep_end()
                 self._modes.restore()
+
+        if self._pipeline is None:
+            for number, (batch, own_seed, position) in enumerate(zip(batches, seeds, positions, strict=True)):
+                with engine.microbatch(position) as backward:
+                    backward(self._loss_of(self._to_device(batch), own_seed * engine.loss_scale), own_seed)
+                add(number)
+        else:
+            work = [
+                MicrobatchWork(batch=self._to_device(batch), where=position, seed=own_seed * engine.loss_scale)
+                for batch, own_seed, position in zip(batches, seeds, positions, strict=True)
+            ]
+            engine.run_schedule(partial(self._pipeline.train, work=work, loss=self._loss_of))
+            for number in range(len(work)):
+                add(number)
+
+        # The sums over all ranks, and the update.
         loss_finite = math.isfinite(sums[0])
-        self._mesh.world.sum_(sums, "sum of the loss")
-        total, count_found = float(sums[0]), int(sums[1])
-        factor = 1.0 if count is not None else 1.0 / max(1, count_found)
+        mesh.world.sum_(sums, "sum of the loss")
+        loss_sum, targets, inputs, terminated, interrupted = sums.tolist()
+        factor = 1.0 if count is not None else 1.0 / max(1, targets)
         self.gradient_factor = factor / engine.loss_scale
         events.before_update()
         outcome = engine.finish_step(factor, loss_finite=loss_finite)
+        bubble = self._pipeline.bubble() if self._pipeline is not None else None
         return StepResult(
-            loss=total / count_found if count_found else float("nan"),
-            targets=count_found,
-            tokens=int(sums[2]),
+            loss=loss_sum / targets if targets else float("nan"),
+            targets=int(targets),
+            tokens=int(inputs),
             unit=_unit(batches[0]),
-            stop_signal=int(signal.SIGTERM if sums[3] else signal.SIGINT if sums[4] else 0),
+            stop_signal=int(signal.SIGTERM if terminated else signal.SIGINT if interrupted else 0),
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
             cause=outcome.cause,
             waited={tier.value: seconds for tier, seconds in outcome.waited.items()},
-            communication=self._mesh.recorder.take_traffic(),
-            phases=self._mesh.recorder.take_seconds(),
-            bubble=self._bubble(),
+            communication=mesh.recorder.take_traffic(),
+            phases=mesh.recorder.take_seconds(),
+            bubble={} if bubble is None else {"predicted": bubble.predicted, "measured": bubble.measured},
             loss_scale=outcome.loss_scale,
             seconds=time.perf_counter() - began,
-            idle=self._mesh.waited - waited,
+            idle=mesh.waited - waited,
         )
-
-    def _bubble(self) -> dict[str, float]:
-        found = self._pipeline.bubble() if self._pipeline is not None else None
-        return {} if found is None else {"predicted": found.predicted, "measured": found.measured}
 
     def evaluate(
         self, feed: Feed, go_on: Callable[[int, int], bool], collector: Collector | None = None
@@ -171,10 +194,10 @@ class Stepper:
                 streams = [Streams(feed.order.seed, "evaluation", each.first_sample) for each in group]
                 found = self._forwards(batches, streams, outputs=collector is not None)
                 for each, batch, (loss, targets, outputs) in zip(group, batches, found, strict=True):
-                    heard = bool(each.weight) and self._speaks
-                    if heard:
+                    counted = bool(each.weight) and self._counts
+                    if counted:
                         sums += torch.tensor([float(loss), targets], dtype=torch.float64)
-                    parts.append(collector.part(outputs, batch) if collector is not None and heard else None)
+                    parts.append(collector.part(outputs, batch) if collector is not None and counted else None)
                 if collector is not None:
                     collector.add(parts)
                 if not go_on(done, rounds):
@@ -188,8 +211,8 @@ class Stepper:
         )
 
     @property
-    def _speaks(self) -> bool:
-        """Whether this rank counts what several ranks see alike: one tensor rank, of the stage that knows the loss."""
+    def _counts(self) -> bool:
+        """Whether this rank, of those that compute a batch together, counts it: one tensor rank of the stage that has the loss."""
         last = self._mesh.pipeline.index == 0 if self._pipeline is None else self._pipeline.is_last
         return self._mesh.tensor.index == 0 and last
 
@@ -201,7 +224,7 @@ class Stepper:
     def _forwards(
         self, batches: Sequence[dict[str, Any]], streams: Sequence[Streams], *, outputs: bool
     ) -> list[tuple[Tensor, int, Any]]:
-        """The loss of each batch, its targets and, if they are wanted, the model's outputs, where this rank speaks."""
+        """The loss of each batch, its targets and, if they are wanted, the model's outputs, where this rank counts them."""
         if self._engine is None or self._pipeline is None:
             found = []
             for batch, drawn in zip(batches, streams, strict=True):
@@ -224,44 +247,16 @@ class Stepper:
         return last or [(loss, 0, None) for loss in losses]
 
     def _evaluated(self, batch: Mapping[str, Any], *, outputs: bool) -> tuple[Tensor, int, Any]:
+        """The loss of a batch, its targets and, if they are wanted, the model's outputs, without gradients."""
         if outputs:
             loss, made = self._loss.with_outputs(self._model, batch)
             return loss, self._loss.last_count, made
         return self._loss(self._model, batch, seed=0.0), self._loss.last_count, None
 
-    def _forwards_backwards(
-        self,
-        engine: ZeroEngine,
-        batches: Sequence[dict[str, Any]],
-        seeds: Sequence[float],
-        where: Sequence[MicrobatchPosition],
-    ) -> Iterator[tuple[Tensor, int]]:
-        """Run a step's microbatches; gives the loss of each and its targets, where this rank speaks."""
-        scale = engine.loss_scale
-        if self._pipeline is None:
-            for batch, seed, at in zip(batches, seeds, where, strict=True):
-                with engine.microbatch(at) as backward:
-                    loss = self._loss_of(self._to_device(batch), seed * scale)
-                    backward(loss, seed)
-                yield loss.detach(), self._loss.last_count
-            return
-        counts: list[int] = []
-
-        def loss_of(batch: Mapping[str, Any], seed: float) -> Tensor:
-            loss = self._loss_of(batch, seed)
-            counts.append(self._loss.last_count)
-            return loss
-
-        work = [
-            MicrobatchWork(batch=self._to_device(batch), where=at, seed=seed * scale)
-            for batch, seed, at in zip(batches, seeds, where, strict=True)
-        ]
-        losses = engine.run_schedule(partial(self._pipeline.train, work=work, loss=loss_of))
-        yield from zip(losses, counts or [0] * len(losses), strict=True)
-
     def _loss_of(self, batch: Mapping[str, Any], seed: float) -> Tensor:
+        """The sum of the losses of a microbatch on the device, whose backward starts with `seed`."""
         loss = self._loss(self._model, batch, seed=seed)
-        self._scalars_found.append(self._loss.last_scalars)
+        self._computed.append((loss.detach(), self._loss.last_count, self._loss.last_scalars))
         if self._loss.last_count and not loss.requires_grad:
             raise ConfigError(
                 "the loss does not depend on any trained parameter: it was computed under no_grad, detached, or made into a "
@@ -269,26 +264,26 @@ class Stepper:
             )
         return loss
 
-    def _known_counts(
+    def _count_targets(
         self, plan: BatchPlan, microbatches: tuple[Microbatch, ...], batches: list[dict[str, Any]]
     ) -> tuple[int | None, list[float]]:
-        """Targets of the global batch, or None where the loss tells only after forward; and for each microbatch, by what the sum of
-        its losses is multiplied beside: 1 for a mean over targets."""
+        """Targets of the global batch, or None where the loss counts them only after forward; and a factor for the summed losses of
+        each microbatch, which is 1 for a mean over targets."""
         counts = [self._loss.count(batch) for batch in batches]
         if any(count is None for count in counts):
             return None, [1.0] * len(counts)
         known = [count or 0 for count in counts]
-        mine = [sum(count * each.weight for count, each in zip(known, microbatches, strict=True))]
-        mine += [sum(len(each.samples) * each.weight for each in microbatches)]
-        targets, samples = self._mesh.data.sum_(torch.tensor(mine), "count of targets").tolist()
+        own = [sum(count * each.weight for count, each in zip(known, microbatches, strict=True))]
+        own += [sum(len(each.samples) * each.weight for each in microbatches)]
+        targets, samples = self._mesh.data.sum_(torch.tensor(own), "count of targets").tolist()
         if plan.average == "tokens":
             return int(targets), [1.0] * len(counts)
         # A microbatch's mean counts by its samples: sum of losses / count x samples / all samples, in terms of 1 / targets.
-        parts = [
+        shares = [
             len(each.samples) / samples * targets / max(1, count)
             for count, each in zip(known, microbatches, strict=True)
         ]
-        return int(targets), parts
+        return int(targets), shares
 
     def _to_device(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Tensors to the device; floating-point inputs to the compute dtype, but labels as they are."""
@@ -302,7 +297,7 @@ class Stepper:
 
     def _require_engine(self) -> ZeroEngine:
         if self._engine is None:
-            raise RuntimeError("training needs an engine")
+            raise PhaseError("the model is whole again, and no longer trained")
         return self._engine
 
 
@@ -311,18 +306,8 @@ def _unit(batch: Mapping[str, Any]) -> str:
     return "tokens" if isinstance(batch.get("input_ids"), Tensor) else "samples"
 
 
-def _tokens(batch: Mapping[str, Any]) -> int:
+def _inputs_of(batch: Mapping[str, Any]) -> int:
     """The number of input elements of a batch, in its `_unit`."""
     if _unit(batch) == "tokens":
         return int(batch["input_ids"].numel())
-    first = next((value for value in batch.values() if isinstance(value, Tensor)), None)
-    return 0 if first is None else first.shape[0]
-
-
-def _positions(step: int, microbatches: Sequence[Microbatch]) -> list[MicrobatchPosition]:
-    """Where the microbatches of a step stand, for the engine."""
-    last = len(microbatches) - 1
-    return [
-        MicrobatchPosition(step=step, first_sample=each.first_sample, first=number == 0, last=number == last)
-        for number, each in enumerate(microbatches)
-    ]
+    return next((value.shape[0] for value in batch.values() if isinstance(value, Tensor)), 0)

@@ -102,20 +102,7 @@ def learning_rate_schedule(config: TrainerConfig, make: MakeScheduler | None = N
     """The schedule of the configuration, over the steps of its run, or the one that `make` makes."""
     if make is not None:
         return TorchSchedule(make, config.optimizer)
-    section = config.schedule
-    return LRSchedule(
-        name=section.name,
-        warmup_steps=section.warmup_steps,
-        total_steps=config.run.max_steps,
-        min_ratio=section.min_ratio,
-        num_cycles=section.num_cycles,
-        power=section.power,
-        decay_steps=section.decay_steps,
-        decay_shape=section.decay_shape,
-        timescale=section.timescale,
-        warmup_shape=section.warmup_shape,
-        start_ratio=section.start_ratio,
-    )
+    return LRSchedule(total_steps=config.run.max_steps, **config.schedule.model_dump(exclude={"warmup_ratio"}))
 
 
 def prepare_data(
