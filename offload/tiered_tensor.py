@@ -4,19 +4,19 @@
     0                                             cut                     numel
 
 What is in memory can be looked at (`view`); what is not has to be read and written, which goes on beside other work.
-`TensorSlice` is a part of one, for those who only copy in and out.
+`TensorSlice` is an interval of one, for those who only copy in and out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 
 from zeromesh.errors import ConfigError
-from zeromesh.offload.io.copy_streams import lane_of
+from zeromesh.offload.io.copy_streams import copy_streams_of
 from zeromesh.offload.io.file_tier import FileSlot
 from zeromesh.offload.io.transfer import DONE, Transfer, TransferGroup
 from zeromesh.offload.memory.ledger import Tier
@@ -120,34 +120,32 @@ class TieredTensor:
         """All elements where they are, if that is one piece of the device's own memory."""
         return self.view(0, self.numel, device)
 
-    def cuts(self) -> list[int]:
-        """Where parts end."""
-        return [part.end for part in self.parts]
-
     def read(self, start: int, out: torch.Tensor) -> Transfer:
         """Start to fill `out`, 1-D, from element `start` on, converted to its dtype.
 
         Raises:
             StorageError: now or at the transfer's `wait`.
         """
-        return TransferGroup([_read(self.dtype, part, at, piece) for part, at, piece in self._within(start, out)])
+        return self._move(start, out, write=False)
 
     def write(self, start: int, data: torch.Tensor) -> Transfer:
         """Start to replace the elements from `start` on by `data`, 1-D, which must stay as it is until that is done.
 
         Raises as `read` does.
         """
-        return TransferGroup([_write(self.dtype, part, at, piece) for part, at, piece in self._within(start, data)])
+        return self._move(start, data, write=True)
 
-    def _within(self, start: int, data: torch.Tensor) -> Iterator[tuple[TieredPart, int, torch.Tensor]]:
-        """The parts that `data`, which stands for the elements from `start` on, lies in: where in each, and which of `data`."""
+    def _move(self, start: int, data: torch.Tensor, *, write: bool) -> Transfer:
         end = start + data.numel()
         if not 0 <= start <= end <= self.numel:
             raise ValueError(f"elements [{start}, {end}) do not lie in {self.numel}")
+        transfers = []
         for part in self.parts:
             first, last = max(start, part.start), min(end, part.end)
             if first < last:
-                yield part, first - part.start, data[first - start : last - start]
+                piece = data[first - start : last - start]
+                transfers.append(_move(self.dtype, part, first - part.start, piece, write=write))
+        return TransferGroup(transfers)
 
     def settle(self) -> None:
         """Return when all that was written is where it rests. Raises `StorageError` where it is not."""
@@ -171,8 +169,8 @@ class TieredTensor:
         if len(self.parts) == len(other.parts) == 1 and here is not None and there is not None:
             here.copy_(there)
             return
-        for first, length in _steps(self.numel):
-            passing = torch.empty(length, dtype=other.dtype)
+        for first in range(0, self.numel, _CONVERTED):
+            passing = torch.empty(min(_CONVERTED, self.numel - first), dtype=other.dtype)
             other.read(first, passing).wait()
             self.write(first, passing).wait()
 
@@ -230,45 +228,27 @@ class TensorSlice:
             raise ValueError(f"{other.numel()} elements to copy, for a slice of {self.numel}")
 
 
-def _read(dtype: torch.dtype, part: TieredPart, at: int, out: torch.Tensor) -> Transfer:
+def _move(dtype: torch.dtype, part: TieredPart, at: int, data: torch.Tensor, *, write: bool) -> Transfer:
+    """Start to move `data` to or from the elements of a part from `at` on, which are of `dtype`."""
     if part.memory is not None:
-        return _copy(part.memory[at : at + out.numel()], out)
-    slot = _slot_of(part)
-    if out.dtype == dtype:
-        return slot.read(at * dtype.itemsize, out.view(torch.uint8))
-    for first, length in _steps(out.numel()):
-        passing = torch.empty(length, dtype=dtype)
-        slot.read((at + first) * dtype.itemsize, passing.view(torch.uint8)).wait()
-        out[first : first + length].copy_(passing)
-    return DONE
-
-
-def _write(dtype: torch.dtype, part: TieredPart, at: int, data: torch.Tensor) -> Transfer:
-    if part.memory is not None:
-        return _copy(data, part.memory[at : at + data.numel()])
-    slot = _slot_of(part)
+        here = part.memory[at : at + data.numel()]
+        return _copy(data, here) if write else _copy(here, data)
+    if part.slot is None:
+        raise ValueError("a part is either in memory or in a slot")
+    move = part.slot.write if write else part.slot.read
     if data.dtype == dtype:
-        return slot.write(at * dtype.itemsize, data.view(torch.uint8))
-    for first, length in _steps(data.numel()):
-        passing = data[first : first + length].to(device="cpu", dtype=dtype)
-        slot.write((at + first) * dtype.itemsize, passing.view(torch.uint8)).wait()
+        return move(at * dtype.itemsize, data.view(torch.uint8))
+    for number, piece in enumerate(torch.split(data, _CONVERTED)):
+        passing = piece.to(device="cpu", dtype=dtype) if write else torch.empty(piece.numel(), dtype=dtype)
+        move((at + number * _CONVERTED) * dtype.itemsize, passing.view(torch.uint8)).wait()
+        if not write:
+            piece.copy_(passing)
     return DONE
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> Transfer:
     if source.device.type != target.device.type:
-        return lane_of(source.device if source.is_cuda else target.device).copy(source, target)
+        return copy_streams_of(source.device if source.is_cuda else target.device).copy(source, target)
     if source.data_ptr() != target.data_ptr():
         target.copy_(source)
     return DONE
-
-
-def _steps(numel: int) -> Iterator[tuple[int, int]]:
-    for first in range(0, numel, _CONVERTED):
-        yield first, min(_CONVERTED, numel - first)
-
-
-def _slot_of(part: TieredPart) -> FileSlot:
-    if part.slot is None:
-        raise ValueError("a part is either in memory or in a slot")
-    return part.slot

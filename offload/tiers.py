@@ -50,23 +50,20 @@ class Tiers:
     def allocate(
         self, numel: int, dtype: torch.dtype, choice: TierChoice, purpose: Purpose, label: str
     ) -> TieredTensor:
-        """Zeros, `[numel]`. `label` says in errors what they are.
+        """Allocate zeros, `[numel]`. `label` says in errors what they are.
 
         Raises:
             StorageError: where there is no room, or no directory to make it in.
         """
-        cut = choice.cut(numel)
+        cut, away = choice.cut(numel), Tier.FILE if choice.tier == "file" else Tier.HOST
         parts: list[TieredPart] = []
-        if cut and choice.tier == "file":
-            slot = self.file().allocate(cut * dtype.itemsize, label)
-            parts.append(TieredPart(start=0, end=cut, tier=Tier.FILE, slot=slot))
-        elif cut:
-            parts.append(
-                TieredPart(start=0, end=cut, tier=Tier.HOST, memory=self._memory(Tier.HOST, cut, dtype, label))
-            )
-        if cut < numel or not parts:
-            memory = self._memory(Tier.DEVICE, numel - cut, dtype, label)
-            parts.append(TieredPart(start=cut, end=numel, tier=Tier.DEVICE, memory=memory))
+        for start, end, tier in ((0, cut, away), (cut, numel, Tier.DEVICE)):
+            if start < end and tier is Tier.FILE:
+                slot = self.file().allocate((end - start) * dtype.itemsize, label)
+                parts.append(TieredPart(start=start, end=end, tier=tier, slot=slot))
+            elif start < end:
+                memory = self._memory(tier, end - start, dtype, label)
+                parts.append(TieredPart(start=start, end=end, tier=tier, memory=memory))
         for part in parts:
             self.ledger.add(part.tier, purpose, (part.end - part.start) * dtype.itemsize)
         return TieredTensor(dtype, parts)
@@ -82,7 +79,7 @@ class Tiers:
             ) from error
 
     def buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """A buffer `[nbytes]`, uint8, on `device`, for bytes on their way from another tier; on the host it is pages of its own."""
+        """Make a buffer `[nbytes]`, uint8, on `device` for bytes on their way from another tier; on the host on its own pages."""
         if device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         return pinned_pages(nbytes) if self.pinned.take(nbytes, self.device) else pages(nbytes)

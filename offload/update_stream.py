@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import islice, pairwise
@@ -29,7 +29,7 @@ _GRAIN_BYTES = GRAIN * 8
 
 
 class Access(Enum):
-    """What a row does with a tensor."""
+    """Whether a row reads a tensor, changes it, or replaces it."""
 
     READ = "read"
     UPDATE = "update"
@@ -38,7 +38,7 @@ class Access(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamOperand:
-    """A tensor in a row."""
+    """A tensor that rows have elements of, and what they do with them."""
 
     tensor: TieredTensor
     mode: Access
@@ -46,31 +46,31 @@ class StreamOperand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamRow:
-    """Elements [start, end) of each tensor. Rows of one key are those of the same tensors."""
+    """Elements [start, end) of each operand. Rows of one key are those of the same tensors."""
 
     key: int
     start: int
     end: int
-    uses: tuple[StreamOperand, ...]
+    operands: tuple[StreamOperand, ...]
 
     @property
-    def place(self) -> tuple[int, int, int, int]:
-        """What tells a row from others."""
-        return self.key, self.start, self.end, len(self.uses)
+    def identity(self) -> tuple[int, int, int, int]:
+        """Key, interval and number of operands, which tell a row from others."""
+        return self.key, self.start, self.end, len(self.operands)
 
 
 @dataclass(kw_only=True, slots=True)
 class _RowInFlight:
-    """A row on its way in. `buffers[i]` is what `tensors[i]` looks at, if that is none of the tensor's own memory."""
+    """A row on its way in: for each operand a tensor, the buffer that it views (None: the operand's own memory), and its read."""
 
     row: StreamRow
-    tensors: list[torch.Tensor]
-    buffers: list[torch.Tensor | None]
-    reads: list[Transfer]
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    buffers: list[torch.Tensor | None] = field(default_factory=list)
+    reads: list[Transfer] = field(default_factory=list)
 
 
 def buffer_bytes(width: int, longest: int, nbytes: int) -> int:
-    """Bytes of each of a stream's buffers, see `UpdateStream`."""
+    """Bytes of each of a stream's buffers, for the arguments of `UpdateStream`."""
     share = nbytes // max(1, width * _IN_FLIGHT) // PAGE * PAGE
     return max(_LEAST_BYTES, min(share, -(-longest // _GRAIN_BYTES) * _GRAIN_BYTES))
 
@@ -102,7 +102,7 @@ class UpdateStream:
         self._waits = waits
         self._width = width
         self._buffer_bytes = buffer_bytes(width, longest, nbytes)
-        self._pool = StagingPool(width * _IN_FLIGHT, self._buffer_bytes, memory) if width else None
+        self._pool = StagingPool(width * _IN_FLIGHT, self._buffer_bytes, memory)
         self._flights: deque[_RowInFlight] = deque()
         self._crossing: list[Transfer] = []
 
@@ -114,17 +114,17 @@ class UpdateStream:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return self._pool.total if self._pool is not None else 0
+        return self._pool.total
 
-    def rows(self, key: int, length: int, uses: Sequence[StreamOperand]) -> Iterator[StreamRow]:
-        """[0, length) in rows: as long as buffers allow, and each of a tensor's elements on one tier."""
-        away = [use.tensor for use in uses if use.tensor.whole(self._device) is None]
+    def rows(self, key: int, length: int, operands: Sequence[StreamOperand]) -> Iterator[StreamRow]:
+        """Cut [0, length) into rows as long as buffers allow, each of which has a tensor's elements on one tier."""
+        away = [operand.tensor for operand in operands if operand.tensor.whole(self._device) is None]
         widest = max((tensor.dtype.itemsize for tensor in away), default=0)
         step = self._buffer_bytes // widest // GRAIN * GRAIN if away else length
-        cuts = sorted({0, length, *(cut for tensor in away for cut in tensor.cuts() if cut < length)})
+        cuts = sorted({0, length, *(part.end for tensor in away for part in tensor.parts if part.end < length)})
         for first, last in pairwise(cuts):
             for start in range(first, last, max(1, step)):
-                yield StreamRow(key=key, start=start, end=min(start + step, last), uses=tuple(uses))
+                yield StreamRow(key=key, start=start, end=min(start + step, last), operands=tuple(operands))
 
     def run(
         self,
@@ -140,10 +140,10 @@ class UpdateStream:
         read ahead, and all buffers come back.
 
         Raises:
-            StorageError: when something cannot be read; what cannot be written, whoever reads it next is told.
+            StorageError: when something cannot be read; for what cannot be written, whoever reads it next gets the error.
         """
         planned = [*rows, *islice(ahead, _DEPTH)]
-        if any(flight.row.place != row.place for flight, row in zip(self._flights, planned, strict=False)):
+        if any(flight.row.identity != row.identity for flight, row in zip(self._flights, planned, strict=False)):
             self.forget()
         coming = deque(planned[len(self._flights) :])
         try:
@@ -176,62 +176,49 @@ class UpdateStream:
         self._crossing = [write for write in self._crossing if not write.on_device and not write.done()]
 
     def forget(self) -> None:
-        """Rows that were read ahead will not be computed."""
+        """Give back the buffers of rows that were read ahead and will not be computed."""
         while self._flights:
             flight = self._flights.popleft()
             for buffer, read in zip(flight.buffers, flight.reads, strict=True):
                 if buffer is not None:
-                    read.on_end(partial(self._give, buffer))
+                    read.on_end(partial(self._pool.give, buffer))
 
     def _read_ahead(self, coming: deque[StreamRow]) -> None:
         """Start to read what comes after the row at hand, while buffers are free: those of writes in flight are not waited for."""
-        while coming and len(self._flights) <= _DEPTH and self._missing(coming[0]) <= self._free():
+        while coming and len(self._flights) <= _DEPTH and self._missing(coming[0]) <= self._pool.free:
             self._start(coming.popleft())
 
     def _missing(self, row: StreamRow) -> int:
         """How many buffers a row needs."""
-        return sum(use.tensor.view(row.start, row.end, self._device) is None for use in row.uses)
-
-    def _free(self) -> int:
-        return self._pool.free if self._pool is not None else 0
+        return sum(operand.tensor.view(row.start, row.end, self._device) is None for operand in row.operands)
 
     def _start(self, row: StreamRow) -> None:
         if self._missing(row) > self._width:  # It would wait for buffers that there are not.
             raise ValueError(f"a row of {self._missing(row)} tensors out of reach, in a stream of width {self._width}")
-        flight = _RowInFlight(row=row, tensors=[], buffers=[], reads=[])
+        flight = _RowInFlight(row=row)
         self._flights.append(flight)
-        for use in row.uses:
-            tensor = use.tensor.view(row.start, row.end, self._device)
-            buffer = None
+        for operand in row.operands:
+            rest = operand.tensor
+            tensor, buffer = rest.view(row.start, row.end, self._device), None
             if tensor is None:
-                buffer = self._take()
-                length = row.end - row.start
-                tensor = buffer[: length * use.tensor.dtype.itemsize].view(use.tensor.dtype)
+                began = time.perf_counter()
+                buffer = self._pool.take()
+                self._waits.add(began)
+                tensor = buffer[: (row.end - row.start) * rest.dtype.itemsize].view(rest.dtype)
+            # All three lists are as long as each other even where the read fails to start.
             flight.tensors.append(tensor)
             flight.buffers.append(buffer)
             flight.reads.append(DONE)
-            if buffer is not None and use.mode is not Access.WRITE:
-                flight.reads[-1] = use.tensor.read(row.start, tensor)
-
-    def _take(self) -> torch.Tensor:
-        if self._pool is None:
-            raise ValueError("a stream of width 0 has no buffers")
-        began = time.perf_counter()
-        buffer = self._pool.take()
-        self._waits.add(began)
-        return buffer
-
-    def _give(self, buffer: torch.Tensor) -> None:
-        if self._pool is not None:
-            self._pool.give(buffer)
+            if buffer is not None and operand.mode is not Access.WRITE:
+                flight.reads[-1] = rest.read(row.start, tensor)
 
     def _write(self, flight: _RowInFlight) -> None:
-        for number, (use, tensor) in enumerate(zip(flight.row.uses, flight.tensors, strict=True)):
+        for number, (operand, tensor) in enumerate(zip(flight.row.operands, flight.tensors, strict=True)):
             buffer = flight.buffers[number]
             if buffer is None:
                 continue
-            write = DONE if use.mode is Access.READ else use.tensor.write(flight.row.start, tensor)
+            write = DONE if operand.mode is Access.READ else operand.tensor.write(flight.row.start, tensor)
             flight.buffers[number] = None
             if write.crosses:
                 self._crossing.append(write)
-            write.on_end(partial(self._give, buffer))
+            write.on_end(partial(self._pool.give, buffer))

@@ -3,10 +3,8 @@
     forward     block 0   block 1   block 2 ...    an input is copied, and written while the next blocks compute
     backward    ... block 2   block 1   block 0    block 1's input is read from when block 2's is asked for on
 
-`ActivationStore.keeping` goes around a call of `torch.utils.checkpoint.checkpoint`. What the call saves, its inputs, becomes
-handles that autograd holds; when it drops one, for whatever reason, memory and room in the file are free again.
-
-Free ranges of a file that only grows: taken, given back, and one again where they touch.
+`ActivationStore.keeping` goes around a call of `torch.utils.checkpoint.checkpoint`. What the call saves, its inputs, becomes saved
+tensors that autograd holds; when it drops one, for whatever reason, memory and room in the file are free again.
 """
 
 from __future__ import annotations
@@ -32,9 +30,10 @@ from zeromesh.offload.activations.saved_tensor import (
     SavedTensor,
     TensorMeta,
     UnmovedTensor,
+    require_unchanged,
 )
-from zeromesh.offload.io.copy_streams import SideStream
-from zeromesh.offload.io.direct_io import BLOCK
+from zeromesh.offload.io.copy_streams import copy_streams_of
+from zeromesh.offload.io.direct_io import whole_blocks
 from zeromesh.offload.io.file_tier import FileSlot
 from zeromesh.offload.memory.allocation import allocate_lasting
 from zeromesh.offload.memory.ledger import Purpose, Tier
@@ -43,47 +42,38 @@ from zeromesh.offload.tiers import Tiers
 
 
 class FreeRanges:
-    """Ranges [begin, end) that are free, in order; no two of them touch."""
+    """Free ranges [begin, end) of a file that only grows, in order; no two of them touch."""
 
     def __init__(self) -> None:
-        self._begins: list[int] = []
-        self._ends: list[int] = []
+        self._ranges: list[tuple[int, int]] = []
 
     @property
     def free(self) -> int:
         """The sum of their lengths."""
-        return sum(self._ends) - sum(self._begins)
+        return sum(end - begin for begin, end in self._ranges)
 
     def take(self, length: int) -> int | None:
-        """Where `length` begin that are free no longer: in the first range that is long enough. None where there is none."""
-        for at, (begin, end) in enumerate(zip(self._begins, self._ends, strict=True)):
+        """The begin of `length` bytes that are free no longer, from the first range that is long enough; None without one."""
+        for at, (begin, end) in enumerate(self._ranges):
             if end - begin >= length:
-                self._begins[at] += length
-                if self._begins[at] == end:
-                    del self._begins[at], self._ends[at]
+                self._ranges[at : at + 1] = [(begin + length, end)] if end - begin > length else []
                 return begin
         return None
 
     def give(self, begin: int, end: int) -> None:
         """Make [begin, end) free. Raises `ValueError` where it is so already, in part, or has no length."""
-        at = bisect_left(self._begins, begin)
-        before = self._ends[at - 1] if at else begin
-        after = self._begins[at] if at < len(self._begins) else end
+        at = bisect_left(self._ranges, (begin, begin))
+        before = self._ranges[at - 1][1] if at else -1
+        after = self._ranges[at][0] if at < len(self._ranges) else end + 1
         if not before <= begin < end <= after:
             raise ValueError(f"[{begin}, {end}) is free already, in part, or has no length")
-        self._begins.insert(at, begin)
-        self._ends.insert(at, end)
-        self._join(at + 1)
-        self._join(at)
+        first, last = at - (before == begin), at + (after == end)
+        joined = [*self._ranges[first:at], (begin, end), *self._ranges[at:last]]
+        self._ranges[first:last] = [(joined[0][0], joined[-1][1])]
 
     def reaching(self, end: int) -> int:
         """The length of the free range that ends at `end`; 0 where none does."""
-        return end - self._begins[-1] if self._ends and self._ends[-1] == end else 0
-
-    def _join(self, at: int) -> None:
-        """Make a range and the one before it one, where they touch."""
-        if 0 < at < len(self._begins) and self._ends[at - 1] == self._begins[at]:
-            del self._begins[at], self._ends[at - 1]
+        return end - self._ranges[-1][0] if self._ranges and self._ranges[-1][1] == end else 0
 
 
 _LABEL = Purpose.ACTIVATIONS.value
@@ -107,20 +97,21 @@ class ActivationStore:
         if in_flight < 1:
             raise ValueError(f"in_flight: {in_flight} is not 1 or more")
         self._tiers, self._choice, self._in_flight = tiers, choice, in_flight
-        self._side = SideStream(tiers.device, in_flight) if tiers.device.type == "cuda" else None
-        self._extents = FreeRanges()
+        self._streams = copy_streams_of(tiers.device) if tiers.device.type == "cuda" else None
+        self._copying: deque[tuple[torch.Tensor, int, torch.cuda.Event]] = deque()
+        self._free = FreeRanges()
         self._reserved = 0
-        self._leaving: deque[PendingWrite] = deque()
+        self._writes: deque[PendingWrite] = deque()
         self._ended: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._latest: weakref.ref[BlockCall] | None = None
         if choice.away and choice.tier == "file":
-            tiers.file()  # A directory that cannot be used is told before anything is computed.
+            tiers.file()  # A directory that cannot be used is an error before anything is computed.
 
     @property
     def room(self) -> int:
-        """Bytes of the file that handles hold, or transfers on behalf of handles that are gone."""
+        """Bytes of the file that saved tensors hold, or transfers on behalf of saved tensors that are gone."""
         self._settle()
-        return self._reserved - self._extents.free
+        return self._reserved - self._free.free
 
     def away_of(self, blocks: int) -> int:
         """How many of a pass's `blocks` have inputs that leave: the first ones."""
@@ -128,7 +119,7 @@ class ActivationStore:
 
     @contextmanager
     def keeping(self, *, away: bool) -> Iterator[None]:
-        """What autograd saves within is kept here, `away` or on the device, and belongs to one block.
+        """Keep what autograd saves within the block here, `away` or on the device, as the inputs of one call.
 
         Raises:
             RuntimeError: where the block has changed its input in place, so that it could not be computed again.
@@ -139,16 +130,16 @@ class ActivationStore:
                 yield
             call.check()
         finally:
-            call.forget()
+            call.end()
 
     def moves(self, value: object) -> bool:
-        """Whether this keeps copies of a value: of hidden states, and neither of parameters nor of masks."""
+        """Whether the store keeps copies of a value: of hidden states, and neither of parameters nor of masks."""
         if type(value) is not torch.Tensor or value.layout is not torch.strided or not value.numel():
             return False  # Subclasses and sparse tensors are more than their bytes.
         return value.requires_grad and not value.is_leaf and value.device.type == self._tiers.device.type
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
-        """A handle for `tensor`: one that was computed and needs a gradient leaves the device, any other stays as it is.
+        """Save `tensor`: one that was computed and needs a gradient leaves the device, any other stays as it is.
 
         `tensor` may be changed afterwards where it was copied; where it was not, `unpack` finds that out.
         """
@@ -156,118 +147,126 @@ class ActivationStore:
         try:
             return self._pack(call, tensor)
         finally:
-            call.forget()
+            call.end()
 
-    def unpack(self, handle: SavedTensor) -> torch.Tensor:
-        """The tensor of a handle, contiguous; what backward will want after it is on its way when this returns."""
+    def unpack(self, saved: SavedTensor) -> torch.Tensor:
+        """The saved tensor, contiguous; what backward will want after it is on its way when this returns."""
         self._settle()
-        handle.fetch()
-        if handle.call is not None:
-            for later in _wanted_after(handle, handle.call):
+        saved.fetch()
+        if saved.call is not None:
+            for later in _wanted_after(saved, saved.call):
                 later.fetch()
-        return handle.take()
+        return saved.get()
 
     def _pack(self, call: BlockCall, tensor: torch.Tensor) -> SavedTensor:
         if not self.moves(tensor):
             return UnmovedTensor(tensor)
         self._settle()
-        handle = self._keep(tensor.detach(), call.away)
+        saved = self._save(tensor.detach(), call.away)
         if call.empty:
             call.before, self._latest = self._latest, weakref.ref(call)
-        call.add(handle, tensor)
-        return handle
+        call.add(saved, tensor)
+        return saved
 
-    def _keep(self, tensor: torch.Tensor, away: bool) -> SavedTensor:
-        form = TensorMeta(tensor)
+    def _save(self, tensor: torch.Tensor, away: bool) -> SavedTensor:
+        meta = TensorMeta(tensor)
         if away and self._choice.tier == "file":
-            return self._write(tensor, form)
+            return self._write(tensor, meta)
         tier = Tier.HOST if away else Tier.DEVICE
-        if self._side is None:
-            lot = self._count(tier, form.nbytes)
+        if self._streams is None:
+            reservation = self._count(tier, meta.nbytes)
             # On pages of its own, outside of the heap, as without a store: docs/decisions/0009-kept-inputs-outside-the-heap.md
-            lot.memory = allocate_lasting(form.nbytes, torch.uint8, tensor.device)
-            form.view(lot.memory).copy_(tensor)
-            return MemoryCopy(lot, form)
+            reservation.memory = allocate_lasting(meta.nbytes, torch.uint8, tensor.device)
+            meta.view(reservation.memory).copy_(tensor)
+            return MemoryCopy(reservation, meta)
         if not away:
-            return UnmovedTensor(tensor, self._count(tier, form.nbytes))
-        lot = self._on_host(form.nbytes)
-        self._side.copy_out(tensor, form.view(lot.memory))
-        return PinnedCopy(self._side, lot, form)
+            return UnmovedTensor(tensor, self._count(tier, meta.nbytes))
+        reservation = self._on_host(meta.nbytes)
+        self._copy_out(tensor, meta.view(reservation.memory))
+        return PinnedCopy(self._streams, reservation, meta)
 
-    def _write(self, tensor: torch.Tensor, form: TensorMeta) -> SavedTensor:
+    def _write(self, tensor: torch.Tensor, meta: TensorMeta) -> SavedTensor:
         """Copy a tensor and start to write the copy, when no more than the bound are on their way."""
-        while len(self._leaving) >= self._in_flight:
-            self._leaving.popleft().finish()
+        while len(self._writes) >= self._in_flight:
+            self._writes.popleft().finish()
         self._recount()
-        slot, room = self._take_room(form.nbytes)
-        lot = self._on_host(form.nbytes)
-        copied = None
-        if self._side is None:
-            form.view(lot.memory).copy_(tensor)
-        else:
-            copied = self._side.copy_out(tensor, form.view(lot.memory))
-        leaving = PendingWrite(lot, slot, room, copied)
-        self._leaving.append(leaving)
-        leaving.advance()
-        return FileCopy(self._on_host, leaving, form)
+        slot, room = self._take_room(meta.nbytes)
+        source = self._on_host(meta.nbytes)
+        copied = self._copy_out(tensor, meta.view(source.memory))
+        write = PendingWrite(source, slot, room, copied)
+        self._writes.append(write)
+        write.advance()
+        return FileCopy(self._on_host, write, meta)
+
+    def _copy_out(self, tensor: torch.Tensor, out: torch.Tensor) -> torch.cuda.Event | None:
+        """Copy a tensor to `out` in the host's memory: at once on a CPU, else beside what is computed, until the event."""
+        if self._streams is None:
+            out.copy_(tensor)
+            return None
+        while len(self._copying) >= self._in_flight:
+            self._end_copy()
+        event = self._streams.start(tensor, out)
+        # Its memory belongs to the stream that computes, which could use it again: it is held until the copy has been made.
+        self._copying.append((tensor, tensor._version, event))
+        return event
+
+    def _end_copy(self) -> None:
+        """Let go of the oldest tensor that is copied out. Raises `RuntimeError` where it was changed meanwhile."""
+        tensor, version, event = self._copying.popleft()
+        torch.cuda.current_stream(self._tiers.device).wait_event(event)
+        require_unchanged(tensor, version, "while it was copied to the host")
 
     def _on_host(self, nbytes: int) -> Reservation:
         """Memory of the host, `[nbytes]`, counted and pinned where the device copies from it."""
-        lot, pinned = self._count(Tier.HOST, nbytes), self._tiers.pinned
+        reservation, pinned = self._count(Tier.HOST, nbytes), self._tiers.pinned
         if pinned.take(nbytes, self._tiers.device):
             # torch keeps pinned blocks for the next one: pinning pages anew for each input would take longer than copying it.
-            lot.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            lot.ends.append(partial(pinned.give, nbytes))
+            reservation.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            reservation.ends.append(partial(pinned.give, nbytes))
         else:
-            lot.memory = allocate_lasting(nbytes, torch.uint8, torch.device("cpu"))
-        return lot
+            reservation.memory = allocate_lasting(nbytes, torch.uint8, torch.device("cpu"))
+        return reservation
 
     def _count(self, tier: Tier, nbytes: int) -> Reservation:
         self._tiers.ledger.add(tier, Purpose.ACTIVATIONS, nbytes)
         return Reservation(self._ended, partial(self._tiers.ledger.add, tier, Purpose.ACTIVATIONS, -nbytes))
 
     def _take_room(self, nbytes: int) -> tuple[FileSlot, Reservation]:
-        """A range of the file, and what ends when it may be used again."""
-        length = -(-nbytes // BLOCK) * BLOCK
-        begin = self._extents.take(length)
+        """A slot of the file, and the reservation after whose end it may be used again."""
+        tier, length = self._tiers.file(), whole_blocks(nbytes)
+        begin = self._free.take(length)
         if begin is None:
-            begin = self._grow(length)
-        slot = FileSlot(self._tiers.file(), begin, nbytes, _LABEL, checksums=self._tiers.files.checksums)
-        return slot, Reservation(self._ended, partial(self._extents.give, begin, begin + length))
-
-    def _grow(self, length: int) -> int:
-        """Have `length` more at the end of the file, together with what is free there; returns where they begin."""
-        tier = self._tiers.file()
-        missing = length - self._extents.reaching(tier.nbytes)
-        tier.allocate(missing, _LABEL)
-        self._tiers.ledger.add(Tier.FILE, Purpose.ACTIVATIONS, missing)
-        self._reserved += missing
-        self._extents.give(tier.nbytes - missing, tier.nbytes)
-        begin = self._extents.take(length)
+            missing = length - self._free.reaching(tier.nbytes)
+            tier.allocate(missing, _LABEL)
+            self._tiers.ledger.add(Tier.FILE, Purpose.ACTIVATIONS, missing)
+            self._reserved += missing
+            self._free.give(tier.nbytes - missing, tier.nbytes)
+            begin = self._free.take(length)
         if begin is None:
             raise RuntimeError(f"{length} bytes were reserved in the file and cannot be found")
-        return begin
+        slot = FileSlot(tier, begin, nbytes, _LABEL, checksums=self._tiers.files.checksums)
+        return slot, Reservation(self._ended, partial(self._free.give, begin, begin + length))
 
     def _settle(self) -> None:
         """Count what has ended, and look after what is on its way. Raises `StorageError` where a write went wrong."""
-        if self._side is not None:
-            self._side.settle()
-        for leaving in self._leaving:
-            leaving.advance()
-        while self._leaving and self._leaving[0].over():
-            self._leaving.popleft().finish()
+        while self._copying and self._copying[0][2].query():  # type: ignore[no-untyped-call]
+            self._end_copy()
+        for write in self._writes:
+            write.advance()
+        while self._writes and self._writes[0].over():
+            self._writes.popleft().finish()
         self._recount()
 
     def _recount(self) -> None:
-        """Do what was put down when lots have ended."""
+        """Do what ended reservations have queued."""
         while not self._ended.empty():
             self._ended.get_nowait()()
 
 
-def _wanted_after(handle: SavedTensor, call: BlockCall) -> Iterator[SavedTensor]:
-    """What backward will ask for after `handle`: the rest of its call's inputs, then those of the call before."""
-    handles = call.alive()
-    yield from handles[handles.index(handle) + 1 :]
+def _wanted_after(saved: SavedTensor, call: BlockCall) -> Iterator[SavedTensor]:
+    """What backward will ask for after `saved`: the rest of its call's inputs, then those of the call before."""
+    alive = call.alive()
+    yield from alive[alive.index(saved) + 1 :]
     before = call.before() if call.before is not None else None
     if before is not None:
         yield from before.alive()

@@ -24,6 +24,11 @@ BLOCK = 4096
 """Bytes. Offsets, lengths and addresses that are multiples of it go past the page cache."""
 
 
+def whole_blocks(nbytes: int) -> int:
+    """`nbytes` rounded up to a multiple of `BLOCK`."""
+    return -(-nbytes // BLOCK) * BLOCK
+
+
 class PositionalFile:
     """A file that is read or written at offsets. Its methods may be called from several threads.
 
@@ -75,14 +80,27 @@ class PositionalFile:
 
     def write(self, data: torch.Tensor, offset: int) -> None:
         """Write all bytes of `data`, 1-D uint8 on CPU, at `offset`."""
+        self._move("write", "written", os.pwritev, data, offset)
+
+    def read(self, data: torch.Tensor, offset: int) -> None:
+        """Fill `data`, 1-D uint8 on CPU, from `offset`."""
+        self._move("read", "read", os.preadv, data, offset)
+
+    def _move(self, name: str, done_to: str, move: Callable[..., int], data: torch.Tensor, offset: int) -> None:
+        """Move all bytes of `data` by `move`; `done_to` says in errors what cannot be done to the file."""
         view = memoryview(data.numpy().data)
         try:
-            with disk_call("write", self.path):
-                done = self._direct_part(os.pwritev, view, data.data_ptr(), offset)
+            with disk_call(name, self.path):
+                done = self._direct_part(move, view, data.data_ptr(), offset)
                 while done < len(view):
-                    done += os.pwritev(self._buffered, [view[done:]], offset + done)
+                    count = move(self._buffered, [view[done:]], offset + done)
+                    if count == 0:
+                        raise StorageError(
+                            f"{self.path!r} ends after {offset + done:,} bytes; {len(view):,} were to be {done_to} at {offset:,}"
+                        )
+                    done += count
         except OSError as error:
-            raise _failed(f"written ({len(view):,} bytes at {offset:,})", self.path, error) from error
+            raise _failed(f"{done_to} ({len(view):,} bytes at {offset:,})", self.path, error) from error
 
     def write_rows(self, data: torch.Tensor, offset: int, *, rows: int, length: int, step: int, stride: int) -> None:
         """Write `rows` runs of `length` bytes, which begin every `step` bytes of `data`, 1-D uint8 on CPU, to every `stride` bytes
@@ -105,22 +123,6 @@ class PositionalFile:
     def forget(self, offset: int, length: int) -> None:
         """Let the page cache go of bytes that are on the disk and will not be read soon."""
         os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_DONTNEED)
-
-    def read(self, data: torch.Tensor, offset: int) -> None:
-        """Fill `data`, 1-D uint8 on CPU, from `offset`."""
-        view = memoryview(data.numpy().data)
-        try:
-            with disk_call("read", self.path):
-                done = self._direct_part(os.preadv, view, data.data_ptr(), offset)
-                while done < len(view):
-                    count = os.preadv(self._buffered, [view[done:]], offset + done)
-                    if count == 0:
-                        raise StorageError(
-                            f"{self.path!r} ends after {offset + done:,} bytes; {len(view):,} were to be read at {offset:,}"
-                        )
-                    done += count
-        except OSError as error:
-            raise _failed(f"read ({len(view):,} bytes at {offset:,})", self.path, error) from error
 
     def _direct_part(self, move: Callable[..., int], view: memoryview, address: int, offset: int) -> int:
         """Move the whole blocks of `view` past the page cache; returns how many bytes that were."""

@@ -1,7 +1,7 @@
 """The file tier: flat ranges of bytes in swap files, read and written by a few threads past the page cache.
 
-    FileTier   files and threads        |  slot  |  slot  | ...
-    Slot       one range                |piece|piece|piece|..|      a piece is moved by one thread
+    FileTier    files and threads        |  slot  |  slot  | ...
+    FileSlot    one range                |piece|piece|piece|..|      a piece is moved by one thread
 
 Offsets need not be whole blocks: what is not goes through a small buffer of the thread. With checksums every piece is verified when
 it is read, so that a byte that has changed on the disk is an error and no wrong number.
@@ -21,15 +21,16 @@ import torch
 import xxhash
 
 from zeromesh.errors import StorageError
-from zeromesh.offload.io.copy_streams import lane_of
-from zeromesh.offload.io.direct_io import BLOCK
+from zeromesh.offload.io.copy_streams import copy_streams_of
+from zeromesh.offload.io.direct_io import BLOCK, whole_blocks
 from zeromesh.offload.io.swap_file import Stripes, remove_leftovers
-from zeromesh.offload.io.transfer import Memory, StagingPool, Transfer, WaitTime, pages
+from zeromesh.offload.io.transfer import Memory, Transfer, WaitTime, pages
 
 PIECE = 1 << 20
 """Bytes that one thread moves at a time, and that one checksum covers."""
 THREADS = 4
-_Carry = Callable[[torch.Tensor, torch.Tensor], None]
+_Copy = Callable[[torch.Tensor, torch.Tensor], object]
+"""Copies from the first tensor to the second."""
 _UNWRITTEN = 0
 """In the place of a checksum: zeros, as the file was made."""
 
@@ -105,9 +106,9 @@ class FileTier:
     def buffer(self) -> torch.Tensor:
         """The calling thread's own buffer, `[PIECE]` bytes on a page of its own."""
         if not hasattr(self._local, "buffer"):
-            self._local.buffer = StagingPool(1, PIECE, self._memory).take()
-        found: torch.Tensor = self._local.buffer
-        return found
+            self._local.buffer = self._memory(PIECE)
+        buffer: torch.Tensor = self._local.buffer
+        return buffer
 
     def read(self, data: torch.Tensor, offset: int) -> None:
         """Fill `data` from the files, now. Raises `StorageError`."""
@@ -129,7 +130,7 @@ class FileSlot:
         self.nbytes = nbytes
         self.label = label
         self._offset = offset
-        self._room = -(-nbytes // BLOCK) * BLOCK
+        self._room = whole_blocks(nbytes)
         self._grain = PIECE if checksums else BLOCK
         count = -(-nbytes // PIECE) if checksums else 0
         self._checksums = [_UNWRITTEN] * count if checksums else None
@@ -168,7 +169,7 @@ class FileSlot:
         for transfer in near:
             transfer.wait()
 
-    def _move(self, work: Callable[[_Carry, int, torch.Tensor], None], begin: int, data: torch.Tensor) -> Transfer:
+    def _move(self, work: Callable[[_Copy, int, torch.Tensor], None], begin: int, data: torch.Tensor) -> Transfer:
         end = begin + data.numel()
         if not 0 <= begin <= end <= self.nbytes:
             raise ValueError(f"bytes [{begin}, {end}) do not lie in the {self.nbytes} of {self.label}")
@@ -176,51 +177,40 @@ class FileSlot:
             self._settle(begin, end)
         except StorageError as error:  # Raised where it is waited for: whoever starts several has the others in flight.
             return Transfer.failing(error)
-        carry = _carrier(data)
-        pieces = [self.tier.submit(partial(work, carry), at, part) for at, part in _pieces(begin, data)]
+        copy = _copier(data)
+        pieces = [self.tier.submit(partial(work, copy), at, part) for at, part in _pieces(begin, data)]
         return Transfer(pieces, self.tier.waits, f"file tier, {self.label}: bytes [{begin:,}, {end:,})")
 
-    def _around(self, at: int, data: torch.Tensor) -> tuple[int, int]:
-        """The whole grains around a piece; the last one ends with the slot's room."""
-        end = at + data.numel()
-        return at - at % self._grain, min(end + -end % self._grain, self._room)
-
-    def _fits(self, begin: int, end: int, at: int, data: torch.Tensor) -> bool:
-        """Whether a piece is whole grains that can be moved without a detour."""
+    def _around(self, at: int, data: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Begin and memory of the whole grains around a piece: `data` itself if it needs no detour, else the thread's buffer."""
+        begin, end = at - at % self._grain, at + data.numel()
+        end = min(end + -end % self._grain, self._room)  # The last grain ends with the slot's room.
+        whole = (begin, end) == (at, at + data.numel())
         aligned = data.device.type == "cpu" and data.data_ptr() % BLOCK == 0
-        return (begin, end) == (at, at + data.numel()) and aligned
+        return begin, data if whole and aligned else self.tier.buffer()[: end - begin]
 
     def _alone(self, at: int) -> AbstractContextManager[object]:
         """A piece and its checksum change together: others read or write other bytes of it before or after."""
         return self._locks[at // PIECE] if self._locks else contextlib.nullcontext()
 
-    def _read_piece(self, carry: _Carry, at: int, out: torch.Tensor) -> None:
+    def _read_piece(self, copy: _Copy, at: int, out: torch.Tensor) -> None:
         with self._alone(at):
-            begin, end = self._around(at, out)
-            if self._fits(begin, end, at, out):
-                self._fetch(begin, out)
-                return
-            buffer = self.tier.buffer()[: end - begin]
-            self._fetch(begin, buffer)
-        carry(buffer[at - begin : at - begin + out.numel()], out)
+            begin, memory = self._around(at, out)
+            self._fetch(begin, memory)
+        if memory is not out:
+            copy(memory[at - begin : at - begin + out.numel()], out)
 
-    def _write_piece(self, carry: _Carry, at: int, data: torch.Tensor) -> None:
+    def _write_piece(self, copy: _Copy, at: int, data: torch.Tensor) -> None:
         with self._alone(at):
-            self._replace(carry, at, data)
-
-    def _replace(self, carry: _Carry, at: int, data: torch.Tensor) -> None:
-        begin, end = self._around(at, data)
-        if self._fits(begin, end, at, data):
-            self._put(begin, data)
-            return
-        buffer = self.tier.buffer()[: end - begin]
-        last = at + data.numel()
-        if begin < at or (last < end and last < self.nbytes):
-            self._fetch(begin, buffer)
-        else:
-            buffer[last - begin :].zero_()
-        carry(data, buffer[at - begin : last - begin])
-        self._put(begin, buffer)
+            begin, memory = self._around(at, data)
+            if memory is not data:
+                last = at + data.numel()
+                if begin < at or (last < begin + memory.numel() and last < self.nbytes):
+                    self._fetch(begin, memory)
+                else:
+                    memory[last - begin :].zero_()
+                copy(data, memory[at - begin : last - begin])
+            self._put(begin, memory)
 
     def _fetch(self, begin: int, data: torch.Tensor) -> None:
         with _named(self.label):
@@ -241,16 +231,12 @@ class FileSlot:
             self.tier.write(data, self._offset + begin)
 
 
-def _carrier(data: torch.Tensor) -> _Carry:
+def _copier(data: torch.Tensor) -> _Copy:
     """What copies between a thread's buffer and bytes of `data`: on a device, after all that has been launched there by now."""
     if data.is_cuda:
-        lane = lane_of(data.device)
-        return partial(lane.move, after=lane.now())
-    return _copy
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)
+        streams = copy_streams_of(data.device)
+        return partial(streams.copy_after, streams.now())
+    return lambda source, target: target.copy_(source)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 A name in a directory is `zeromesh-LABEL-TOKEN.swap`. The process that made it holds a lock on it, which the system takes back
 when the process ends, however it does: a file that can be locked belongs to nobody, and is removed by whoever comes next.
 
-Directories and the file systems that they lie on.
+The last functions tell where directories lie.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from zeromesh.errors import StorageError
 from zeromesh.files import try_lock
-from zeromesh.offload.io.direct_io import BLOCK, PositionalFile
+from zeromesh.offload.io.direct_io import PositionalFile, whole_blocks
 
 STRIPE = 1 << 20
 """Bytes that lie together in one directory before the next one's turn comes."""
@@ -69,17 +69,12 @@ class SwapFile:
         self.nbytes = 0
         self._reserved = False
         try:
-            self._file = PositionalFile(self.path, write=True)
+            self.io = PositionalFile(self.path, write=True)
         except BaseException:
             _discard(self.path, self._lock)
             raise
         # Also where nobody closes it: when it is forgotten, and when the interpreter ends.
         self._end = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
-
-    @property
-    def direct(self) -> bool:
-        """Whether bytes go past the page cache."""
-        return self._file.direct
 
     def grow(self, nbytes: int) -> None:
         """Take room for `nbytes` in all, which read as zeros. Raises `StorageError` where the disk is full."""
@@ -88,7 +83,11 @@ class SwapFile:
         try:
             os.posix_fallocate(self._lock, self.nbytes, nbytes - self.nbytes)
         except OSError as error:
-            raise StorageError(_no_room(self.path, nbytes - self.nbytes, error)) from error
+            why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+            raise StorageError(
+                f"{self.path!r} cannot be given {nbytes - self.nbytes:,} bytes more: {why}; free some there, or give "
+                "offload.directory another disk"
+            ) from error
         self.nbytes = nbytes
         self._reserved = _on_disk(os.fstat(self._lock)) >= nbytes
 
@@ -112,17 +111,9 @@ class SwapFile:
                 "disk; leave swap files alone"
             )
 
-    def read(self, data: torch.Tensor, offset: int) -> None:
-        """See `PositionalFile.read`."""
-        self._file.read(data, offset)
-
-    def write(self, data: torch.Tensor, offset: int) -> None:
-        """See `PositionalFile.write`."""
-        self._file.write(data, offset)
-
     def close(self) -> None:
         """Remove the file; closing twice is allowed."""
-        self._file.close()
+        self.io.close()
         self._end()
         self._lock = -1
 
@@ -193,7 +184,7 @@ class Stripes:
     @property
     def direct(self) -> bool:
         """Whether bytes go past the page cache of every directory."""
-        return all(file.direct for file in self._files)
+        return all(file.io.direct for file in self._files)
 
     @property
     def paths(self) -> list[str]:
@@ -202,7 +193,7 @@ class Stripes:
     def take(self, nbytes: int) -> int:
         """Reserve room; returns where it begins, a multiple of `BLOCK`. Raises `StorageError` where a disk is full."""
         begin = self.nbytes
-        end = begin + -(-nbytes // BLOCK) * BLOCK
+        end = begin + whole_blocks(nbytes)
         count = len(self._files)
         stripes = -(-end // STRIPE)
         for number, file in enumerate(self._files):
@@ -221,16 +212,17 @@ class Stripes:
         for file, at, part in self._parts(data, offset):
             file.write(part, at)
 
-    def _parts(self, data: torch.Tensor, offset: int) -> Iterator[tuple[SwapFile, int, torch.Tensor]]:
+    def _parts(self, data: torch.Tensor, offset: int) -> Iterator[tuple[PositionalFile, int, torch.Tensor]]:
+        """Where the bytes of `data` lie, which begin at `offset`: file, offset in it, and which of `data`."""
         if len(self._files) == 1:
-            yield self._files[0], offset, data
+            yield self._files[0].io, offset, data
             return
         done = 0
         while done < data.numel():
             stripe, inside = divmod(offset + done, STRIPE)
             length = min(STRIPE - inside, data.numel() - done)
             row, number = divmod(stripe, len(self._files))
-            yield self._files[number], row * STRIPE + inside, data[done : done + length]
+            yield self._files[number].io, row * STRIPE + inside, data[done : done + length]
             done += length
 
     def check(self) -> None:
@@ -242,11 +234,6 @@ class Stripes:
         """Remove the files."""
         for file in self._files:
             file.close()
-
-
-def _no_room(path: str, nbytes: int, error: OSError) -> str:
-    why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
-    return f"{path!r} cannot be given {nbytes:,} bytes more: {why}; free some there, or give offload.directory another disk"
 
 
 IN_MEMORY = ("tmpfs", "ramfs")

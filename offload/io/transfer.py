@@ -1,7 +1,4 @@
-"""Bytes on their way between tiers, and the time that somebody has waited for them.
-
-A bounded number of buffers that bytes pass through on their way to and from files or a device.
-"""
+"""Bytes on their way between tiers, the time that somebody has waited for them, and the buffers that they pass through."""
 
 from __future__ import annotations
 
@@ -20,15 +17,13 @@ from zeromesh.errors import StorageError
 
 
 class WaitTime:
-    """Seconds that callers have waited for a tier."""
+    """Seconds that callers have waited for a tier: `total` of them, `seconds` since they were last taken."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self.total = 0.0
-        """All of them, however often they were asked for."""
+        self.seconds = self.total = 0.0
 
     def take(self) -> float:
-        """Seconds since this was last asked."""
+        """Return the seconds since this was last called."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
@@ -170,9 +165,9 @@ class StagingPool:
     """
 
     def __init__(self, count: int, nbytes: int, memory: Memory = pages) -> None:
-        """Raises `ValueError` for a pool without buffers, or buffers that are not whole pages."""
-        if count < 1 or nbytes < PAGE or nbytes % PAGE:
-            raise ValueError(f"{count} buffers of {nbytes} bytes; give 1 or more, of a multiple of {PAGE} bytes")
+        """Raises `ValueError` for a count below 0, or buffers that are not whole pages."""
+        if count < 0 or nbytes < PAGE or nbytes % PAGE:
+            raise ValueError(f"{count} buffers of {nbytes} bytes; give 0 or more, of a multiple of {PAGE} bytes")
         self.nbytes = nbytes
         self.total = count * nbytes
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()

@@ -1,7 +1,4 @@
-"""The host tier: memory of the machine beside the device's own, pinned where a device copies from it.
-
-The device tier: memory for what lives as long as a run.
-"""
+"""Memory for what lives as long as a run: of the device, and of the host beside it, pinned where a device copies from it."""
 
 from __future__ import annotations
 
@@ -57,20 +54,20 @@ class ReleasableBuffer:
             self.full = torch.empty(count, dtype=dtype, device=device)
 
     def carve(self, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Views of elements [start, end), which stay valid also while there is no memory."""
+        """Make views of elements [start, end), which stay valid also while there is no memory."""
         self.take()  # A view of memory that is not there cannot be made, only kept.
         views = [self.full[start:end] for start, end in places]
         self.give_back()
         return views
 
     def take(self) -> None:
-        """Have memory, whose contents are undefined."""
+        """Take memory, whose contents are undefined."""
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self._nbytes)
 
     def give_back(self) -> None:
-        """Have none."""
+        """Give the memory back to the system."""
         if self._pages is not None:
             self._pages.madvise(mmap.MADV_DONTNEED)
         else:
@@ -78,7 +75,7 @@ class ReleasableBuffer:
 
 
 _SHARE_OF_FREE = 2
-"""Pinned memory cannot be paged out: at most this part of what is free is pinned without being told to."""
+"""Pinned memory cannot be paged out: at most this part of what is free is pinned without a limit."""
 
 
 @dataclass(kw_only=True, slots=True)

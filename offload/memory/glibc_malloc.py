@@ -30,7 +30,7 @@ _PARAMETERS_BYTES = 160
 _EXACT_BYTES = 1024
 """glibc keeps free blocks below this by their exact size."""
 _RESERVED_BYTES = 16 << 10
-"""Of every size, and at least `_FEWEST` blocks, at most `_MOST`."""
+"""Reserved of every size, and at least `_FEWEST` blocks, at most `_MOST`."""
 _FEWEST, _MOST = 8, 512
 _LARGEST_SMALL = 64 << 10
 _GUARD_BYTES = 24

@@ -1,4 +1,4 @@
-"""What this process and this machine have in memory."""
+"""Tells how much memory this process and this machine use and have."""
 
 from __future__ import annotations
 
@@ -51,14 +51,13 @@ def group_settings(name: str) -> list[str]:
         return []
     own = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
     found = []
-    for group in (_CGROUP, *(_CGROUP / Path(*parts) for parts in _beginnings(Path(own.lstrip("/")).parts))):
+    inner = _CGROUP / own.lstrip("/")
+    for group in [*reversed(inner.parents), inner]:
+        if not group.is_relative_to(_CGROUP):
+            continue
         with contextlib.suppress(OSError):
             found.append((group / name).read_text(encoding="ascii").strip())
     return found
-
-
-def _beginnings(parts: tuple[str, ...]) -> list[tuple[str, ...]]:
-    return [parts[: count + 1] for count in range(len(parts))]
 
 
 def _file_cache_bytes() -> int:

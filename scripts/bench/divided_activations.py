@@ -20,14 +20,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.activations import RESULT, Activations, forget, running
 from bench.divided import CHUNKS, Form
-from bench.plain_runner import PlainRunner
+from bench.without_zero import PlainRunner, load_parts
 from bench.workload import Workload
 from zeromesh.comm.activation_collectives import Arriving, Pending
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.schedule.actions import Action, Kind, make_schedule, received_by
 from zeromesh.pipeline.stages.build import Stages, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
-from zeromesh.tensor.parallelize_module import Parallelized, load_parts, parallelize
+from zeromesh.tensor.parallelize_module import Parallelized, parallelize
 from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models.prepare import use_fastest_linear
@@ -105,7 +105,7 @@ def _stages(model: Any, workload: Workload, form: Form, rank: int) -> Callable[[
     schedule = make_schedule(
         form.schedule, ranks=form.pipeline, microbatches=workload.microbatches, chunks=len(stages.own)
     )
-    queue = WeightQueue() if schedule.splits_backward else None
+    queue = WeightQueue() if form.schedule == "zero_bubble" else None
     if queue is not None:
         defer_weights(model, list(model.model.layers), queue)
     batches = _batches(workload)

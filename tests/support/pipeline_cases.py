@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers as tf
-from bench.plain_runner import PlainRunner
+from bench.without_zero import PlainRunner, cut_model
 
 from zeromesh.comm.point_to_point import Channels
 from zeromesh.errors import CollectiveError
@@ -18,7 +18,7 @@ from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Executor
 from zeromesh.pipeline.generation import StagedForward
 from zeromesh.pipeline.schedule.actions import forward_only, make_schedule
-from zeromesh.pipeline.stages.build import Stages, cut_model
+from zeromesh.pipeline.stages.build import Stages
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -123,7 +123,7 @@ def trains(
         staged.zero_grad()
         runner = PlainRunner(stages, data, loss_of, seed=0.5 + step, queue=queue)
         measured = executor.run(plan, runner)
-        losses = executor.share(runner.losses)
+        losses = mesh.world.sum_(runner.losses, "losses")
         wanted_losses, wanted = alone(whole, data, 0.5 + step)
         differences.append(_difference(losses, wanted_losses))
         differences += [_difference(found, wanted[name]) for name, found in _gradients(mesh, stages, staged)]
@@ -174,7 +174,7 @@ def evaluates(mesh: Mesh, model: str, microbatches: int, chunks: int) -> float:
         executor.run(forward_only(ranks=mesh.world.size, microbatches=microbatches, chunks=chunks), runner)
         wanted = torch.stack([loss_of(whole, batch) for batch in data])
     channels.close()
-    return _difference(executor.share(runner.losses), wanted)
+    return _difference(mesh.world.sum_(runner.losses, "losses"), wanted)
 
 
 def generates(mesh: Mesh, model: str, chunks: int, microbatches: int, cached: bool) -> dict[str, Any]:

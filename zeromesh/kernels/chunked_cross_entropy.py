@@ -43,10 +43,7 @@ class LogitChange:
 
     def close_to(self, other: LogitChange) -> bool:
         """Whether it is the same but for rounding to 16 bits."""
-        return all(
-            math.isclose(mine, theirs, rel_tol=1e-2)
-            for mine, theirs in ((self.scale, other.scale), (self.cap, other.cap))
-        )
+        return math.isclose(self.scale, other.scale, rel_tol=1e-2) and math.isclose(self.cap, other.cap, rel_tol=1e-2)
 
     def apply_(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Change `logits` in place. Returns the derivative of the change over `scale`, of the same shape; None where it is 1."""
@@ -119,7 +116,7 @@ def summed_loss(
     chunk_tokens: int,
     ignore_index: int,
 ) -> torch.Tensor:
-    """See `chunked_cross_entropy`; `run` makes the evaluation of a head over `vocab` tokens, of which `weight` may be a part."""
+    """Compute `chunked_cross_entropy` by a head that `run` makes: one over `vocab` tokens, of which `weight` may be a part."""
     _check(hidden, weight, bias, targets, seed, chunk_tokens)
     trained = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias)]
     kept = (targets != ignore_index).nonzero().squeeze(1)
@@ -131,11 +128,11 @@ def summed_loss(
             f"[0, {vocab}); check the tokenizer against the model's vocab_size"
         )
     rows = HeadRows(index=kept if masked else None, targets=bound.long())
-    seed = seed or 1.0  # a microbatch of weight 0 is told so by its gradient
+    seed = seed or 1.0  # The gradient of a microbatch of weight 0 says so by itself.
+    head = partial(run, rows=rows, seed=seed, chunk_tokens=chunk_tokens, trained=tuple(trained))
     if not any(trained):
-        return run(hidden.detach(), weight.detach(), bias, rows, seed, chunk_tokens, (False,) * 3).run()
-    arguments = (run, hidden, weight, bias, rows, seed, chunk_tokens, tuple(trained))
-    total: torch.Tensor = _ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+        return head(hidden.detach(), weight.detach(), bias).run()
+    total: torch.Tensor = _ChunkedCrossEntropy.apply(head, seed, hidden, weight, bias)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -188,18 +185,19 @@ class HeadRows:
 
 
 class HeadPass:
-    """One evaluation: the loss and, where wanted, its gradients times `seed`. Under tensor parallelism some steps are others."""
+    """One evaluation: the loss and, where wanted, its gradients times `seed`. A subclass computes a part of the vocabulary."""
 
     def __init__(
         self,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        *,
         rows: HeadRows,
         seed: float,
         chunk_tokens: int,
         trained: tuple[bool, ...],
-        change: LogitChange = UNCHANGED,
+        change: LogitChange,
     ) -> None:
         self.shape = hidden.shape
         self.hidden = hidden if rows.index is None else hidden.index_select(0, rows.index)
@@ -324,18 +322,8 @@ def _accumulate(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: floa
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        run: Callable[..., HeadPass],
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        rows: HeadRows,
-        seed: float,
-        chunk_tokens: int,
-        trained: tuple[bool, ...],
-    ) -> torch.Tensor:
-        head = run(hidden, weight, bias, rows, seed, chunk_tokens, trained)
+    def forward(ctx: Any, make: Callable[..., HeadPass], seed: float, *inputs: torch.Tensor | None) -> torch.Tensor:
+        head = make(*inputs)
         total = head.run()
         ctx.seed = seed
         ctx.gradients = [head.grad_hidden, head.grad_weight, head.grad_bias]
@@ -355,4 +343,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_((grad / ctx.seed).to(torch.promote_types(gradient.dtype, torch.float32)))
-        return None, *gradients, None, None, None, None
+        return None, None, *gradients

@@ -19,7 +19,6 @@ _WEIGHT_TILE = 2**18  # elements widened at once: 1 MiB, small beside activation
 _TOKEN_TILE = 2**20  # larger, so that a weight is widened for enough tokens to be worth it
 _LEAST_ROWS = 128
 
-
 _TRIAL_SIZE = 512
 _TRIAL_ROUNDS = 5
 _WORTH = 0.8
@@ -175,7 +174,7 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return (
         _grad_x(grad, weight) if of_x else None,
         _grad_weight(grad, x) if of_weight else None,
-        grad.flatten(0, -2).sum(dim=0, dtype=torch.float32).to(grad.dtype) if of_bias else None,
+        linear_grad_bias(grad) if of_bias else None,
     )
 
 
@@ -204,6 +203,12 @@ def linear_grad_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         wide: torch.Tensor = _grad_weight(grad, x)
         return wide
     return torch.mm(grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
+
+
+def linear_grad_bias(grad: torch.Tensor) -> torch.Tensor:
+    """The sum of `grad` over all dims but the last, in fp32 for 16-bit dtypes: the gradient of the bias of `linear`."""
+    wide = torch.float32 if grad.dtype.itemsize < 4 else grad.dtype
+    return grad.flatten(0, -2).sum(dim=0, dtype=wide).to(grad.dtype)
 
 
 def _is_widened(x: torch.Tensor, other: torch.Tensor) -> bool:

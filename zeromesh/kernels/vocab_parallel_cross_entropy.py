@@ -43,7 +43,11 @@ def vocab_parallel_cross_entropy(
     Returns the same scalar on all ranks. The gradient of `hidden` is whole on all of them; the sum over the ranks of one chunk goes
     on while the next one is computed. Raises as `chunked_cross_entropy` does.
     """
-    _check_part(weight.shape[0], sizes, exchange)
+    if len(sizes) != exchange.size or sizes[exchange.index] != weight.shape[0]:
+        raise LayoutError(
+            f"rank {exchange.index} of {exchange.size} has {weight.shape[0]} tokens of the vocabulary, where sizes are "
+            f"{list(sizes)}"
+        )
     return summed_loss(
         hidden,
         weight,
@@ -55,13 +59,6 @@ def vocab_parallel_cross_entropy(
         chunk_tokens=chunk_tokens,
         ignore_index=ignore_index,
     )
-
-
-def _check_part(length: int, sizes: Sequence[int], exchange: Exchange) -> None:
-    if len(sizes) != exchange.size or sizes[exchange.index] != length:
-        raise LayoutError(
-            f"rank {exchange.index} of {exchange.size} has {length} tokens of the vocabulary, where sizes are {list(sizes)}"
-        )
 
 
 def _statistics(part: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -103,7 +100,7 @@ class _PartOfHead(HeadPass):
         self._under_way: tuple[torch.Tensor, Pending] | None = None
 
     def softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
-        """See `HeadPass.softmax`."""
+        """Do as `HeadPass.softmax` does, with maxima and sums over all ranks."""
         local = targets - self._start
         rows = self.rows_at_once(logits)
         # A cap's slope needs the logits again after the exchange.
@@ -136,11 +133,11 @@ class _PartOfHead(HeadPass):
             part.copy_(wide)
 
     def gradients(self, dlogits: torch.Tensor, start: int, end: int) -> None:
-        """As the whole head's. Then the sum of the chunk's gradient of hidden states begins, and that of the one before ends."""
+        """Do as the whole head does; then the sum of this chunk's gradient of hidden states begins, and the last one's ends."""
         super().gradients(dlogits, start, end)
         if self.grad_hidden is not None:
-            mine = self.grad_hidden[start:end]
-            begun = (mine, self._exchange.sum(mine))
+            part = self.grad_hidden[start:end]
+            begun = (part, self._exchange.sum(part))
             self._arrive()
             self._under_way = begun
 
@@ -151,6 +148,6 @@ class _PartOfHead(HeadPass):
 
     def _arrive(self) -> None:
         if self._under_way is not None:
-            mine, pending = self._under_way
-            mine.copy_(pending.wait())
+            part, pending = self._under_way
+            part.copy_(pending.wait())
             self._under_way = None

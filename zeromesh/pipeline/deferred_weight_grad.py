@@ -20,22 +20,31 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeromesh.errors import PhaseError
 from zeromesh.kernels.cpu_matmul import linear, linear_grad_weight, linear_grad_x
+from zeromesh.overrides import override
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layer:
+    """A linear layer whose weight's gradient goes to a queue."""
+
+    queue: WeightQueue
+    weight: nn.Parameter
+    edge: GradientEdge
+    """Where the weight's gradient is accumulated: the values need not be there any more."""
+    transposed: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Product:
     """A weight's gradient, yet to be multiplied."""
 
-    weight: nn.Parameter
-    edge: GradientEdge
-    """Where its gradient is accumulated: the values need not be there any more."""
+    layer: _Layer
     grad: torch.Tensor
     x: torch.Tensor
-    transposed: bool
 
     def compute(self) -> torch.Tensor:
-        product = linear_grad_weight(self.x, self.grad) if self.transposed else linear_grad_weight(self.grad, self.x)
-        return product.view(self.weight.shape)
+        factors = (self.x, self.grad) if self.layer.transposed else (self.grad, self.x)
+        return linear_grad_weight(*factors).view(self.layer.weight.shape)
 
 
 class WeightQueue:
@@ -71,12 +80,12 @@ class WeightQueue:
         if key not in self._queued:
             raise PhaseError(f"gradients of weights of {key} were to be computed, but its backward has not run")
         products = self._queued.pop(key)
-        uses = Counter(id(product.weight) for product in products)
+        uses = Counter(id(product.layer.weight) for product in products)
         sums: dict[int, torch.Tensor] = {}
         products.reverse()
         while products:
             product = products.pop()
-            which = id(product.weight)
+            which = id(product.layer.weight)
             gradient = product.compute()
             # A weight that was used several times has one gradient.
             gradient = sums.pop(which).add_(gradient) if which in sums else gradient
@@ -84,7 +93,7 @@ class WeightQueue:
             if uses[which]:
                 sums[which] = gradient
             else:
-                torch.autograd.backward([product.edge], [gradient])
+                torch.autograd.backward([product.layer.edge], [gradient])
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -93,31 +102,21 @@ class _DeferredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, later: _Later
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.later = later
-        return linear(x, weight.t() if later.transposed else weight, bias)
+        ctx.layer = layer
+        return linear(x, weight.t() if layer.transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        later: _Later = ctx.later
+        layer: _Layer = ctx.layer
         of_x, _, of_bias = ctx.needs_input_grad[:3]
-        later.queue.take(_Product(weight=later.parameter, edge=later.edge, grad=grad, x=x, transposed=later.transposed))
-        grad_x = linear_grad_x(grad, weight.t() if later.transposed else weight) if of_x else None
+        layer.queue.take(_Product(layer=layer, grad=grad, x=x))
+        grad_x = linear_grad_x(grad, weight.t() if layer.transposed else weight) if of_x else None
         grad_bias = grad.flatten(0, -2).sum(dim=0) if of_bias else None
         return grad_x, None, grad_bias, None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Later:
-    """Where the gradient of a layer's weight goes."""
-
-    queue: WeightQueue
-    parameter: nn.Parameter
-    edge: GradientEdge
-    transposed: bool
 
 
 def defer_weights(model: nn.Module, blocks: Iterable[nn.Module], queue: WeightQueue) -> Callable[[], None]:
@@ -127,31 +126,28 @@ def defer_weights(model: nn.Module, blocks: Iterable[nn.Module], queue: WeightQu
     computed otherwise than `torch.nn.Linear` and GPT-2's transposed ones stay as they are; their gradients come at once.
     """
     holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    changed: list[tuple[nn.Module, Any]] = []
+    undo: list[Callable[[], None]] = []
     for module in {id(module): module for block in blocks for module in block.modules()}.values():
         if not _is_linear(module) or holders[id(module._parameters["weight"])] > 1:
             continue
-        changed.append((module, vars(module).get("forward")))
-        vars(module)["forward"] = MethodType(_forward_of(queue, transposed=type(module) is not nn.Linear), module)
+        forward = MethodType(_forward_of(queue, transposed=type(module) is not nn.Linear), module)
+        undo.append(override(module, "forward", forward))
 
     def put_back() -> None:
-        for module, forward in changed:
-            if forward is None:
-                del vars(module)["forward"]
-            else:
-                vars(module)["forward"] = forward
+        for each in undo:
+            each()
 
     return put_back
 
 
 def _forward_of(queue: WeightQueue, *, transposed: bool) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-    def forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
-        weight: nn.Parameter = layer.weight
+    def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+        weight: nn.Parameter = module.weight
         if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
-            return linear(x, weight.t() if transposed else weight, layer.bias)
-        later = _Later(queue=queue, parameter=weight, edge=get_gradient_edge(weight), transposed=transposed)
-        made: torch.Tensor = _DeferredLinear.apply(x, weight.detach(), layer.bias, later)  # type: ignore[no-untyped-call]
-        return made
+            return linear(x, weight.t() if transposed else weight, module.bias)
+        layer = _Layer(queue=queue, weight=weight, edge=get_gradient_edge(weight), transposed=transposed)
+        out: torch.Tensor = _DeferredLinear.apply(x, weight.detach(), module.bias, layer)  # type: ignore[no-untyped-call]
+        return out
 
     return forward
 

@@ -6,8 +6,9 @@ Receives are posted ahead in the order in which the neighbour sends, sends go in
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -22,29 +23,27 @@ from zeromesh.telemetry.watchdog import Activity, Watchdog
 
 
 class StageRunner(Protocol):
-    """What computes. Tensors that it returns are sent, those that it is given have been received; at the ends there are none."""
+    """Computes actions. Tensors that it returns are sent, its arguments have been received; at the ends there are none."""
 
     def signature(self, microbatch: int) -> Hashable:
         """What the shapes of activations depend on; equal on all ranks (the shapes of the batch, and whether it trains)."""
-        ...
 
     def forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run a microbatch through a chunk. Of what is received, tensors that need a gradient require one."""
-        ...
 
     def backward(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """`gradients`: of what forward returned and requires one, in order. Returns those of what it received and requires one."""
-        ...
+        """Run backward from the gradients of what forward returned; returns those of what it received. Both are in order, and of
+        tensors that require one."""
 
     def backward_input(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The same, with gradients of linear weights left to `backward_weight`."""
-        ...
+        """Do the same, with gradients of linear weights left to `backward_weight`."""
 
-    def backward_weight(self, chunk: int, microbatch: int) -> None: ...
+    def backward_weight(self, chunk: int, microbatch: int) -> None:
+        """Compute the gradients that `backward_input` has left."""
 
 
 def signature_of(batch: Mapping[str, Any]) -> Hashable:
-    """`StageRunner.signature` of a microbatch: its tensors by name, shape and dtype, and whether gradients are wanted."""
+    """The `StageRunner.signature` of a microbatch: its tensors by name, shape and dtype, and whether gradients are wanted."""
     shapes = [
         (name, tuple(value.shape), str(value.dtype))
         for name, value in sorted(batch.items())
@@ -59,21 +58,19 @@ def take_gradient(received: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(received) if gradient is None else gradient
 
 
-class _Clock:
-    """Marks moments: on the host, or on a device's stream, where the host is ahead of what is computed."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_stream = device.type == "cuda"
-
-    def mark(self) -> float | torch.cuda.Event:
-        if not self._on_stream:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+_Moment = float | torch.cuda.Event
+"""On the host, or on a device's stream, where the host is ahead of what is computed."""
 
 
-def _seconds(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+def _now(device: torch.device) -> _Moment:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _seconds(start: _Moment, end: _Moment) -> float:
     if isinstance(start, float) or isinstance(end, float):
         return float(end) - float(start)  # type: ignore[arg-type]
     end.synchronize()
@@ -86,23 +83,14 @@ class Measured:
 
     schedule: PipelineSchedule
     rank: int
-    marks: tuple[float | torch.cuda.Event, ...]
-    """The beginning, start and end of each action, the end."""
+    marks: tuple[_Moment, ...]
+    """The beginning, then start and end of each action."""
 
     @property
     def spans(self) -> tuple[ActionTime, ...]:
         """The actions' own time, in seconds since the beginning: not what was waited for before them."""
-        began, *inner = self.marks[:-1]
-        moments = [_seconds(began, mark) for mark in inner]
-        return tuple(
-            ActionTime(action=action, start=moments[2 * n], end=moments[2 * n + 1])
-            for n, action in enumerate(self.schedule.actions[self.rank])
-        )
-
-    @property
-    def total(self) -> float:
-        """Seconds from beginning to end, when all that was sent is gone."""
-        return _seconds(self.marks[0], self.marks[-1])
+        began, *inner = self.marks
+        return _spans(self.schedule.actions[self.rank], [_seconds(began, mark) for mark in inner])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,12 +101,12 @@ class Bubble:
     """From the measured time of each kind of action, if ranks only waited for what they need."""
     measured: float
     timeline: Timeline
-    """As measured, of all ranks; each rank's clock begins with its own step."""
+    """The measured step of all ranks; each rank's clock begins with its own step."""
     simulated: Timeline
 
 
 class Executor:
-    """Of one rank of a pipeline, for any schedule. All ranks of `group` run the same ones in the same order."""
+    """Runs one rank's part of any schedule. All ranks of `group` run the same schedules in the same order."""
 
     AHEAD = 2
     """Messages of a neighbour that are received before they are needed; they take memory."""
@@ -126,7 +114,8 @@ class Executor:
     def __init__(self, group: ProcessSet, channels: Channels) -> None:
         self.group = group
         self._channels = channels
-        self._plans: dict[PipelineSchedule, _Plan] = {}
+        self._incoming: dict[PipelineSchedule, dict[int, list[Message]]] = {}
+        """For each schedule that was checked: what each neighbour sends this rank, in order."""
 
     def run(self, schedule: PipelineSchedule, runner: StageRunner) -> Measured:
         """Carry out this rank's part of a schedule.
@@ -137,51 +126,56 @@ class Executor:
         """
         if schedule.ranks != self.group.size:
             raise LayoutError(f"the schedule is for {schedule.ranks} ranks, the pipeline has {self.group.size}")
-        plan = self._plans.get(schedule)
-        if plan is None:
+        rank = self.group.index
+        if schedule not in self._incoming:
             validate(schedule)
-            plan = self._plans[schedule] = _Plan(schedule, self.group.index)
+            self._incoming[schedule] = _incoming(schedule, rank)
         signatures = [runner.signature(number) for number in range(schedule.microbatches)]
-        self._agree(schedule, signatures)
-        run = _Run(plan, runner, signatures, self._channels, self.AHEAD)
-        marks = [run.clock.mark()]
-        for action in plan.actions:
+        self._require_agreement(schedule, signatures)
+        run = _Run(
+            schedule=schedule,
+            rank=rank,
+            incoming=self._incoming[schedule],
+            runner=runner,
+            signatures=signatures,
+            channels=self._channels,
+            ahead=self.AHEAD,
+        )
+        marks = [_now(self._channels.device)]
+        for action in schedule.actions[rank]:
             marks += run.do(action, self.group.watch)
         self._channels.settle()
-        return Measured(schedule=schedule, rank=self.group.index, marks=(*marks, run.clock.mark()))
+        return Measured(schedule=schedule, rank=rank, marks=tuple(marks))
 
-    def _agree(self, schedule: PipelineSchedule, shapes: Sequence[Hashable]) -> None:
-        """Shapes that one rank remembers and another does not would end in an abort."""
-        mine = [schedule.microbatches, crc32(repr((schedule.name, schedule.chunks, shapes)).encode())]
-        everyone = self.group.gather_integers(mine)
-        if any(each != mine for each in everyone):
+    def _require_agreement(self, schedule: PipelineSchedule, shapes: Sequence[Hashable]) -> None:
+        """Raise where ranks differ: shapes that one rank remembers and another does not would end in an abort."""
+        own = [schedule.microbatches, crc32(repr((schedule.name, schedule.chunks, shapes)).encode())]
+        everyone = self.group.gather_integers(own)
+        if any(each != own for each in everyone):
             counts = ", ".join(str(each[0]) for each in everyone)
             raise CollectiveError(
                 f"ranks {', '.join(map(str, self.group.ranks))} of the pipeline do not run the same microbatches: they have "
                 f"{counts} of them, or of other shapes; here {shapes}. Every rank of a pipeline must be given the same data"
             )
 
-    def share(self, sums: torch.Tensor, what: str = "the loss of the last stage") -> torch.Tensor:
-        """Sum a small CPU tensor over the pipeline, in place: the losses, which are zero but on the last stage."""
-        return self.group.sum_(sums, what)
-
     def bubble(self, measured: Measured) -> Bubble:
-        """What the pipeline has waited, from all ranks' measurements; all ranks call this together."""
-        mine = [round(1e9 * value) for span in measured.spans for value in (span.start, span.end)]
-        longest = max(row[0] for row in self.group.gather_integers([len(mine)]))
-        rows = self.group.gather_integers(mine + [0] * (longest - len(mine)))
+        """Collect how long all ranks have waited; all ranks call this together."""
+        own = [round(1e9 * value) for span in measured.spans for value in (span.start, span.end)]
+        longest = max(row[0] for row in self.group.gather_integers([len(own)]))
+        rows = self.group.gather_integers(own + [0] * (longest - len(own)))
         return bubble(measured.schedule, [[value * 1e-9 for value in row] for row in rows])
 
 
+def _spans(actions: Sequence[Action], moments: Sequence[float]) -> tuple[ActionTime, ...]:
+    """Times of actions from the start and end of each, in one row."""
+    return tuple(map(ActionTime, actions, moments[::2], moments[1::2]))
+
+
 def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubble:
-    """Predicted and measured. `times` has start and end of each action of each rank, in seconds."""
-    spans = tuple(
-        tuple(ActionTime(action=action, start=row[2 * n], end=row[2 * n + 1]) for n, action in enumerate(actions))
-        for actions, row in zip(schedule.actions, times, strict=True)
-    )
-    timeline = Timeline(spans=spans)
+    """The bubble, predicted and measured. `times` has start and end of each action of each rank, in seconds."""
+    timeline = Timeline(spans=tuple(map(_spans, schedule.actions, times)))
     kinds: dict[tuple[int, Kind, int], list[float]] = {}
-    for rank, each in enumerate(spans):
+    for rank, each in enumerate(timeline.spans):
         for span in each:
             kinds.setdefault((rank, span.action.kind, span.action.chunk), []).append(span.end - span.start)
 
@@ -193,46 +187,42 @@ def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubb
     return Bubble(predicted=simulated.bubble, measured=timeline.bubble, timeline=timeline, simulated=simulated)
 
 
-class _Plan:
-    """A rank's part of a schedule: its actions, and what each neighbour sends it, in order."""
-
-    def __init__(self, schedule: PipelineSchedule, rank: int) -> None:
-        self.schedule = schedule
-        self.rank = rank
-        self.actions = schedule.actions[rank]
-        self.incoming: dict[int, list[Message]] = {}
-        for source, actions in enumerate(schedule.actions):
-            sent = (sent_by(schedule, source, action) for action in actions)
-            mine = [message for message in sent if message is not None and message.target == rank != source]
-            if mine:
-                self.incoming[source] = mine
+def _incoming(schedule: PipelineSchedule, rank: int) -> dict[int, list[Message]]:
+    """What each neighbour sends a rank, in order."""
+    found: dict[int, list[Message]] = {}
+    for source, actions in enumerate(schedule.actions):
+        for action in actions:
+            message = sent_by(schedule, source, action)
+            if message is not None and message.target == rank != source:
+                found.setdefault(source, []).append(message)
+    return found
 
 
+@dataclass(kw_only=True, slots=True)
 class _Run:
-    """One run of a plan."""
+    """One run of a schedule on a rank."""
 
-    def __init__(
-        self, plan: _Plan, runner: StageRunner, signatures: Sequence[Hashable], channels: Channels, ahead: int
-    ) -> None:
-        self._plan = plan
-        self._runner = runner
-        self._signatures = signatures
-        self._channels = channels
-        self._ahead = ahead
-        self.clock = _Clock(channels.device)
-        self._posted: dict[int, int] = dict.fromkeys(plan.incoming, 0)
-        self._consumed: dict[int, int] = dict.fromkeys(plan.incoming, 0)
-        self._waiting: dict[Message, Incoming] = {}
-        self._here: dict[Message, list[torch.Tensor]] = {}
-        """What this rank sends itself."""
-        self._gradients: dict[tuple[int, int], list[MessageSpec]] = {}
-        """By stage and microbatch: the gradients that are to come back for what it has sent."""
-        self._owed: dict[tuple[int, int], list[MessageSpec]] = {}
-        """The same for what it has received."""
+    schedule: PipelineSchedule
+    rank: int
+    incoming: Mapping[int, list[Message]]
+    runner: StageRunner
+    signatures: Sequence[Hashable]
+    channels: Channels
+    ahead: int
+    _posted: Counter[int] = field(default_factory=Counter)
+    """For each neighbour: how many of its messages this rank has begun to receive."""
+    _consumed: Counter[int] = field(default_factory=Counter)
+    _waiting: dict[Message, Incoming] = field(default_factory=dict)
+    _here: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
+    """What this rank sends itself."""
+    _gradients: dict[tuple[int, int], list[MessageSpec]] = field(default_factory=dict)
+    """By stage and microbatch: the gradients that are to come back for what it has sent."""
+    _owed: dict[tuple[int, int], list[MessageSpec]] = field(default_factory=dict)
+    """By stage and microbatch: the gradients that it is to send back for what it has received."""
 
-    def do(self, action: Action, watch: Watchdog | None) -> list[float | torch.cuda.Event]:
+    def do(self, action: Action, watch: Watchdog | None) -> list[_Moment]:
         """Wait for what the action needs, carry it out, send what it makes; returns its start and end."""
-        schedule, rank = self._plan.schedule, self._plan.rank
+        schedule, rank, device = self.schedule, self.rank, self.channels.device
         received: Sequence[torch.Tensor] = ()
         wanted = received_by(schedule, rank, action)
         if wanted is not None:
@@ -240,31 +230,29 @@ class _Run:
         self._post_ahead()
         if watch is not None:
             watch.post(Activity.FORWARD if action.kind is Kind.FORWARD else Activity.BACKWARD, 0)
-        start = self.clock.mark()
+        start = _now(device)
         made = self._compute(action, received)
-        end = self.clock.mark()
+        end = _now(device)
         del received
         message = sent_by(schedule, rank, action)
         if message is not None:
             self._send(message, made)
-        self._channels.advance()
+        self.channels.advance()
         self._post_ahead()
         return [start, end]
 
     def _compute(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        runner, chunk, number = self._runner, action.chunk, action.microbatch
+        runner, chunk, number = self.runner, action.chunk, action.microbatch
         if action.kind is Kind.BACKWARD_WEIGHT:
             runner.backward_weight(chunk, number)
             return ()
-        calls: Mapping[Kind, Callable[[int, int, Sequence[torch.Tensor]], Sequence[torch.Tensor]]] = {
-            Kind.FORWARD: runner.forward,
-            Kind.BACKWARD: runner.backward,
-            Kind.BACKWARD_INPUT: runner.backward_input,
-        }
-        return calls[action.kind](chunk, number, received)
+        if action.kind is Kind.FORWARD:
+            return runner.forward(chunk, number, received)
+        backward = runner.backward if action.kind is Kind.BACKWARD else runner.backward_input
+        return backward(chunk, number, received)
 
     def _kind(self, message: Message) -> Hashable:
-        return message.gradient, message.stage, self._signatures[message.microbatch]
+        return message.gradient, message.stage, self.signatures[message.microbatch]
 
     def _send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         number = message.microbatch
@@ -275,7 +263,7 @@ class _Run:
         if message.target == message.source:
             self._here[message] = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         else:
-            self._channels.send(message.target, self._kind(message), tensors, str(message), specs)
+            self.channels.send(message.target, self._kind(message), tensors, str(message), specs)
 
     def _take(self, message: Message) -> list[torch.Tensor]:
         """The tensors of a message, as soon as they are there."""
@@ -294,20 +282,20 @@ class _Run:
         return tensors
 
     def _post_ahead(self) -> None:
-        for source, messages in self._plan.incoming.items():
-            end = min(len(messages), self._consumed[source] + self._ahead)
-            while self._posted[source] < end and self._can_post(messages[self._posted[source]]):
+        for source, messages in self.incoming.items():
+            end = min(len(messages), self._consumed[source] + self.ahead)
+            while self._posted[source] < end:
+                message = messages[self._posted[source]]
+                if message.gradient and (message.stage, message.microbatch) not in self._gradients:
+                    break
                 self._post(source)
-
-    def _can_post(self, message: Message) -> bool:
-        return not message.gradient or (message.stage, message.microbatch) in self._gradients
 
     def _post(self, source: int) -> None:
         """Begin to receive the next message of a rank."""
-        message = self._plan.incoming[source][self._posted[source]]
+        message = self.incoming[source][self._posted[source]]
         self._posted[source] += 1
         specs = self._gradients.pop((message.stage, message.microbatch)) if message.gradient else None
-        self._waiting[message] = self._channels.receive(source, self._kind(message), str(message), specs)
+        self._waiting[message] = self.channels.receive(source, self._kind(message), str(message), specs)
 
 
 def _differentiable(tensors: Sequence[torch.Tensor]) -> list[MessageSpec]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,58 +71,48 @@ class StagedForward:
         return self._shared(runner.logits, rows, inputs["input_ids"].device)
 
     def _shared(self, logits: Mapping[int, torch.Tensor], rows: int, device: torch.device) -> torch.Tensor:
-        """What the last stage has, on every rank."""
+        """Give every rank the logits of the last stage."""
         group = self._executor.group
-        mine = torch.cat([logits[number] for number in range(self._microbatches)]).float() if logits else None
+        logits_here = torch.cat([logits[number] for number in range(self._microbatches)]).float() if logits else None
         if not self._vocabulary:
-            sizes = group.gather_integers([0 if mine is None else mine.shape[-1]])
+            sizes = group.gather_integers([0 if logits_here is None else logits_here.shape[-1]])
             self._vocabulary = max(size for (size,) in sizes)
-        if mine is None:
-            mine = torch.empty(rows, 1, self._vocabulary, device=device)
-        return group.broadcast_(mine.contiguous(), group.size - 1, "logits of the last stage")
+        if logits_here is None:
+            logits_here = torch.empty(rows, 1, self._vocabulary, device=device)
+        return group.broadcast_(logits_here.contiguous(), group.size - 1, "logits of the last stage")
 
 
+@dataclass(slots=True)
 class _Runner:
-    """One call: `logits` of each microbatch, on the last stage."""
+    """The `StageRunner` of one call: `logits` of each microbatch, on the last stage."""
 
-    def __init__(
-        self,
-        stages: Stages,
-        call: Callable[..., Any],
-        batches: Sequence[dict[str, Any]],
-        caches: Mapping[tuple[int, int], Any],
-    ) -> None:
-        self._stages = stages
-        self._call = call
-        self._batches = batches
-        self._caches = caches
-        self.logits: dict[int, torch.Tensor] = {}
+    stages: Stages
+    call: Callable[..., Any]
+    batches: Sequence[dict[str, Any]]
+    caches: Mapping[tuple[int, int], Any]
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def signature(self, microbatch: int) -> Hashable:
-        """See `StageRunner`."""
-        return "tokens", tuple(self._batches[microbatch]["input_ids"].shape)
+        return "tokens", tuple(self.batches[microbatch]["input_ids"].shape)
 
     def forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """See `StageRunner`."""
-        stages, batch = self._stages, dict(self._batches[microbatch])
+        stages, batch = self.stages, dict(self.batches[microbatch])
         if hasattr(getattr(stages.model, "config", None), "output_router_logits"):
             batch["output_router_logits"] = False  # Experts have no loss here.
-        if self._caches:
-            batch[CACHE] = self._caches[chunk, microbatch]
+        if self.caches:
+            batch[CACHE] = self.caches[chunk, microbatch]
         if not stages.is_last(chunk):
-            return stages.run(chunk, batch, received, balance=False)[0]
+            return stages.forward(chunk, batch, received, balance=False)
         with stages.chunk(chunk, received, balance=False):
-            self.logits[microbatch] = self._call(**batch).logits[:, -1:]
+            self.logits[microbatch] = self.call(**batch).logits[:, -1:]
         return ()
 
     def backward(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Raises `PhaseError`."""
         raise PhaseError("generation has no backward")
 
     backward_input = backward
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:
-        """Raises `PhaseError`."""
         raise PhaseError("generation has no backward")
 
 

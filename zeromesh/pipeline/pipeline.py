@@ -20,7 +20,7 @@ from zeromesh.zero.passes import Passes
 
 
 class Pipeline:
-    """Of one rank. All ranks of the pipeline axis call its methods alike."""
+    """One rank's part of the pipeline. All ranks of the pipeline axis call its methods alike."""
 
     def __init__(self, mesh: Mesh, stages: Stages, name: ScheduleName, blocks: Sequence[nn.Module]) -> None:
         """`blocks` are this rank's own: those whose gradients a schedule may compute in halves."""

@@ -1,4 +1,4 @@
-"""What moves activations between the ranks of the tensor axis, as autograd functions over an `Exchange`.
+"""Moves activations between the ranks of the tensor axis, by autograd functions over an `Exchange`.
 
     function      forward                        backward                     where
     copy_in       as it is                       sum                          before what is divided
@@ -15,44 +15,50 @@ arXiv:2205.05198.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 
 from zeromesh.comm.activation_collectives import Exchange
+from zeromesh.kernels.cpu_matmul import linear_grad_bias
 
 Gradients = tuple[torch.Tensor | None, ...]
+_Move = Callable[[torch.Tensor], torch.Tensor]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: _Function) -> _Function:
-    """`torch.compile` calls the function as it is, between two graphs: what ranks tell each other has no place in one."""
+    """`torch.compile` calls the function as it is, between two graphs: communication has no place in one."""
     return cast(_Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 def copy_in(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """`x` itself; its gradient is summed over the ranks."""
-    return _apply(_CopyIn, x, exchange)
+    return _apply(x, None, lambda x: x.view_as(x), lambda grad: exchange.sum(grad).wait())
 
 
 def sum_out(x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange) -> torch.Tensor:
     """The sum of the ranks' `x` [..., features], plus `bias` [features], once."""
-    return _apply(_SumOut, x, bias, exchange)
+    return _apply(x, bias, lambda x: exchange.sum(x).wait(), lambda grad: grad)
 
 
 def gather(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """The ranks' `x` concatenated along `dim`; `sizes`: what each has along it, when they differ."""
-    return _apply(_Gather, x, dim, exchange, sizes)
+    whole = partial(_gathered, dim=dim, exchange=exchange, sizes=sizes)
+    return _apply(x, None, whole, lambda grad: _own(grad, dim, exchange, sizes))
 
 
 def split(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """This rank's share of `x` along `dim`: equal ones without `sizes`."""
-    return _apply(_Split, x, dim, exchange, sizes)
+    whole = partial(_gathered, dim=dim, exchange=exchange, sizes=sizes)
+    return _apply(x, None, lambda x: _own(x, dim, exchange, sizes), whole)
 
 
 def scatter_out(x: torch.Tensor, bias: torch.Tensor | None, dim: int, exchange: Exchange) -> torch.Tensor:
     """This rank's share along `dim` of the sum of the ranks' `x` [..., features], plus `bias` [features], once."""
-    return _apply(_ScatterOut, x, bias, dim, exchange)
+    whole = partial(_gathered, dim=dim, exchange=exchange, sizes=None)
+    return _apply(x, bias, lambda x: exchange.scatter_sum(x, dim).wait(), whole)
 
 
 def share_of_dim(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> tuple[int, int]:
@@ -61,80 +67,31 @@ def share_of_dim(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[
     return sum(lengths[: exchange.index]), lengths[exchange.index]
 
 
-@uncompiled
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
-    return cast(torch.Tensor, function.apply(*arguments))  # type: ignore[no-untyped-call]
+def _gathered(x: torch.Tensor, *, dim: int, exchange: Exchange, sizes: Sequence[int] | None) -> torch.Tensor:
+    return exchange.gather(x, dim, sizes=sizes).wait()
 
 
 def _own(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None) -> torch.Tensor:
-    """A copy, so that the whole may go."""
+    """A copy of this rank's share, so that the whole may go."""
     return x.narrow(dim, *share_of_dim(x, dim, exchange, sizes)).clone(memory_format=torch.contiguous_format)
 
 
-def _bias_gradient(grad: torch.Tensor, needed: bool) -> torch.Tensor | None:
-    if not needed:
-        return None
-    wide = torch.float32 if grad.dtype.itemsize < 4 else grad.dtype
-    return grad.flatten(0, -2).sum(dim=0, dtype=wide).to(grad.dtype)
+@uncompiled
+def _apply(x: torch.Tensor, bias: torch.Tensor | None, forward: _Move, backward: _Move) -> torch.Tensor:
+    return cast(torch.Tensor, _Collective.apply(x, bias, forward, backward))  # type: ignore[no-untyped-call]
 
 
-class _CopyIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-        ctx.exchange = exchange
-        return x.view_as(x)
+class _Collective(torch.autograd.Function):
+    """Moves an activation by one call and its gradient by another; `bias` is added to what has come."""
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return ctx.exchange.sum(grad).wait(), None
-
-
-class _SumOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange) -> torch.Tensor:
-        total: torch.Tensor = exchange.sum(x).wait()
-        return total if bias is None else total.add_(bias)
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, forward: _Move, backward: _Move) -> torch.Tensor:
+        ctx.move = backward
+        moved = forward(x)
+        return moved if bias is None else moved.add_(bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return grad, _bias_gradient(grad, ctx.needs_input_grad[1]), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None) -> torch.Tensor:
-        ctx.dim, ctx.exchange, ctx.sizes = dim, exchange, sizes
-        return exchange.gather(x, dim, sizes=sizes).wait()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return _own(grad, ctx.dim, ctx.exchange, ctx.sizes), None, None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None) -> torch.Tensor:
-        ctx.dim, ctx.exchange, ctx.sizes = dim, exchange, sizes
-        return _own(x, dim, exchange, sizes)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        return ctx.exchange.gather(grad, ctx.dim, sizes=ctx.sizes).wait(), None, None, None
-
-
-class _ScatterOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, dim: int, exchange: Exchange) -> torch.Tensor:
-        ctx.dim, ctx.exchange = dim, exchange
-        share: torch.Tensor = exchange.scatter_sum(x, dim).wait()
-        return share if bias is None else share.add_(bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        whole = ctx.exchange.gather(grad, ctx.dim).wait()
-        return whole, _bias_gradient(grad, ctx.needs_input_grad[1]), None, None
+        moved = ctx.move(grad)
+        return moved, linear_grad_bias(grad) if ctx.needs_input_grad[1] else None, None, None

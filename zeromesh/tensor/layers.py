@@ -65,7 +65,7 @@ class ColumnParallelLinear(_Linear):
     ) -> None:
         super().__init__(weight, bias, transposed=transposed)
         self._source = source
-        self._number = source.join(self, transposed=transposed)
+        self._number = source.join(self)
         self._randomness = randomness
         self._gathered = gathered
 
@@ -97,15 +97,15 @@ class SlicedColumnLinear(_Linear):
     ) -> None:
         super().__init__(weight, bias, transposed=transposed)
         self._source = source
-        source.join(self, transposed=transposed)
+        source.join(self)
         self._rows = tuple(rows)
         self._randomness = randomness
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., this rank's outputs]."""
-        taken, _ = self._source.take(x)
+        whole, _ = self._source.take(x)
         weight = self._some(self.weight.t() if self.transposed else self.weight)
-        out = linear(taken, weight, None if self.bias is None else self._some(self.bias))
+        out = linear(whole, weight, None if self.bias is None else self._some(self.bias))
         if self._randomness is not None and self.training:
             self._randomness.enter()
         return out
@@ -121,7 +121,7 @@ class RowParallelLinear(_Linear):
         shares: of the sequence, where outputs are shared out along it; None: every rank gets all.
         randomness: what is drawn after this layer is the same on all ranks again; None: someone else sees to it.
         source: the input of the column layers before, which is not needed from here on.
-        splits: inputs of each rank, where every rank is given all of them; None: each is given its own.
+        splits: inputs of each rank, where every rank has all of them; None: each has its own.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class VocabParallelHead(ColumnParallelLinear):
         chunk_tokens: int,
         change: LogitChange = UNCHANGED,
     ) -> torch.Tensor:
-        """See `vocab_parallel_cross_entropy`: `hidden` [tokens, in] and `targets` [tokens], the same on all ranks."""
+        """Compute `vocab_parallel_cross_entropy` of `hidden` [tokens, in] and `targets` [tokens], the same on all ranks."""
         return vocab_parallel_cross_entropy(
             hidden,
             self.weight,
@@ -238,17 +238,16 @@ class VocabParallelHead(ColumnParallelLinear):
 def divided_experts(
     forward: Callable[..., torch.Tensor], exchange: Exchange, *args: torch.Tensor, **kwargs: torch.Tensor
 ) -> torch.Tensor:
-    """The forward of experts of which each rank holds a part of the intermediate features.
+    """Run experts of which each rank holds a part of the intermediate features; `forward` computes a summand.
 
-    What they are given (hidden states, the weights of the chosen experts) is whole, and so are its gradients: the router is
-    outside. `forward` gives a summand.
+    Their arguments (hidden states, the weights of the chosen experts) are whole, and so are their gradients: the router is outside.
     """
 
-    def taken(value: torch.Tensor) -> torch.Tensor:
+    def copied(value: torch.Tensor) -> torch.Tensor:
         tracked = isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()
         return autograd_collectives.copy_in(value, exchange) if tracked else value
 
-    out = forward(*map(taken, args), **{name: taken(value) for name, value in kwargs.items()})
+    out = forward(*map(copied, args), **{name: copied(value) for name, value in kwargs.items()})
     return autograd_collectives.sum_out(out, None, exchange)
 
 

@@ -23,6 +23,7 @@ from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import LayoutError
 from zeromesh.flat.placement import ParameterPart
 from zeromesh.intervals import Interval
+from zeromesh.overrides import override
 from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.tensor.layers import (
     ColumnParallelLinear,
@@ -52,7 +53,7 @@ class Parallelized:
     """The output embedding, where it is divided."""
     randomness: ShardedRandomness
     shares: SequenceShares | None
-    """Of the sequence, that blocks pass on; None where they pass on all of it."""
+    """The shares of the sequence that blocks pass on; None where they pass on all of it."""
     notes: tuple[str, ...]
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
@@ -72,8 +73,8 @@ def parallelize(
 ) -> Parallelized:
     """Make `model` compute rank `exchange.index`'s part of `plan`.
 
-    Divided parameters become local ones on the meta device, with the dtype and `requires_grad` that they had; `load_parts` or the
-    engine gives them values. All other parameters and buffers stay as they are.
+    Divided parameters become local ones on the meta device, with the dtype and `requires_grad` that they had; the engine gives
+    them values. All other parameters and buffers stay as they are.
 
     Args:
         sequence: blocks pass on shares of the sequence, so that norms, residuals and dropout between them are divided too.
@@ -89,28 +90,7 @@ def parallelize(
     return _Application(model, exchange, plan, sequence, device or torch.device("cpu")).run()
 
 
-def load_parts(model: nn.Module, parts: Mapping[str, ParameterPart], whole: Mapping[str, torch.Tensor]) -> None:
-    """Give every parameter on the meta device its values on CPU, and divided ones this rank's part of theirs.
-
-    `whole` has the whole tensors by FQN. Dtype and `requires_grad` of the parameters stay.
-
-    Raises:
-        LayoutError: for a tensor that is missing or has another shape.
-    """
-    for name, parameter in list(model.named_parameters()):
-        value, part = whole.get(name), parts.get(name)
-        shape = tuple(parameter.shape) if part is None else part.region.shape
-        if value is None or tuple(value.shape) != shape:
-            found = "is missing" if value is None else f"has shape {list(value.shape)}"
-            raise LayoutError(f"{name} {found}; it is to be {list(shape)}")
-        if part is not None:
-            for dim, intervals in enumerate(part.region.dims):
-                value = torch.cat([value.narrow(dim, one.start, one.length) for one in intervals], dim)
-        made = nn.Parameter(value.detach().to(parameter.dtype, copy=True), requires_grad=parameter.requires_grad)
-        _replace_parameter(model, parameter, made)
-
-
-def _replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> list[Callable[[], None]]:
+def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> list[Callable[[], None]]:
     """Put `new` wherever `old` is; returns what undoes it, leaving a meta tensor of the old shape there."""
     undo: list[Callable[[], None]] = []
     placeholder = nn.Parameter(torch.empty_like(old, device="meta"), requires_grad=old.requires_grad)
@@ -123,6 +103,8 @@ def _replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -
 
 
 class _Application:
+    """One model that is being changed; `undo` has what puts it back."""
+
     def __init__(
         self, model: nn.Module, exchange: Exchange, plan: TensorPlan, sequence: bool, device: torch.device
     ) -> None:
@@ -143,7 +125,7 @@ class _Application:
             if part.region.local_shape != tuple(old.shape):
                 local = torch.empty(part.region.local_shape, dtype=old.dtype, device="meta")
                 made = nn.Parameter(local, requires_grad=old.requires_grad)
-                self.undo += _replace_parameter(self.model, old, made)
+                self.undo += replace_parameter(self.model, old, made)
         head = None
         for layer in self.plan.layers:
             made_module = self._module(layer)
@@ -239,13 +221,7 @@ class _Application:
                     self.undo.append(partial(module._modules.__setitem__, leaf, old))
 
     def _set(self, module: nn.Module, attribute: str, value: Any) -> None:
-        """An attribute of the instance."""
-        held = vars(module)
-        if attribute in held:
-            self.undo.append(partial(held.__setitem__, attribute, held[attribute]))
-        else:
-            self.undo.append(partial(held.pop, attribute, None))
-        held[attribute] = value
+        self.undo.append(override(module, attribute, value))
 
     def _patch(self) -> None:
         index = self.exchange.index

@@ -1,4 +1,4 @@
-"""Blocks that pass on shares of the sequence: where it is shared out, put together and whole."""
+"""Sequence parallelism: blocks pass on shares of the sequence, which are gathered where a module needs all of it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zeromesh.errors import LayoutError
+from zeromesh.overrides import override
 from zeromesh.tensor import autograd_collectives
 from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.tensor.plan.tensor_plan import WHOLE, TensorPlan
@@ -21,7 +22,7 @@ _HIDDEN = "hidden_states"
 
 
 def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
-    """See that whatever could mix tokens is given the whole sequence.
+    """Check that whatever could mix tokens will have the whole sequence.
 
     Raises:
         LayoutError: when blocks are not known, have no divided attention, or hold a matrix that the plan does not know.
@@ -55,62 +56,48 @@ def share_sequence(
 ) -> Undo:
     """Set the forwards of blocks, of `readers` (attentions) and of blocks of experts; returns what undoes it.
 
-    The first block of a stack takes the whole sequence and the last one gives it. Readers are given all of it, since their code
-    reads its length, and so are blocks of experts. Every one of them takes hidden states [batch, sequence, hidden] as its first
+    The first block of a stack takes the whole sequence and the last one returns it. Readers run on all of it, since their code
+    reads its length, and so do blocks of experts. Every one of them takes hidden states [batch, sequence, hidden] as its first
     argument, or as `hidden_states`.
     """
     undo: Undo = []
     for stack in stacks:
         for name in stack:
             block = model.get_submodule(name)
-            wrapper = _Block(block, shares, randomness, first=name == stack[0], last=name == stack[-1])
-            undo.append(_set_forward(block, wrapper))
+            ends = {"first": name == stack[0], "last": name == stack[-1]}
+            undo.append(override(block, "forward", partial(_run, block, block.forward, shares, randomness, **ends)))
     for name, source in readers.items():
         reader = model.get_submodule(name)
-        undo.append(_set_forward(reader, partial(_read, reader.forward, source, shares)))
+        undo.append(override(reader, "forward", partial(_read, reader.forward, source, shares)))
     for name in experts:
         module = model.get_submodule(name)
         if float(getattr(module, "jitter_noise", 0.0) or 0.0) > 0:
             raise LayoutError(
                 f"{name}: noise of a router cannot be drawn where the sequence is divided; set parallel.sequence: false"
             )
-        undo.append(_set_forward(module, partial(_route, module.forward, shares)))
+        undo.append(override(module, "forward", partial(_route, module.forward, shares)))
     return undo
 
 
-class _Block:
-    """A block's forward. What is drawn in it is this rank's own."""
-
-    def __init__(
-        self,
-        block: nn.Module,
-        shares: SequenceShares,
-        randomness: ShardedRandomness,
-        *,
-        first: bool,
-        last: bool,
-    ) -> None:
-        self._block = block
-        self._forward = block.forward
-        self._shares = shares
-        self._randomness = randomness
-        self._first = first
-        self._last = last
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        shares = self._shares
-        if self._first:
-            shared = shares.enter(_hidden(args, kwargs).shape[1])
-            if shared:
-                args, kwargs = _with_hidden(args, kwargs, lambda x: autograd_collectives.split(x, 1, shares.exchange))
-        if not shares.active:
-            return self._forward(*args, **kwargs)
-        # Where nothing is dropped nothing is drawn: sampling goes on with the numbers of one process.
-        with self._randomness.sharded() if self._block.training else nullcontext():
-            output = self._forward(*args, **kwargs)
-        return (
-            _with_first(output, lambda x: autograd_collectives.gather(x, 1, shares.exchange)) if self._last else output
-        )
+def _run(
+    block: nn.Module,
+    forward: Callable[..., Any],
+    shares: SequenceShares,
+    randomness: ShardedRandomness,
+    *args: Any,
+    first: bool,
+    last: bool,
+    **kwargs: Any,
+) -> Any:
+    """The forward of a block, the `first` or `last` of its stack or neither. What is drawn in it is this rank's own."""
+    if first and shares.enter(_hidden(args, kwargs).shape[1]):
+        args, kwargs = _with_hidden(args, kwargs, lambda x: autograd_collectives.split(x, 1, shares.exchange))
+    if not shares.active:
+        return forward(*args, **kwargs)
+    # Where nothing is dropped nothing is drawn: sampling goes on with the numbers of one process.
+    with randomness.sharded() if block.training else nullcontext():
+        output = forward(*args, **kwargs)
+    return _with_first(output, lambda x: autograd_collectives.gather(x, 1, shares.exchange)) if last else output
 
 
 def _read(forward: Callable[..., Any], source: SharedInput, shares: SequenceShares, *args: Any, **kwargs: Any) -> Any:
@@ -144,26 +131,13 @@ def _route(forward: Callable[..., Any], shares: SequenceShares, *args: Any, **kw
     return _with_first(forward(*args, **kwargs), share)
 
 
-def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    held: dict[str, Any] = vars(module)
-    before = held.get("forward")
-    held["forward"] = forward
-    if before is None:
-        return partial(_drop, held)
-    return partial(held.__setitem__, "forward", before)
-
-
-def _drop(held: dict[str, Any]) -> None:
-    held.pop("forward", None)
-
-
 def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """The hidden states among arguments. Raises `LayoutError` where there are none."""
     value = args[0] if args else kwargs.get(_HIDDEN)
     if not isinstance(value, torch.Tensor) or value.dim() != 3:
         raise LayoutError(
-            "a block was not given hidden states [batch, sequence, hidden] as its first argument, so that the sequence cannot be "
-            "shared out; set parallel.sequence: false"
+            "the first argument of a block is not hidden states [batch, sequence, hidden], so the sequence cannot be shared out; "
+            "set parallel.sequence: false"
         )
     return value
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import LayoutError, PhaseError
-from zeromesh.kernels.cpu_matmul import linear, linear_grad_weight, linear_grad_x
+from zeromesh.kernels.cpu_matmul import linear, linear_grad_bias, linear_grad_weight, linear_grad_x
 from zeromesh.tensor.autograd_collectives import Gradients, share_of_dim, uncompiled
 
 
@@ -57,7 +57,7 @@ class SequenceShares:
 
 @dataclass(kw_only=True, slots=True)
 class _Reading:
-    """One input on its way through the layers: where its forward took it from, and what backward has left to do."""
+    """One input on its way through the layers: where its forward had it from, and what backward has left to do."""
 
     exchange: Exchange
     mode: str
@@ -68,7 +68,7 @@ class _Reading:
     trained: tuple[bool, ...]
     """Whether the weights of layers want gradients."""
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Of the outputs of layers, by their number."""
+    """Gradients of the outputs of layers, by their number."""
     total: torch.Tensor | None = None
     """The gradient of the input, of the layers that backward has been through."""
 
@@ -93,10 +93,10 @@ class _Reading:
 class _Seen:
     """The input that was read last, and what layers get for it."""
 
-    given: torch.Tensor
+    source: torch.Tensor
     version: int
     recorded: bool
-    taken: torch.Tensor
+    output: torch.Tensor
     reading: _Reading
     left: int
 
@@ -113,37 +113,35 @@ class SharedInput:
         self.exchange = exchange
         self.shares = shares
         self.before = before
-        self._members: list[nn.Module] = []
-        self._transposed: list[bool] = []
+        self._members: list[Any] = []
         self._seen: _Seen | None = None
         self._joined: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def join(self, member: nn.Module, *, transposed: bool) -> int:
-        """A layer that will read the input and whose `weight` is `[in, out]` if `transposed`; returns its number."""
+    def join(self, member: nn.Module) -> int:
+        """Add a layer that will read the input, whose `weight` is `[in, out]` if it is `transposed`; returns its number."""
         self._members.append(member)
-        self._transposed.append(transposed)
         return len(self._members) - 1
 
     def joined(self, whole: torch.Tensor, share: torch.Tensor) -> None:
-        """`whole` is the ranks' `share`s put together; until `forget`, whoever reads it reads that."""
+        """Note that `whole` is the ranks' `share`s put together, for whoever reads `whole` until `forget`."""
         self._joined = (whole, share)
 
     @uncompiled
     def take(self, x: torch.Tensor) -> tuple[torch.Tensor, _Reading]:
-        """`x` for a member. Members that are given the same tensor get the same result."""
+        """Return `x` as a member reads it. Members that read the same tensor get the same result."""
         seen, recorded = self._seen, torch.is_grad_enabled()
         version = 0 if x.is_inference() else x._version
-        if seen is None or seen.given is not x or (seen.version, seen.recorded) != (version, recorded):
-            taken, reading = self._read(x)
+        if seen is None or seen.source is not x or (seen.version, seen.recorded) != (version, recorded):
+            output, reading = self._read(x)
             left = len(self._members)
-            seen = _Seen(given=x, version=version, recorded=recorded, taken=taken, reading=reading, left=left)
+            seen = _Seen(source=x, version=version, recorded=recorded, output=output, reading=reading, left=left)
         seen.left -= 1
         # Kept no longer than it is needed: it may be all that holds the input.
         self._seen = seen if seen.left else None
-        return seen.taken, seen.reading
+        return seen.output, seen.reading
 
     def forget(self) -> None:
-        """What was read last will not be asked for again, though not all members have."""
+        """Let go of what was read last: it will not be asked for again, though not all members have."""
         self._seen = self._joined = None
 
     def _read(self, x: torch.Tensor) -> tuple[torch.Tensor, _Reading]:
@@ -152,22 +150,24 @@ class SharedInput:
             mode, share = "gathered", self._joined[1]
         elif self.shares is not None and self.shares.active and not self.before:
             mode = "gather"
-        transposed = tuple(self._transposed)
-        weights = [cast(torch.Tensor, member.weight) for member in self._members]
-        trained = tuple(weight.requires_grad for weight in weights)
+        weights: list[torch.Tensor] = [member.weight for member in self._members]
         reading = _Reading(
-            exchange=self.exchange, mode=mode, transposed=transposed, needed=x.requires_grad, trained=trained
+            exchange=self.exchange,
+            mode=mode,
+            transposed=tuple(member.transposed for member in self._members),
+            needed=x.requires_grad,
+            trained=tuple(weight.requires_grad for weight in weights),
         )
-        taken = _Take.apply(x, share.detach(), reading, *weights)  # type: ignore[no-untyped-call]
-        return cast(torch.Tensor, taken), reading
+        output = _Take.apply(x, share.detach(), reading, *weights)  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, output), reading
 
     @uncompiled
     def project(self, x: torch.Tensor, number: int, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Member `number`'s `x @ weight.T + bias` of the input it was given: `x @ weight + bias` if it is transposed."""
-        taken, reading = self.take(x)
+        """Compute member `number`'s `x @ weight.T + bias`, or `x @ weight + bias` if it is transposed."""
+        output, reading = self.take(x)
         if not torch.is_grad_enabled():
-            return linear(taken, weight.t() if self._transposed[number] else weight, bias)
-        return cast(torch.Tensor, _Project.apply(taken, weight.detach(), bias, reading, number))  # type: ignore[no-untyped-call]
+            return linear(output, weight.t() if self._members[number].transposed else weight, bias)
+        return cast(torch.Tensor, _Project.apply(output, weight.detach(), bias, reading, number))  # type: ignore[no-untyped-call]
 
 
 def sequence_dim(x: torch.Tensor) -> int:
@@ -248,8 +248,4 @@ class _Project(torch.autograd.Function):
             reading.add(grad, weight.t() if reading.transposed[ctx.number] else weight)
         if reading.trained[ctx.number]:
             reading.gradients[ctx.number] = grad
-        of_bias = None
-        if ctx.needs_input_grad[2]:
-            wide = torch.float32 if grad.dtype.itemsize < 4 else grad.dtype
-            of_bias = grad.flatten(0, -2).sum(dim=0, dtype=wide).to(grad.dtype)
-        return None, None, of_bias, None, None
+        return None, None, linear_grad_bias(grad) if ctx.needs_input_grad[2] else None, None, None

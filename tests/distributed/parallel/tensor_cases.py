@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 import transformers as tf
+from bench.without_zero import load_parts
 
 from zeromesh.comm.activation_collectives import Exchange, Pending
 from zeromesh.comm.select import open_exchange
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunked_cross_entropy
 from zeromesh.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.tensor.parallelize_module import Parallelized, load_parts, parallelize
+from zeromesh.tensor.parallelize_module import Parallelized, parallelize
 from zeromesh.tensor.plan.attention_split import balanced
 from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.trainer.losses.trial import InFloat64

@@ -26,7 +26,7 @@ from zeromesh.offload import (
     UpdateStream,
     WaitTime,
 )
-from zeromesh.offload.io.copy_streams import CopyLane, lane_of
+from zeromesh.offload.io.copy_streams import CopyStreams, copy_streams_of
 from zeromesh.offload.io.transfer import Transfer, TransferGroup
 
 CPU = torch.device("cpu")
@@ -194,13 +194,13 @@ def test_pinned_pages_are_pinned_and_no_longer_than_asked_for(tiers: Tiers) -> N
 
 @cuda
 def test_copies_go_on_beside_what_is_computed() -> None:
-    lane = lane_of(torch.device("cuda", torch.cuda.current_device()))
-    assert isinstance(lane, CopyLane)
+    streams = copy_streams_of(torch.device("cuda", torch.cuda.current_device()))
+    assert isinstance(streams, CopyStreams)
     source = torch.rand(1 << 26, pin_memory=True)
     target = torch.empty(1 << 26, device="cuda")
     torch.cuda.synchronize()
     matrix = torch.rand(8192, 8192, device="cuda")
-    copied = lane.copy(source, target)
+    copied = streams.copy(source, target)
     for _ in range(20):
         matrix = matrix @ matrix
         matrix /= matrix.amax()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from bench.plain_runner import PlainRunner
+from bench.without_zero import PlainRunner, cut_model
 from conformance import models
 from pipeline_cases import VOCABULARY, alone, batches, build, loss_of
 from torch import nn
@@ -21,7 +21,7 @@ from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Executor, bubble
 from zeromesh.pipeline.schedule.actions import make_schedule
-from zeromesh.pipeline.stages.build import Stages, block_costs, cut_model, plan_cut
+from zeromesh.pipeline.stages.build import Stages, block_costs, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import body_inputs, examine
 from zeromesh.pipeline.stages.moe_balance_loss import ExpertBalance
 from zeromesh.pipeline.stages.split_points import Cut

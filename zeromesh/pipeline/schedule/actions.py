@@ -14,9 +14,11 @@ two ranks, one step of each kind of schedule (F forward, B backward, I and W its
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from typing import Literal, get_args
 
 from zeromesh.errors import LayoutError
@@ -71,16 +73,6 @@ class PipelineSchedule:
         """The stage that is a rank's chunk."""
         return chunk * self.ranks + rank
 
-    def place(self, stage: int) -> tuple[int, int]:
-        """Rank and chunk of a stage."""
-        chunk, rank = divmod(stage, self.ranks)
-        return rank, chunk
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether gradients of weights are computed apart."""
-        return any(action.kind is Kind.BACKWARD_WEIGHT for each in self.actions for action in each)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
@@ -102,9 +94,9 @@ def sent_by(schedule: PipelineSchedule, rank: int, action: Action) -> Message | 
     """What an action sends; None at the ends of the pipeline and for gradients of weights. Source and target may be one rank."""
     stage = schedule.stage(rank, action.chunk)
     if action.kind is Kind.FORWARD and stage + 1 < schedule.stages:
-        return _message(schedule, rank, stage + 1, action.microbatch, gradient=False)
+        return _message(schedule, stage, stage + 1, action.microbatch)
     if action.kind.sends_back and stage > 0:
-        return _message(schedule, rank, stage - 1, action.microbatch, gradient=True)
+        return _message(schedule, stage, stage - 1, action.microbatch)
     return None
 
 
@@ -112,17 +104,21 @@ def received_by(schedule: PipelineSchedule, rank: int, action: Action) -> Messag
     """What an action waits for, as `sent_by` has it."""
     stage = schedule.stage(rank, action.chunk)
     if action.kind is Kind.FORWARD and stage > 0:
-        source = schedule.place(stage - 1)[0]
-        return Message(source=source, target=rank, stage=stage, microbatch=action.microbatch, gradient=False)
+        return _message(schedule, stage - 1, stage, action.microbatch)
     if action.kind.sends_back and stage + 1 < schedule.stages:
-        source = schedule.place(stage + 1)[0]
-        return Message(source=source, target=rank, stage=stage, microbatch=action.microbatch, gradient=True)
+        return _message(schedule, stage + 1, stage, action.microbatch)
     return None
 
 
-def _message(schedule: PipelineSchedule, source: int, stage: int, microbatch: int, *, gradient: bool) -> Message:
-    target = schedule.place(stage)[0]
-    return Message(source=source, target=target, stage=stage, microbatch=microbatch, gradient=gradient)
+def _message(schedule: PipelineSchedule, source: int, target: int, microbatch: int) -> Message:
+    """The message between two neighbouring stages: gradients go to the earlier one."""
+    return Message(
+        source=source % schedule.ranks,
+        target=target % schedule.ranks,
+        stage=target,
+        microbatch=microbatch,
+        gradient=target < source,
+    )
 
 
 def make_schedule(name: ScheduleName, *, ranks: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
@@ -146,8 +142,7 @@ def gpipe(*, ranks: int, microbatches: int) -> PipelineSchedule:
     """All forwards, then all backwards (Huang et al., "GPipe", 2019). All microbatches are in flight at once."""
 
     def actions(_rank: int) -> Iterator[Action]:
-        yield from (_forward(number) for number in range(microbatches))
-        yield from (_backward(number) for number in range(microbatches))
+        return chain(_each(Kind.FORWARD, microbatches), _each(Kind.BACKWARD, microbatches))
 
     return _schedule("gpipe", ranks, 1, microbatches, actions)
 
@@ -166,11 +161,8 @@ def one_f_one_b(*, ranks: int, microbatches: int) -> PipelineSchedule:
     at the end of a step). Rank r has at most `ranks - r` microbatches in flight."""
 
     def actions(rank: int) -> Iterator[Action]:
-        return _alternate(
-            [_forward(number) for number in range(microbatches)],
-            [_backward(number) for number in range(microbatches)],
-            ahead=ranks - 1 - rank,
-        )
+        forwards, backwards = _each(Kind.FORWARD, microbatches), _each(Kind.BACKWARD, microbatches)
+        return _alternate(forwards, backwards, ahead=ranks - 1 - rank)
 
     return _schedule("1f1b", ranks, 1, microbatches, actions)
 
@@ -199,17 +191,16 @@ def zero_bubble(*, ranks: int, microbatches: int) -> PipelineSchedule:
     microbatches are in flight, as on the first rank of 1F1B (ZB-H1 of Qi et al., "Zero bubble pipeline parallelism", 2023)."""
 
     def actions(rank: int) -> Iterator[Action]:
-        halves = [Action(kind=Kind.BACKWARD_INPUT, chunk=0, microbatch=number) for number in range(microbatches)]
-        forwards = [_forward(number) for number in range(microbatches)]
-        inputs = weights = 0
+        forwards, halves = _each(Kind.FORWARD, microbatches), _each(Kind.BACKWARD_INPUT, microbatches)
+        weights = deque(_each(Kind.BACKWARD_WEIGHT, microbatches))
+        inputs = 0
         for action in _alternate(forwards, halves, ahead=ranks - 1 - rank):
             yield action
             inputs += action.kind is Kind.BACKWARD_INPUT
             # Rank r has r forwards fewer ahead than the first rank; the weights of as many microbatches may wait in their stead.
-            if inputs - weights > rank:
-                yield _weights(weights)
-                weights += 1
-        yield from (_weights(number) for number in range(weights, microbatches))
+            if inputs - (microbatches - len(weights)) > rank:
+                yield weights.popleft()
+        yield from weights
 
     return _schedule("zero_bubble", ranks, 1, microbatches, actions)
 
@@ -242,27 +233,16 @@ def _turns(ranks: int, microbatches: int, chunks: int) -> Iterator[tuple[int, in
         first += size
 
 
-def _forward(number: int) -> Action:
-    return Action(kind=Kind.FORWARD, chunk=0, microbatch=number)
-
-
-def _backward(number: int) -> Action:
-    return Action(kind=Kind.BACKWARD, chunk=0, microbatch=number)
-
-
-def _weights(number: int) -> Action:
-    return Action(kind=Kind.BACKWARD_WEIGHT, chunk=0, microbatch=number)
+def _each(kind: Kind, microbatches: int) -> list[Action]:
+    """An action of every microbatch, in the only chunk."""
+    return [Action(kind=kind, chunk=0, microbatch=number) for number in range(microbatches)]
 
 
 def _schedule(
     name: str, ranks: int, chunks: int, microbatches: int, actions: Callable[[int], Iterator[Action]]
 ) -> PipelineSchedule:
-    _check_numbers(ranks, chunks, microbatches)
-    made = tuple(tuple(actions(rank)) for rank in range(ranks))
-    return PipelineSchedule(name=name, ranks=ranks, chunks=chunks, microbatches=microbatches, actions=made)
-
-
-def _check_numbers(ranks: int, chunks: int, microbatches: int) -> None:
     for what, number in (("ranks", ranks), ("chunks per rank", chunks), ("microbatches", microbatches)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise LayoutError(f"a pipeline schedule has at least 1 of {what}, got {number!r}")
+    made = tuple(tuple(actions(rank)) for rank in range(ranks))
+    return PipelineSchedule(name=name, ranks=ranks, chunks=chunks, microbatches=microbatches, actions=made)

@@ -1,8 +1,8 @@
-"""What a schedule comes to: whether it can run at all, how long it takes, how many activations it keeps. Pure."""
+"""Checks and times schedules: whether one can run at all, how long it takes, how many activations it keeps. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class ScheduleError(LayoutError):
     """A schedule that cannot be carried out."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ActionTime:
     """When an action runs, from the beginning of the step."""
 
@@ -42,7 +42,7 @@ class Timeline:
 
     @property
     def duration(self) -> float:
-        """Of the step: until the last rank has ended."""
+        """How long the step takes, until the last rank has ended."""
         return max((each[-1].end for each in self.spans if each), default=0.0)
 
     @property
@@ -57,7 +57,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The same over all ranks."""
+        """The part of the step that ranks do not compute in, on average."""
         return sum(self.bubbles) / len(self.bubbles)
 
 
@@ -155,28 +155,10 @@ def simulate(schedule: PipelineSchedule, times: Times | None = None, *, transfer
     return _run(schedule, times or (lambda _rank, action: UNIT_TIMES[action.kind]), transfer)
 
 
-class _Mail:
-    """Messages under way. Each rank takes those of another in the order in which they were sent, and keeps early ones."""
-
-    def __init__(self) -> None:
-        self._sent: dict[tuple[int, int], deque[tuple[Message, float]]] = {}
-        self._taken: dict[Message, float] = {}
-
-    def send(self, message: Message, at: float) -> None:
-        self._sent.setdefault((message.source, message.target), deque()).append((message, at))
-
-    def arrival(self, wanted: Message) -> float | None:
-        """When a message is there; None while it has not been sent."""
-        queue = self._sent.get((wanted.source, wanted.target), deque())
-        while wanted not in self._taken and queue:
-            message, at = queue.popleft()
-            self._taken[message] = at
-        return self._taken.get(wanted)
-
-
 def _run(schedule: PipelineSchedule, times: Times, transfer: float) -> Timeline:
     """Every rank goes through its actions as soon as it can."""
-    mail = _Mail()
+    arrivals: dict[Message, float] = {}
+    """When messages are there; early ones are kept until they are wanted."""
     clocks = [0.0] * schedule.ranks
     spans: list[list[ActionTime]] = [[] for _ in range(schedule.ranks)]
     moved = True
@@ -185,7 +167,7 @@ def _run(schedule: PipelineSchedule, times: Times, transfer: float) -> Timeline:
         for rank, actions in enumerate(schedule.actions):
             for action in actions[len(spans[rank]) :]:
                 wanted = received_by(schedule, rank, action)
-                arrival = 0.0 if wanted is None else mail.arrival(wanted)
+                arrival = 0.0 if wanted is None else arrivals.get(wanted)
                 if arrival is None:
                     break
                 start = max(clocks[rank], arrival)
@@ -193,21 +175,17 @@ def _run(schedule: PipelineSchedule, times: Times, transfer: float) -> Timeline:
                 spans[rank].append(ActionTime(action=action, start=start, end=clocks[rank]))
                 message = sent_by(schedule, rank, action)
                 if message is not None:
-                    mail.send(message, clocks[rank] + (transfer if message.target != rank else 0.0))
+                    arrivals[message] = clocks[rank] + (transfer if message.target != rank else 0.0)
                 moved = True
-    stuck = [rank for rank, actions in enumerate(schedule.actions) if len(spans[rank]) < len(actions)]
-    if stuck:
-        raise ScheduleError(_deadlock(schedule, stuck, [len(each) for each in spans]))
-    return Timeline(spans=tuple(map(tuple, spans)))
-
-
-def _deadlock(schedule: PipelineSchedule, stuck: Sequence[int], done: Sequence[int]) -> str:
     waits = []
-    for rank in stuck:
-        action = schedule.actions[rank][done[rank]]
-        wanted = received_by(schedule, rank, action)
-        waits.append(f"rank {rank} for the {wanted} before {action}" if wanted else f"rank {rank} before {action}")
-    return f"{_title(schedule)}: ranks would wait for ever: {'; '.join(waits)}"
+    for rank, (actions, done) in enumerate(zip(schedule.actions, spans, strict=True)):
+        if len(done) < len(actions):
+            action = actions[len(done)]
+            wanted = received_by(schedule, rank, action)
+            waits.append(f"rank {rank} for the {wanted} before {action}" if wanted else f"rank {rank} before {action}")
+    if waits:
+        raise ScheduleError(f"{_title(schedule)}: ranks would wait for ever: {'; '.join(waits)}")
+    return Timeline(spans=tuple(map(tuple, spans)))
 
 
 def _title(schedule: PipelineSchedule) -> str:

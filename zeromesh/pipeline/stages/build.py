@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zeromesh.errors import LayoutError, PhaseError
-from zeromesh.pipeline.stages.model_anatomy import Anatomy, body_inputs, examine
+from zeromesh.pipeline.stages.model_anatomy import Anatomy, body_inputs
 from zeromesh.pipeline.stages.moe_balance_loss import ExpertBalance
 from zeromesh.pipeline.stages.split_points import Cut, cut_by_cost, cut_by_hand
 from zeromesh.pipeline.stages.stubs import BlockStub, NanStub, Shares, StageSlot, meta_copy
@@ -102,26 +102,6 @@ def plan_cut(
     return cut_by_cost(costs, stages=stages, first=first, last=last)
 
 
-def cut_model(
-    model: nn.Module,
-    *,
-    ranks: int,
-    index: int,
-    chunks: int = 1,
-    counts: Sequence[int] = (),
-    example: Mapping[str, Any] | None = None,
-) -> Stages:
-    """Cut a model whose layers are whole for `ranks` ranks of `chunks` chunks each and leave in it what belongs to rank `index`;
-    `counts` as in `plan_cut`.
-
-    Raises:
-        LayoutError: for a model that cannot be cut, or not in this way.
-    """
-    anatomy = examine(model, example)
-    cut = plan_cut(model, anatomy, ranks * chunks, counts)
-    return Stages(model, anatomy, cut, [chunk * ranks + index for chunk in range(chunks)])
-
-
 def copies_outside(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
     """Copies without memory of the modules outside the blocks, which tell what other stages do not compute."""
     return {name: meta_copy(model.get_submodule(name)) for name in (*anatomy.before, *anatomy.after)}
@@ -172,7 +152,7 @@ class Stages:
             for index in blocks:
                 name = f"{anatomy.blocks}.{index}"
                 module = self.model.get_submodule(name)
-                stub = BlockStub(module, index, anatomy.forms[index], anatomy.takes, self._slot)
+                stub = BlockStub(module, index, anatomy.outputs[index], anatomy.hidden_argument, self._slot)
                 places.append(self._place(name, module, stub, stage))
         for names, stage in ((anatomy.before, 0), (anatomy.after, self.count - 1)):
             for name in names:
@@ -261,20 +241,14 @@ class Stages:
         return self.own[chunk] == self.count - 1
 
     def forward(
-        self, chunk: int, batch: Mapping[str, Any], received: Sequence[torch.Tensor] = ()
+        self, chunk: int, batch: Mapping[str, Any], received: Sequence[torch.Tensor] = (), *, balance: bool = True
     ) -> tuple[torch.Tensor, ...]:
         """Run a chunk that is not the last stage; returns what goes to the next one: the hidden state `[batch, sequence, hidden]`,
-        and for experts the sums that balance them.
+        and for experts, with `balance`, the sums that balance them.
 
         Raises:
             PhaseError: for the last stage, or when the model did not run its blocks.
         """
-        return self.run(chunk, batch, received)[0]
-
-    def run(
-        self, chunk: int, batch: Mapping[str, Any], received: Sequence[torch.Tensor] = (), *, balance: bool = True
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """The same, with what the model's body has returned: of use is what it keeps for later calls."""
         if self.is_last(chunk):
             raise PhaseError("the last stage returns what the model returns; call the model inside `chunk`")
         with self.chunk(chunk, received, balance=balance):
@@ -284,9 +258,9 @@ class Stages:
         if hidden is None:
             raise PhaseError(f"stage {self.own[chunk]} ended without a hidden state: its blocks did not run")
         if self._balance is None or not balance:
-            return (hidden,), output
+            return (hidden,)
         terms = received[1] if len(received) > 1 else None
-        return (hidden, self._balance.add(terms, output.router_logits, batch.get("attention_mask"))), output
+        return hidden, self._balance.add(terms, output.router_logits, batch.get("attention_mask"))
 
     def restore(self) -> None:
         """Put the model back whole. Parameters of other stages come back on the meta device, tied ones tied."""

@@ -1,9 +1,9 @@
-"""What a model is made of, as a pipeline sees it: blocks, what runs before and after them, and what a block takes and returns.
+"""Finds out what a model is made of, for a pipeline: blocks, what runs before and after them, their arguments and results.
 
 The model is run once without values: parameters stand on the meta device, so that this needs no memory and does not care whether
-the model has any yet. Where the model asks for a value (is anything masked?) it is told yes, where a module inside a block cannot
-go on without values (an expert that picks its tokens) it is taken to return something like its input. What is computed from the
-embedding is followed through all operators, so a model whose later blocks need more than the hidden state is found out here.
+the model has any yet. Where the model asks for a value (is anything masked?) the answer is yes; a module inside a block that cannot
+go on without values (an expert that picks its tokens) is assumed to return something like its input. What is computed from the
+embedding is followed through all operators, so a model whose later blocks need more than the hidden state is refused here.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.errors import LayoutError
+from zeromesh.overrides import override
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockOutput:
-    """What a block returns: a structure, and which of its leaves is the hidden state."""
+    """The structure that a block returns, and which of its leaves is the hidden state."""
 
     structure: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    """Of the structure; None in place of every tensor."""
+    """The leaves of the structure, with None in place of every tensor."""
     place: int
 
     def around(self, hidden: torch.Tensor) -> Any:
-        """The same with another hidden state, and without what else the block computes."""
+        """Rebuild the structure with another hidden state, and without what else the block computes."""
         leaves = list(self.leaves)
         leaves[self.place] = hidden
         return pytree.tree_unflatten(leaves, self.structure)
@@ -41,16 +42,16 @@ class BlockOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Anatomy:
-    """Of a model that can be cut. Names are FQNs."""
+    """How a model that can be cut is made. Names are FQNs."""
 
     body: str
     """The module that runs the blocks and returns what the head takes; empty for the model itself."""
     blocks: str
     """The list of blocks."""
     count: int
-    takes: int | str
-    """Where a block takes the hidden state: a position, or a name."""
-    forms: tuple[BlockOutput, ...]
+    hidden_argument: int | str
+    """The argument of a block that is the hidden state: a position, or a name."""
+    outputs: tuple[BlockOutput, ...]
     """What each block returns."""
     before: tuple[str, ...]
     """Modules with parameters that run before the blocks; they belong to the first stage."""
@@ -79,8 +80,9 @@ def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anato
     except LayoutError:
         raise
     except _RUN_ERRORS as error:
+        reason = next(iter(str(error).splitlines()), "")
         raise LayoutError(
-            f"{kind} cannot be cut into pipeline stages: it could not be run for a trial ({_first_line(error)})"
+            f"{kind} cannot be cut into pipeline stages: it could not be run for a trial ({type(error).__name__}: {reason})"
         ) from error
     return recorder.conclude(output)
 
@@ -146,7 +148,7 @@ def _outside(model: nn.Module, blocks: str) -> list[str]:
         for name in dict(module.named_parameters(recurse=False)):
             raise LayoutError(
                 f"{type(model).__name__} cannot be cut into pipeline stages: {f'{parent}.{name}'.strip('.')} is a parameter of a "
-                "module that runs blocks, so it cannot be told which stage uses it"
+                "module that runs blocks, so it is not known which stage uses it"
             )
         for name, child in module.named_children():
             fqn = f"{parent}.{name}".strip(".")
@@ -228,17 +230,12 @@ class _Recorder:
             wraps.append((module, self._of_outside(name, module.forward)))
         for block in self._list:
             wraps += [(module, _tolerant(module.forward)) for module in block.modules() if module is not block]
-        before = [vars(module).get("forward") for module, _ in wraps]
+        undo = [override(module, "forward", forward) for module, forward in wraps]
         try:
-            for module, forward in wraps:
-                vars(module)["forward"] = forward
             yield
         finally:
-            for (module, _), original in zip(wraps, before, strict=True):
-                if original is None:
-                    vars(module).pop("forward", None)
-                else:
-                    vars(module)["forward"] = original
+            for put_back in reversed(undo):
+                put_back()
 
     def _of_block(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -288,9 +285,10 @@ class _Recorder:
         count = len(self._list)
         if self._order != list(range(count)):
             raise self._refusal(f"its blocks run in the order {self._order}, instead of each once")
-        first = output if isinstance(output, torch.Tensor) else next(iter(pytree.tree_leaves(output)), None)
-        if count > 1 and _is_marked(first):
+        if count > 1 and any(map(_is_marked, pytree.tree_leaves(output)[:1])):
             raise self._refusal("what comes after the blocks is computed from parameters of the first stage")
+        if len(set(self._places)) > 1:
+            raise self._refusal("its blocks take the hidden state in different places")
         for name, when in self._when.items():
             if not (when == {0} or when == {count}):
                 raise self._refusal(f"{name} runs between blocks, or both before and after them")
@@ -298,16 +296,11 @@ class _Recorder:
             body=self._body,
             blocks=self._blocks,
             count=count,
-            takes=self._takes(),
-            forms=tuple(map(self._form, self._outputs)),
+            hidden_argument=self._places[0] if self._places else 0,
+            outputs=tuple(map(self._form, self._outputs)),
             before=tuple(name for name in self._outside if self._when.get(name) == {0}),
             after=tuple(name for name in self._outside if self._when.get(name) != {0}),
         )
-
-    def _takes(self) -> int | str:
-        if len(set(self._places)) > 1:
-            raise self._refusal("its blocks take the hidden state in different places")
-        return self._places[0] if self._places else 0
 
     def _form(self, output: Any) -> BlockOutput:
         leaves, structure = pytree.tree_flatten(output)
@@ -345,8 +338,3 @@ def _as_evaluation(module: nn.Module) -> Iterator[None]:
     finally:
         for each in training:
             each.training = True
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"

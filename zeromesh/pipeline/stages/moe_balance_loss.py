@@ -25,14 +25,14 @@ _FUNCTION = "load_balancing_loss_func"
 
 
 class ExpertBalance:
-    """Of a model whose loss has the term. `terms` is `[2 x experts + 1]` in fp32: counts, probabilities, rows."""
+    """The balance term of a model's loss. `terms` is `[2 x experts + 1]` in fp32: counts, probabilities, rows."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names: dict[str, Any] = inspect.unwrap(type(model).forward).__globals__
         experts, top_k = getattr(model, "num_experts", None), getattr(model, "num_experts_per_tok", None)
         function = self._names.get(_FUNCTION)
         if not isinstance(experts, int) or not isinstance(top_k, int) or function is None:
-            raise _refusal(model, "it cannot be told how it balances its experts")
+            raise _refusal(model, "it is not known how it balances its experts")
         self._experts = experts
         self._top_k = top_k
         if not self._agrees(function):

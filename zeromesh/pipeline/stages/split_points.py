@@ -25,7 +25,7 @@ class Cut:
 
     @property
     def blocks(self) -> int:
-        """Of all stages together."""
+        """The number of blocks of all stages."""
         return sum(self.counts)
 
     def ranges(self) -> tuple[range, ...]:

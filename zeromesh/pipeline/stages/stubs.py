@@ -25,7 +25,7 @@ from zeromesh.pipeline.stages.model_anatomy import BlockOutput
 
 
 class Shares(Protocol):
-    """Of the sequence, that blocks pass on; see `zeromesh.tensor.shared_input.SequenceShares`."""
+    """Shares of the sequence that blocks pass on: `zeromesh.tensor.shared_input.SequenceShares` in full."""
 
     def enter(self, length: int) -> bool:
         """Decide for a sequence of `length` that enters the blocks; whether it is to be shared out."""
@@ -69,17 +69,16 @@ class Stub(nn.Module):
 
 
 class BlockStub(Stub):
-    """Stands for block `index`. `takes` is where a block finds the hidden state among its arguments."""
+    """Stands for block `index`. `argument` is the position or name of a block's hidden state among its arguments."""
 
-    def __init__(self, foreign: nn.Module, index: int, form: BlockOutput, takes: int | str, slot: StageSlot) -> None:
+    def __init__(
+        self, foreign: nn.Module, index: int, output: BlockOutput, argument: int | str, slot: StageSlot
+    ) -> None:
         super().__init__(foreign)
-        self._index = index
-        self._form = form
-        self._takes = takes
-        self._slot = slot
+        self._index, self._output, self._argument, self._slot = index, output, argument, slot
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden: torch.Tensor = args[self._takes] if isinstance(self._takes, int) else kwargs[self._takes]
+        hidden: torch.Tensor = args[self._argument] if isinstance(self._argument, int) else kwargs[self._argument]
         slot = self._slot
         length = hidden.shape[1]
         if slot.shares is not None:
@@ -100,7 +99,7 @@ class BlockStub(Stub):
             cache.update(nothing, nothing, self._index)
         if self._index == slot.last:
             hidden = hidden.new_full((), float("nan")).expand(hidden.shape[0], length, *hidden.shape[2:])
-        return self._form.around(hidden)
+        return self._output.around(hidden)
 
 
 class NanStub(Stub):
@@ -113,8 +112,8 @@ class NanStub(Stub):
         self._copy = (shape,)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = pytree.tree_leaves((args, kwargs))
-        device = next((leaf.device for leaf in given if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+        leaves = pytree.tree_leaves((args, kwargs))
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
         to_meta = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         with torch.no_grad():
             output = self._copy[0](*to_meta[0], **to_meta[1])

@@ -1,6 +1,4 @@
-"""How the projections of one attention are divided by its heads. Pure: reads numbers that the attention's module has.
-
-Which attention heads a rank has: arithmetic on integers.
+"""Divides the projections of one attention by its heads. Pure: arithmetic on numbers that the attention's module has.
 
 Query heads that share a key-value head stay together with it. With fewer key-value heads than ranks, several ranks have the same
 key-value head and divide its query heads.
@@ -106,7 +104,7 @@ def experts_form(shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int] | N
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionDivision:
-    """Heads of an attention, by rank."""
+    """The heads of an attention, and which of them each rank has."""
 
     queries: int
     keys: int
@@ -160,7 +158,7 @@ class AttentionDivision:
         return style == "qkv_stacked"
 
     def patches(self, attention: nn.Module, *, stacked: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Numbers that the attention's code reads, and their values by rank."""
+        """Yield the numbers that the attention's code reads, with their values by rank."""
         own = vars(attention)
         local_queries = tuple(share.queries.length for share in self.shares)
         local_keys = tuple(share.keys.length for share in self.shares)
@@ -185,7 +183,7 @@ class AttentionDivision:
 
 
 def division_of(attention: nn.Module, name: str, ranks: int) -> AttentionDivision:
-    """The division of an attention.
+    """Read from an attention how many heads it has, and divide them among `ranks`.
 
     Raises:
         LayoutError: when it does not say how many heads it has, or cannot be divided among `ranks`.

@@ -1,7 +1,7 @@
 """From a model to a plan: which layer is divided how among the ranks of the tensor axis. Pure: nothing is changed or moved.
 
-Rules come from the user, from `plans.py`, or from the model (`model.tp_plan` of transformers), in this order. A rule has one of
-these styles (those of transformers, and some more):
+Rules come from the user, from `builtin_plans.py`, or from the model (`model.tp_plan` of transformers), in this order. A rule has
+one of these styles (those of transformers, and some more):
 
     colwise                          outputs are divided: heads in an attention, features elsewhere
     rowwise                          inputs are divided, outputs summed
@@ -29,7 +29,6 @@ from typing import Any
 from torch import nn
 
 from zeromesh.errors import LayoutError
-from zeromesh.intervals import Interval
 from zeromesh.tensor.plan.attention_split import (
     AttentionDivision,
     Shares,
@@ -37,6 +36,7 @@ from zeromesh.tensor.plan.attention_split import (
     division_of,
     experts_form,
     linear_form,
+    moved,
 )
 from zeromesh.tensor.plan.builtin_plans import OWN
 from zeromesh.tensor.plan.tensor_plan import WHOLE, LayerPlan, Patch, Style, TensorPlan
@@ -69,12 +69,16 @@ def plan_tensor(model: nn.Module, size: int, rules: Mapping[str, str] | None = N
     planner.choose(rules or {})
     planner.embeddings()
     planner.attention_layers()
+    planner.norms_and_sinks()
     planner.other_layers()
+    planner.activations()
     planner.check_ties()
     return planner.plan()
 
 
 class _Planner:
+    """A plan in the making: `styles` has modules that no layer has been planned for yet."""
+
     def __init__(self, model: nn.Module, size: int) -> None:
         self.model = model
         self.size = size
@@ -89,9 +93,9 @@ class _Planner:
         """The style of every module that a rule names."""
         config = getattr(self.model, "config", None)
         kind = str(getattr(config, "model_type", ""))
-        own = OWN.get(kind)
-        theirs: Mapping[str, str] = {} if own is not None else (getattr(self.model, "tp_plan", None) or {})
-        if not rules and not own and not theirs:
+        builtin = OWN.get(kind, {})
+        library: Mapping[str, str] = {} if builtin else (getattr(self.model, "tp_plan", None) or {})
+        if not rules and not builtin and not library:
             raise LayoutError(
                 f"there is no tensor-parallel plan for {type(self.model).__name__} (model_type {kind or 'unknown'}); give rules "
                 "(pattern of module names -> style), or set parallel.tensor: 1"
@@ -99,10 +103,10 @@ class _Planner:
         if getattr(config, "slow_but_exact", False):
             raise LayoutError("slow_but_exact takes weights apart by itself; set it to false, or parallel.tensor: 1")
         names = [*self.modules, *dict(self.model.named_parameters(remove_duplicate=False))]
-        for pattern, style in theirs.items():
+        for pattern, style in library.items():
             expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
             self._set((name for name in names if expression.fullmatch(name)), style)
-        for pattern, style in (own or {}).items():
+        for pattern, style in builtin.items():
             self._set((name for name in names if fnmatchcase(name, pattern)), style)
         for pattern, style in rules.items():
             if style not in _STYLES:
@@ -123,25 +127,24 @@ class _Planner:
     def embeddings(self) -> None:
         """Input and output embedding are divided by tokens, whatever other rules say but `replicate`."""
         for getter, style in (("get_input_embeddings", Style.EMBEDDING), ("get_output_embeddings", Style.HEAD)):
-            name, module = self._accessed(getter)
-            if module is None or self.styles.pop(name, "") == "replicate":
+            try:
+                target = getattr(self.model, getter, lambda: None)()
+            except (NotImplementedError, AttributeError):
                 continue
-            if not _divisible_embedding(module) and linear_form(module) is not False:
-                self.notes.append(f"{name} ({type(module).__name__}) is whole on all tensor ranks")
+            name = next((name for name, module in self.modules.items() if module is target), "")
+            if target is None or not name or self.styles.pop(name, "") == "replicate":
                 continue
-            weight: Any = module.weight
-            self._add(name, style, _single(balanced(weight.shape[0], self.size)))
-
-    def _accessed(self, getter: str) -> tuple[str, nn.Module | None]:
-        method = getattr(self.model, getter, None)
-        try:
-            target = method() if method is not None else None
-        except (NotImplementedError, AttributeError):
-            target = None
-        return next(((name, module) for name, module in self.modules.items() if module is target), ("", None))
+            if _divisible_embedding(target) or linear_form(target) is False:
+                self._divide(name, style, target.weight.shape[0])
+            else:
+                self.notes.append(f"{name} ({type(target).__name__}) is whole on all tensor ranks")
 
     def _add(self, name: str, style: Style, shares: Shares = ()) -> None:
         self.layers[name] = LayerPlan(module=name, style=style, shares=shares)
+
+    def _divide(self, name: str, style: Style, length: int) -> None:
+        """Plan a layer of which every rank has about as much of a dim of `length`."""
+        self._add(name, style, tuple((interval,) for interval in balanced(length, self.size)))
 
     def attention_layers(self) -> None:
         """Divide what projects queries, keys and values, and what follows, by heads."""
@@ -150,7 +153,7 @@ class _Planner:
             fused = style in ("qkv_stacked", "qkv_by_head", "qkv_falcon") or (style == "colwise" and leaf in _FUSED)
             if not fused and not (style == "colwise" and leaf in (*_QUERIES, *_KEYS)):
                 continue
-            self._linear(name)
+            features, _ = self._linear(name)
             del self.styles[name]
             if parent not in self.attentions:
                 division = self.attentions[parent] = division_of(self.modules[parent], parent, self.size)
@@ -159,7 +162,6 @@ class _Planner:
                     for attribute, values in division.patches(self.modules[parent], stacked=style == "qkv_stacked")
                 ]
             division = self.attentions[parent]
-            features = self._outputs(name)
             if fused:
                 shares = division.fused(name, features, stacked=division.is_stacked(self.modules[parent], style))
                 self._add(name, Style.COLUMN if division.exclusive else Style.SLICED, shares)
@@ -174,10 +176,9 @@ class _Planner:
                     raise LayoutError(
                         f"{name} would be whole beside projections of {parent} that are divided; give all of them the same style"
                     )
-        self._norms()
 
-    def _norms(self) -> None:
-        """Norms of single heads, which plans may have forgotten; anything else an attention holds must be known."""
+    def norms_and_sinks(self) -> None:
+        """Plan norms of single heads, which plans may have forgotten, and sinks; anything else an attention holds must be known."""
         for parent in self.attentions:
             attention = self.modules[parent]
             for leaf, child in attention.named_children():
@@ -193,7 +194,7 @@ class _Planner:
                 self._add(parent, Style.SINKS, self.attentions[parent].queries_of(parent, parameter.shape[0]))
 
     def other_layers(self) -> None:
-        """What rules are left for."""
+        """Plan what rules are left for."""
         experts = [name for name, style in self.styles.items() if style == "moe_tp_experts"]
         for name, style in self.styles.items():
             if name.rpartition(".")[0] in experts or style == "replicate":
@@ -212,17 +213,19 @@ class _Planner:
                 self._linear(name)
                 self._add(name, Style.LATENT)
             elif style == "embedding_rowwise":
-                self._embedding(name)
+                if name in self.layers:
+                    continue
+                if not _divisible_embedding(self.modules[name]):
+                    raise LayoutError(f"{name}: a {type(self.modules[name]).__name__} cannot be divided by tokens")
+                self._divide(name, Style.EMBEDDING, self._weight(name).shape[0])
             elif style == "embedding_heads":
                 division = self._attention_around(name)
                 self._add(name, Style.EMBEDDING_FEATURES, division.queries_of(name, self._weight(name).shape[1]))
             else:
                 self._plain_linear(name, style)
-        self._activations()
 
     def _plain_linear(self, name: str, style: str) -> None:
-        self._linear(name)
-        outputs, inputs = self._outputs(name), self._inputs(name)
+        outputs, inputs = self._linear(name)
         attention = self.attentions.get(name.rpartition(".")[0])
         if style == "colwise" and attention is not None:
             if outputs not in self._of_queries(name.rpartition(".")[0], attention):
@@ -231,20 +234,20 @@ class _Planner:
                 )
             self._add(name, Style.COLUMN, attention.queries_of(name, outputs))
         elif style == "colwise":
-            self._add(name, Style.COLUMN, _single(balanced(outputs, self.size)))
+            self._divide(name, Style.COLUMN, outputs)
         elif style == "packed_colwise":
             half = balanced(outputs // 2, self.size)
-            second = (Interval(start=one.start + outputs // 2, end=one.end + outputs // 2) for one in half)
+            second = (moved(interval, outputs // 2) for interval in half)
             self._add(name, Style.COLUMN, tuple(zip(half, second, strict=True)))
         elif style == "rowwise" and attention is None:
-            self._add(name, Style.ROW, _single(balanced(inputs, self.size)))
+            self._divide(name, Style.ROW, inputs)
         elif style in ("rowwise", "rowwise_heads"):
             division = attention or self._attention_around(name)
             self._add(name, Style.ROW, division.queries_of(name, inputs))
         elif style == "colwise_gather_output":
-            self._add(name, Style.COLUMN_GATHERED, _single(balanced(outputs, self.size)))
+            self._divide(name, Style.COLUMN_GATHERED, outputs)
         elif style == "rowwise_split_input":
-            self._add(name, Style.ROW_SPLIT, _single(balanced(inputs, self.size)))
+            self._divide(name, Style.ROW_SPLIT, inputs)
         else:
             raise LayoutError(
                 f"{name}: tensor-parallel style {style!r} is not known; see zeromesh/tensor/plan/planner.py for those that are"
@@ -253,23 +256,15 @@ class _Planner:
     def _of_queries(self, parent: str, attention: AttentionDivision) -> set[int]:
         """Numbers of outputs that a layer of an attention can have only if they belong to query heads, such as gates."""
         rows = [name for name, style in self.styles.items() if style == "rowwise" and name.rpartition(".")[0] == parent]
-        return {attention.queries, *(self._inputs(name) for name in rows)}
+        return {attention.queries, *(self._linear(name)[1] for name in rows)}
 
-    def _activations(self) -> None:
-        """Parameters of an activation between column and row layer are used on divided activations."""
+    def activations(self) -> None:
+        """Plan activations with parameters between column and row layer, which are used on divided activations."""
         for parent in {layer.parent for layer in self.layers.values() if layer.style is Style.COLUMN}:
             for leaf, child in self.modules[parent].named_children():
-                if _ACTIVATION.fullmatch(leaf) and any(True for _ in child.parameters()):
-                    self.layers.setdefault(
-                        f"{parent}.{leaf}", LayerPlan(module=f"{parent}.{leaf}", style=Style.PARTIAL)
-                    )
-
-    def _embedding(self, name: str) -> None:
-        if name in self.layers:
-            return
-        if not _divisible_embedding(self.modules[name]):
-            raise LayoutError(f"{name}: a {type(self.modules[name]).__name__} cannot be divided by tokens")
-        self._add(name, Style.EMBEDDING, _single(balanced(self._weight(name).shape[0], self.size)))
+                name = f"{parent}.{leaf}"
+                if _ACTIVATION.fullmatch(leaf) and any(True for _ in child.parameters()) and name not in self.layers:
+                    self._add(name, Style.PARTIAL)
 
     def _experts(self, name: str) -> None:
         module: Any = self.modules[name]
@@ -281,10 +276,10 @@ class _Planner:
                 "divided; known are gate_up_proj [experts, 2 x intermediate, hidden] with down_proj [experts, hidden, "
                 "intermediate], or both transposed"
             )
-        self._add(name, Style.EXPERTS, _single(balanced(held["down_proj"][form["down_proj"]], self.size)))
+        self._divide(name, Style.EXPERTS, held["down_proj"][form["down_proj"]])
 
     def _attention_around(self, name: str) -> AttentionDivision:
-        """Of the nearest module around `name` in which there is one attention."""
+        """The division of the attention in the nearest module around `name` that has one."""
         around = name.rpartition(".")[0]
         while around:
             inside = [one for one in self.attentions if one == around or one.startswith(f"{around}.")]
@@ -293,20 +288,18 @@ class _Planner:
             around = around.rpartition(".")[0]
         raise LayoutError(f"{name}: there is no attention around it whose heads it could be divided by")
 
-    def _linear(self, name: str) -> None:
-        module = self.modules.get(name)
-        if module is None or linear_form(module) is None:
+    def _linear(self, name: str) -> tuple[int, int]:
+        """Outputs and inputs of a linear layer. Raises `LayoutError` for anything else."""
+        module: Any = self.modules.get(name)
+        transposed = linear_form(module)
+        if transposed is None:
             kind = "parameter" if module is None else type(module).__name__
             raise LayoutError(f"{name}: a {kind} cannot be divided; allowed are torch.nn.Linear and GPT-2's Conv1D")
+        outputs, inputs = module.weight.shape[::-1] if transposed else module.weight.shape
+        return outputs, inputs
 
     def _weight(self, name: str) -> Any:
         return self.modules[name].weight
-
-    def _outputs(self, name: str) -> int:
-        return int(self._weight(name).shape[1 if linear_form(self.modules[name]) else 0])
-
-    def _inputs(self, name: str) -> int:
-        return int(self._weight(name).shape[0 if linear_form(self.modules[name]) else 1])
 
     def check_ties(self) -> None:
         """Modules that hold the same parameter must divide it alike; where they do not, embeddings stay whole."""
@@ -329,7 +322,7 @@ class _Planner:
             )
 
     def plan(self) -> TensorPlan:
-        """What was found."""
+        """The plan, with notes on what stays whole."""
         order = {name: number for number, name in enumerate(self.modules)}
         layers = tuple(sorted(self.layers.values(), key=lambda layer: order[layer.module]))
         whole = [
@@ -339,12 +332,11 @@ class _Planner:
             and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
         ]
         if whole:
-            shown = ", ".join(_without_numbers(whole))
-            self.notes.append(f"whole on all tensor ranks: {shown}")
+            self.notes.append(f"whole on all tensor ranks: {_shown(whole)}")
         sliced = [layer.module for layer in layers if layer.style is Style.SLICED]
         if sliced:
             self.notes.append(
-                f"whole on all tensor ranks, though each computes its part alone: {', '.join(_without_numbers(sliced))}, "
+                f"whole on all tensor ranks, though each computes its part alone: {_shown(sliced)}, "
                 "since ranks share key-value heads"
             )
         return TensorPlan(
@@ -370,24 +362,17 @@ class _Planner:
         )
 
 
-def _single(intervals: Iterable[Interval]) -> Shares:
-    return tuple((interval,) for interval in intervals)
-
-
 def _divisible_embedding(module: nn.Module) -> bool:
-    """An embedding whose rows may lie on several ranks."""
-    return (
-        isinstance(module, nn.Embedding)
-        and module.max_norm is None
-        and not module.scale_grad_by_freq
-        and not module.sparse
-    )
+    """Whether a module is an embedding whose rows may lie on several ranks."""
+    if not isinstance(module, nn.Embedding):
+        return False
+    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
 def _examples(modules: Iterable[str]) -> list[str]:
     return [name for name in modules if name.count(".") > 1][:4] or [name for name in modules if name][:4]
 
 
-def _without_numbers(names: Iterable[str]) -> list[str]:
+def _shown(names: Iterable[str]) -> str:
     """Names with `*` for numbers, each once."""
-    return list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))
+    return ", ".join(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))

@@ -1,6 +1,6 @@
-"""What a tensor rank holds of each parameter, from the plan alone.
+"""A tensor-parallel plan: which layer is divided how among the ranks of the tensor axis, and so what each holds of a parameter.
 
-A plan: which layer is divided how among the ranks of the tensor axis. Values alone; `planner.py` makes them.
+Values alone; `planner.py` makes them.
 """
 
 from __future__ import annotations
@@ -108,14 +108,13 @@ class TensorPlan:
 
 
 def parts_of(model: nn.Module, plan: TensorPlan, rank: int, *, sequence: bool) -> Mapping[str, ParameterPart]:
-    """The part of every parameter of the whole `model` that is divided, or whole with partial gradients; by its first FQN.
+    """Find the part of every parameter of the whole `model` that is divided, or whole with partial gradients, by its first FQN.
 
     All others are whole on every rank, with the same gradient on each. `sequence`: blocks pass on shares of the sequence.
 
     Raises:
         LayoutError: when modules divide a parameter that they share in different ways.
     """
-    everyone = tuple(range(plan.size))
     layers = {layer.module: layer for layer in plan.layers}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, ParameterPart] = {}
@@ -126,12 +125,9 @@ def parts_of(model: nn.Module, plan: TensorPlan, rank: int, *, sequence: bool) -
         layer = layers.get(module)
         if layer is not None:
             part = _part(layer, model.get_submodule(module), leaf, shape, rank)
-        whole = ParameterPart(region=Region.whole(shape), holders=everyone, partial=True)
         if part is None and (_partial(plan, full) or (sequence and _on_shares(plan, full))):
-            part = whole
-        if part is None:
-            continue
-        if found.setdefault(name, part) != part:
+            part = ParameterPart(region=Region.whole(shape), holders=tuple(range(plan.size)), partial=True)
+        if part is not None and found.setdefault(name, part) != part:
             raise LayoutError(f"{name} and {full} are one parameter, which two modules divide differently")
     return found
 
