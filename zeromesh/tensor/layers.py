@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,20 +25,20 @@ from zeromesh.kernels.cpu_matmul import linear
 from zeromesh.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 from zeromesh.tensor import autograd_collectives
 from zeromesh.tensor.dropout_rng import ShardedRandomness
+from zeromesh.tensor.plan.attention_split import linear_form
 from zeromesh.tensor.shared_input import SequenceShares, SharedInput, sequence_dim
 
 
 class _Linear(nn.Module):
-    """`weight` and `bias` under the names of `nn.Linear`; features are those of this rank."""
+    """Has the `weight` and `bias` of the `linear` layer that it replaces, of which features are those of this rank."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> None:
+    def __init__(self, linear: Any) -> None:
         super().__init__()
-        self.transposed = transposed
-        self.weight = weight
-        self.register_parameter("bias", bias)
+        self.transposed = bool(linear_form(linear))
+        self.weight: nn.Parameter = linear.weight
+        self.register_parameter("bias", linear.bias)
         self.bias: nn.Parameter | None
-        features = weight.shape if transposed else weight.shape[::-1]
-        self.in_features, self.out_features = features
+        self.in_features, self.out_features = self.weight.shape if self.transposed else self.weight.shape[::-1]
 
     def extra_repr(self) -> str:
         form = ", transposed" if self.transposed else ""
@@ -55,15 +56,13 @@ class ColumnParallelLinear(_Linear):
 
     def __init__(
         self,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
+        linear: Any,
         source: SharedInput,
         *,
-        transposed: bool = False,
         randomness: ShardedRandomness | None = None,
         gathered: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(weight, bias, transposed=transposed)
+        super().__init__(linear)
         self._source = source
         self._number = source.join(self)
         self._randomness = randomness
@@ -86,16 +85,9 @@ class SlicedColumnLinear(_Linear):
     """
 
     def __init__(
-        self,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
-        source: SharedInput,
-        rows: Sequence[Interval],
-        *,
-        transposed: bool = False,
-        randomness: ShardedRandomness | None = None,
+        self, linear: Any, source: SharedInput, rows: Sequence[Interval], *, randomness: ShardedRandomness | None = None
     ) -> None:
-        super().__init__(weight, bias, transposed=transposed)
+        super().__init__(linear)
         self._source = source
         source.join(self)
         self._rows = tuple(rows)
@@ -126,17 +118,15 @@ class RowParallelLinear(_Linear):
 
     def __init__(
         self,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
+        linear: Any,
         exchange: Exchange,
         *,
-        transposed: bool = False,
         shares: SequenceShares | None = None,
         randomness: ShardedRandomness | None = None,
         source: SharedInput | None = None,
         splits: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(weight, bias, transposed=transposed)
+        super().__init__(linear)
         self._exchange = exchange
         self._shares = shares
         self._randomness = randomness
@@ -200,10 +190,8 @@ class VocabParallelHead(ColumnParallelLinear):
     A call gives the logits of all tokens, gathered. `loss` never makes them.
     """
 
-    def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, source: SharedInput, sizes: Sequence[int]
-    ) -> None:
-        super().__init__(weight, bias, source, gathered=tuple(sizes))
+    def __init__(self, linear: Any, source: SharedInput, sizes: Sequence[int]) -> None:
+        super().__init__(linear, source, gathered=tuple(sizes))
         self.sizes = tuple(sizes)
         self.exchange = source.exchange
 

@@ -35,7 +35,6 @@ from zeromesh.tensor.layers import (
     latent_and_rotary,
     lookup_own,
 )
-from zeromesh.tensor.plan.attention_split import linear_form
 from zeromesh.tensor.plan.tensor_plan import LayerPlan, Style, TensorPlan, parts_of
 from zeromesh.tensor.sequence_parallel import check_blocks, share_sequence
 from zeromesh.tensor.shared_input import SequenceShares, SharedInput
@@ -128,11 +127,11 @@ class _Application:
                 self.undo += replace_parameter(self.model, old, made)
         head = None
         for layer in self.plan.layers:
-            made_module = self._module(layer)
-            if isinstance(made_module, VocabParallelHead):
-                head = made_module
-            if made_module is not None:
-                self._replace(layer.module, made_module)
+            replacement = self._module(layer)
+            if isinstance(replacement, VocabParallelHead):
+                head = replacement
+            if replacement is not None:
+                self._replace(layer.module, replacement)
         self._patch()
         if self.shares is not None:
             readers = {name: self.sources[name] for name in self.readers}
@@ -149,7 +148,7 @@ class _Application:
         )
 
     def _module(self, layer: LayerPlan) -> nn.Module | None:
-        """What replaces the module of `layer`; None where it stays."""
+        """Make the module that replaces the one of `layer`; None where it stays."""
         module: Any = self.model.get_submodule(layer.module)
         index = self.exchange.index
         if layer.style is Style.EXPERTS:
@@ -165,19 +164,16 @@ class _Application:
             return None
         if layer.style is Style.EMBEDDING:
             return self._embedding(module, layer.shares[index][0])
-        transposed = bool(linear_form(module))
         if layer.style is Style.HEAD:
-            return VocabParallelHead(module.weight, module.bias, SharedInput(self.exchange), layer.sizes())
+            return VocabParallelHead(module, SharedInput(self.exchange), layer.sizes())
         # In a block of experts the sequence is whole, since the router's losses are no sums over tokens.
         on_shares = self.plan.in_block(layer.module) and not self.plan.in_experts(layer.module)
         shares = self.shares if on_shares else None
         randomness = self.randomness if self.shares is None else None
         if layer.style in (Style.ROW, Style.ROW_SPLIT):
             return RowParallelLinear(
-                module.weight,
-                module.bias,
+                module,
                 self.exchange,
-                transposed=transposed,
                 shares=shares,
                 randomness=randomness,
                 source=self.sources.get(layer.parent),
@@ -185,14 +181,10 @@ class _Application:
             )
         source = self._source(layer.parent, shares)
         if layer.style is Style.COLUMN_GATHERED:
-            return ColumnParallelLinear(
-                module.weight, module.bias, source, transposed=transposed, gathered=layer.sizes()
-            )
+            return ColumnParallelLinear(module, source, gathered=layer.sizes())
         if layer.style is Style.SLICED:
-            return SlicedColumnLinear(
-                module.weight, module.bias, source, layer.shares[index], transposed=transposed, randomness=randomness
-            )
-        return ColumnParallelLinear(module.weight, module.bias, source, transposed=transposed, randomness=randomness)
+            return SlicedColumnLinear(module, source, layer.shares[index], randomness=randomness)
+        return ColumnParallelLinear(module, source, randomness=randomness)
 
     def _source(self, parent: str, shares: SequenceShares | None) -> SharedInput:
         if parent not in self.sources:
