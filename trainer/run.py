@@ -15,8 +15,7 @@ from zeromesh.trainer.loop.progress import RunProgress
 from zeromesh.trainer.models.build import check_model
 from zeromesh.trainer.models.hub_download import pin_sources
 from zeromesh.trainer.monitoring.console import make_console
-from zeromesh.trainer.monitoring.log_history import LogHistory
-from zeromesh.trainer.monitoring.progress import Progress
+from zeromesh.trainer.monitoring.progress import LogHistory, Progress
 from zeromesh.trainer.monitoring.start_times import StartTimes
 from zeromesh.trainer.monitoring.step_stats import StepStats
 from zeromesh.trainer.setup import build

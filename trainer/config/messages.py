@@ -27,54 +27,40 @@ _SECRET_NUMBER = re.compile(
 )
 """Names such as num_key_value_heads and bos_token_id are those of numbers, too, which are none."""
 
-# Names that people bring from other trainers, in lower case, and where they live here.
 _ELSEWHERE = {
-    "learning_rate": "optimizer.lr",
-    "weight_decay_rate": "optimizer.weight_decay",
-    "adam_beta1": "optimizer.betas",
-    "adam_beta2": "optimizer.betas",
-    "adam_epsilon": "optimizer.eps",
-    "optim": "optimizer.name",
-    "lr_scheduler_type": "schedule.name",
-    "warmup_ratio": "schedule.warmup_ratio",
-    "num_warmup_steps": "schedule.warmup_steps",
-    "max_grad_norm": "run.clip_norm",
-    "gradient_clipping": "run.clip_norm",
-    "grad_clip": "run.clip_norm",
-    "per_device_train_batch_size": "batch.micro_size",
-    "train_micro_batch_size_per_gpu": "batch.micro_size",
-    "train_batch_size": "batch.global_size",
-    "batch_size": "batch.global_size",
-    "gradient_accumulation_steps": "batch.global_size (accumulation is derived from it)",
-    "num_train_epochs": "run.epochs",
-    "epochs": "run.epochs",
-    "steps": "run.max_steps",
-    "logging_steps": "run.log_every",
-    "logging_first_step": "run.log_first_step",
-    "eval_steps": "run.eval_every",
-    "gradient_checkpointing": "model.activation_checkpointing",
-    "torch_compile": "model.compile",
-    "model_name_or_path": "model.source",
-    "max_length": "data.sequence_length",
-    "max_seq_length": "data.sequence_length",
-    "seq_len": "data.sequence_length",
-    "block_size": "data.sequence_length",
-    "dtype": "precision.compute",
-    "bf16": "precision.compute",
-    "fp16": "precision.compute",
-    "zero_stage": "zero.stage",
-    "zero_optimization": "zero.stage",
-    "overlap_comm": "zero.overlap",
-    "offload_optimizer": "offload.optimizer",
-    "offload_param": "offload.parameters",
-    "cpu_offload": "offload.optimizer",
-    "nvme_path": "offload.directory",
-    "device": "offload.optimizer",
-    "world_size": "parallel.shard",
-    "dp": "parallel.shard",
-    "tp": "parallel.tensor",
-    "pp": "parallel.pipeline",
+    "optimizer.lr": "learning_rate",
+    "optimizer.weight_decay": "weight_decay_rate",
+    "optimizer.betas": "adam_beta1 adam_beta2",
+    "optimizer.eps": "adam_epsilon",
+    "optimizer.name": "optim",
+    "schedule.name": "lr_scheduler_type",
+    "schedule.warmup_ratio": "warmup_ratio",
+    "schedule.warmup_steps": "num_warmup_steps",
+    "run.clip_norm": "max_grad_norm gradient_clipping grad_clip",
+    "batch.micro_size": "per_device_train_batch_size train_micro_batch_size_per_gpu",
+    "batch.global_size": "train_batch_size batch_size",
+    "batch.global_size (accumulation is derived from it)": "gradient_accumulation_steps",
+    "run.epochs": "num_train_epochs epochs",
+    "run.max_steps": "steps",
+    "run.log_every": "logging_steps",
+    "run.log_first_step": "logging_first_step",
+    "run.eval_every": "eval_steps",
+    "model.activation_checkpointing": "gradient_checkpointing",
+    "model.compile": "torch_compile",
+    "model.source": "model_name_or_path",
+    "data.sequence_length": "max_length max_seq_length seq_len block_size",
+    "precision.compute": "dtype bf16 fp16",
+    "zero.stage": "zero_stage zero_optimization",
+    "zero.overlap": "overlap_comm",
+    "offload.optimizer": "offload_optimizer cpu_offload device",
+    "offload.parameters": "offload_param",
+    "offload.directory": "nvme_path",
+    "parallel.shard": "world_size dp",
+    "parallel.tensor": "tp",
+    "parallel.pipeline": "pp",
 }
+"""Keys, and names in lower case that people bring for them from other trainers."""
+_BY_OTHER_NAME = {name: key for key, names in _ELSEWHERE.items() for name in names.split()}
 
 
 def fields(model: type[BaseModel] = TrainerConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -129,8 +115,8 @@ def suggestion(path: str) -> str | None:
     slip = _nearest(key, [sibling.rpartition(".")[2] for sibling in siblings], cutoff=0.6)
     if slip is not None:
         return f"{section}.{slip}" if section else slip
-    if key.lower() in _ELSEWHERE:
-        return _ELSEWHERE[key.lower()]
+    if key.lower() in _BY_OTHER_NAME:
+        return _BY_OTHER_NAME[key.lower()]
     slip = _nearest(key, list(leaves), cutoff=0.8)
     return leaves[slip] if slip else None
 

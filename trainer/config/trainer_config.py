@@ -1,15 +1,13 @@
 """The configuration of a run as a whole: its sections, and the rules that join several keys.
 
 The keys are in `sections/`; `docs/configuration.md` is generated from these models by `scripts/config_reference.py`, and
-`loading/load.py` reads files and reports all problems at once. A rule is a row of data: the keys that it joins, and a function from
-a configuration to the problems that it finds. So a rule is left out when one of its keys is wrong by itself, and all others are
-still reported.
+`loading/load.py` reads files and reports all problems at once. A rule names the keys that it joins, so that it is left
+out when one of them is wrong by itself, and all others are still reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -109,19 +107,30 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    """`find` yields the problems of a configuration whose `keys` are each valid."""
-
-    keys: tuple[str, ...]
-    find: Callable[[TrainerConfig], Iterator[str]]
+Find = Callable[[TrainerConfig], Iterator[str]]
+_RULES: list[tuple[frozenset[str], Find]] = []
+"""The keys that a rule joins, and what yields the problems of a configuration whose keys are each valid."""
 
 
 def disagreements(config: TrainerConfig, *, wrong: frozenset[str] = frozenset()) -> list[str]:
     """What does not agree in `config`, leaving out rules about keys that are `wrong` by themselves."""
-    return [problem for rule in _RULES if not wrong.intersection(rule.keys) for problem in rule.find(config)]
+    return [problem for keys, find in _RULES if not wrong & keys for problem in find(config)]
 
 
+def _rule(*keys: str) -> Callable[[Find], Find]:
+    def add(find: Find) -> Find:
+        _RULES.append((frozenset(keys), find))
+        return find
+
+    return add
+
+
+_LONG = 1 << 50
+"""Steps of a run whose length is not known yet: more than any warm-up or decay."""
+_CURVE_KEYS = tuple(key for key in ScheduleSection.model_fields if key != "warmup_ratio")
+
+
+@_rule("model.source", "model.config", "model.revision", "model.trust_remote_code")
 def _model(config: TrainerConfig) -> Iterator[str]:
     model = config.model
     if model.source is not None and model.config is not None and "model_type" in model.config:
@@ -136,6 +145,7 @@ def _model(config: TrainerConfig) -> Iterator[str]:
             yield f"model.{key}: is about model.source, and that is null; set model.source, or leave model.{key} out"
 
 
+@_rule("model.config", "data.sequence_length")
 def _positions(config: TrainerConfig) -> Iterator[str]:
     for key in ("max_position_embeddings", "n_positions"):
         limit = (config.model.config or {}).get(key)
@@ -146,6 +156,7 @@ def _positions(config: TrainerConfig) -> Iterator[str]:
             )
 
 
+@_rule("parallel.tensor", "parallel.pipeline", "parallel.schedule", "parallel.chunks")
 def _mesh(config: TrainerConfig) -> Iterator[str]:
     parallel = config.parallel
     if parallel.tensor == 1:
@@ -172,6 +183,7 @@ def _mesh(config: TrainerConfig) -> Iterator[str]:
         )
 
 
+@_rule("precision.compute", "precision.master", "precision.reduce")
 def _widths(config: TrainerConfig) -> Iterator[str]:
     """An update reads sums into master weights, so both are of one dtype, and no narrower than what was computed."""
     precision = config.precision
@@ -188,6 +200,7 @@ def _widths(config: TrainerConfig) -> Iterator[str]:
         )
 
 
+@_rule("precision.compute", "run.on_nonfinite")
 def _float16(config: TrainerConfig) -> Iterator[str]:
     if config.precision.compute == "float16" and config.run.on_nonfinite == "stop":
         yield (
@@ -196,6 +209,7 @@ def _float16(config: TrainerConfig) -> Iterator[str]:
         )
 
 
+@_rule("optimizer.in_backward", "run.clip_norm", "run.on_nonfinite", "precision.compute")
 def _in_backward(config: TrainerConfig) -> Iterator[str]:
     """Inside backward neither the norm nor the finiteness of all gradients is known yet."""
     if not config.optimizer.in_backward:
@@ -211,6 +225,7 @@ def _in_backward(config: TrainerConfig) -> Iterator[str]:
         )
 
 
+@_rule("offload.parameters", "zero.stage")
 def _offload(config: TrainerConfig) -> Iterator[str]:
     """Only stage 3 gathers parameters around their use."""
     if config.offload.parameters.tier != "none" and config.zero.stage < 3:
@@ -220,6 +235,7 @@ def _offload(config: TrainerConfig) -> Iterator[str]:
         )
 
 
+@_rule("offload.activations", "model.activation_checkpointing", "model.compile")
 def _activations(config: TrainerConfig) -> Iterator[str]:
     """What rests elsewhere is the inputs of blocks that are recomputed."""
     if config.offload.activations.tier != "none" and config.model.activation_checkpointing == "none":
@@ -234,6 +250,7 @@ def _activations(config: TrainerConfig) -> Iterator[str]:
         )
 
 
+@_rule("batch.micro_size", "batch.global_size")
 def _batch(config: TrainerConfig) -> Iterator[str]:
     batch = config.batch
     if batch.micro_size > batch.global_size:
@@ -243,6 +260,7 @@ def _batch(config: TrainerConfig) -> Iterator[str]:
         )
 
 
+@_rule("schedule.warmup_steps", "schedule.warmup_ratio", "run.max_steps", "run.epochs")
 def _warmup(config: TrainerConfig) -> Iterator[str]:
     warmup, steps = config.schedule.warmup_steps, config.run.max_steps
     if warmup > steps and config.run.epochs is None and config.schedule.warmup_ratio is None:
@@ -252,6 +270,7 @@ def _warmup(config: TrainerConfig) -> Iterator[str]:
         )
 
 
+@_rule("run.load_best", "run.patience", "run.eval_every", "checkpoint.every_steps")
 def _best(config: TrainerConfig) -> Iterator[str]:
     """What is judged by evaluations needs some on the way."""
     run = config.run
@@ -262,17 +281,20 @@ def _best(config: TrainerConfig) -> Iterator[str]:
         yield "run.load_best keeps the best weights in a checkpoint, and checkpoint.every_steps is 0; set it, or load_best to false"
 
 
+@_rule("ema.evaluate", "ema.decay")
 def _ema(config: TrainerConfig) -> Iterator[str]:
     if config.ema.evaluate and not config.ema.decay:
         yield "ema.evaluate: true needs averaged weights; set ema.decay, such as 0.999"
 
 
+@_rule("profile.steps")
 def _profile(config: TrainerConfig) -> Iterator[str]:
     steps = config.profile.steps
     if steps is not None and steps[0] > steps[1]:
         yield f"profile.steps: {list(steps)} ends before it begins; give the first and the last step that are recorded"
 
 
+@_rule(*(f"schedule.{key}" for key in _CURVE_KEYS), "run.max_steps")
 def _curve(config: TrainerConfig) -> Iterator[str]:
     """The schedule knows its own options, and says what is wrong with them."""
     try:
@@ -285,44 +307,5 @@ def schedule_of(config: TrainerConfig) -> LRSchedule:
     """The learning-rate schedule that `config` names, of a long run where its steps follow from epochs. Raises `ConfigError`."""
     schedule = config.schedule
     steps = config.run.max_steps if config.run.epochs is None else _LONG
-    return LRSchedule(
-        name=schedule.name,
-        warmup_steps=min(schedule.warmup_steps, steps),
-        total_steps=steps,
-        min_ratio=schedule.min_ratio,
-        num_cycles=schedule.num_cycles,
-        power=schedule.power,
-        decay_steps=schedule.decay_steps,
-        decay_shape=schedule.decay_shape,
-        timescale=schedule.timescale,
-        warmup_shape=schedule.warmup_shape,
-        start_ratio=schedule.start_ratio,
-    )
-
-
-_LONG = 1 << 50
-"""Steps of a run whose length is not known yet: more than any warm-up or decay."""
-_CURVE_KEYS = (
-    *("name", "warmup_steps", "min_ratio", "num_cycles", "power", "decay_steps", "decay_shape"),
-    *("timescale", "warmup_shape", "start_ratio"),
-)
-
-_RULES = (
-    Rule(keys=("model.source", "model.config", "model.revision", "model.trust_remote_code"), find=_model),
-    Rule(keys=("model.config", "data.sequence_length"), find=_positions),
-    Rule(keys=("parallel.tensor", "parallel.pipeline", "parallel.schedule", "parallel.chunks"), find=_mesh),
-    Rule(keys=("precision.compute", "precision.master", "precision.reduce"), find=_widths),
-    Rule(keys=("precision.compute", "run.on_nonfinite"), find=_float16),
-    Rule(
-        keys=("optimizer.in_backward", "run.clip_norm", "run.on_nonfinite", "precision.compute"),
-        find=_in_backward,
-    ),
-    Rule(keys=("offload.parameters", "zero.stage"), find=_offload),
-    Rule(keys=("offload.activations", "model.activation_checkpointing", "model.compile"), find=_activations),
-    Rule(keys=("batch.micro_size", "batch.global_size"), find=_batch),
-    Rule(keys=("schedule.warmup_steps", "schedule.warmup_ratio", "run.max_steps", "run.epochs"), find=_warmup),
-    Rule(keys=("run.load_best", "run.patience", "run.eval_every", "checkpoint.every_steps"), find=_best),
-    Rule(keys=("ema.evaluate", "ema.decay"), find=_ema),
-    Rule(keys=("profile.steps",), find=_profile),
-    Rule(keys=(*(f"schedule.{key}" for key in _CURVE_KEYS), "run.max_steps"), find=_curve),
-)
+    curve: dict[str, Any] = {key: getattr(schedule, key) for key in _CURVE_KEYS}
+    return LRSchedule(**(curve | {"warmup_steps": min(schedule.warmup_steps, steps), "total_steps": steps}))

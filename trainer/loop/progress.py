@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from zeromesh.trainer.checkpoints.best_metric import Best
 from zeromesh.trainer.data.feed import Feed
-from zeromesh.trainer.monitoring.log_history import LogHistory
-from zeromesh.trainer.monitoring.progress import FitReport, Progress
+from zeromesh.trainer.monitoring.progress import FitReport, LogHistory, Progress
 
 Values = dict[str, float]
 """Values of an evaluation or of a run by name, such as `eval_loss`."""

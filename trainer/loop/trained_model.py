@@ -29,7 +29,7 @@ from zeromesh.trainer.models.generation import check_arguments, generate
 from zeromesh.trainer.models.prepare import KeptAttributes
 from zeromesh.trainer.models.save_pretrained import save_model
 from zeromesh.trainer.monitoring.console import RunConsole
-from zeromesh.trainer.monitoring.oom_report import explained
+from zeromesh.trainer.monitoring.memory import explained
 from zeromesh.zero.engine import ZeroEngine
 
 

@@ -19,8 +19,7 @@ from zeromesh.trainer.loop.context import RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line
 from zeromesh.trainer.loop.stop_signals import StopRequest
 from zeromesh.trainer.loop.train_step import StepEvents
-from zeromesh.trainer.monitoring.memory_timeline import NAME as STEP_MEMORY
-from zeromesh.trainer.monitoring.memory_timeline import MemoryTimeline
+from zeromesh.trainer.monitoring.memory import STEP_MEMORY, MemoryTimeline
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, MetricsWriter, StepMetrics
 from zeromesh.trainer.monitoring.step_stats import RankStats, Stragglers

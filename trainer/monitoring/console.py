@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console as RichConsole
 from rich.errors import ConsoleError
@@ -29,72 +29,34 @@ _SILENCE_SECONDS = 5.0  # after which a log file gets a line of status
 _DISPLAY_ERRORS = (OSError, ValueError, ConsoleError)
 
 
-class RunConsole(Protocol):
-    """What the trainer tells about a run. All methods may be called in any order and raise nothing."""
+class RunConsole:
+    """What the trainer tells about a run. All methods may be called in any order, and none raises. This class shows nothing: it
+    is the console of all ranks but the first.
+    """
 
     def note(self, text: str) -> None:
         """Show one line once."""
-        ...
 
     def status(self, text: str) -> None:
         """Show what goes on now, until anything else is shown."""
-        ...
 
     def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
         """Begin to show progress: `first_step` of `total_steps` are done, and what comes `after` them takes as long as so many."""
-        ...
 
     def advance(self, step: int) -> None:
-        """Say that `step` steps are done."""
-        ...
+        """Show that `step` steps are done."""
 
     def step(self, metrics: StepMetrics) -> None:
         """Show a logged step."""
-        ...
 
     def close(self) -> None:
-        """Stop showing progress and leave the terminal as it was."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-
-class SilentConsole:
-    """The console of all ranks but the first: it takes everything and shows nothing."""
-
-    def note(self, text: str) -> None:
-        """Show nothing."""
-
-    def status(self, text: str) -> None:
-        """Show nothing."""
-
-    def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
-        """Show nothing."""
-
-    def advance(self, step: int) -> None:
-        """Show nothing."""
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Show nothing."""
-
-    def close(self) -> None:
-        """Nothing to close."""
+        """Stop showing progress and leave the terminal as it was. Closing twice is allowed."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -106,11 +68,11 @@ class _Terminal(RichConsole):
         raise BrokenPipeError("the reader of the output has gone")
 
 
-class Console(SilentConsole):
+class Console(RunConsole):
     """The console of rank 0, on `stream` (standard output if None).
 
-    On a terminal: a bar with steps, time left and the numbers of the last logged step. Elsewhere: a line per
-    logged step, and a line of status where nothing has been said for a while.
+    On a terminal: a bar with steps, time left and the numbers of the last logged step, drawn a few times a second at most; notes
+    stand above it. Elsewhere: a line per logged step, and a line of status where nothing has been shown for a while.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -123,21 +85,18 @@ class Console(SilentConsole):
         self._after = 0.0
         self._started = time.monotonic()
         self._drawn = -math.inf
-        self._said = time.monotonic()
+        self._printed = time.monotonic()
         self._alive = True
         self._live: Live | None = None
         self._numbers = ""
 
     def note(self, text: str) -> None:
-        """Show one line once, above the bar where there is one."""
         self._attempt(lambda: self._print(text))
 
     def status(self, text: str) -> None:
-        """Show what goes on now: in the bar, on a line that the next note replaces, or now and then as a line."""
         self._attempt(lambda: self._show_status(text))
 
     def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
-        """Begin to show progress: `first_step` of `total_steps` are done, and what comes `after` them takes as long as so many."""
         self._attempt(self._end_status, always=True)
         self._total_steps, self._first_step, self._started = total_steps, first_step, time.monotonic()
         self._after = after
@@ -145,11 +104,9 @@ class Console(SilentConsole):
             self._attempt(self._start_bar)
 
     def advance(self, step: int) -> None:
-        """Move the bar to `step`; it is drawn a few times a second at most."""
         self._attempt(lambda: self._move_bar(step))
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a logged step, in the bar or as a line."""
         if self._progress is not None:
             self._numbers = _bar_numbers(metrics)
             self._attempt(lambda: self._move_bar(metrics.step, self._numbers))
@@ -157,7 +114,6 @@ class Console(SilentConsole):
             self._attempt(lambda: self._print(self._line(metrics)))
 
     def close(self) -> None:
-        """Draw the bar once more and leave the terminal as it was; closing twice is allowed."""
         self._attempt(self._end_status, always=True)
         progress, self._progress = self._progress, None
         if progress is not None:
@@ -175,7 +131,7 @@ class Console(SilentConsole):
 
     def _print(self, text: str) -> None:
         self._end_status()
-        self._said = time.monotonic()
+        self._printed = time.monotonic()
         if self._progress is not None:
             self._progress.update(self._task, numbers=self._numbers)
         # A log file's lines are not wrapped, whatever width rich assumes of it.
@@ -185,7 +141,7 @@ class Console(SilentConsole):
     def _show_status(self, text: str) -> None:
         now = time.monotonic()
         if not self._is_terminal:
-            if now - self._said >= _SILENCE_SECONDS:
+            if now - self._printed >= _SILENCE_SECONDS:
                 self._print(text)
         elif now - self._drawn >= _REFRESH_SECONDS:
             if self._progress is not None:
@@ -220,10 +176,8 @@ class Console(SilentConsole):
     def _move_bar(self, step: int | None, numbers: str | None = None) -> None:
         if self._progress is None:
             return
-        if numbers is None:
-            self._progress.update(self._task, completed=step)
-        else:
-            self._progress.update(self._task, completed=step, numbers=numbers)
+        fields: dict[str, Any] = {} if numbers is None else {"numbers": numbers}
+        self._progress.update(self._task, completed=step, **fields)
         now = time.monotonic()
         if now - self._drawn >= _REFRESH_SECONDS:
             self._drawn = now
@@ -242,7 +196,7 @@ class Console(SilentConsole):
 
 def make_console(rank: int, stream: TextIO | None = None) -> RunConsole:
     """The console of a rank: rank 0 shows, the others are silent."""
-    return Console(stream) if rank == 0 else SilentConsole()
+    return Console(stream) if rank == 0 else RunConsole()
 
 
 def step_line(metrics: StepMetrics, *, total_steps: int = 0) -> str:

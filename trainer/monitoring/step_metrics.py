@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -54,16 +54,7 @@ class StepMetrics:
 
     def record(self) -> dict[str, Any]:
         """The line of `metrics.jsonl`: the fields in their order, then the extras."""
-        own: dict[str, Any] = {
-            "step": self.step,
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-            "lr": self.lr,
-            "tokens": self.tokens,
-            "tokens_per_second": self.tokens_per_second,
-            "step_seconds": self.step_seconds,
-            "peak_memory_bytes": self.peak_memory_bytes,
-        }
+        own: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)[:-2]}
         own |= {} if self.unit == "tokens" else {"unit": self.unit}
         return own | {name: value for name, value in self.extras.items() if name not in own}
 

@@ -22,7 +22,7 @@ from zeromesh.telemetry.comm_stats import Collective
 from zeromesh.telemetry.step_recorder import StepPhase, StepRecorder
 from zeromesh.trainer.config.loading.load import load_config
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
-from zeromesh.trainer.monitoring.oom_report import ran_out
+from zeromesh.trainer.monitoring.memory import ran_out
 
 CASES = "profiling_cases"
 

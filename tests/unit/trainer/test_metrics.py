@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from zeromesh.errors import StorageError
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.monitoring import step_metrics
-from zeromesh.trainer.monitoring.console import Console, SilentConsole, make_console, step_line
+from zeromesh.trainer.monitoring.console import Console, RunConsole, make_console, step_line
 from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, StepMetrics, last_metrics, read_metrics
 
 
@@ -257,7 +257,7 @@ def test_a_text_that_the_stream_cannot_encode_does_not_end_a_run() -> None:
 
 def test_ranks_above_zero_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
     console = make_console(1)
-    assert type(console) is SilentConsole
+    assert type(console) is RunConsole
     with console:
         console.start(total_steps=3)
         console.note("x")

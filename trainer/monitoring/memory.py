@@ -1,9 +1,12 @@
-"""When memory runs out: a file that says what holds it, by purpose, and an error that names the file."""
+"""Memory of this rank in files of the run's directory: over one step, and what holds it when it runs out."""
 
 from __future__ import annotations
 
 import json
 import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from zeromesh.environment import secret_values
 from zeromesh.errors import StorageError, ZeromeshError
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Tier, available_bytes, peak_bytes, resident_bytes
+from zeromesh.offload import Ledger, Tier, available_bytes, peak_bytes, resident_bytes
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.units.unit import Phase
@@ -115,3 +118,40 @@ def _largest(engine: ZeroEngine) -> list[dict[str, Any]]:
                 rows.append((0 if tensor is None else tensor.nbytes, unit.name, what))
     rows.sort(key=lambda row: -row[0])
     return [{"bytes": nbytes, "unit": unit, "what": what} for nbytes, unit, what in rows[:_LARGEST] if nbytes]
+
+
+STEP_MEMORY = "step_memory.json"
+_MOST_EVENTS = 20_000
+
+
+class MemoryTimeline:
+    """Records when bytes of each purpose come and go in the second step of a process, for the first allocates what stays.
+
+        {"step": 2, "seconds": 0.41, "events": [[0.0, "device", "parameters", 8392704], [0.0031, ...], ...]}
+
+    An event says how many bytes of a purpose there are on a tier from that moment on. The ledger counts what is allocated on
+    purpose: states, gathered parameters, gradients, kept inputs of blocks; not what autograd keeps between. `path` is None where
+    nothing is written.
+    """
+
+    def __init__(self, path: Path | None, first_step: int) -> None:
+        self._path = path
+        self._step = first_step + 1
+
+    @contextmanager
+    def recorded(self, step: int, ledger: Ledger) -> Iterator[None]:
+        """Around each step, counted from 1."""
+        if self._path is None or step != self._step:
+            yield
+            return
+        began = time.perf_counter()
+        with ledger.recording(_MOST_EVENTS) as changes:
+            yield
+        seconds = time.perf_counter() - began
+        events = [
+            [round(max(0.0, change.at - began), 6), change.tier.value, change.purpose.name.lower(), change.nbytes]
+            for change in changes
+        ]
+        content = {"step": step, "seconds": round(seconds, 6), "events": events}
+        with suppress(OSError):  # Nothing depends on it, and a full disk is reported by what matters.
+            write_whole(self._path, json.dumps(content).encode(), sync=False)
