@@ -1,4 +1,4 @@
-"""What this process waits for disks to do, so that a rank whose disk is slow can be told from one that is stuck.
+"""The disk operations that this process waits for, so that a slow disk can be distinguished from a rank that is stuck.
 
 with disk_call("fsync", path): ...
 longest()       Waiting(what="fsync of '/data/run/model.safetensors'", seconds=3.2, since=3.4)
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 _Call = tuple[str, str | os.PathLike[str], float]
 
 _CALLS: dict[int, list[_Call]] = {}
-"""The calls that go on in each thread, inside each other: what is done, to which path, and since when."""
+"""The running calls of each thread, inside each other: what is done, to which path, and since when."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
-    """A call that goes on: for how many seconds, and for how many the outermost call around it."""
+    """A running call, its seconds so far, and those of the outermost call around it."""
 
     what: str
     seconds: float
@@ -30,7 +30,7 @@ class Waiting:
 
 @contextmanager
 def disk_call(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Inside the block this thread asks a disk for something that may take long; such blocks may lie inside each other."""
+    """Note for the length of the block that this thread waits for a disk; such blocks may lie inside each other."""
     thread = threading.get_ident()
     calls = _CALLS.setdefault(thread, [])
     calls.append((what, path, time.monotonic()))

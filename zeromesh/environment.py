@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from zeromesh.errors import ConfigError
@@ -112,10 +113,10 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
 def worker_environment(
     processes: int, *, environ: Mapping[str, str] | None = None, cores: int | None = None, alone: bool = True
 ) -> dict[str, str]:
-    """The variables to set for `processes` workers that this process starts on its host. What is set stays.
+    """The variables to set for `processes` workers that this process starts on its host; those that are set already are left out.
 
-    The workers share the cores out: else each one's kernels would use all of them, and they would wait for
-    each other. Loopback needs no host name that resolves, but leads to no other host: it is for a host `alone`.
+    The workers divide the cores among them: else each one's kernels would use all of them, and they would wait for each other.
+    Loopback needs no host name that resolves, but reaches no other host, so it is for a host `alone`.
     """
     environ = os.environ if environ is None else environ
     wanted = {"OMP_NUM_THREADS": str(max(1, (cores or available_cores()) // processes))}
@@ -141,7 +142,7 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def kept_environment() -> Iterator[None]:
-    """Whatever other people's code sets inside the context is as before after it."""
+    """Restore all variables at the end of the block, whatever other people's code has set inside."""
     before = dict(os.environ)
     try:
         yield
@@ -175,12 +176,12 @@ def die_with_launcher() -> None:
 
 
 def launcher_variables() -> dict[str, str]:
-    """What tells workers that this process is their launcher."""
+    """The variables that tell workers that this process is their launcher."""
     return {_LAUNCHER: str(os.getpid())}
 
 
 def rank_variables(environment: LaunchEnvironment, *, run_id: str, restart: int = 0) -> dict[str, str]:
-    """What tells a process that it is this rank. The names are torchrun's, which other libraries read too."""
+    """The variables that tell a process its rank. The names are torchrun's, which other libraries read too."""
     numbers = {
         "RANK": environment.rank,
         "WORLD_SIZE": environment.world_size,
@@ -200,7 +201,7 @@ def command_began() -> float | None:
 
 
 def launch_identity(environment: LaunchEnvironment) -> str:
-    """Text that is equal in all ranks of one start, and differs between starts that go on at the same time on a host."""
+    """Text that is equal in all ranks of one start, and differs between starts that run at the same time on a host."""
     started = (os.environ.get(name, "") for name in _RUN)
     return " ".join((environment.master_address, str(environment.master_port), *started))
 
@@ -329,16 +330,7 @@ def _is_slurm_step(environ: Mapping[str, str]) -> bool:
     return bool(environ.get("SLURM_PROCID")) and (in_step or not environ.get("SLURM_TASK_PID"))
 
 
-def _read_openmpi(environ: Mapping[str, str]) -> LaunchEnvironment:
-    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-    return _read_mpi(environ, names, "openmpi")
-
-
-def _read_mpich(environ: Mapping[str, str]) -> LaunchEnvironment:
-    return _read_mpi(environ, ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"], "mpich")
-
-
-def _read_mpi(environ: Mapping[str, str], names: list[str], launcher: Launcher) -> LaunchEnvironment:
+def _read_mpi(environ: Mapping[str, str], *, names: Sequence[str], launcher: Launcher) -> LaunchEnvironment:
     numbers = _integers(environ, names)
     rank, world_size, local_rank, local_world_size = (numbers[name] for name in names)
     address = environ.get("MASTER_ADDR")
@@ -370,7 +362,7 @@ def _job_port(environ: Mapping[str, str]) -> int:
     return 10000 + zlib.crc32(identity.encode()) % 20000 if identity.strip("/") else DEFAULT_PORT
 
 
-def _integers(environ: Mapping[str, str], names: list[str], also: tuple[str, ...] = ()) -> dict[str, int]:
+def _integers(environ: Mapping[str, str], names: Sequence[str], also: tuple[str, ...] = ()) -> dict[str, int]:
     """The values of `names` as integers; `also` must be set too. Raises `ConfigError` naming what is not."""
     missing = [name for name in (*names, *also) if not environ.get(name)]
     if missing:
@@ -431,10 +423,16 @@ _FAMILIAR = (
 # In this order. torchrun's variables are the explicit ones. `mpirun` inside a Slurm job leaves its own
 # daemon's SLURM_PROCID in every rank, so MPI comes before Slurm; but `srun --mpi=pmi2` sets PMI_RANK beside
 # good Slurm variables, so MPICH comes first only where its own mpiexec has been (MPI_LOCALRANKID).
+_OPENMPI = partial(
+    _read_mpi,
+    names=[f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    launcher="openmpi",
+)
+_MPICH = partial(_read_mpi, names=["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"], launcher="mpich")
 _READERS: tuple[tuple[_Marker, _Reader], ...] = (
     (_is_set("RANK"), _read_torchrun),
-    (_is_set("OMPI_COMM_WORLD_RANK"), _read_openmpi),
-    (_is_set("PMI_RANK", "MPI_LOCALRANKID"), _read_mpich),
+    (_is_set("OMPI_COMM_WORLD_RANK"), _OPENMPI),
+    (_is_set("PMI_RANK", "MPI_LOCALRANKID"), _MPICH),
     (_is_slurm_step, _read_slurm),
-    (_is_set("PMI_RANK"), _read_mpich),
+    (_is_set("PMI_RANK"), _MPICH),
 )

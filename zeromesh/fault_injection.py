@@ -43,7 +43,7 @@ _VARIABLE = "ZEROMESH_FAULT"
 
 @dataclass(kw_only=True, slots=True)
 class Fault:
-    """What strikes, where, on which rank and at which visit; `visits` counts them."""
+    """A kind of fault, its site, its rank, and the visit of the site at which it strikes; `visits` counts the visits."""
 
     kind: str
     site: str
@@ -52,7 +52,7 @@ class Fault:
     visits: int = 0
 
     def strike(self, path: Path | None, start: int, end: int) -> None:
-        """Do it. `path` and its bytes [start, end) are what has just been written there, if anything."""
+        """Cause the fault. `path` and its bytes [start, end) are what has just been written at the site, if anything."""
         if self.kind == "disk-full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self.kind in _ON_FILES and path is not None:
@@ -64,7 +64,7 @@ class Fault:
 
 
 def visit(site: str, path: Path | None = None, start: int = 0, end: int = 0) -> None:
-    """This process is at a site, where it may have just written bytes [start, end) of `path`.
+    """Note that this process is at a site, where it may have just written bytes [start, end) of `path`; a fault may strike.
 
     Raises:
         OSError: where a full disk was asked for.
@@ -88,7 +88,7 @@ def _fault() -> Fault | None:
 
 
 def parse(text: str) -> Fault:
-    """Raises `ConfigError` for a text that names no fault."""
+    """The fault that a text describes. Raises `ConfigError` for a text that describes none."""
     kind, _, rest = text.partition("@")
     site, *numbers = rest.split(":")
     if kind not in KINDS or site not in SITES or len(numbers) > 2 or not all(word.isdecimal() for word in numbers):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,6 @@ from zeromesh.telemetry.watchdog import Activity
 _FALLBACKS = {"master": "model", "ema": "model"}
 """What equals the parameters is stored once, as parameters: master weights of their dtype, averages of what was never trained."""
 _NAMED = 5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Skipped:
-    """A checkpoint that cannot be used, and why."""
-
-    step: int
-    reason: str
 
 
 class Loader:

@@ -32,12 +32,12 @@ class Remover:
                 threading.Thread(target=self._run, name="zeromesh-remove", daemon=True).start()
 
     def wait(self, *, left: int = 0, seconds: float | None = None) -> bool:
-        """Wait until at most `left` directories are still to be removed, for at most `seconds`; whether that is so."""
+        """Wait until at most `left` directories are still to be removed, for at most `seconds`; returns whether that came true."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self._waiting) <= left, timeout=seconds)
 
     def problems(self) -> str:
-        """What could not be removed, and has not been reported before; empty where there is nothing."""
+        """A report of directories that could not be removed and were not reported before; empty where there are none."""
         with self._changed:
             new = {path: why for path, why in self._refused.items() if path not in self._reported}
             self._reported.update(new)
@@ -61,7 +61,7 @@ class Remover:
 
 
 def _removed(path: Path) -> str:
-    """Remove as much as can be of a directory; why the rest is still there, or empty."""
+    """Remove as much of a directory as possible; returns why the rest is still there, or an empty text."""
     shutil.rmtree(path, ignore_errors=True)
     try:
         if path.exists():

@@ -32,9 +32,9 @@ _STEP = re.compile(r"step-(\d{8,})")
 _TMP = re.compile(r"step-\d{8,}\.tmp")
 _TRASH = re.compile(r"\.trash-.+")
 MARK = re.compile(r"\.seen-[0-9a-f]+-\d+")
-"""What ranks put there for a moment to find out who else sees it."""
+"""Files that ranks make there for a moment to find out which of them see the directory."""
 _SPARE_BYTES = 16 << 20
-"""For the manifest and other small files."""
+"""Bytes kept free for the manifest and other small files."""
 _ROOM_SECONDS = 10.0
 """How long a checkpoint that has no room waits for old ones to be removed."""
 _MOST_TRASH = 4
@@ -61,12 +61,12 @@ class CheckpointStore:
         return self.root / f"step-{step:08d}"
 
     def temporary(self, step: int) -> Path:
-        """Where it is written."""
+        """The directory in which a checkpoint is written."""
         return self.root / f"step-{step:08d}.tmp"
 
     @staticmethod
     def step_of(path: Path) -> int | None:
-        """The step that a path has the name of, as checkpoints have one."""
+        """The step in a path's name, if it is the name of a checkpoint."""
         match = _STEP.fullmatch(path.name)
         return int(match[1]) if match else None
 
@@ -76,7 +76,7 @@ class CheckpointStore:
         return cls.step_of(path) is not None and path.is_dir()
 
     def leftovers(self) -> list[str]:
-        """Names of what is being written or removed, or was when a run was killed."""
+        """Names of directories and files that are being written or removed, or were when a run was killed."""
         if not self.root.is_dir():
             return []
         names = [path.name for path in self.root.iterdir()]
@@ -92,17 +92,17 @@ class CheckpointStore:
                 shutil.rmtree(self.root / name, ignore_errors=True)
         return left
 
-    def create(self, step: int, files: Sequence[FileLayout], share: int | None = None) -> Path:
+    def create(self, step: int, files: Sequence[FileLayout], part_nbytes: int | None = None) -> Path:
         """The temporary directory of a checkpoint, with its files at their full sizes.
 
-        `share`: how many bytes will be written here, of a part; the rest of its files takes no room. None: all of them.
+        `part_nbytes` is how many bytes will be written here, of a part; the rest of its files takes no room. None means all bytes.
 
         Raises:
             StorageError: where there is no room, or it cannot be written.
         """
         fault_injection.visit("before-tmp")
         directory = self.temporary(step)
-        needed = sum(file.nbytes for file in files) if share is None else share
+        needed = sum(file.nbytes for file in files) if part_nbytes is None else part_nbytes
         try:
             self._discard(self._set_aside(step, directory))  # What is in it may be of other sizes.
             for folder in {directory, *((directory / file.path).parent for file in files)}:
@@ -111,7 +111,7 @@ class CheckpointStore:
             raise StorageError(f"{str(directory)!r} cannot be written: {error.strerror or error}") from error
         self.require_room(needed)
         for file in files:
-            PositionalFile(directory / file.path, write=True, size=file.nbytes, sparse=share is not None).close()
+            PositionalFile(directory / file.path, write=True, size=file.nbytes, sparse=part_nbytes is not None).close()
         return directory
 
     def require_room(self, nbytes: int) -> None:
@@ -219,7 +219,7 @@ def _small_files(directory: Path, known: Iterable[str]) -> list[str]:
 
 
 def _seal(path: Path, name: str) -> FileRecord:
-    """Bring a small file to the disk; its record, written by rank 0.
+    """Bring a small file to the disk, and return its record, with rank 0 as the writer.
 
     It is written anew: some libraries make files that only their owner may read, whatever the umask says.
     """

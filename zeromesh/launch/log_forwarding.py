@@ -1,4 +1,4 @@
-"""What hosts print, line by line with the host before it, written by a thread: a terminal that is held must not hold the run."""
+"""Prints the output of hosts, each line with its host before it, in a thread, so that a blocked terminal does not block the run."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Lines:
             self.flush()
 
     def flush(self) -> None:
-        """Nothing more comes, so what there is of a line is one."""
+        """Put out the unfinished line, since nothing more comes."""
         if self._partial:
             self._put(self._partial)
         self._partial = b""

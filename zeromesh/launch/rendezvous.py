@@ -1,4 +1,4 @@
-"""How launchers come together, and stay so while hosts come and go.
+"""How the launchers of several hosts meet, and stay together while hosts come and go.
 
 The launcher whose host has the endpoint leads: it waits until there are enough, numbers the hosts, and tells each which ranks are
 its own. When a host fails, is lost or joins, the leader has the ranks of all ended, and numbers anew. Launchers that were numbered
@@ -31,11 +31,11 @@ from zeromesh.launch.rank_processes import RankRange, WorkersFailed
 from zeromesh.mesh.network_interfaces import is_here, listen
 
 MEETING_SECONDS = 120.0
-"""How long launchers with numbers wait for each other; they start together. Also how long the leader is looked for."""
+"""How long numbered launchers, which start together, wait for each other; also how long a launcher tries to reach the leader."""
 _JOIN_SECONDS = 600.0
 """How long launchers that may come and go wait until there are enough of them."""
 _LAST_CALL_SECONDS = 1.0
-"""How long they wait for further ones then."""
+"""How long they wait for further launchers then."""
 _PART_SECONDS = 5.0
 _TICK_SECONDS = 0.05
 _MOST_STRANGERS = 64
@@ -160,7 +160,7 @@ class Leader:
         return self.first_start()
 
     def close(self) -> None:
-        """Leave; launchers that are still there are told that the run is over."""
+        """Leave, and tell the launchers that are still there that the run is over."""
         self._end(WorkersFailed(ranks=(), message=f"the launcher at {self._nodes.endpoint} has ended", exit_code=1))
 
     @property
@@ -220,7 +220,7 @@ class Leader:
         return result
 
     def _cause(self, own: WorkersFailed | None) -> WorkersFailed | None:
-        """What the failures of all hosts follow from."""
+        """The failure that caused those of the other hosts."""
         elsewhere = [
             WorkersFailed(
                 ranks=(),
@@ -427,7 +427,7 @@ class Follower:
 
 
 def meeting(nodes: Nodes, processes: int, notify: Notify, stopped: Stopped) -> Leader | Follower:
-    """This launcher's part: with numbers, number 0 leads; without, the first at the endpoint's host to listen there.
+    """The role of this launcher: with numbers, number 0 leads; without, the first one that listens at the endpoint does.
 
     Raises:
         ConfigError: when it cannot listen at the endpoint.

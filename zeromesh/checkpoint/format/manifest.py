@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,57 +158,43 @@ def parse(path: Path, raw: bytes) -> Manifest:
     # The hash is that of the content: a blank at the end or `1E-5` for `1e-5` does not change it.
     if raw != _signed(content, digest):
         raise CheckpointError(f"{path} is not written as it was: bytes were added or changed")
-    fields = _Fields(path, content)
-    part = tuple(fields.integers("part", 2))
-    if not 0 <= part[0] < part[1]:
-        raise CheckpointError(f"{path}: part {list(part)} is no index and count")
-    files = fields.mapping("files")
+
+    def checked(name: str, fits: Callable[[Any], bool], expected: str) -> Any:
+        """The value under a name. Raises `CheckpointError` where it does not fit."""
+        value = content.get(name)
+        if not fits(value):
+            raise CheckpointError(f"{path}: {name} should be {expected}")
+        return value
+
+    index, count = checked("part", _is_pair, "a list of 2 whole numbers, 0 or more")
+    if not 0 <= index < count:
+        raise CheckpointError(f"{path}: part {[index, count]} is no index and count")
+    files = checked("files", _is_object, "an object")
     if len(files) > _MAX_FILES:
         raise CheckpointError(f"{path} names {len(files):,} files; at most {_MAX_FILES:,} are allowed")
-    records = {name: _file(path, name, value, whole=part[1] == 1) for name, value in files.items()}
-    check_plain(path, "layout", fields.mapping("layout"))
+    records = {name: _file(path, name, value, whole=count == 1) for name, value in files.items()}
+    layout = checked("layout", _is_object, "an object")
+    check_plain(path, "layout", layout)
     return Manifest(
-        step=fields.integer("step"),
+        step=checked("step", is_size, "a whole number, 0 or more"),
         files=records,
-        tensors=_tensors(path, fields.mapping("tensors"), records),
-        aliases=fields.texts("aliases"),
-        layout=fields.mapping("layout"),
-        part=(part[0], part[1]),
+        tensors=_tensors(path, checked("tensors", _is_object, "an object"), records),
+        aliases=checked("aliases", _is_texts, "an object of texts"),
+        layout=layout,
+        part=(index, count),
     )
 
 
-class _Fields:
-    """Typed access to a JSON object from an untrusted file."""
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
 
-    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
-        self._path, self._content = path, content
 
-    def _wrong(self, name: str, what: str) -> CheckpointError:
-        return CheckpointError(f"{self._path}: {name} should be {what}")
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
 
-    def integer(self, name: str) -> int:
-        value = self._content.get(name)
-        if type(value) is not int or not 0 <= value < 1 << 62:
-            raise self._wrong(name, "a whole number, 0 or more")
-        return value
 
-    def integers(self, name: str, count: int) -> list[int]:
-        value = self._content.get(name)
-        if not isinstance(value, list) or len(value) != count or not all(is_size(item) for item in value):
-            raise self._wrong(name, f"a list of {count} whole numbers, 0 or more")
-        return value
-
-    def mapping(self, name: str) -> dict[str, Any]:
-        value = self._content.get(name)
-        if not isinstance(value, dict):
-            raise self._wrong(name, "an object")
-        return value
-
-    def texts(self, name: str) -> dict[str, str]:
-        value = self.mapping(name)
-        if not all(isinstance(item, str) for item in value.values()):
-            raise self._wrong(name, "an object of texts")
-        return value
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(is_size, value))
 
 
 def _file(path: Path, name: str, value: Any, *, whole: bool) -> FileRecord:

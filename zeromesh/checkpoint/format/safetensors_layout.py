@@ -28,7 +28,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMS = 64
 _MOST_LEVELS = 64
 _MOST_BITS = 1000
-"""Of an integer: it can still become a float."""
+"""Most bits of an integer, so that it can still become a float."""
 _MAX_NAME = 1000
 DTYPES = {
     "F64": torch.float64,
@@ -48,7 +48,7 @@ _LARGEST_FILE = 4 << 30
 _LEAST_FILE = 64 << 20
 """Bytes. Below this more files would not make writing faster."""
 _MOST_FOR_WRITERS = 64
-"""Files of a kind for the sake of their writers. Every rank has a part of each bucket, and so opens all of them."""
+"""Most files of a kind that are made so that many ranks can write. Every rank has a part of each bucket, and so opens them all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ class FileLayout:
 
 
 def kind_stem(kind: str) -> str:
-    """What the files of a kind are called: `model`, or `optimizer/exp_avg`."""
+    """The beginning of the file names of a kind: `model`, or for example `optimizer/exp_avg`."""
     return "model" if kind == "model" else f"optimizer/{kind}"
 
 
@@ -229,7 +229,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_plain(where: object, name: str, content: Any) -> None:
-    """Raise `CheckpointError` where JSON that was read is nested deeply or has huge integers, which who uses it may not bear."""
+    """Raise `CheckpointError` where JSON that was read is nested deeply or has huge integers, which its users may not handle."""
     level = [content]
     for _ in range(_MOST_LEVELS):
         if any(isinstance(value, int) and value.bit_length() > _MOST_BITS for value in level):

@@ -28,7 +28,7 @@ from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.offload.io.transfer import StagingPool
 
 MAX_CONTENT_BYTES = 256 << 20
-"""Of a file that is read into memory as a whole."""
+"""Most bytes of a file that is read into memory as a whole."""
 _STAGING_BUFFERS = 4
 _IO_THREADS = 2
 _PAYLOADS = frozenset(

@@ -21,7 +21,7 @@ from zeromesh.errors import CheckpointError, ZeromeshError
 from zeromesh.mesh.process_mesh import ProcessSet
 
 _ROUND_BYTES = 32 << 20
-"""Served by all ranks together in one round, each an equal part of it; every rank receives all."""
+"""Bytes that all ranks together send in one round, each at most an equal part of them; every rank receives all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,18 +34,13 @@ class SharedStorage:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that see what this one sees."""
+        """The ranks that see the same directory as this one."""
         return self.places[self.place]
 
     @property
     def leads(self) -> bool:
         """Whether this rank makes and commits what is in its directory."""
         return self.ranks[0] == self.rank
-
-    @property
-    def leaders(self) -> tuple[int, ...]:
-        """The ranks that lead, by place."""
-        return tuple(ranks[0] for ranks in self.places)
 
 
 def find_sharing(directory: Path, mesh: Mesh) -> SharedStorage:
@@ -71,7 +66,7 @@ def find_sharing(directory: Path, mesh: Mesh) -> SharedStorage:
 
 
 def _put(mark: Path) -> str:
-    """Make a file; why that cannot be done, empty where it can."""
+    """Make a file; returns why that cannot be done, or an empty text."""
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
         os.close(open_regular(mark, os.O_WRONLY | os.O_CREAT))
