@@ -39,7 +39,7 @@ from zeromesh.trainer.monitoring.start_times import StartTimes
 from zeromesh.trainer.run import build_run
 from zeromesh.trainer.setup import build
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
-from zeromesh.trainer.weights.library_logging import said_once
+from zeromesh.trainer.weights.library_logging import only_rank_0_logs
 from zeromesh.zero.engine import ZeroEngine
 
 _DATA_KEYS = frozenset({"data.train", "data.eval", "data.sequence_length"})
@@ -381,7 +381,7 @@ class Trainer(TransformersNames):
             self.start_times.begin()
             with (
                 self._beginning(mesh),
-                said_once(mesh.rank),
+                only_rank_0_logs(mesh.rank),
                 mesh.call("the first method of the trainer that needs a run"),
             ):
                 self._run = build_run(self.config, mesh, self.inputs, self.events, self.start_times)

@@ -39,7 +39,7 @@ _KEPT_NAMES = (
 )
 
 _ALIGNMENT = 64
-"""Bytes: what PyTorch gives tensors on CPU."""
+"""Bytes to which PyTorch aligns tensors on CPU."""
 
 
 def enable_activation_checkpointing(
@@ -49,7 +49,7 @@ def enable_activation_checkpointing(
     blocks: Sequence[nn.Module] | None = None,
     store: ActivationStore | None = None,
 ) -> int:
-    """Checkpoint the activations of `model`'s blocks; returns how many blocks do so (0 for `none`).
+    """Checkpoint the activations of `model`'s blocks; returns how many blocks do so.
 
     Args:
         model: a Hugging Face model, whose layers know how to checkpoint themselves, or any module with `blocks`.
@@ -63,87 +63,79 @@ def enable_activation_checkpointing(
     Gradients are those without checkpointing, dropout included. Raises `ConfigError` for an unknown mode, if the model has no
     blocks that can be checkpointed, and for a store that nothing would be kept in.
     """
-    inner, layers = recomputed_blocks(model, mode, blocks), _layers(model)
+    if mode not in get_args(Mode):
+        raise ConfigError(f"activation_checkpointing: {mode!r} is not one of {', '.join(get_args(Mode))}")
+    layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     if mode == "none":
         if store is not None:
             raise ConfigError(
                 "activation_checkpointing: none keeps all activations on the device, and their offload moves the inputs of "
                 "recomputed blocks; set activation_checkpointing: block"
             )
-        return _own_checkpointing(layers)
-    on_device, away = _checkpoint_functions(mode, store)
-    count = store.away_of(len(inner)) if store is not None else 0
-    run = {id(block): away for block in inner[:count]}
-    if not _knows_itself(model):
-        for block in inner:
-            _wrap_forward(block, run.get(id(block), on_device))
-        return len(inner)
-    for module in layers:
-        module._gradient_checkpointing_func = run.get(id(module), on_device)  # type: ignore[assignment]
-        module.gradient_checkpointing = True  # type: ignore[assignment]
-    return len(inner)
-
-
-def _own_checkpointing(layers: Sequence[nn.Module]) -> int:
-    """How many layers the user has made recompute themselves (`model.gradient_checkpointing_enable()`), which they go on doing."""
-    own = [module for module in layers if module.gradient_checkpointing]
-    if any(
-        getattr(getattr(each, "_gradient_checkpointing_func", None), "keywords", {}).get("use_reentrant")
-        for each in own
-    ):
-        raise ConfigError(
-            "the model was made to checkpoint activations with use_reentrant=True, which brings gradients outside of the step's "
-            "backward; pass gradient_checkpointing_kwargs={'use_reentrant': False}, or set model.activation_checkpointing: block"
-        )
-    return sum(not _contains_another(module, own) for module in own)
-
-
-def recomputed_blocks(model: nn.Module, mode: Mode, blocks: Sequence[nn.Module] | None = None) -> tuple[nn.Module, ...]:
-    """The blocks that `enable_activation_checkpointing` would have recomputed, in the order of the model; raises as it does."""
-    if mode not in get_args(Mode):
-        raise ConfigError(f"activation_checkpointing: {mode!r} is not one of {', '.join(get_args(Mode))}")
-    if mode == "none":
-        return ()
-    if _knows_itself(model):
-        layers = _layers(model)
-        return tuple(module for module in layers if not _contains_another(module, layers))
-    if not blocks:
+        return _count_recomputing(layers)
+    by_itself = getattr(model, "supports_gradient_checkpointing", False) and bool(layers)
+    recomputed = _innermost(layers) if by_itself else list(blocks or ())
+    if not recomputed:
         raise ConfigError(
             f"activation_checkpointing: {mode} needs repeated blocks, and {type(model).__name__} has none that "
             "are known; set activation_checkpointing: none, or name the blocks"
         )
-    return tuple(blocks)
+    on_device, offloaded = _checkpoint_functions(mode, store)
+    count = store.away_of(len(recomputed)) if store is not None else 0
+    run = {id(block): offloaded for block in recomputed[:count]}
+    if by_itself:
+        for module in layers:
+            module._gradient_checkpointing_func = run.get(id(module), on_device)  # type: ignore[assignment]
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+    else:
+        for block in recomputed:
+            _wrap_forward(block, run.get(id(block), on_device))
+    return len(recomputed)
 
 
-def _knows_itself(model: nn.Module) -> bool:
-    """Whether the model's layers know how to checkpoint themselves."""
-    return getattr(model, "supports_gradient_checkpointing", False) and bool(_layers(model))
+def _count_recomputing(layers: Sequence[nn.Module]) -> int:
+    """Count the layers that the user has made recompute themselves (`model.gradient_checkpointing_enable()`) and that go on so."""
+    own = [module for module in layers if module.gradient_checkpointing]
+    for module in own:
+        if getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {}).get("use_reentrant"):
+            raise ConfigError(
+                "the model was made to checkpoint activations with use_reentrant=True, which brings gradients outside of the "
+                "step's backward; pass gradient_checkpointing_kwargs={'use_reentrant': False}, or set "
+                "model.activation_checkpointing: block"
+            )
+    return len(_innermost(own))
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
-    """Modules that can be told to checkpoint themselves, and those that contain them."""
-    return [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+def _innermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that contain none of the others."""
+    known = {id(module) for module in modules}
+    return [
+        module for module in modules if not any(id(inner) in known for inner in module.modules() if inner is not module)
+    ]
 
 
 def _checkpoint_functions(mode: Mode, store: ActivationStore | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What checkpoints a block whose inputs stay on the device, and one whose inputs leave it."""
-    if mode == "block":
-        run = partial(checkpoint, use_reentrant=False)
-    else:
-        contexts = partial(create_selective_checkpoint_contexts, _policy)
-        run = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    """Return what checkpoints a block whose inputs stay on the device, and one whose inputs leave it."""
+    run = partial(checkpoint, use_reentrant=False)
+    if mode == "selective":
+        run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, _policy))
 
-    def kept(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return run(_replaying(function), *map(_kept, args), **kwargs)
+    def copying(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return run(_replaying(function), *map(_copied, args), **kwargs)
 
-    if store is None:
-        return kept, kept
-    return _stored(run, store, away=False), _stored(run, store, away=True)
+    def storing(away: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if store is None or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        # `checkpoint` saves its arguments under the hooks that are in force around it, and nothing else: within, it has its own.
+        with store.keeping(away=away):
+            return run(_replaying(function), *[_aligned(arg) if store.moves(arg) else arg for arg in args], **kwargs)
+
+    return (copying, copying) if store is None else (partial(storing, False), partial(storing, True))
 
 
 def _replaying(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose later calls, in backward, draw from NumPy's and Python's generators what the first one did: `checkpoint`
-    itself restores PyTorch's generators alone."""
+    """Return `function`, whose later calls, in backward, draw from NumPy's and Python's generators what the first one did:
+    `checkpoint` itself restores PyTorch's generators alone."""
     if torch.compiler.is_compiling():
         return function
     state, calls = HostState.now(), itertools.count()
@@ -155,20 +147,7 @@ def _replaying(function: Callable[..., Any]) -> Callable[..., Any]:
     return replaying
 
 
-def _stored(run: Callable[..., Any], store: ActivationStore, *, away: bool) -> Callable[..., Any]:
-    def stored(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        # `checkpoint` saves its arguments under the hooks that are in force around it, and nothing else: within, it has its own.
-        with store.keeping(away=away):
-            return run(
-                _replaying(function), *[_as_stored(value) if store.moves(value) else value for value in args], **kwargs
-            )
-
-    return stored
-
-
-class _Keep(torch.autograd.Function):
+class _LastingCopy(torch.autograd.Function):
     """A copy of a block's input in memory of its own.
 
     It lives until backward, while all that the block computes goes at once: on the C library's heap every input would leave a
@@ -176,22 +155,22 @@ class _Keep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
-        return allocate_lasting(tuple(given.shape), given.dtype, given.device).copy_(given)
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return allocate_lasting(tuple(hidden.shape), hidden.dtype, hidden.device).copy_(hidden)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0]
 
 
-def _kept(value: Any) -> Any:
-    """What a block keeps of an argument: hidden states in memory of their own, everything else as it is."""
+def _copied(value: Any) -> Any:
+    """Hidden states in memory of their own, and any other argument as it is."""
     if isinstance(value, torch.Tensor) and value.requires_grad and value.device.type == "cpu" and not value.is_leaf:
-        return _Keep.apply(value)  # type: ignore[no-untyped-call]
+        return _LastingCopy.apply(value)  # type: ignore[no-untyped-call]
     return value
 
 
-def _as_stored(hidden: torch.Tensor) -> torch.Tensor:
+def _aligned(hidden: torch.Tensor) -> torch.Tensor:
     """Hidden states as the store will give them back: what a kernel computes may depend on strides and on alignment."""
     if hidden.is_contiguous() and (hidden.device.type != "cpu" or hidden.data_ptr() % _ALIGNMENT == 0):
         return hidden
@@ -202,11 +181,6 @@ def _policy(_context: object, operation: Any, *_args: object, **_kwargs: object)
     if operation.name().rpartition(".")[0] in _KEPT_NAMES or operation.name() in _KEPT_NAMES:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _contains_another(module: nn.Module, others: Sequence[nn.Module]) -> bool:
-    known = {id(other) for other in others}
-    return any(id(inner) in known for inner in module.modules() if inner is not module)
 
 
 def _wrap_forward(block: nn.Module, run: Callable[..., Any]) -> None:

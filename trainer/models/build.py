@@ -1,13 +1,12 @@
-"""Building a Hugging Face model from a configuration, a local directory or the cache of the Hub, on the meta device where that is
-exact.
-"""
+"""Building a Hugging Face model from a configuration, a local directory or the cache of the Hub; on meta where that is exact."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,11 +31,11 @@ _COUNTS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     "vocab_size",
 )
-# Accepted by every configuration without being one of its fields, or under an older name.
 _ALSO_KNOWN = {
     "attn_implementation", "auto_map", "decoder_start_token_id", "experts_implementation", "model_type", "num_labels",
     "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype", "_attn_implementation", "_name_or_path",
 }  # fmt: skip
+"""What every configuration accepts without its being a field, or under an older name."""
 _CONFIG_ERRORS = (*INITIALISER_ERRORS, StrictDataclassError, OSError, ImportError)
 
 
@@ -71,7 +70,7 @@ def build_model(
             there, with what was tried.
     """
     directory = None if source is None else directory_of(os.fspath(source), revision)
-    made, automatic = read_configuration(
+    made, automatic = _read_configuration(
         source,
         directory,
         config,
@@ -85,44 +84,18 @@ def build_model(
     def build() -> Any:
         return automatic.from_config(made, dtype=torch.float32, trust_remote_code=trust_remote_code)
 
-    try:
-        built = build_deferred(build, seed, stored=None if files is None else lambda model: _stored(model, files))
-    except ConfigError:
-        raise
-    except _CONFIG_ERRORS as error:
-        raise ConfigError(f"{made.model_type} cannot be built: {_first_line(error)}", where="model.config") from error
+    with _library_errors("model.config", f"{made.model_type} cannot be built: "):
+        built = build_deferred(build, seed, stored=None if files is None else lambda model: _stored_names(model, files))
     if directory is None:
         return built
-    streamed = SafetensorsSource(directory, built.model, built.source)
-    _take_generation_config(built.model, directory)
-    return BuiltModel(model=built.model, source=streamed, notes=built.notes + streamed.notes)
-
-
-def read_configuration(
-    source: str | os.PathLike[str] | None,
-    directory: Path | None,
-    config: Mapping[str, Any] | None,
-    head: Head,
-    *,
-    trust_remote_code: bool = False,
-    vocab_size: int | None = None,
-    end_of_text: int | None = None,
-) -> tuple[Any, Any]:
-    """The library's configuration of a model, and the class that builds it; `directory` is where `source` is on this machine.
-
-    Builds and reads no weights. The other arguments and errors are those of `build_model`.
-    """
-    if head not in get_args(Head):
-        raise ConfigError(f"{head!r} is not one of {', '.join(get_args(Head))}", where="model.head")
-    settings = dict(config or {})
-    if directory is None:
-        made = _from_fields(settings, vocab_size, end_of_text)
-    else:
-        made = _from_directory(directory, settings, trust_remote_code=trust_remote_code)
-        # What adapters are said to belong to, and where code is.
-        made.name_or_path = directory if trust_remote_code else source
-    _check_values(made)
-    return made, _automatic_class(made, head, trust_remote_code=trust_remote_code)
+    model: Any = built.model
+    streamed = SafetensorsSource(directory, model, built.source)
+    generation = directory / "generation_config.json"
+    # How to generate is not a weight, but belongs to the directory and is written with the model again.
+    if generation.is_file() and model.can_generate():
+        with _library_errors("model.source", f"{generation}: "):
+            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    return BuiltModel(model=model, source=streamed, notes=built.notes + streamed.notes)
 
 
 def check_model(section: ModelSection) -> None:
@@ -132,13 +105,59 @@ def check_model(section: ModelSection) -> None:
     """
     directory = None if section.source is None else Path(section.source).expanduser()
     if directory is None or directory.is_dir():
-        read_configuration(
+        _read_configuration(
             section.source, directory, section.config, section.head, trust_remote_code=section.trust_remote_code
         )
 
 
+@contextmanager
+def _library_errors(where: str, before: str = "") -> Iterator[None]:
+    """Raise what the library raises in the block as a `ConfigError` of the key `where`, whose text follows `before`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except _CONFIG_ERRORS as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        text = f"{type(error).__name__}: {' '.join(lines[:2])}"
+        if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
+            text = str(error.__cause__)  # It holds what the field's own check found.
+        raise ConfigError(before + text, where=where) from error
+
+
+def _stored_names(model: Any, files: TensorFiles) -> frozenset[str]:
+    """Names of parameters (their first ones) and buffers that the files have."""
+    matched = match(model, files.entries)
+    canonical = canonical_names(model)
+    return frozenset(canonical.get(name, name) for name in (*matched.direct, *matched.converted))
+
+
+def _read_configuration(
+    source: str | os.PathLike[str] | None,
+    directory: Path | None,
+    config: Mapping[str, Any] | None,
+    head: Head,
+    *,
+    trust_remote_code: bool,
+    vocab_size: int | None = None,
+    end_of_text: int | None = None,
+) -> tuple[Any, Any]:
+    """Return the library's configuration of a model, and the class that builds it; `directory` is where `source` is here."""
+    if head not in get_args(Head):
+        raise ConfigError(f"{head!r} is not one of {', '.join(get_args(Head))}", where="model.head")
+    settings = dict(config or {})
+    if directory is None:
+        made = _from_fields(settings, vocab_size, end_of_text)
+    else:
+        made = _from_directory(directory, settings, trust_remote_code=trust_remote_code)
+        # Saved adapters name it as what they belong to, and code of the directory is found by it.
+        made.name_or_path = directory if trust_remote_code else source
+    _check_values(made)
+    return made, _automatic_class(made, head, trust_remote_code=trust_remote_code)
+
+
 def _automatic_class(made: Any, head: Head, *, trust_remote_code: bool) -> Any:
-    """The library's class that builds a model of this configuration for the task."""
+    """Return the library's class that builds a model of this configuration for the task."""
     automatic = getattr(transformers, AUTO_CLASSES[head])
     own_code = getattr(made, "auto_map", None) or {}
     if type(made) in automatic._model_mapping or (trust_remote_code and automatic.__name__ in own_code):
@@ -156,55 +175,39 @@ def _automatic_class(made: Any, head: Head, *, trust_remote_code: bool) -> Any:
     )
 
 
-def _take_generation_config(model: Any, directory: Path) -> None:
-    """How to generate is not a weight, but belongs to the directory and is written with the model again."""
-    if (directory / "generation_config.json").is_file() and model.can_generate():
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
-        except _CONFIG_ERRORS as error:
-            raise ConfigError(
-                f"{directory / 'generation_config.json'}: {_first_line(error)}", where="model.source"
-            ) from error
-
-
-def _stored(model: Any, files: TensorFiles) -> frozenset[str]:
-    """Names of parameters (their first ones) and buffers that the files have."""
-    matched = match(model, files.entries)
-    canonical = canonical_names(model)
-    return frozenset(canonical.get(name, name) for name in (*matched.direct, *matched.converted))
-
-
 def _from_fields(settings: dict[str, Any], vocab_size: int | None, end_of_text: int | None) -> Any:
+    """Make a configuration of the fields in `settings`; `model_type` says of which kind."""
     where = "model.config"
     known = sorted(transformers.CONFIG_MAPPING)
     kind = settings.pop("model_type", None)
     if kind is None:
         raise ConfigError("model_type is missing, and model.source gives no config.json", where=where)
     if kind not in transformers.CONFIG_MAPPING:
-        near = difflib.get_close_matches(str(kind), known, n=3, cutoff=0.5)
+        near = _nearest(str(kind), known, 0.5)
         hint = f"nearest: {', '.join(near)}" if near else f"there are {len(known)}, such as llama, gpt2, bert"
         raise ConfigError(f"model_type: {kind!r} is not known to transformers ({hint})", where=where)
     cls = transformers.CONFIG_MAPPING[kind]
     _check_fields(cls, settings)
     if vocab_size is not None and "vocab_size" in _fields(cls) and settings.get("vocab_size") is None:
         settings["vocab_size"] = vocab_size
-        _fit_special_ids(cls, settings, vocab_size, end_of_text)
-    try:
+        # Ids of the class's own vocabulary mean nothing in the tokenizer's, which has an end of a text of its own.
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            usual = getattr(cls, name, None)
+            if name not in settings and isinstance(usual, int) and usual >= vocab_size:
+                settings[name] = None if name == "pad_token_id" else end_of_text
+    with _library_errors(where):
         return AutoConfig.for_model(kind, **settings)
-    except _CONFIG_ERRORS as error:
-        raise ConfigError(_first_line(error), where=where) from error
 
 
 def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_code: bool) -> Any:
+    """Read `config.json`, and set the fields in `settings` on top of it."""
     if not (directory / "config.json").is_file():
         cure = "give a directory that save_pretrained of a transformers model wrote"
         if (directory / "adapter_config.json").is_file():
             cure = "it holds an adapter alone: give the model that this belongs to, or pass a PeftModel to Trainer"
         raise ConfigError(f"{directory} has no config.json; {cure}", where="model.source")
-    try:
+    with _library_errors("model.source", f"{directory / 'config.json'}: "):
         stored = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
-    except _CONFIG_ERRORS as error:
-        raise ConfigError(f"{directory / 'config.json'}: {_first_line(error)}", where="model.source") from error
     if getattr(stored, "quantization_config", None) is not None:
         raise ConfigError(f"{directory} is quantized; dequantize and save it first", where="model.source")
     kind = settings.pop("model_type", stored.model_type)
@@ -215,12 +218,10 @@ def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_c
         )
     _check_fields(type(stored), settings)
     values = stored.to_dict()
-    if "num_labels" in settings:  # Names of other labels, which would count for more.
+    if "num_labels" in settings:  # The names of the stored labels would count for more.
         values = {name: value for name, value in values.items() if name not in ("id2label", "label2id")}
-    try:
+    with _library_errors("model.config"):
         return type(stored).from_dict({**values, **settings})
-    except _CONFIG_ERRORS as error:
-        raise ConfigError(_first_line(error), where="model.config") from error
 
 
 def _fields(cls: type) -> set[str]:
@@ -228,16 +229,22 @@ def _fields(cls: type) -> set[str]:
     return names | set(getattr(cls, "attribute_map", {})) | _ALSO_KNOWN
 
 
-def _fit_special_ids(cls: type, settings: dict[str, Any], vocab_size: int, end_of_text: int | None) -> None:
-    """Ids of a class's own vocabulary mean nothing in the tokenizer's: the end of a text is the tokenizer's there."""
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        usual = getattr(cls, name, None)
-        if name not in settings and isinstance(usual, int) and usual >= vocab_size:
-            settings[name] = None if name == "pad_token_id" else end_of_text
+def _check_fields(cls: type, settings: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for settings that are no fields of a configuration's class."""
+    known = _fields(cls)
+    problems = []
+    for name in settings:
+        if name not in known:
+            near = _nearest(name, sorted(known), 0.6)
+            problems.append(
+                f"{name} is not a field of {cls.__name__}" + (f"; nearest: {', '.join(near)}" if near else "")
+            )
+    if problems:
+        raise ConfigError(problems, where="model.config")
 
 
 def _check_values(made: Any) -> None:
-    """Raise `ConfigError` for values that the library takes and that fail, or mean something else, later."""
+    """Raise `ConfigError` for values that the library accepts and that fail, or mean something else, later."""
     text = text_part(made)
     values = {name: integer(text, name) for name in _COUNTS}
     problems = [
@@ -249,26 +256,11 @@ def _check_values(made: Any) -> None:
     for name in ("hidden_act", "activation_function"):
         value = getattr(text, name, None)
         if isinstance(value, str) and value not in ACT2FN:
-            near = difflib.get_close_matches(value, list(ACT2FN), n=3, cutoff=0.5) or ["gelu", "relu", "silu"]
+            near = _nearest(value, list(ACT2FN), 0.5) or ["gelu", "relu", "silu"]
             problems.append(f"{name} {value!r} is not known to transformers; nearest: {', '.join(near)}")
     if problems:
         raise ConfigError(problems, where="model.config")
 
 
-def _check_fields(cls: type, settings: Mapping[str, Any]) -> None:
-    known = _fields(cls)
-    problems = []
-    for name in settings:
-        if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
-            hint = f"; nearest: {', '.join(near)}" if near else ""
-            problems.append(f"{name} is not a field of {cls.__name__}{hint}")
-    if problems:
-        raise ConfigError(problems, where="model.config")
-
-
-def _first_line(error: BaseException) -> str:
-    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
-        return str(error.__cause__)  # what the field's own check said
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])}"
+def _nearest(name: str, known: list[str], cutoff: float) -> list[str]:
+    return difflib.get_close_matches(name, known, n=3, cutoff=cutoff)

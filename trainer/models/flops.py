@@ -40,48 +40,49 @@ _TRIES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFlops:
-    """Of a whole model's forward and backward. `windows` has the longest distance that each attention layer sees, in tokens."""
+    """Floating-point operations of a whole model's forward and backward."""
 
     dense: float
-    """For a token, without attention."""
+    """Operations for a token, without attention."""
     attention: float = 0.0
-    """For a token and each token that it sees, in a layer."""
+    """Operations for a token and each token that it sees, in a layer."""
     windows: tuple[float, ...] = ()
+    """The longest distance that each attention layer sees, in tokens."""
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops | None:
-        """Of a language model, before it is divided; None for models whose samples are not tokens, or two kinds of tokens."""
+        """Count those of a language model that is not yet divided; None where samples are not tokens, or two kinds of them."""
         config: Any = getattr(model, "config", None)
-        if "input_ids" not in inspect.signature(model.forward).parameters or getattr(
-            config, "is_encoder_decoder", False
-        ):
+        if "input_ids" not in inspect.signature(model.forward).parameters:
+            return None
+        if getattr(config, "is_encoder_decoder", False):
             return None
         config = text_part(config)
         dense = 0.0
-        looked_up = _looked_up(model)
+        looked_up = _lookup_tables(model)
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and id(parameter) not in looked_up:
                 each = 6 if parameter.requires_grad else 4
-                dense += each * parameter.numel() * (_reached(config) if "experts" in name.split(".") else 1.0)
+                dense += each * parameter.numel() * (_reached_experts(config) if "experts" in name.split(".") else 1.0)
         heads = _number(config, "num_attention_heads", "n_head")
         width = _number(config, "hidden_size", "n_embd")
         size = _number(config, "head_dim") or (width // heads if heads else 0)
         return cls(dense=dense, attention=12.0 * heads * size, windows=_windows(config) if heads else ())
 
     def of_step(self, tokens: int, length: float) -> float:
-        """Operations for so many tokens, in sequences of `length`."""
+        """Return the operations for so many tokens, in sequences of `length`."""
         seen = sum(min(window, length) for window in self.windows)
         return tokens * (self.dense + self.attention * seen)
 
 
 def parameters_of(model: nn.Module) -> int:
-    """Of a Hugging Face model, without embeddings: by these transformers estimates operations. 0 for others, as there."""
+    """Count the parameters without embeddings by which transformers estimates operations; 0 for other models, as there."""
     count = getattr(model, "num_parameters", None)
     return int(count(exclude_embeddings=True)) if callable(count) else 0
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Operations a second that this rank could do at most, and where that is known from.
+    """Return the operations a second that this rank could do at most, and where that is known from.
 
     16-bit products of some accelerators are in a table; else a product of matrices is timed, once in a process.
     """
@@ -110,15 +111,15 @@ def _measured(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     return 2.0 * size**3 / best
 
 
-def _looked_up(model: nn.Module) -> set[int]:
-    """Ids of parameters that are tables of embeddings and are multiplied by nothing: those that are no head's weight too."""
+def _lookup_tables(model: nn.Module) -> set[int]:
+    """Ids of embedding tables that are multiplied by nothing: those that are no head's weight too."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     multiplied = {id(parameter) for parameter in head.parameters()} if isinstance(head, nn.Module) else set()
     tables = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))
     return {id(weight) for weight in tables} - multiplied
 
 
-def _reached(config: Any) -> float:
+def _reached_experts(config: Any) -> float:
     """The part of a layer's experts that a token goes through."""
     count = _number(config, *_EXPERTS)
     chosen = _number(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk")

@@ -1,7 +1,4 @@
-"""What a model takes: which fields of a batch, how many positions, which token ids.
-
-Reading values of Hugging Face configurations, some of which answer a question with an exception.
-"""
+"""What a model's forward accepts: which fields of a batch, how many positions, which token ids."""
 
 from __future__ import annotations
 
@@ -17,24 +14,6 @@ from zeromesh.errors import DataError
 from zeromesh.trainer.models.peft import pretrained_of
 from zeromesh.weight_init.recompute_init import is_pretrained_model
 
-
-def text_part(config: Any) -> Any:
-    """The configuration of the model's language part; the whole where there is no single one."""
-    try:
-        return config.get_text_config()
-    except (AttributeError, ValueError):
-        return config
-
-
-def integer(config: Any, name: str) -> int | None:
-    """A value that is one integer for the whole model, or None."""
-    try:
-        value = getattr(config, name, None)
-    except (AttributeError, ValueError, RuntimeError):  # it differs from layer to layer
-        return None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
 _LABELS = frozenset({"labels", "label", "label_ids"})
 """What labels are called in samples: collators make `labels` of them."""
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -42,26 +21,25 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardInputs:
-    """What a batch has to be like for a model's forward.
-
-    `fields`: those that forward takes; None where any may go. `named`: those that it names, and labels by any of their names.
-    `required`: those that it cannot do without.
-    `vocab_size`: rows of the input embedding, which token ids stay below; `positions`: the longest sequence. None: not known.
-    """
+    """What a batch has to be like for a model's forward."""
 
     model: str
+    """The name of the model's class."""
     fields: frozenset[str] | None
+    """Fields that forward accepts; None where any may go."""
     named: frozenset[str]
+    """Fields that forward names, and labels by any of their names."""
     required: tuple[str, ...]
     vocab_size: int | None
+    """Rows of the input embedding, which token ids stay below; None: not known."""
     positions: int | None
+    """Tokens of the longest sequence; None: not known."""
 
     @classmethod
     def of(cls, model: nn.Module, *, users_loss: bool) -> ForwardInputs:
-        """What `model` takes; with a loss function of the user's own, fields are that function's business."""
+        """Read what `model` accepts; with a loss function of the user's own, fields are that function's business."""
         pretrained = pretrained_of(model)
-        # Adapters hand on what the model inside takes.
-        model = model if pretrained is None else pretrained
+        model = model if pretrained is None else pretrained  # Adapters hand their inputs on to the model inside.
         parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
         named = frozenset(each.name for each in parameters if each.kind in _NAMED)
         fields: frozenset[str] | None = named
@@ -83,7 +61,7 @@ class ForwardInputs:
         )
 
     def left_out(self, batch: Mapping[str, Any]) -> list[str]:
-        """Fields of a batch that the model does not take."""
+        """Fields of a batch that forward does not accept."""
         return [name for name in batch if self.fields is not None and name not in self.fields]
 
     def check(self, batch: Mapping[str, Any]) -> None:
@@ -108,11 +86,8 @@ class ForwardInputs:
 
 
 def _vocabulary_of(model: nn.Module) -> int | None:
-    getter = getattr(model, "get_input_embeddings", None)
-    if getter is None:
-        return None
     try:
-        embedding = getter()
+        embedding = getattr(model, "get_input_embeddings", lambda: None)()
     except (NotImplementedError, AttributeError):
         return None
     return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
@@ -124,3 +99,20 @@ def _positions_of(model: nn.Module) -> int | None:
         return None
     found = integer(text_part(config), "max_position_embeddings")
     return found if found is not None and found > 0 else None
+
+
+def text_part(config: Any) -> Any:
+    """The part of a Hugging Face configuration for the model's language part; the whole where there is no single one."""
+    try:
+        return config.get_text_config()
+    except (AttributeError, ValueError):
+        return config
+
+
+def integer(config: Any, name: str) -> int | None:
+    """A value of a configuration that is one integer for the whole model, or None."""
+    try:
+        value = getattr(config, name, None)
+    except (AttributeError, ValueError, RuntimeError):  # it differs from layer to layer
+        return None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -31,13 +31,16 @@ from zeromesh.zero.engine import ZeroEngine
 
 Call = Callable[..., Any]
 
-_IN_STAGES = frozenset({"input_ids", "attention_mask", "token_type_ids", "generation_config", "logits_processor"})
-_IN_STAGES_TOO = frozenset({"stopping_criteria", "prefix_allowed_tokens_fn", "streamer"})
-_NOT_IN_STAGES = ("output_attentions", "output_hidden_states", "prefill_chunk_size")
+_STAGED_ARGUMENTS = frozenset(
+    {"input_ids", "attention_mask", "token_type_ids", "generation_config", "logits_processor", "stopping_criteria"}
+) | {"prefix_allowed_tokens_fn", "streamer"}
+"""Arguments of `generate`, beside fields of `GenerationConfig`, that a model in stages accepts."""
+_UNSTAGED_SETTINGS = ("output_attentions", "output_hidden_states", "prefill_chunk_size")
+"""Fields of `GenerationConfig` that a model in stages cannot follow."""
 
 
 def check_arguments(model: nn.Module, arguments: Mapping[str, Any], *, staged: bool, shared: bool) -> None:
-    """Whether `generate` can be given these; every rank comes to the same answer.
+    """Check that `generate` can be given these arguments; every rank comes to the same answer.
 
     `staged`: the model is in stages of a pipeline. `shared`: several ranks compute the same tokens together.
 
@@ -72,7 +75,7 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], *, staged: b
 
 def _check_staged(arguments: Mapping[str, Any], settings: GenerationConfig, rest: Mapping[str, Any]) -> None:
     where = "under parallel.pipeline"
-    unknown = [name for name in arguments if not hasattr(settings, name) and name not in _IN_STAGES | _IN_STAGES_TOO]
+    unknown = [name for name in arguments if not hasattr(settings, name) and name not in _STAGED_ARGUMENTS]
     if unknown or rest:
         named = ", ".join([*unknown, *rest])
         raise ConfigError(f"generate: {named} is not possible {where}; prompts are input_ids and attention_mask")
@@ -81,7 +84,7 @@ def _check_staged(arguments: Mapping[str, Any], settings: GenerationConfig, rest
         raise ConfigError(
             f"generate: {mode.value} is not possible {where}; allowed are greedy search and sampling (num_beams: 1)"
         )
-    found = [name for name in _NOT_IN_STAGES if getattr(settings, name, None)]
+    found = [name for name in _UNSTAGED_SETTINGS if getattr(settings, name, None)]
     if settings.cache_implementation not in (None, "dynamic"):
         found.append(f"cache_implementation: {settings.cache_implementation}")
     if found:
@@ -97,7 +100,7 @@ def generate(
     engine: ZeroEngine | None = None,
     pipeline: Pipeline | None = None,
 ) -> Any:
-    """What `model.generate(**arguments)` gives, in evaluation mode; all ranks call it.
+    """Return what `model.generate(**arguments)` gives, in evaluation mode; all ranks call it.
 
     Ranks along data axes may have other prompts. `seed` seeds what is drawn; the generator is afterwards as it was. `engine` and
     `pipeline` are those of a model that is partitioned.
@@ -105,24 +108,22 @@ def generate(
     Raises:
         DataError: where ranks of one model have other prompts or arguments.
     """
-    given = {name: _on(mesh.device, value) for name, value in arguments.items()}
+    arguments = {
+        name: value.to(mesh.device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
+    }
     if engine is not None:
-        _agree((mesh.tensor, mesh.pipeline), given)
-    together = _Together(model, mesh, given, engine, pipeline)
-    with in_evaluation_mode(model), torch.no_grad(), own_randomness(), _calls_of(model, together.call):
+        _require_same_arguments((mesh.tensor, mesh.pipeline), arguments)
+    calls = _GenerationCalls(model, mesh, arguments, engine, pipeline)
+    with in_evaluation_mode(model), torch.no_grad(), own_randomness(), _calls_of(model, calls.call):
         seed()
-        tokens = model.generate(**given)
+        tokens = model.generate(**arguments)
     with in_evaluation_mode(model), torch.no_grad():
-        together.end()
+        calls.end()
     return tokens
 
 
-def _on(device: torch.device, value: Any) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-def _agree(sets: tuple[ProcessSet, ...], arguments: Mapping[str, Any]) -> None:
-    """Ranks that compute one model together would wait for each other forever, or answer with a mixture."""
+def _require_same_arguments(sets: tuple[ProcessSet, ...], arguments: Mapping[str, Any]) -> None:
+    """Raise `DataError` where ranks that compute one model together, and so wait for each other, have other arguments."""
     found = 0
     for name, value in sorted(arguments.items()):
         found = zlib.crc32(_content(value), zlib.crc32(name.encode(), found))
@@ -145,9 +146,9 @@ def _content(value: Any) -> bytes:
 
 @contextmanager
 def _calls_of(model: nn.Module, call: Callable[[Call, dict[str, Any]], Any]) -> Iterator[None]:
-    """Inside the block calls of the model are `call(plain, arguments)`.
+    """Make calls of the model inside the block `call(plain, arguments)`.
 
-    It has to come before everything that a call does (hooks gather), and python finds `__call__` at the class alone.
+    It has to come before everything that a call does (hooks gather), and Python finds `__call__` at the class alone.
     """
     own = type(model)
 
@@ -161,8 +162,8 @@ def _calls_of(model: nn.Module, call: Callable[[Call, dict[str, Any]], Any]) -> 
         model.__class__ = own
 
 
-class _Together:
-    """The calls of the model in one generation."""
+class _GenerationCalls:
+    """The calls of the model in one generation, which ranks make together."""
 
     def __init__(
         self,
@@ -179,22 +180,21 @@ class _Together:
         self._plain: Call = partial(type(model).__call__, model)
         gathers = engine is not None and engine.options.placements.parameters is Placement.SHARDED
         self._waits = gathers and mesh.data.size > 1
-        self._parts = self._agreed_parts(arguments) if self._pipeline is not None else 1
+        self._microbatches = 1
+        if self._pipeline is not None:
+            # As many as stages can work on, and as all data-parallel ranks have rows for.
+            rows = mesh.data.max_(torch.tensor([-len(arguments["input_ids"])]), "prompts to generate")
+            self._microbatches = min(mesh.pipeline.size, -int(rows[0]))
         self._staged = self._new_stages()
-
-    def _agreed_parts(self, arguments: Mapping[str, Any]) -> int:
-        """Microbatches of every call: as many as stages can work on, and as all data-parallel ranks have rows for."""
-        rows = torch.tensor([-len(arguments["input_ids"])])
-        return min(self._mesh.pipeline.size, -int(self._mesh.data.max_(rows, "prompts to generate")[0]))
 
     def _new_stages(self) -> StagedForward | None:
         if self._pipeline is None:
             return None
-        return self._pipeline.generation(microbatches=self._parts, call=self._plain)
+        return self._pipeline.generation(microbatches=self._microbatches, call=self._plain)
 
     def call(self, plain: Call, arguments: dict[str, Any]) -> Any:
         """One call that the library's loop makes."""
-        self._some_go_on(mine=True)
+        self._any_goes_on(here=True)
         if self._staged is None or self._engine is None:
             return plain(**arguments)
         with self._engine.evaluation():
@@ -202,23 +202,24 @@ class _Together:
         return CausalLMOutputWithPast(logits=logits, past_key_values=arguments.get(CACHE))
 
     def end(self) -> None:
-        """Take part in the calls of ranks that go on."""
-        while self._waits and self._some_go_on(mine=False):
-            ids = torch.zeros(self._parts, 1, dtype=torch.long, device=self._mesh.device)
+        """Join the calls of ranks that go on, with an input of no use."""
+        while self._waits and self._any_goes_on(here=False):
+            ids = torch.zeros(self._microbatches, 1, dtype=torch.long, device=self._mesh.device)
             inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": True}
             config = self._model.config
             staged = self._new_stages()
             if staged is not None and self._engine is not None:
                 with self._engine.evaluation():
                     staged(inputs)
-            elif config.is_encoder_decoder:
+                continue
+            if config.is_encoder_decoder:
                 encoded = torch.zeros(1, 1, config.hidden_size, dtype=self._model.dtype, device=ids.device)
+                inputs |= {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded), "decoder_input_ids": ids}
                 del inputs["input_ids"]
-                self._plain(**inputs, encoder_outputs=BaseModelOutput(last_hidden_state=encoded), decoder_input_ids=ids)
-            else:
-                self._plain(**inputs)
+            self._plain(**inputs)
 
-    def _some_go_on(self, *, mine: bool) -> bool:
+    def _any_goes_on(self, *, here: bool) -> bool:
+        """Whether a rank still generates; `here`: whether this one does."""
         if not self._waits:
-            return mine
-        return int(self._mesh.data.sum_(torch.tensor([int(mine)]), "ranks that generate")[0]) > 0
+            return here
+        return int(self._mesh.data.sum_(torch.tensor([int(here)]), "ranks that generate")[0]) > 0

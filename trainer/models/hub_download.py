@@ -26,14 +26,14 @@ from zeromesh.trainer.data.tokenizer import BYTES
 T = TypeVar("T")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 MODEL_FILES = ("*.safetensors", "*.py", *TOKENIZER_FILES)
-"""What is fetched of a repository, from its root alone."""
+"""Patterns of the files that are fetched of a repository, from its root alone."""
 
 
 def pin_sources(config: TrainerConfig, mesh: Mesh, *, model_given: bool) -> TrainerConfig:
     """Fetch what the configuration names on the Hub; all ranks call it, and all get the same.
 
-    A model that is given to the trainer needs no source. Returns the configuration with `model.revision` as the commit that was
-    fetched, and `data.tokenizer` as a directory.
+    A model that is given to the trainer (`model_given`) needs no source. Returns the configuration with `model.revision` as the
+    commit that was fetched, and `data.tokenizer` as a directory.
 
     Raises:
         ConfigError: for what is neither a directory nor a repository that can be reached, with what was tried.
@@ -55,7 +55,7 @@ def pin_sources(config: TrainerConfig, mesh: Mesh, *, model_given: bool) -> Trai
 def directory_of(
     source: str, revision: str | None, files: Sequence[str] = MODEL_FILES, *, where: str = "model.source"
 ) -> Path:
-    """The directory of this machine that has `source`, of which nothing is downloaded.
+    """Return the directory of this machine that has `source`; nothing is downloaded.
 
     Raises:
         ConfigError: where there is none, with what was tried.
@@ -126,7 +126,7 @@ def _snapshot(source: str, revision: str | None, files: Sequence[str], *, where:
 
 
 def while_posting(mesh: Mesh, call: Callable[[], T]) -> T:
-    """What `call` returns; the other ranks, which wait for it, see that this one goes on."""
+    """Return what `call` returns, and let the other ranks, which wait for it, see that this one goes on."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         future = pool.submit(call)
         while not wait([future], timeout=1.0).done:

@@ -30,7 +30,7 @@ _LANGUAGE: tuple[Head, ...] = ("causal_lm", "masked_lm", "seq2seq_lm", "image_te
 
 
 def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> BuiltModel:
-    """`built` with adapters, which alone are trained, and the head of a classifier. Values of adapters depend on `seed` alone.
+    """Return `built` with adapters. They alone are trained, and the head of a classifier; their values depend on `seed` alone.
 
     Raises:
         ConfigError: without PEFT, for a model that is none of transformers or has adapters, and for targets that it does not have.
@@ -66,7 +66,7 @@ def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> 
 
 
 def import_peft() -> Any:
-    """The package. Raises `ConfigError` where it is not installed."""
+    """Return the package `peft`. Raises `ConfigError` where it is not installed."""
     try:
         import peft
         import peft.tuners.lora
@@ -77,17 +77,13 @@ def import_peft() -> Any:
 
 def _heads(model: Any) -> list[str]:
     """Modules beside the pretrained ones, which classify what those find."""
-    return [
-        name
-        for name, module in model.named_children()
-        if not is_pretrained_model(module)
-        and name != model.base_model_prefix
-        and any(True for _ in module.parameters())
-    ]
+    children = dict(model.named_children())
+    children.pop(model.base_model_prefix, None)
+    return [name for name, each in children.items() if not is_pretrained_model(each) and [*each.parameters()]]
 
 
 def _initialise(layer: Any, seed: int, name: str) -> None:
-    """Draw a layer's adapters as PEFT does. Those of a layer on the meta device are there too: get them memory first."""
+    """Draw a layer's adapters as PEFT does. Those of a layer on the meta device are there too, and get memory first."""
     for adapters in (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B):
         if any(parameter.is_meta for parameter in adapters.parameters()):
             adapters.to_empty(device="cpu")
@@ -97,10 +93,12 @@ def _initialise(layer: Any, seed: int, name: str) -> None:
 
 
 class AdaptedSource:
-    """The values of a model with adapters: of the adapters their own, of the rest those of the model inside, by its names."""
+    """The values of a model with adapters: those of adapters are kept here, the others come from the source of the model inside.
+
+    `names` maps identities of tensors to their names in the model inside.
+    """
 
     def __init__(self, source: ParameterSource, model: nn.Module, names: Mapping[int, str]) -> None:
-        """`names`: of the tensors of the model inside, by identity."""
         self._source = source
         parameters = dict(model.named_parameters(remove_duplicate=False))
         tensors = parameters | dict(model.named_buffers(remove_duplicate=False))
@@ -112,16 +110,13 @@ class AdaptedSource:
         self._readers = Counter(self._inside[name] for name, _ in model.named_parameters() if name in self._inside)
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
-        """See `ParameterSource`."""
         own = self._own.get(fqn)
         return self._source.read(self._inside[fqn], start, end) if own is None else own.reshape(-1)[start:end]
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """See `ParameterSource`."""
         return self._source.buffer(self._inside[name]) if name in self._inside else None
 
     def release(self, fqn: str) -> None:
-        """See `ParameterSource`."""
         self._own.pop(fqn, None)
         name = self._inside.get(fqn)
         if name is not None:
@@ -130,12 +125,11 @@ class AdaptedSource:
                 self._source.release(name)
 
     def close(self) -> None:
-        """See `ParameterSource`."""
         self._source.close()
         self._own.clear()
 
 
 def _original(name: str) -> str:
-    """`head.original_module.weight` of `head.modules_to_save.default.weight`."""
+    """The name `head.original_module.weight` for `head.modules_to_save.default.weight`."""
     before, _, after = name.partition(".modules_to_save.")
     return f"{before}.original_module.{after.partition('.')[2]}"

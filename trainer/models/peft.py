@@ -1,4 +1,4 @@
-"""Models with adapters of PEFT, told by their attributes: PEFT itself is imported only where adapters are made (`lora.py`).
+"""Models with adapters of PEFT, recognised by their attributes: PEFT itself is imported only where adapters are made (`lora.py`).
 
 Such a model is, or wraps, a Hugging Face model some of whose layers are replaced. What is asked about the task (arguments of
 forward, loss, vocabulary) is asked of the model inside. What is trained, and runs, is the wrapper.
@@ -52,13 +52,11 @@ def adapter_names(model: Any) -> frozenset[str]:
 
 
 def description_of_adapters(model: Any) -> dict[str, Any]:
-    """What a run that goes on must have of a model's adapters, flat."""
-    found = {}
-    for name, settings in model.peft_config.items():
-        for key, value in settings.to_dict().items():
-            if key not in _NOT_OF_THE_ADAPTER and value is not None:
-                found[f"adapter.{name}.{key}"] = sorted(value) if isinstance(value, set) else value
-    return found
-
-
-_NOT_OF_THE_ADAPTER = frozenset({"base_model_name_or_path", "revision", "inference_mode", "peft_version"})
+    """Return what a resumed run must have in common of a model's adapters, by flat keys."""
+    passing = {"base_model_name_or_path", "revision", "inference_mode", "peft_version"}
+    return {
+        f"adapter.{name}.{key}": sorted(value) if isinstance(value, set) else value
+        for name, settings in model.peft_config.items()
+        for key, value in settings.to_dict().items()
+        if key not in passing and value is not None
+    }

@@ -1,8 +1,6 @@
-"""What a run makes of a model's modules before it trains: training mode, fast products, recomputed and compiled blocks.
+"""What a run changes in the modules of a model before it trains, and how it puts that back.
 
-What a run changes on the modules of a model that is somebody else's, and how it is put back.
-
-Linear layers that multiply in the dtype which is fastest on this machine.
+It changes training mode, the dtype in which linear layers multiply, and which blocks are recomputed and compiled.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,8 +24,8 @@ from zeromesh.trainer.models.activation_checkpointing import enable_activation_c
 from zeromesh.trainer.models.user_model import Compile
 from zeromesh.units.plan import block_modules
 
-# Compiled or checkpointed blocks, Hugging Face's switch for checkpointing, training mode, its way to save.
 _CHANGED = ("forward", "training", "gradient_checkpointing", "_gradient_checkpointing_func", "save_pretrained")
+"""Attributes that compiled and checkpointed blocks, training mode, and saving of a partitioned model change."""
 _ABSENT = object()
 
 
@@ -36,12 +33,12 @@ class KeptAttributes:
     """The attributes of every module of `model` that a run may change, as they are now."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._kept: list[tuple[nn.Module, dict[str, Any]]] = [
+        self._kept = [
             (module, {name: vars(module).get(name, _ABSENT) for name in _CHANGED}) for module in model.modules()
         ]
 
     def put_back(self) -> None:
-        """The model is as it was, but for its parameters and buffers."""
+        """Give the model its attributes back; its parameters and buffers stay as they are."""
         for module, attributes in self._kept:
             for name, value in attributes.items():
                 if value is _ABSENT:
@@ -69,7 +66,7 @@ class TrainingModes:
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """As `model.eval()`, but each module is afterwards in the mode in which it was."""
+    """Put the model into evaluation mode inside the block; each module is afterwards in the mode in which it was."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -105,7 +102,7 @@ _FORWARDS: dict[type[nn.Module], Callable[..., torch.Tensor]] = {nn.Linear: _lin
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedModel:
-    """`away`: recomputed blocks whose inputs leave the device. `notes` say what was done."""
+    """What `prepare_model` has done: in how many recomputed blocks inputs leave the device (`away`), and lines about all of it."""
 
     away: int
     notes: tuple[str, ...] = ()
@@ -114,19 +111,16 @@ class PreparedModel:
 def prepare_model(
     model: nn.Module, section: ModelSection, options: ZeroOptions, tiers: Tiers, compile_: Compile | None = None
 ) -> PreparedModel:
-    """Change `model` in place as the configuration says. `compile_`: how the model was compiled as a whole when it was given, which
-    its blocks are instead, since parameters are gathered between them.
+    """Change `model` in place as the configuration says.
+
+    `compile_` is how the model was compiled as a whole when it was given. Its blocks are compiled so instead, since parameters are
+    gathered between them.
 
     Raises:
         ConfigError: for blocks to be compiled that are not known.
         StorageError: when there is no directory for inputs that are to rest on files.
     """
-    # A model in evaluation mode is as `from_pretrained` leaves it; single modules are meant to be in it: frozen statistics.
-    # In either case a `train` of the model's own is called, as every training loop calls it.
-    meant = [module for module in model.modules() if model.training and not module.training]
-    model.train()
-    for module in meant:
-        module.training = False
+    _start_training(model)
     compute = options.precision.compute
     notes = []
     if widened := use_fastest_linear(model, compute, tiers.device.type):
@@ -135,14 +129,14 @@ def prepare_model(
             f"products: {widened} linear layers multiply in float32, which a trial found faster here than {name}"
         )
     blocks = block_modules(model)
-    mode, choice = section.activation_checkpointing, options.offload.activations
+    choice = options.offload.activations
     store = ActivationStore(tiers, choice) if choice.away else None
-    count = enable_activation_checkpointing(model, mode, blocks=blocks or None, store=store)
+    count = enable_activation_checkpointing(model, section.activation_checkpointing, blocks=blocks or None, store=store)
     if compile_ is not None:
-        what = (
+        done = (
             f"its {len(blocks)} blocks are compiled" if blocks else "no blocks are known in it, and nothing is compiled"
         )
-        notes.append(f"the model was given compiled by torch.compile: {what}, with the same backend")
+        notes.append(f"the model was given compiled by torch.compile: {done}, with the same backend")
     elif section.compile:
         compile_ = torch.compile
         if not blocks:
@@ -153,8 +147,20 @@ def prepare_model(
     if compile_ is not None:
         for block in blocks:
             block.forward = compile_(block.forward)
-    away = 0
-    if store is not None:
-        away = store.away_of(count)
-        notes.append(f"offload: inputs of {away} of {count} recomputed blocks rest on {choice.tier}")
+    if store is None:
+        return PreparedModel(away=0, notes=tuple(notes))
+    away = store.away_of(count)
+    notes.append(f"offload: inputs of {away} of {count} recomputed blocks rest on {choice.tier}")
     return PreparedModel(away=away, notes=tuple(notes))
+
+
+def _start_training(model: nn.Module) -> None:
+    """Put a model into training mode.
+
+    A model in evaluation mode is as `from_pretrained` leaves it. In one that trains, single modules in evaluation mode are meant to
+    be in it (frozen statistics), and stay. In either case a `train` of the model's own is called, as every training loop calls it.
+    """
+    evaluating = [module for module in model.modules() if model.training and not module.training]
+    model.train()
+    for module in evaluating:
+        module.training = False

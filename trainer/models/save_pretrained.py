@@ -7,7 +7,8 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -32,73 +33,76 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_MODEL = "base_model"
 """Folder of a checkpoint with adapters that holds the configuration of the model inside."""
-_OF_ADAPTERS = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin")
+_ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin")
 """Files that `from_pretrained` would load on top of a model that was saved where an adapter had been."""
 _SYNCED_BYTES = 256 << 20
-"""Written at once, and brought to the disk before more is: no wait for the disk is longer than that takes."""
+"""Bytes that are written at once, and synced to the disk before more is: that bounds a single wait for the disk."""
 
 
 def save_model(
     model: nn.Module, state: FullState | None, path: Path, mesh: Mesh, *, processing_class: Any = None
 ) -> str:
-    """Write `path` so that `from_pretrained(path)` loads the model, or the adapter alone of one that has some; all ranks call it.
+    """Write `path` so that `from_pretrained(path)` loads the model, or the adapter alone of one that has some.
 
-    `state` is that of a partitioned model; None: it is whole. Returns as `save_pretrained`.
+    All ranks call it, rank 0 writes. `state` is that of a partitioned model; None: the model is whole. Everything is written under
+    another name first, so that a failure leaves what was there. Other files of a directory that exists stay. Returns why it could
+    not be written, on all ranks; empty where it was.
     """
-    if is_adapted(model):
-        return save_adapter(model, gathered_adapter(model, state, mesh), path, mesh, processing_class=processing_class)
-    whole = tensors_of(model) if state is None else {}
-    specs = specs_of(whole) if state is None else state.stored_specs()
-    tensors = iter(whole.items()) if state is None else state.stored()
-    return save_pretrained(model, specs, tensors, path, mesh, processing_class=processing_class)
-
-
-def save_pretrained(
-    model: nn.Module,
-    specs: Sequence[TensorSpec],
-    tensors: Iterator[tuple[str, Tensor]],
-    path: Path,
-    mesh: Mesh,
-    *,
-    processing_class: Any = None,
-) -> str:
-    """Write `path` so that `from_pretrained(path)` loads it; all ranks call it, rank 0 writes.
-
-    `tensors` are those of `specs`, parameters (tied ones once) and persistent buffers; `model` gives its configuration.
-    Everything is written under another name first, so that a failure leaves what was there. Other files of a directory that
-    exists stay. Returns why it could not be written, on all ranks; empty where it was.
-    """
-    failure = ""
     path = Path(os.path.abspath(path))
-    writer = _Writer(path, mesh) if mesh.rank == 0 else None
-    try:
-        if writer is not None:
-            writer.open(specs)
-    except (OSError, StorageError) as error:
-        failure = f"{str(path)!r} cannot be written ({getattr(error, 'strerror', None) or error})"
-    for name, tensor in tensors:
-        if writer is not None and not failure:
-            failure = writer.put(name, tensor)
+    adapter = gathered_adapter(model, state, mesh) if is_adapted(model) else None
+    whole = _stored_tensors(model) if state is None else {}
+    specs = [_spec(name, tensor) for name, tensor in whole.items()] if state is None else state.stored_specs()
+    writer = _DirectoryWriter(path, mesh) if mesh.rank == 0 else None
     if writer is not None:
-        failure = writer.finish(model, processing_class, failure)
-    return _agreed(failure, path, mesh)
+        with writer.catching():
+            writer.begin(() if adapter is not None else specs)
+    if adapter is None:
+        for name, tensor in whole.items() if state is None else state.stored():
+            if writer is not None and not writer.failure:
+                with writer.catching(f" (while writing {name})"):
+                    writer.put(name, tensor)
+    failure = "" if writer is None else writer.finish(model, processing_class, adapter)
+    failed = int(mesh.world.max_(torch.tensor([int(bool(failure))]), "end of saving")[0])
+    return failure or (f"{path} could not be written by rank 0, whose error says why" if failed else "")
 
 
-class _Writer:
-    """safetensors files and the small files beside them, in a directory beside `path`, and moved to `path` at the end."""
+class _DirectoryWriter:
+    """Writes the files of a model into a directory beside `path`, and moves them to `path` at the end.
+
+    `failure` says what went wrong first; empty: nothing. Nothing more is written after a failure.
+    """
 
     def __init__(self, path: Path, mesh: Mesh) -> None:
+        self.failure = ""
         self._path = path
         self._mesh = mesh
-        self._directory = _beside(path)
+        # A short name, since that of `path` may be the longest that there is.
+        digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
+        self._directory = path.with_name(f".zeromesh-{digest}.tmp")
         self._layouts: list[FileLayout] = []
         self._files: list[PositionalFile] = []
         self._places: dict[str, tuple[PositionalFile, TensorSpec, int]] = {}
         self._unsynced = 0
 
-    def open(self, tensors: Sequence[TensorSpec]) -> None:
-        """Make the files at their full sizes, with their headers. Raises `OSError`, `StorageError`."""
-        _begin(self._path)
+    @contextmanager
+    def catching(self, where: str = "") -> Iterator[None]:
+        """Keep an error of the block, of somebody else's `save_pretrained` too, as the failure: all ranks have to know."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001
+            reason = getattr(error, "strerror", None) or error
+            self.failure = self.failure or (
+                f"{error}{where}" if where else f"{str(self._path)!r} cannot be written ({reason})"
+            )
+
+    def begin(self, tensors: Sequence[TensorSpec]) -> None:
+        """Make an empty directory, and in it the files of `tensors` at their full sizes, with their headers."""
+        if self._path.exists() and not self._path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "there is a file of this name; give a directory")
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(parents=True)
+        if not tensors:
+            return
         self._layouts = list(plan_files(tensors, 1))
         if len(self._layouts) == 1:
             self._layouts = [replace(self._layouts[0], path=SINGLE)]
@@ -108,20 +112,16 @@ class _Writer:
             self._places |= {spec.name: (file, spec, at) for spec, at in layout.places}
             self._write(file, torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), 0)
 
-    def put(self, name: str, tensor: Tensor) -> str:
-        """Write one tensor; returns what went wrong, empty for nothing."""
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write one of the tensors. Raises `StorageError`."""
         file, spec, at = self._places[name]
         if tuple(tensor.shape) != spec.shape:
-            return f"{name} has shape {list(tensor.shape)}, {list(spec.shape)} was announced"
+            raise StorageError(f"{name} has shape {list(tensor.shape)}, {list(spec.shape)} was announced")
         flat = tensor.detach().to("cpu", spec.dtype).contiguous().reshape(-1)
-        try:
-            self._write(file, flat.view(torch.uint8), at)
-        except StorageError as error:
-            return f"{error} (while writing {name})"
-        return ""
+        self._write(file, flat.view(torch.uint8), at)
 
     def _write(self, file: PositionalFile, data: Tensor, offset: int) -> None:
-        """Write everything, and let the others see that this rank is at work: they wait for it."""
+        """Write everything, and let the other ranks, which wait for it, see that this one is at work."""
         for start in range(0, data.numel(), _SYNCED_BYTES):
             part = data[start : start + _SYNCED_BYTES]
             file.write(part, offset + start)
@@ -131,109 +131,68 @@ class _Writer:
                 self._unsynced = 0
             self._mesh.post(Activity.SAVE)
 
-    def finish(self, model: nn.Module, processing_class: Any, failure: str) -> str:
-        """Configuration, tokenizer, then the move; returns what went wrong, here or before."""
-        try:
+    def finish(self, model: nn.Module, processing_class: Any, adapter: dict[str, Tensor] | None) -> str:
+        """Write adapters or the configuration, and the tokenizer, then move everything; returns the failure."""
+        with self.catching():
             for file in self._files:
                 file.sync()
                 file.close()
-            if not failure:
-                if len(self._layouts) > 1:
-                    for path, text in index_files(self._layouts).items():
-                        write_whole(self._directory / path, text)
-                save_configuration(model, self._main_dtype(), processing_class, self._directory)
+        if not self.failure:
+            with self.catching():
+                if adapter is not None:
+                    _write_adapter(model, adapter, self._directory)
+                    _save_part(processing_class, self._directory)
+                else:
+                    if len(self._layouts) > 1:
+                        for path, text in index_files(self._layouts).items():
+                            write_whole(self._directory / path, text)
+                    save_configuration(model, self._widest_dtype(), processing_class, self._directory)
                 self._move()
-        except Exception as error:  # noqa: BLE001 - other people's `save_pretrained` among them; all ranks have to know
-            failure = failure or f"{str(self._path)!r} cannot be written ({getattr(error, 'strerror', None) or error})"
         shutil.rmtree(self._directory, ignore_errors=True)
-        return failure
+        return self.failure
 
-    def _main_dtype(self) -> torch.dtype | None:
+    def _widest_dtype(self) -> torch.dtype | None:
         """The widest floating dtype that is stored: `from_pretrained` loads all of a model in one."""
         found = [spec.dtype for _, spec, _ in self._places.values() if spec.dtype.is_floating_point]
         return max(found, key=lambda dtype: dtype.itemsize, default=None)
 
     def _move(self) -> None:
-        _move(self._directory, self._path)
-        names = {layout.path for layout in self._layouts} | ({INDEX} if len(self._layouts) > 1 else set())
-        numbered = [file.name for file in self._path.glob("model-*-of-*.safetensors")]
-        for stale in (SINGLE, INDEX, *numbered, *_OF_ADAPTERS):
-            if stale not in names:
+        """Move the directory as a whole where there is none; else part by part, the weights last."""
+        if not self._path.exists():
+            self._directory.rename(self._path)
+            return
+        for name in sorted(os.listdir(self._directory), key=lambda name: name.endswith((".safetensors", INDEX))):
+            if (self._path / name).is_dir():
+                shutil.rmtree(self._path / name)
+            os.replace(self._directory / name, self._path / name)
+        if self._layouts:
+            names = {layout.path for layout in self._layouts} | ({INDEX} if len(self._layouts) > 1 else set())
+            numbered = [file.name for file in self._path.glob("model-*-of-*.safetensors")]
+            for stale in {SINGLE, INDEX, *numbered, *_ADAPTER_FILES} - names:
                 (self._path / stale).unlink(missing_ok=True)
 
 
 def gathered_adapter(model: nn.Module, state: FullState | None, mesh: Mesh) -> dict[str, Tensor]:
-    """The tensors of `adapter_names`, whole, in the CPU's memory of rank 0; empty on others. All ranks call it.
+    """Return the tensors of `adapter_names`, whole, in the CPU's memory of rank 0; empty on others. All ranks call it.
 
-    `state` is that of a partitioned model; None: it is whole.
+    `state` is that of a partitioned model; None: the model is whole.
     """
     names = adapter_names(model)
-    tensors = iter(tensors_of(model).items()) if state is None else chain(state.parameters(names), state.buffers())
-    held = {}
+    tensors = iter(_stored_tensors(model).items()) if state is None else chain(state.parameters(names), state.buffers())
+    gathered = {}
     for name, tensor in tensors:
         if name in names and mesh.rank == 0:
-            held[name] = tensor.detach().to("cpu", copy=True)
+            gathered[name] = tensor.detach().to("cpu", copy=True)
             mesh.post(Activity.SAVE)
-    return held
+    return gathered
 
 
-def write_adapter(model: Any, held: dict[str, Tensor], directory: Path) -> None:
-    """Write adapters into a directory, as the model's own `save_pretrained` does; `held` has the tensors of `adapter_names`."""
+def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> None:
+    """Write adapters as the model's own `save_pretrained` does."""
     # What adapters train of embeddings is among their own tensors; PEFT would look at the Hub for what else may be.
     own = {"save_embedding_layers": False} if wraps_another(model) else {}
-    ties = {name: held[first] for name, first in canonical_names(model).items() if first in held}
-    model.save_pretrained(directory, state_dict=held | ties, **own)
-
-
-def save_adapter(model: Any, held: dict[str, Tensor], path: Path, mesh: Mesh, *, processing_class: Any = None) -> str:
-    """Write the adapters of `model` alone; all ranks call it, and rank 0, which has them in `held`, writes.
-
-    Returns as `save_pretrained`.
-    """
-    failure = ""
-    path = Path(os.path.abspath(path))
-    if mesh.rank == 0:
-        try:
-            _begin(path)
-            write_adapter(model, held, _beside(path))
-            _save_part(processing_class, _beside(path))
-            _move(_beside(path), path)
-        except Exception as error:  # noqa: BLE001 - other people's `save_pretrained` among them; all ranks have to know
-            failure = f"{str(path)!r} cannot be written ({getattr(error, 'strerror', None) or error})"
-        shutil.rmtree(_beside(path), ignore_errors=True)
-    return _agreed(failure, path, mesh)
-
-
-def _beside(path: Path) -> Path:
-    """Where what becomes `path` is written first."""
-    # Short, since the name of `path` may be the longest that there is.
-    name = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
-    return path.with_name(f".zeromesh-{name}.tmp")
-
-
-def _begin(path: Path) -> None:
-    """An empty directory beside `path`. Raises `OSError`."""
-    if path.exists() and not path.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "there is a file of this name; give a directory")
-    shutil.rmtree(_beside(path), ignore_errors=True)
-    _beside(path).mkdir(parents=True)
-
-
-def _move(directory: Path, path: Path) -> None:
-    """The directory as a whole where there is none; else part by part, the weights last."""
-    if not path.exists():
-        directory.rename(path)
-        return
-    for name in sorted(os.listdir(directory), key=lambda name: name.endswith((".safetensors", INDEX))):
-        if (path / name).is_dir():
-            shutil.rmtree(path / name)
-        os.replace(directory / name, path / name)
-
-
-def _agreed(failure: str, path: Path, mesh: Mesh) -> str:
-    """Why `path` could not be written, on all ranks."""
-    failed = int(mesh.world.max_(torch.tensor([int(bool(failure))]), "end of saving")[0])
-    return failure or (f"{path} could not be written by rank 0, whose error says why" if failed else "")
+    ties = {name: adapter[first] for name, first in canonical_names(model).items() if first in adapter}
+    model.save_pretrained(directory, state_dict=adapter | ties, **own)
 
 
 def save_configuration(
@@ -243,7 +202,7 @@ def save_configuration(
     directory: Path,
     adapter: dict[str, Tensor] | None = None,
 ) -> None:
-    """What `from_pretrained` reads beside the weights. The configuration says their dtype and the model's class.
+    """Write what `from_pretrained` reads beside the weights. The configuration says their dtype and the model's class.
 
     Of a model with adapters these are the adapters of `adapter`, which PEFT loads from there, while the configuration of the model
     inside goes into a folder of its own: the weights have names that no class of transformers would find.
@@ -253,12 +212,10 @@ def save_configuration(
     if hasattr(config, "save_pretrained"):
         config.architectures = [type(inside).__name__]
         config.dtype = str(dtype).removeprefix("torch.")
-    below = directory
     if adapter is not None:
-        write_adapter(model, adapter, directory)
-        below = directory / BASE_MODEL
+        _write_adapter(model, adapter, directory)
     for part in (config, getattr(inside, "generation_config", None)):
-        _save_part(part, below)
+        _save_part(part, directory if adapter is None else directory / BASE_MODEL)
     _save_part(processing_class, directory)
 
 
@@ -268,14 +225,10 @@ def _save_part(part: Any, directory: Path) -> None:
         save(directory)
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+def _stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What is stored of a whole model: parameters, tied ones once, and persistent buffers."""
     return {**{name: parameter.detach() for name, parameter in model.named_parameters()}, **saved_buffers(model)}
 
 
-def specs_of(tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
-    """As what they are stored."""
-    return [
-        TensorSpec(kind="model", name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
-        for name, tensor in tensors.items()
-    ]
+def _spec(name: str, tensor: Tensor) -> TensorSpec:
+    return TensorSpec(kind="model", name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))

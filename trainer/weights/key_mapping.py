@@ -1,27 +1,21 @@
-"""Which tensors of a file make which tensors of a model: by name, by the library's renamings and conversions,
-or not.
+"""Which tensors of a file make which tensors of a model: by name, by the library's renamings and conversions, or not.
 
-A conversion (eight expert matrices into one parameter, a fused projection into three) is planned here on meta
-tensors, so names, shapes and failures are known before anything is read.
+A conversion (eight expert matrices into one parameter, a fused projection into three) is planned here on meta tensors, so names,
+shapes and failures are known before anything is read.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from zeromesh.checkpoint.format.safetensors_layout import Entry
 from zeromesh.errors import ConfigError
@@ -29,6 +23,7 @@ from zeromesh.weight_init.recompute_init import INITIALISER_ERRORS
 from zeromesh.weight_init.weight_sources import canonical_names
 
 _SHOWN = 20
+_OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 ReadTensor = Callable[[str], torch.Tensor]
 
@@ -55,15 +50,15 @@ class Conversion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matched:
-    """Where the model's tensors are: in the file as they are (`direct`, by their name there), made by a
-    conversion (`converted`), or in no file (`new`, parameters of a new head). `unused` are tensors of the
-    file for another head.
-    """
+    """Where the values of the model's tensors are."""
 
     direct: Mapping[str, str]
+    """Tensors that are in the file unchanged, to their names there."""
     converted: Mapping[str, Conversion]
     new: tuple[str, ...]
+    """Parameters of a new head, which are in no file."""
     unused: tuple[str, ...]
+    """Tensors of the file for another head."""
 
     def provides(self, name: str) -> bool:
         """Whether the file has a value for `name`."""
@@ -73,9 +68,8 @@ class Matched:
 def match(model: Any, entries: Mapping[str, Entry]) -> Matched:
     """Match the tensors of `entries` with the state of the Hugging Face model `model`, which may be on meta.
 
-    Parameters outside of the base model may be absent (a new head) and present without use (another head),
-    and so may poolers. Anything else that is missing, unexpected or of another shape is listed in one
-    `ConfigError`.
+    Parameters outside of the base model may be absent (a new head) and present without use (another head), and so may poolers.
+    Anything else that is missing, unexpected or of another shape is listed in one `ConfigError`.
     """
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     direct, groups, unexpected = _rename(model, entries, state)
@@ -107,7 +101,7 @@ def match(model: Any, entries: Mapping[str, Entry]) -> Matched:
 def _rename(
     model: Any, entries: Mapping[str, Entry], state: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, str], list[Conversion], list[str]]:
-    """The library's own order of matching (`convert_and_load_state_dict_in_model`)."""
+    """Match in the library's own order (`convert_and_load_state_dict_in_model`): what is direct, converted and unexpected."""
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -149,9 +143,7 @@ def _planned(conversion: Conversion, entries: Mapping[str, Entry], model: Any) -
 
 
 def _missing(model: Any, state: Mapping[str, torch.Tensor], found: set[str]) -> list[str]:
-    """Parameters without a value; one of several names of a tied parameter is enough. Buffers can be
-    recomputed.
-    """
+    """Parameters without a value. One of several names of a tied parameter is enough, and buffers can be recomputed."""
     canonical = canonical_names(model)
     have = {canonical[name] for name in found if name in canonical}
     return [name for name in state if canonical.get(name) == name and name not in have]
@@ -159,24 +151,23 @@ def _missing(model: Any, state: Mapping[str, torch.Tensor], found: set[str]) -> 
 
 def _optional(model: Any, name: str) -> bool:
     """Whether a parameter may be absent: a head, or the pooler that only some heads use."""
-    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    if any(re.search(pattern, name) for pattern in patterns):
-        return True
     prefix = model.base_model_prefix
     outside = bool(prefix) and hasattr(model, prefix) and not name.startswith(f"{prefix}.")
-    return outside or "pooler" in name.split(".")
+    return (
+        _fits(name, getattr(model, "_keys_to_ignore_on_load_missing", None)) or outside or "pooler" in name.split(".")
+    )
 
 
 def _ignored(model: Any, name: str) -> bool:
-    """Whether the library itself passes over a tensor of this name: old buffers, layers that it does not
-    implement.
-    """
-    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    patterns += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
-    return any(re.search(pattern, name) for pattern in patterns)
+    """Whether the library itself passes over a tensor of this name: old buffers, and layers that it does not implement."""
+    return _fits(name, getattr(model, "_keys_to_ignore_on_load_unexpected", None)) or _fits(name, _OLD_BUFFERS)
 
 
 def _for_another_head(model: Any, entries: Mapping[str, Entry], name: str) -> bool:
     prefix = f"{model.base_model_prefix}."
     has_base = model.base_model_prefix != "" and any(entry.startswith(prefix) for entry in entries)
     return (has_base and not name.startswith(prefix)) or "pooler" in name.split(".")
+
+
+def _fits(name: str, patterns: Iterable[str] | None) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns or ())

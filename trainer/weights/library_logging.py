@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 @contextmanager
 def quiet_library() -> Iterator[None]:
-    """Inside the block transformers logs errors alone, and draws no progress bars."""
+    """Inside the block transformers logs nothing but errors, and draws no progress bars."""
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -24,8 +24,8 @@ def quiet_library() -> Iterator[None]:
 
 
 @contextmanager
-def said_once(rank: int) -> Iterator[None]:
-    """Inside the block what all ranks would say is said by rank 0 alone."""
+def only_rank_0_logs(rank: int) -> Iterator[None]:
+    """Inside the block rank 0 alone logs and warns what all ranks would."""
     if rank == 0:
         yield
         return

@@ -1,9 +1,7 @@
-"""Initial values from a local Hugging Face model directory, streamed: no rank reads more than it owns, where
-it can.
+"""Initial values from a local Hugging Face model directory, streamed: a rank reads no more than it owns where that is possible.
 
-A parameter that lies in the file as it is is read by element range. One that the library converts (stacked
-experts, split projections) is made whole on CPU, one conversion at a time, and a bounded number of them is
-kept between reads.
+A parameter that lies in the file unchanged is read by element range. One that the library converts (stacked experts, split
+projections) is made whole on CPU, one conversion at a time, and a bounded number of them is kept between reads.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ class SafetensorsSource:
         fallback: gives the parameters that no file has (a new classification head).
         cache_bytes: of converted parameters kept between reads (one conversion at least).
 
-    `notes` are lines for the run to print. Raises `ConfigError` that lists every tensor that is missing,
-    unexpected or of another shape, and for files that are broken.
+    `notes` are lines for the run to print. Raises `ConfigError` that lists every tensor that is missing, unexpected or of another
+    shape, and for files that are broken.
     """
 
     def __init__(
@@ -57,21 +55,17 @@ class SafetensorsSource:
         self._origin = _origins(model, self._matched)
         self._numel = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
         self._refuse_lost(fallback)
-        self._compare_tied(model)
+        self._compare_tied()
         self._cache: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
         self._cache_bytes = cache_bytes
         self.notes = self._describe()
 
     def provides(self, name: str) -> bool:
-        """Whether the files have a value for parameter or buffer `name` (or another name of a tied
-        parameter).
-        """
+        """Whether the files have a value for parameter or buffer `name` (or another name of a tied parameter)."""
         return self._matched.provides(self._origin.get(name, name))
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
-        """See `ParameterSource.read`; in the file's dtype. Raises `StorageError` for a file that has become
-        short.
-        """
+        """Elements [start, end) of a parameter, in the file's dtype. Raises `StorageError` for a file that has become short."""
         if fqn not in self._numel:
             raise LayoutError(f"{fqn} is not among the {len(self._numel)} parameters of this source")
         check_interval(fqn, start, end, self._numel[fqn])
@@ -85,14 +79,13 @@ class SafetensorsSource:
     def buffer(self, name: str) -> torch.Tensor | None:
         """The stored value of a persistent buffer, in the file's dtype, or None."""
         if name in self._matched.direct:
-            stored = self._matched.direct[name]
-            return self._files.read(stored).reshape(self._files.entries[stored].shape)
+            return self._files.read_whole(self._matched.direct[name])
         if name in self._matched.converted:
             return self._converted(self._matched.converted[name])[name]
         return None
 
     def release(self, fqn: str) -> None:
-        """Passed on to the fallback; memory here is bounded by the cache."""
+        """Let the fallback release a parameter; memory here is bounded by the cache."""
         self._fallback.release(fqn)
 
     def close(self) -> None:
@@ -102,43 +95,37 @@ class SafetensorsSource:
         self._fallback.close()
 
     def _converted(self, conversion: Conversion) -> dict[str, torch.Tensor]:
+        """The tensors that a conversion makes, from the cache where it has them."""
         key = conversion.target
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
-        sizes = (self._files.entries[name] for _, name in conversion.sources)
-        wanted = sum(entry.end - entry.begin for entry in sizes)
-        held = sum(t.numel() * t.element_size() for tensors in self._cache.values() for t in tensors.values())
-        while self._cache and held + wanted > self._cache_bytes:
-            _, dropped = self._cache.popitem(last=False)
-            held -= sum(t.numel() * t.element_size() for t in dropped.values())
-        self._cache[key] = conversion.run(self._whole, self._skeleton.root)
+        entries = [self._files.entries[name] for _, name in conversion.sources]
+        free = self._cache_bytes - sum(entry.end - entry.begin for entry in entries)
+        while self._cache and sum(t.nbytes for tensors in self._cache.values() for t in tensors.values()) > free:
+            self._cache.popitem(last=False)
+        self._cache[key] = conversion.run(self._files.read_whole, self._skeleton.root)
         return self._cache[key]
 
-    def _whole(self, name: str) -> torch.Tensor:
-        return self._files.read(name).reshape(self._files.entries[name].shape)
-
     def _refuse_lost(self, fallback: ParameterSource) -> None:
+        """Raise `LostValuesError` for parameters whose values neither the files nor the fallback have."""
         lost = fallback.lost() if isinstance(fallback, SeededSource) else ()
         unknown = tuple(name for name in lost if not self.provides(name))
         if unknown:
             raise LostValuesError(unknown, "they are in no file either")
 
-    def _compare_tied(self, model: Any) -> None:
-        """Refuse files in which the names of one tied parameter have different values: one of them would be
-        lost.
-        """
+    def _compare_tied(self) -> None:
+        """Refuse files in which the names of one tied parameter have different values: one of them would be lost."""
         problems = []
         for name, origin in self._origin.items():
-            pair = (self._matched.direct.get(name), self._matched.direct.get(origin))
-            if name == origin or pair[0] is None or pair[1] is None or pair[0] == pair[1]:
+            first, second = self._matched.direct.get(name), self._matched.direct.get(origin)
+            if name == origin or first is None or second is None or first == second:
                 continue
-            n = self._numel[name]
-            for start in {0, n // 2, max(0, n - _COMPARED_ELEMENTS)}:
-                end = min(n, start + _COMPARED_ELEMENTS)
-                if not torch.equal(self._files.read(pair[0], start, end), self._files.read(pair[1], start, end)):
-                    problems.append(f"{name} and {origin} are one parameter in the model and differ in the files")
-                    break
+            count = self._numel[name]
+            starts = {0, count // 2, max(0, count - _COMPARED_ELEMENTS)}
+            ranges = [(start, min(count, start + _COMPARED_ELEMENTS)) for start in starts]
+            if not all(torch.equal(self._files.read(first, *each), self._files.read(second, *each)) for each in ranges):
+                problems.append(f"{name} and {origin} are one parameter in the model and differ in the files")
         if problems:
             problems.append("set model.config.tie_word_embeddings: false to train them apart")
             raise ConfigError(problems, where="model.source")
@@ -153,7 +140,7 @@ class SafetensorsSource:
 
 
 def _origins(model: Any, matched: Matched) -> dict[str, str]:
-    """Every parameter name to the name, among those of the same parameter, under which the files have it."""
+    """Map every parameter name to the name, among those of the same parameter, under which the files have it."""
     canonical = canonical_names(model)
     stored: dict[str, str] = {}
     for name, first in canonical.items():
