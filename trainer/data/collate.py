@@ -1,14 +1,14 @@
-"""Samples to batches, and what is checked about a batch before it trains anything.
+"""From samples to batches, and what is checked about a batch before it trains anything.
 
-A batch is a mapping from the model's argument names to tensors whose dim 0 is the sample. Everything here is
-on CPU, before a batch goes to its device, so that no check waits for one.
+A batch is a mapping from the model's argument names to tensors whose dim 0 is the sample. Everything here is on CPU, before a batch
+goes to its device, so that no check waits for one.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from zeromesh.errors import DataError
 from zeromesh.trainer.data.forked_children import ending_children
-from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
 
 IGNORED_LABEL = -100
 """The label of a position that is no target, as in `torch.nn.functional.cross_entropy`."""
@@ -28,29 +27,12 @@ Collate = Callable[[list[Any]], Any]
 _LABEL_NAMES = ("label", "label_ids")
 
 
-class Indexed(Protocol):
-    """Samples by index."""
+class MapDataset(Protocol):
+    """A map-style dataset, such as `torch.utils.data.Dataset`, `datasets.Dataset` or a list."""
 
     def __getitem__(self, index: int, /) -> Any: ...
 
-
-class MapDataset(Indexed, Protocol):
-    """A map-style dataset, such as `torch.utils.data.Dataset`, `datasets.Dataset` or a list."""
-
     def __len__(self) -> int: ...
-
-
-class Spread:
-    """`count` samples of a longer dataset, evenly spread over it."""
-
-    def __init__(self, dataset: MapDataset, count: int) -> None:
-        self._dataset, self._count = dataset, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> Any:
-        return self._dataset[index * len(self._dataset) // self._count]
 
 
 def check_dataset(dataset: Any, *, name: str = "train_dataset") -> None:
@@ -73,10 +55,9 @@ def check_dataset(dataset: Any, *, name: str = "train_dataset") -> None:
 def default_collate(samples: Sequence[Any], *, indices: Sequence[int] | None = None) -> dict[str, Tensor]:
     """Stack samples, mappings of field to tensor, array, list or number, into tensors `[batch, ...]`.
 
-    As transformers' `default_data_collator`: a `label` or `label_ids` becomes `labels`, and fields that hold
-    text or None are left out. Python integers become int64, Python floats float32. `indices` are the samples'
-    dataset indices, which errors name. Raises `DataError` for samples that are no mappings, that have
-    different fields, or whose shapes differ.
+    This follows transformers' `default_data_collator`: a `label` or `label_ids` becomes `labels`, and fields that hold text or None
+    are left out. Python integers become int64, Python floats float32. `indices` are the samples' dataset indices, which errors
+    name. Raises `DataError` for samples that are no mappings, that have different fields, or whose shapes differ.
     """
     names = list(indices) if indices is not None else list(range(len(samples)))
     if not samples:
@@ -139,7 +120,7 @@ def _field_list(sample: Mapping[str, Any]) -> str:
 
 
 def count_targets(labels: Tensor, *, causal: bool, ignored: int = IGNORED_LABEL) -> int:
-    """How many terms the loss of a batch is the mean of.
+    """Count the terms that the loss of a batch is the mean of.
 
     Integer labels count where they are not `ignored`; a causal model predicts position i + 1 at i, so the first
     position of each sequence (labels `[batch, sequence]`) is no target. Labels of floating point (regression)
@@ -160,10 +141,10 @@ def check_batch(batch: Mapping[str, Any], *, vocab_size: int | None, causal: boo
     `input_ids` are in [0, vocab_size), and so are the labels of a causal model that are not -100. `indices`
     are the dataset indices of the batch's samples. None as `vocab_size`: the model has no vocabulary.
     """
-    given, labels = batch.get("input_ids"), batch.get("labels")
-    if causal and isinstance(given, Tensor) and isinstance(labels, Tensor) and given.shape != labels.shape:
+    inputs, labels = batch.get("input_ids"), batch.get("labels")
+    if causal and isinstance(inputs, Tensor) and isinstance(labels, Tensor) and inputs.shape != labels.shape:
         raise DataError(
-            f"labels of samples {_span(indices)} have shape {list(labels.shape)}, and input_ids {list(given.shape)}; a causal "
+            f"labels of samples {_span(indices)} have shape {list(labels.shape)}, and input_ids {list(inputs.shape)}; a causal "
             f"model has a label for every input ({IGNORED_LABEL} where nothing is to be learnt), and shifts them itself"
         )
     if vocab_size is None:
@@ -189,76 +170,48 @@ def check_batch(batch: Mapping[str, Any], *, vocab_size: int | None, causal: boo
             )
 
 
-def fetch_microbatch(
-    dataset: Indexed,
-    order: SampleOrder,
-    microbatch: Microbatch,
-    *,
-    collate: Collate | None = None,
-    kept: frozenset[str] | None = None,
-    vocab_size: int | None = None,
-    causal: bool = False,
-) -> dict[str, Any]:
-    """Read, collate and check the samples of one microbatch. `kept`: fields that `collate` sees; None: all.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRules:
+    """How samples become a checked batch."""
 
-    Raises `DataError` where `collate` (`default_collate` if None) gives no mapping, and as `check_batch`
-    does.
-    """
-    indices = list(order.dataset_indices(microbatch))
-    with ending_children():
-        samples = [_of_fields(dataset[index], kept, index) for index in indices]
-        batch: Any = default_collate(samples, indices=indices) if collate is None else collate(samples)
-    if not isinstance(batch, Mapping):
-        raise DataError(
-            f"data_collator gave a {type(batch).__name__} for samples {_span(indices)}; it should give a "
-            "mapping of the model's argument names to tensors"
-        )
-    check_batch(batch, vocab_size=vocab_size, causal=causal, indices=indices)
-    return dict(batch)
+    collate: Collate | None = None
+    """The user's data collator; None: `default_collate`."""
+    vocab_size: int | None = None
+    causal: bool = False
+    fields: frozenset[str] | None = None
+    """Fields of a batch that the model's forward accepts; None: any."""
+    sample_fields: frozenset[str] | None = None
+    """Fields of a sample that the data collator sees; None: all."""
 
+    def make_batch(self, dataset: Any, indices: Sequence[int]) -> dict[str, Any]:
+        """Read, collate and check the samples of these dataset indices; the batch has all fields.
 
-def _of_fields(sample: Any, kept: frozenset[str] | None, index: int) -> Any:
-    """A sample with those of its fields alone. Raises `DataError` where it has none of them."""
-    if kept is None or not isinstance(sample, Mapping):
-        return sample
-    found = {name: value for name, value in sample.items() if name in kept}
-    if not found:
-        raise DataError(
-            f"sample {index} has no field that the model's forward takes ({', '.join(sorted(kept))}): {_field_list(sample)}. Name "
-            "its fields after them, or, if the data_collator makes them, set data.remove_unused: false (remove_unused_columns)"
-        )
-    return found
-
-
-def check_first_batch(
-    dataset: Indexed,
-    order: SampleOrder,
-    plan: BatchPlan,
-    *,
-    collate: Collate | None = None,
-    kept: frozenset[str] | None = None,
-    vocab_size: int | None = None,
-    causal: bool = False,
-    step: int = 0,
-) -> dict[str, Any]:
-    """The first batch with a target. Raises `DataError` where the first global one has none, or a bad sample.
-
-    Every rank reads the same microbatches, up to the first with a target, so that all of them raise or none.
-    A batch without `labels` passes: the loss may be made of something else.
-    """
-    batch: dict[str, Any] = {}
-    whole = replace(plan, data_ranks=1)
-    with torch.random.fork_rng(devices=[]):  # a collator that masks at random should not notice
-        for turn in range(whole.accumulation):
-            microbatch = whole.microbatch(step, 0, turn)
-            batch = fetch_microbatch(
-                dataset, order, microbatch, collate=collate, kept=kept, vocab_size=vocab_size, causal=causal
+        Raises `DataError` where the collator gives no mapping, and as `default_collate` and `check_batch` do.
+        """
+        with ending_children():
+            samples = [self._reduced(dataset[index], index) for index in indices]
+            batch: Any = default_collate(samples, indices=indices) if self.collate is None else self.collate(samples)
+        if not isinstance(batch, Mapping):
+            raise DataError(
+                f"data_collator gave a {type(batch).__name__} for samples {_span(indices)}; it should give a "
+                "mapping of the model's argument names to tensors"
             )
-            labels = batch.get("labels")
-            if not isinstance(labels, Tensor) or count_targets(labels, causal=causal):
-                return batch
-    require_targets(0, indices=map(order.dataset_index, whole.samples_of(step)))
-    return batch
+        check_batch(batch, vocab_size=self.vocab_size, causal=self.causal, indices=indices)
+        return dict(batch)
+
+    def _reduced(self, sample: Any, index: int) -> Any:
+        """A sample without the fields that the collator does not see. Raises `DataError` where no field is left."""
+        allowed = self.sample_fields
+        if allowed is None or not isinstance(sample, Mapping):
+            return sample
+        found = {name: value for name, value in sample.items() if name in allowed}
+        if not found:
+            raise DataError(
+                f"sample {index} has no field that the model's forward takes ({', '.join(sorted(allowed))}): "
+                f"{_field_list(sample)}. Name its fields after them, or, if the data_collator makes them, set "
+                "data.remove_unused: false (remove_unused_columns)"
+            )
+        return found
 
 
 def require_targets(targets: int, *, indices: Iterable[int]) -> None:

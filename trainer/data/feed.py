@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
 
@@ -14,7 +14,7 @@ from zeromesh.errors import DataError
 from zeromesh.mesh.agreement import require_same
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import data_randomness
-from zeromesh.trainer.data.collate import Collate, MapDataset, fetch_microbatch
+from zeromesh.trainer.data.collate import BatchRules, MapDataset, count_targets, require_targets
 from zeromesh.trainer.data.datasets import LoadedData
 from zeromesh.trainer.data.packing import PackedDataset
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
@@ -80,13 +80,7 @@ class Feed:
     dataset: MapDataset | StreamedDataset
     order: SampleOrder
     plan: BatchPlan
-    collate: Collate | None
-    vocab_size: int | None
-    causal: bool
-    fields: frozenset[str] | None = None
-    """Fields of a batch that the model takes; others are left out. None: all are kept."""
-    kept: frozenset[str] | None = None
-    """Fields of a sample that the data collator sees; None: all."""
+    rules: BatchRules
     passed_over: int = 0
     """Steps whose data was left out, because a callback ended an epoch early."""
 
@@ -99,18 +93,29 @@ class Feed:
         return self.plan.rounds_of(step + self.passed_over)
 
     def fetch(self, microbatch: Microbatch) -> dict[str, Any]:
-        """The checked batch of a microbatch, on CPU."""
+        """Return the checked batch of a microbatch, on CPU, with the fields that the model accepts."""
         with data_randomness(self.order.seed, microbatch.first_sample):
-            batch = fetch_microbatch(
-                self.dataset,
-                self.order,
-                microbatch,
-                collate=self.collate,
-                kept=self.kept,
-                vocab_size=self.vocab_size,
-                causal=self.causal,
-            )
-        return {name: value for name, value in batch.items() if self.fields is None or name in self.fields}
+            batch = self.rules.make_batch(self.dataset, list(self.order.dataset_indices(microbatch)))
+        fields = self.rules.fields
+        return {name: value for name, value in batch.items() if fields is None or name in fields}
+
+    def first_batch(self) -> dict[str, Any]:
+        """Return the first batch with a target, with all its fields. Raises `DataError` where the first global batch has none.
+
+        Every rank reads the same microbatches, up to the first with a target, so that all of them raise or none. A batch without
+        `labels` passes: the loss may be made of something else.
+        """
+        plan = replace(self.plan, data_ranks=1)
+        batch: dict[str, Any] = {}
+        with torch.random.fork_rng(devices=[]):  # a collator that masks at random should not notice
+            for turn in range(plan.accumulation):
+                indices = self.order.dataset_indices(plan.microbatch(0, 0, turn))
+                batch = self.rules.make_batch(self.dataset, list(indices))
+                labels = batch.get("labels")
+                if not isinstance(labels, Tensor) or count_targets(labels, causal=self.rules.causal):
+                    return batch
+        require_targets(0, indices=map(self.order.dataset_index, plan.samples_of(0)))
+        return batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,11 +127,7 @@ class Feeds:
     shuffle: bool
     seed: int
     eval_micro_size: int
-    collate: Collate | None
-    vocab_size: int | None
-    causal: bool
-    fields: frozenset[str] | None
-    kept: frozenset[str] | None
+    rules: BatchRules
     _checked: dict[int, PackedDataset] = field(default_factory=dict)
     """Datasets whose token ids were compared with the vocabulary."""
 
@@ -149,22 +150,14 @@ class Feeds:
 
     def _feed(self, dataset: MapDataset | StreamedDataset, plan: BatchPlan, *, shuffle: bool) -> Feed:
         """Raises `DataError` for token ids that the vocabulary does not have."""
-        size = self.vocab_size
+        size = self.rules.vocab_size
         if isinstance(dataset, PackedDataset) and size is not None and id(dataset) not in self._checked:
             dataset.check_vocabulary(size)
             self._checked[id(dataset)] = dataset
         endless = isinstance(dataset, StreamedDataset)
         length = dataset.block if isinstance(dataset, StreamedDataset) else len(dataset)
-        return Feed(
-            dataset=dataset,
-            order=SampleOrder(length=length, seed=self.seed, shuffle=shuffle, endless=endless),
-            plan=plan,
-            collate=self.collate,
-            vocab_size=self.vocab_size,
-            causal=self.causal,
-            fields=self.fields,
-            kept=self.kept,
-        )
+        order = SampleOrder(length=length, seed=self.seed, shuffle=shuffle, endless=endless)
+        return Feed(dataset=dataset, order=order, plan=plan, rules=self.rules)
 
 
 def require_same_data(mesh: Mesh, sets: Mapping[str, Any], others: Mapping[str, object]) -> None:

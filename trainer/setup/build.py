@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 
 from zeromesh.environment import read_environment, setting
 from zeromesh.errors import ConfigError
@@ -17,7 +18,7 @@ from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh, pick_device
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import MapDataset, Spread, check_dataset
+from zeromesh.trainer.data.collate import MapDataset, check_dataset
 from zeromesh.trainer.data.datasets import load_datasets
 from zeromesh.trainer.data.feed import RunData
 from zeromesh.trainer.data.sampler import BatchPlan
@@ -153,8 +154,11 @@ def _limited(data: RunData, count: int | None) -> RunData:
     """With at most `count` samples in each evaluation set, spread evenly over it."""
     if count is None or data.eval is None:
         return data
-    sets = data.eval if isinstance(data.eval, Mapping) else {"": data.eval}
-    parts = {name: each if len(each) <= count else Spread(each, count) for name, each in sets.items()}
+    sets: Mapping[str, Any] = data.eval if isinstance(data.eval, Mapping) else {"": data.eval}
+    parts: dict[str, Any] = {
+        name: each if len(each) <= count else Subset(each, [index * len(each) // count for index in range(count)])
+        for name, each in sets.items()
+    }
     notes = tuple(
         f"evaluation{f' of {name}' if name else ''}: {count:,} of {len(each):,} samples (data.eval_samples)"
         for name, each in sets.items()

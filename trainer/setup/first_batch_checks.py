@@ -9,7 +9,6 @@ import torch
 
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import check_first_batch
 from zeromesh.trainer.data.feed import Feeds
 from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.loop.context import UserInputs
@@ -32,15 +31,7 @@ def check_first_batches(
         samples = f"{len(train)} samples are fewer than a global batch of {size}"
         notes.append(f"train_dataset: {samples}: they come again in it")
     for name, feed in feeds.named().items():
-        batch = check_first_batch(
-            feed.dataset,
-            feed.order,
-            feed.plan,
-            collate=feed.collate,
-            kept=feed.kept,
-            vocab_size=feed.vocab_size,
-            causal=feed.causal,
-        )
+        batch = feed.first_batch()
         forward.check(batch)
         _check_sequence_shards(config, batch)
         loss.count(batch)

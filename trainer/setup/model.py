@@ -20,6 +20,7 @@ from zeromesh.options import ZeroOptions
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.data.collate import BatchRules
 from zeromesh.trainer.data.feed import Feeds, RunData
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.tokenizer import Tokenizer
@@ -107,11 +108,13 @@ def build_trained_model(
             shuffle=config.data.shuffle,
             seed=config.run.seed if config.data.seed is None else config.data.seed,
             eval_micro_size=config.batch.eval_micro_size or config.batch.micro_size,
-            collate=inputs.collate,
-            vocab_size=forward.vocab_size,
-            causal=loss.causal,
-            fields=forward.fields,
-            kept=forward.named if config.data.remove_unused else None,
+            rules=BatchRules(
+                collate=inputs.collate,
+                vocab_size=forward.vocab_size,
+                causal=loss.causal,
+                fields=forward.fields,
+                sample_fields=forward.named if config.data.remove_unused else None,
+            ),
         )
         show([*divided.notes, *prepared.notes, *built.notes, *_notes_on_modules(model), *loss.notes])
         show(check_first_batches(feeds, config, forward, loss, inputs))

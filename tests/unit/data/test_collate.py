@@ -11,18 +11,20 @@ import torch
 from transformers import BatchEncoding, DataCollatorForLanguageModeling, default_data_collator
 
 from zeromesh.errors import DataError
-from zeromesh.trainer.data.collate import (
-    check_batch,
-    check_dataset,
-    check_first_batch,
-    count_targets,
-    default_collate,
-    fetch_microbatch,
-)
+from zeromesh.trainer.data.collate import BatchRules, check_batch, check_dataset, count_targets, default_collate
+from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
 
 ORDER = SampleOrder(length=4, seed=0, shuffle=False)
 PLAN = BatchPlan(global_size=4, micro_size=2, data_ranks=2)
+
+
+def fetch_microbatch(dataset: Any, order: SampleOrder, microbatch: Microbatch, **rules: Any) -> dict[str, Any]:
+    return BatchRules(**rules).make_batch(dataset, list(order.dataset_indices(microbatch)))
+
+
+def check_first_batch(dataset: Any, order: SampleOrder, plan: BatchPlan, **rules: Any) -> None:
+    Feed(dataset=dataset, order=order, plan=plan, rules=BatchRules(**rules)).first_batch()
 
 
 def test_lists_arrays_tensors_and_numbers_are_stacked_as_transformers_does() -> None:
@@ -146,13 +148,13 @@ def test_a_collator_sees_the_fields_that_are_kept() -> None:
         seen.extend(samples)
         return {"x": torch.tensor([sample["x"] for sample in samples])}
 
-    batch = fetch_microbatch(rows, order, microbatch, collate=collate, kept=frozenset({"x", "labels"}))
+    batch = fetch_microbatch(rows, order, microbatch, collate=collate, sample_fields=frozenset({"x", "labels"}))
     assert seen == [{"x": 1}, {"x": 3}]
     assert batch["x"].tolist() == [1, 3]
     with pytest.raises(
         DataError, match=r"sample 1 has no field that the model's forward takes \(labels\): 'x' \(int\), 'text'"
     ):
-        fetch_microbatch(rows, order, microbatch, collate=collate, kept=frozenset({"labels"}))
+        fetch_microbatch(rows, order, microbatch, collate=collate, sample_fields=frozenset({"labels"}))
 
 
 def test_a_collator_must_give_a_mapping() -> None:

@@ -259,7 +259,7 @@ def test_an_index_that_lies_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
     files = TensorFiles(file_of(tmp_path, {"a": tensor()}, b"12345678"))
     os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 3)
-    with pytest.raises(StorageError, match="model.safetensors' ends after .* bytes; 8 were to be read"):
+    with pytest.raises(StorageError, match="8 were to be read at"):
         files.read("a")
     files.close()
 
