@@ -1,20 +1,20 @@
-"""Token ids at rest: documents joined, cut into sequences of one length, one to four bytes a token."""
+"""Documents as token ids, joined and cut into sequences of one length."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import BinaryIO, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-from numpy.typing import DTypeLike
 
 from zeromesh.errors import DataError
 from zeromesh.trainer.data.collate import IGNORED_LABEL
 from zeromesh.trainer.data.text_sources import Document
+from zeromesh.trainer.data.token_cache import StoredText
 from zeromesh.trainer.data.tokenizer import TokenArray, Tokenizer
 
 _BATCH_DOCUMENTS = 256
@@ -23,62 +23,17 @@ _PAIRS_AT_ONCE = 1 << 18
 _PAIR_VOCABULARY = 1024  # a table of pairs takes 8 bytes x its square
 
 
-class TokenWriter:
-    """Writes the tokens of a text into a file, document by document, in the narrowest dtype that holds `vocab_size` ids."""
-
-    def __init__(self, file: BinaryIO, vocab_size: int) -> None:
-        self.dtype = np.dtype(token_dtype(vocab_size))
-        self._file = file
-        self._vocab_size = vocab_size
-        self.documents = 0
-        self.text_bytes = 0
-        self.tokens = 0
-        self.largest = 0
-
-    def append(self, tokens: TokenArray, *, end_of_text: int, text_bytes: int) -> None:
-        """Add one document and the end-of-text token.
-
-        Raises `DataError` for an id that the vocabulary does not have.
-        """
-        least, largest = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
-        if least < 0 or largest >= self._vocab_size:
-            raise DataError(
-                f"the tokenizer gave ids from {least} to {largest}, but says that its vocabulary has {self._vocab_size} tokens"
-            )
-        self._file.write(tokens.astype(self.dtype).tobytes())
-        self._file.write(np.asarray([end_of_text], dtype=self.dtype).tobytes())
-        self.documents += 1
-        self.text_bytes += text_bytes
-        self.tokens += tokens.size + 1
-        self.largest = max(self.largest, largest, end_of_text)
-
-
-class CheckedText(Protocol):
-    """Where tokens lie that are verified as they are read; `digest` is equal for equal tokens, `largest` is the largest id."""
-
-    @property
-    def digest(self) -> str: ...
-
-    @property
-    def largest(self) -> int: ...
-
-    def check(self, first: int, end: int) -> None:
-        """Verify the tokens from `first` to `end`. Raises `DataError`."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedDataset:
     """Sequences of `sequence_length` tokens, cut from one text; a map-style dataset.
 
-    `tokens` is a flat array of `len(self) * sequence_length` ids, uint8, uint16 or int32. Raises `DataError`
-    at birth for a sequence length below 2, where there is nothing to predict, and for tokens that do not fill
-    whole sequences.
+    `tokens` is a flat array of `len(self) * sequence_length` ids, uint8, uint16 or int32. Raises `DataError` at birth for sequences
+    of fewer than 2 tokens, where there is nothing to predict, and for tokens that do not fill whole sequences.
     """
 
     tokens: TokenArray
     sequence_length: int
-    text: CheckedText | None = None
+    text: StoredText | None = None
     """The text that the tokens are a part of, from its token `first` on."""
     first: int = 0
     separator: int | None = None
@@ -100,8 +55,8 @@ class PackedDataset:
         return self.tokens.size // self.sequence_length
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """`input_ids` and `labels`, int64 `[sequence]`, equal: a causal model shifts labels itself; of separate documents also
-        `position_ids`."""
+        """Return `input_ids` and `labels`, int64 `[sequence]`, equal: a causal model shifts labels itself; for separate documents
+        also `position_ids`."""
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         start = index * self.sequence_length
@@ -115,13 +70,8 @@ class PackedDataset:
         positions = places - torch.where(begins, places, 0).cummax(0).values
         return {"input_ids": ids, "labels": ids.masked_fill(begins, IGNORED_LABEL), "position_ids": positions}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that the tokens take."""
-        return int(self.tokens.nbytes)
-
     def split_tail(self, fraction: float) -> tuple[PackedDataset, PackedDataset]:
-        """All but the last `fraction` of the sequences, and those; at least one on each side."""
+        """Return all but the last `fraction` of the sequences, and those; at least one on each side."""
         tail = min(max(1, math.floor(len(self) * fraction)), len(self) - 1)
         cut = (len(self) - tail) * self.sequence_length
         return (
@@ -146,7 +96,7 @@ class PackedDataset:
         )
 
     def fingerprint(self) -> str:
-        """A hash (xxh3, 16 hexadecimal digits) of the tokens and their length, equal for equal data."""
+        """Return a hash (xxh3, 16 hexadecimal digits) of the tokens and their length, equal for equal data."""
         digest = xxhash.xxh3_64(f"{self.tokens.dtype.str} {self.sequence_length} ".encode())
         digest.update(
             self.tokens.data if self.text is None else f"{self.text.digest} {self.first} {self.tokens.size}".encode()
@@ -154,17 +104,18 @@ class PackedDataset:
         return digest.hexdigest()
 
 
-def pack(tokens: TokenArray, sequence_length: int, text: CheckedText | None = None, first: int = 0) -> PackedDataset:
-    """Cut tokens into sequences; those at the end that are no whole sequence are left out."""
+def pack(tokens: TokenArray, sequence_length: int, **of_text: Any) -> PackedDataset:
+    """Cut tokens into sequences; those at the end that are no whole sequence are left out. `of_text` are more fields."""
     whole = tokens.size - (tokens.size % sequence_length if sequence_length > 0 else 0)
-    return PackedDataset(tokens=tokens[:whole], sequence_length=sequence_length, text=text, first=first)
+    return PackedDataset(tokens=tokens[:whole], sequence_length=sequence_length, **of_text)
 
 
 def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, TokenArray]]:
-    """Each document with text in it, and its ids.
+    """Yield each document with text in it, and its ids. Tokenizers that use several threads get several documents at once."""
 
-    Tokenizers that use several threads get several documents at once.
-    """
+    def encoded(batch: list[Document]) -> Iterator[tuple[Document, TokenArray]]:
+        return zip(batch, tokenizer.encode([each.text for each in batch]), strict=True)
+
     batch: list[Document] = []
     characters = 0
     for document in documents:
@@ -173,25 +124,18 @@ def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
         batch.append(document)
         characters += len(document.text)
         if len(batch) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
-            yield from zip(batch, tokenizer.encode([each.text for each in batch]), strict=True)
+            yield from encoded(batch)
             batch, characters = [], 0
     if batch:
-        yield from zip(batch, tokenizer.encode([each.text for each in batch]), strict=True)
-
-
-def token_dtype(vocab_size: int) -> DTypeLike:
-    """The narrowest dtype kept here that holds ids below `vocab_size`."""
-    if vocab_size <= 1 << 8:
-        return np.uint8
-    return np.uint16 if vocab_size <= 1 << 16 else np.int32
+        yield from encoded(batch)
 
 
 def byte_pair_entropy(tokens: TokenArray) -> float:
-    """The conditional entropy H(next token | token) of a text, in nats per token.
+    """Return the conditional entropy H(next token | token) of a text, in nats per token.
 
-    It is the loss, on this text, of the best model that sees one token back: what a model that has learned
-    anything beyond letter pairs is below. For small vocabularies such as bytes: raises `DataError` for ids of
-    1024 and above, and for fewer than two tokens.
+    It is the loss, on this text, of the best model that sees one token back: what a model that has learned anything beyond letter
+    pairs is below. It is for small vocabularies such as bytes: raises `DataError` for ids of 1024 and above, and for fewer than two
+    tokens.
     """
     if tokens.size < 2:
         raise DataError(f"a text of {tokens.size} tokens has no pairs")
@@ -203,7 +147,7 @@ def byte_pair_entropy(tokens: TokenArray) -> float:
         piece = tokens[start : start + _PAIRS_AT_ONCE + 1].astype(np.int64)
         counts += np.bincount(piece[:-1] * size + piece[1:], minlength=size * size)
     pairs = counts.reshape(size, size)
-    given, following = np.nonzero(pairs)
-    seen = pairs[given, following].astype(np.float64)
-    conditional = seen / pairs.sum(axis=1, dtype=np.float64)[given]
+    first, second = np.nonzero(pairs)
+    seen = pairs[first, second].astype(np.float64)
+    conditional = seen / pairs.sum(axis=1, dtype=np.float64)[first]
     return float(-(seen * np.log(conditional)).sum() / seen.sum())

@@ -160,47 +160,34 @@ class BatchPlan:
         """Microbatches of step `step` (from 0) in which some rank has samples that count."""
         return math.ceil(len(self.samples_of(step)) / (self.micro_size * self.data_ranks))
 
-    @property
-    def blocks(self) -> int:
-        """Microbatches of weight 1 in a step, over all ranks."""
-        return math.ceil(self.global_size / self.micro_size)
-
-    @property
-    def remainder(self) -> int:
-        """Samples that the rounded-up product has more than the global batch; they have weight 0."""
-        return self.micro_size * self.accumulation * self.data_ranks - self.global_size
-
     def equation(self) -> str:
-        """One line, such as `global 16 = micro 2 x accumulation 4 x data-parallel 2`."""
+        """Return one line, such as `global 16 = micro 2 x accumulation 4 x data-parallel 2`."""
         line = (
             f"global {self.global_size} = micro {self.micro_size} x accumulation {self.accumulation} "
             f"x data-parallel {self.data_ranks}"
         )
-        if self.remainder:
-            line += f" - {self.remainder} zero-weight sample{'s' if self.remainder > 1 else ''}"
-        return line
+        idle = self.micro_size * self.accumulation * self.data_ranks - self.global_size
+        return line + (f" - {idle} zero-weight sample{'s' if idle > 1 else ''}" if idle else "")
 
     def microbatches(self, step: int, data_rank: int) -> tuple[Microbatch, ...]:
         """The `accumulation` microbatches of one rank in step `step` (from 0). Raises as `microbatch` does."""
         return tuple(self.microbatch(step, data_rank, turn) for turn in range(self.accumulation))
 
     def microbatch(self, step: int, data_rank: int, turn: int) -> Microbatch:
-        """Number `turn` of them, in a time that does not depend on how many there are.
+        """Return number `turn` of them, in a time that does not depend on how many there are.
 
-        Raises `ConfigError` for a step or rank that does not exist.
+        It is a block of the step's samples, or the first one again with weight 0 where there is no such block. Raises `ConfigError`
+        for a step or rank that does not exist.
         """
         if step < 0 or not 0 <= data_rank < self.data_ranks:
             raise ConfigError(
                 f"step {step} of data rank {data_rank}: steps start at 0 and data ranks are 0 to {self.data_ranks - 1}"
             )
-        return self._block(self.samples_of(step), turn * self.data_ranks + data_rank)
-
-    def _block(self, samples: range, block: int) -> Microbatch:
-        """Block `block` of a step's samples, or the first one again with weight 0 where there is no such block."""
-        weight = 1 if block * self.micro_size < len(samples) else 0
-        start = block * self.micro_size if weight else 0
-        mine = samples[start : start + self.micro_size]
-        return Microbatch(first_sample=mine.start, samples=tuple(mine), weight=weight)
+        samples = self.samples_of(step)
+        start = (turn * self.data_ranks + data_rank) * self.micro_size
+        weight = 1 if start < len(samples) else 0
+        block = samples[start * weight :][: self.micro_size]
+        return Microbatch(first_sample=block.start, samples=tuple(block), weight=weight)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,10 +211,6 @@ class SampleOrder:
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ConfigError(f"a dataset of {self.length} samples has no order; give 1 sample or more")
-
-    def epoch(self, sample: int) -> int:
-        """The epoch (from 0) that global sample `sample` belongs to; of a stream, the block."""
-        return sample // self.length
 
     def dataset_index(self, sample: int) -> int:
         """The dataset index of global sample `sample`, in [0, length) unless endless. Raises `ConfigError` below 0."""

@@ -44,7 +44,7 @@ class StreamedDataset:
         return self._block
 
     def __getitem__(self, index: int) -> Any:
-        """Sample `index`. Raises `DataError` for one that is gone, or a stream without any sample."""
+        """Return sample `index`. Raises `DataError` for a stream without any sample."""
         if index < self._next and index not in self._recent:
             self._restart()
         while self._next <= index:
@@ -52,7 +52,7 @@ class StreamedDataset:
         return self._recent[index]
 
     def state(self, position: int) -> dict[str, Any]:
-        """How to find sample `position` again, in types of JSON."""
+        """Return JSON values by which sample `position` is found again."""
         start = position // self._block * self._block
         self[start]
         return {"position": start, "digest": _digest(self._recent[start]), **self._states[start]}
@@ -89,13 +89,12 @@ class StreamedDataset:
             self._iterator = iter(self._source)
 
     def _open(self) -> None:
-        set_epoch = getattr(self._source, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(self._epoch)
+        if hasattr(self._source, "set_epoch"):
+            self._source.set_epoch(self._epoch)
         self._iterator = iter(self._source)
 
     def _read(self) -> None:
-        """One more sample; at the end of an epoch the next one begins."""
+        """Read one more sample; at the end of an epoch the next one begins."""
         if self._iterator is None:
             self._open()
         if self._next % self._block == 0:
@@ -115,7 +114,7 @@ class StreamedDataset:
         self._next += 1
 
     def _source_state(self) -> Any:
-        """What the source says of itself; None where it cannot, or where a buffer of it would be lost."""
+        """The source's own state; None where it has none, or where a buffer of it would be lost."""
         if not hasattr(self._source, "state_dict") or getattr(self._source, "_shuffling", None) is not None:
             return None
         state = self._source.state_dict()
@@ -131,19 +130,13 @@ def is_stream(dataset: Any) -> bool:
 
 
 def _digest(sample: Any) -> int:
-    """32 bits of what a sample holds."""
+    """Return 32 bits of what a sample holds."""
     found = 0
-    items = (
-        sample.items()
-        if isinstance(sample, Mapping)
-        else enumerate(sample if isinstance(sample, list | tuple) else [sample])
-    )
-    for name, value in items:
-        tensor = value if isinstance(value, torch.Tensor) else None
-        content = (
-            tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-            if tensor is not None
-            else repr(value).encode()
-        )
+    if not isinstance(sample, Mapping):
+        sample = dict(enumerate(sample if isinstance(sample, list | tuple) else [sample]))
+    for name, value in sample.items():
+        content = repr(value).encode()
+        if isinstance(value, torch.Tensor):
+            content = value.cpu().contiguous().view(torch.uint8).numpy().tobytes()
         found = crc32(content, crc32(str(name).encode(), found))
     return found

@@ -1,7 +1,7 @@
 """Where text comes from: Python's own standard library, text files, directories, JSON lines, Parquet and CSV.
 
-A source is found first (`find_text`), in an order that depends on names alone, and read after
-(`TextSource.documents`), one document at a time.
+A source is found first (`find_text`), in an order that depends on names alone, and read after (`TextSource.documents`), one
+document at a time.
 """
 
 from __future__ import annotations
@@ -29,14 +29,8 @@ _STDLIB_SKIPPED = frozenset(
     }
 )
 Form = Literal["text", "json", "parquet", "csv", "tsv"]
-_ROW_FORMATS: dict[str, Form] = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".tsv": "tsv",
-}
+_ROW_FORMATS: dict[str, Form] = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json")
+_ROW_FORMATS |= {".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}
 _ROWS_AT_ONCE = 1000
 _LONGEST_FIELD = (1 << 31) - 1
 """Characters of a field of CSV; the default of 131,072 is less than some documents have."""
@@ -52,13 +46,15 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFile:
-    """A file of one document (`text`) or of one per row. `named`: its own path was given; `portable`: it is known to be text."""
+    """A file of one document (`form` is `text`) or of one per row."""
 
     path: Path
     key: str
     form: Form
     named: bool = False
-    portable: bool = False
+    """Whether its own path was given, and not that of a directory above it."""
+    is_text: bool = False
+    """Whether it is known to be text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,13 +66,13 @@ class TextSource:
     text_field: str
 
     def documents(self, skipped: list[str] | None = None) -> Iterator[Document]:
-        """Every document, file by file; names of files that are not text are added to `skipped`.
+        """Yield every document, file by file; names of files that are not text are added to `skipped`.
 
         Raises `DataError` where a file cannot be read as what its name says, and where none is text.
         """
         read = 0
         for file in self.files:
-            if file.form == "text" and not file.portable and not _is_text(file.path):
+            if file.form == "text" and not file.is_text and not _is_text(file.path):
                 if file.named:
                     raise DataError(f"{str(file.path)!r} is not text (its start holds NUL bytes)")
                 if skipped is not None:
@@ -91,19 +87,19 @@ class TextSource:
             raise DataError(f"no text file in {self.name!r}")
 
     def description(self) -> list[Any]:
-        """What tells this source from others, and from itself before a file was changed, as JSON values."""
-        files = []
-        for file in self.files:
-            stat = file.path.stat()
-            files.append([os.path.abspath(file.path), file.key, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
-        return [self.text_field, files]
+        """Return JSON values that differ between sources, and change when a file of this one does."""
+        stats = [(file, file.path.stat()) for file in self.files]
+        return [
+            self.text_field,
+            [[os.path.abspath(file.path), file.key, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for file, s in stats],
+        ]
 
 
 def find_text(spec: str | Path | Sequence[str | Path], *, text_field: str, where: str) -> TextSource:
-    """The source that a config key (`where`: `data.train`) names: `stdlib`, a path, or a list of paths.
+    """Find the source that a config key (`where`: `data.train`) names: `stdlib`, a path, or a list of paths.
 
-    A directory is searched for all files that are text, hidden ones left out. Raises `DataError` for a path
-    that does not exist, a file that is not text, and a source without files.
+    A directory is searched for all files that are text, hidden ones left out. Raises `DataError` for a path that does not exist, a
+    file that is not text, and a source without files.
     """
     if spec == STDLIB:
         return stdlib_source()
@@ -111,15 +107,14 @@ def find_text(spec: str | Path | Sequence[str | Path], *, text_field: str, where
     if not paths:
         raise DataError(f"{where} is an empty list; give 'stdlib', a file, a directory or a list of those")
     files: list[SourceFile] = []
-    for given in paths:
-        path = Path(given).expanduser()
+    for path in (Path(each).expanduser() for each in paths):
         if path.is_dir():
-            files += [_source_file(path / key, key) for key in _files_below(path)]
+            files += [SourceFile(path=path / key, key=key, form=_form(key)) for key in _files_below(path)]
         elif path.is_file():
-            files.append(_source_file(path, path.name, named=True))
+            files.append(SourceFile(path=path, key=path.name, form=_form(path.name), named=True))
         else:
             raise DataError(
-                f"{where}: no file or directory {str(given)!r}; give 'stdlib' or a path on this machine "
+                f"{where}: no file or directory {str(path)!r}; give 'stdlib' or a path on this machine "
                 "(dataset names of a hub are not looked up)"
             )
     name = ", ".join(str(path) for path in paths)
@@ -129,11 +124,10 @@ def find_text(spec: str | Path | Sequence[str | Path], *, text_field: str, where
 
 
 def stdlib_source(root: Path | None = None) -> TextSource:
-    """The Python source of the standard library: real text that every machine with Python has.
+    """Find the Python source of the standard library: real text that every machine with Python has.
 
-    Tests and generated tables are left out, and so are files that differ between machines of one Python
-    version. Files are taken in order of their names up to `STDLIB_BYTES`. Raises `DataError` where Python was
-    installed without its source.
+    Tests and generated tables are left out, and so are files that differ between machines of one Python version. The files are the
+    first by name, up to `STDLIB_BYTES`. Raises `DataError` where Python was installed without its source.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     files = []
@@ -143,14 +137,14 @@ def stdlib_source(root: Path | None = None) -> TextSource:
             size += (root / key).stat().st_size
             if size > STDLIB_BYTES:
                 break
-            files.append(SourceFile(path=root / key, key=key, form="text", portable=True))
+            files.append(SourceFile(path=root / key, key=key, form="text", is_text=True))
     if not files:
         raise DataError(f"data.train 'stdlib': no Python source in {str(root)!r}; give a text file instead")
     return TextSource(name=STDLIB, files=tuple(files), text_field="")
 
 
 def read_text(path: Path) -> str:
-    """The text of a file: UTF-8, or Latin-1, which any bytes are, where it is not. Raises `DataError`."""
+    """Read the text of a file: UTF-8, or Latin-1, which any bytes are, where it is not. Raises `DataError`."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -191,15 +185,12 @@ def _is_text(path: Path) -> bool:
         raise DataError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
 
 
-def _source_file(path: Path, key: str, *, named: bool = False) -> SourceFile:
-    return SourceFile(path=path, key=key, form=_ROW_FORMATS.get(path.suffix.lower(), "text"), named=named)
+def _form(name: str) -> Form:
+    return _ROW_FORMATS.get(Path(name).suffix.lower(), "text")
 
 
 def _rows(file: SourceFile, text_field: str) -> Iterator[Document]:
-    """The rows of a JSON, Parquet or CSV file.
-
-    They are streamed: no copy in a cache folder, and memory for a few rows.
-    """
+    """Yield the rows of a JSON, Parquet or CSV file, streamed: no copy in a cache folder, and memory for a few rows."""
     if file.path.stat().st_size == 0:  # the library gives up on a file without a first row
         return
     import datasets
@@ -207,7 +198,17 @@ def _rows(file: SourceFile, text_field: str) -> Iterator[Document]:
     number = 0
     try:
         for batch in _csv_rows(file) if file.form in ("csv", "tsv") else _library_rows(file):
-            for text in _column(batch, number, file, text_field):
+            if text_field not in batch:
+                raise DataError(
+                    f"{str(file.path)!r} row {number} has no field {text_field!r}, only {', '.join(map(repr, batch))}; "
+                    "set data.text_field"
+                )
+            for text in batch[text_field]:
+                if not isinstance(text, str):
+                    raise DataError(
+                        f"{str(file.path)!r} row {number}: field {text_field!r} is {type(text).__name__}, not text; set "
+                        "data.text_field or remove the row"
+                    )
                 yield Document(key=f"{file.key}:{number}", text=text)
                 number += 1
     except DataError:
@@ -218,10 +219,10 @@ def _rows(file: SourceFile, text_field: str) -> Iterator[Document]:
 
 
 def _library_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
-    """Columns of some rows after the other."""
+    """Yield columns of some rows after the other."""
     import datasets
 
-    path = glob.escape(str(file.path))  # which the library takes for a pattern
+    path = glob.escape(str(file.path))  # The library reads it as a pattern.
     # Not load_dataset: it reports each use of a format to a server, with no argument that stops it.
     read = datasets.IterableDataset
     rows = read.from_json(path) if file.form == "json" else read.from_parquet(path)
@@ -229,24 +230,8 @@ def _library_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
 
 
 def _csv_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
-    """The same of CSV, by the names in its first row. Values are text as they stand: no numbers, and nothing missing for NA."""
+    """Yield the same of CSV, by the names in its first row. Values stay text: no numbers, and nothing is missing for NA."""
     csv.field_size_limit(_LONGEST_FIELD)
     with file.path.open(encoding="utf-8-sig", newline="") as lines:
         for row in csv.DictReader(lines, delimiter="," if file.form == "csv" else "\t", strict=True):
             yield {str(name): [value] for name, value in row.items()}
-
-
-def _column(batch: dict[str, list[Any]], first: int, file: SourceFile, text_field: str) -> list[str]:
-    """The texts of rows that begin with number `first`. Raises `DataError` where the field is missing or is not text."""
-    if text_field not in batch:
-        raise DataError(
-            f"{str(file.path)!r} row {first} has no field {text_field!r}, only {', '.join(map(repr, batch))}; "
-            "set data.text_field"
-        )
-    for number, text in enumerate(batch[text_field], start=first):
-        if not isinstance(text, str):
-            raise DataError(
-                f"{str(file.path)!r} row {number}: field {text_field!r} is {type(text).__name__}, not text; set "
-                "data.text_field or remove the row"
-            )
-    return batch[text_field]

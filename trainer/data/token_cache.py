@@ -22,14 +22,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
+from numpy.typing import DTypeLike
 
 from zeromesh.errors import DataError, StorageError
 from zeromesh.files import open_regular, read_whole, write_whole
-from zeromesh.trainer.data.packing import TokenWriter
 from zeromesh.trainer.data.tokenizer import TokenArray
 
 _BLOCK = 1 << 16
@@ -40,24 +40,61 @@ _ABANDONED_SECONDS = 86400.0
 """Age at which what a killed process left is removed."""
 
 
+class TokenWriter:
+    """Writes the tokens of a text into a file, document by document, in the narrowest dtype that holds `vocab_size` ids."""
+
+    def __init__(self, file: BinaryIO, vocab_size: int) -> None:
+        self.dtype = np.dtype(token_dtype(vocab_size))
+        self._file = file
+        self._vocab_size = vocab_size
+        self.documents = 0
+        self.text_bytes = 0
+        self.tokens = 0
+        self.largest = 0
+
+    def append(self, tokens: TokenArray, *, end_of_text: int, text_bytes: int) -> None:
+        """Add one document and the end-of-text token.
+
+        Raises `DataError` for an id that the vocabulary does not have.
+        """
+        least, largest = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
+        if least < 0 or largest >= self._vocab_size:
+            raise DataError(
+                f"the tokenizer gave ids from {least} to {largest}, but says that its vocabulary has {self._vocab_size} tokens"
+            )
+        self._file.write(tokens.astype(self.dtype).tobytes())
+        self._file.write(np.asarray([end_of_text], dtype=self.dtype).tobytes())
+        self.documents += 1
+        self.text_bytes += text_bytes
+        self.tokens += tokens.size + 1
+        self.largest = max(self.largest, largest, end_of_text)
+
+
+def token_dtype(vocab_size: int) -> DTypeLike:
+    """Return the narrowest dtype that holds ids below `vocab_size`: uint8, uint16 or int32."""
+    if vocab_size <= 1 << 8:
+        return np.uint8
+    return np.uint16 if vocab_size <= 1 << 16 else np.int32
+
+
 _Write = Callable[[TokenWriter, TokenWriter], None]
 _Remarks = Callable[[TokenArray, int], dict[str, Any]]
 
 
 class _DamagedError(Exception):
-    """An entry is not as it was written."""
+    """Raised for an entry that is not as it was written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Amount:
+class TextAmount:
     """How much text there is. `tokens` count end-of-text ones."""
 
     documents: int = 0
     text_bytes: int = 0
     tokens: int = 0
 
-    def __add__(self, other: Amount) -> Amount:
-        return Amount(
+    def __add__(self, other: TextAmount) -> TextAmount:
+        return TextAmount(
             documents=self.documents + other.documents,
             text_bytes=self.text_bytes + other.text_bytes,
             tokens=self.tokens + other.tokens,
@@ -72,8 +109,8 @@ class StoredText:
     """
 
     tokens: TokenArray
-    kept: Amount
-    held: Amount
+    kept: TextAmount
+    held: TextAmount
     largest: int
     digest: str
     remarks: dict[str, Any]
@@ -183,7 +220,7 @@ def _open(folder: Path) -> StoredText:
     if xxhash.xxh3_64_hexdigest(text.encode()) != checksum:
         raise _DamagedError(f"{_ENTRY} is not as it was written")
     entry = json.loads(text)
-    kept, held = (Amount(documents=d, text_bytes=b, tokens=t) for d, b, t in entry["amounts"])
+    kept, held = (TextAmount(documents=d, text_bytes=b, tokens=t) for d, b, t in entry["amounts"])
     dtype = np.dtype(entry["dtype"])
     nbytes = (kept.tokens + held.tokens) * dtype.itemsize
     blocks = read_whole(folder / _BLOCKS)

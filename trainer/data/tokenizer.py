@@ -1,7 +1,4 @@
-"""Tokenizers: text to token ids, from bytes or from a Hugging Face tokenizer in a local directory.
-
-No hub, ever.
-"""
+"""Tokenizers: text to token ids, by bytes or by a Hugging Face tokenizer in a local directory. The Hub is never asked."""
 
 from __future__ import annotations
 
@@ -38,20 +35,16 @@ class Tokenizer(Protocol):
         ...
 
     def digest(self) -> str | None:
-        """Equal for tokenizers that give equal ids; None where that cannot be told."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`; what is not text becomes U+FFFD."""
+        """Return the same for tokenizers that give equal ids; None where that is not known."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteTokenizer:
-    """The bytes of UTF-8 text are the tokens, and byte 255 ends a text.
+    """A tokenizer whose tokens are the bytes of UTF-8 text; byte 255 ends a text.
 
-    UTF-8 never contains the bytes 192, 193 and 245 to 255 (RFC 3629), so the end-of-text token needs no id of
-    its own: the vocabulary is 256, a power of two, and a token takes one byte of memory.
+    UTF-8 never contains the bytes 192, 193 and 245 to 255 (RFC 3629), so the end-of-text token needs no id of its own: the
+    vocabulary is 256, a power of two, and a token needs one byte of memory.
     """
 
     vocab_size: int = 256
@@ -62,13 +55,8 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8) for text in texts]
 
     def digest(self) -> str:
-        """See `Tokenizer`."""
+        """Return the same for all: bytes are bytes."""
         return BYTES
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens` up to the first end-of-text token; broken UTF-8 becomes U+FFFD."""
-        until_end = bytes(tokens).split(bytes([self.end_of_text]), 1)[0]
-        return until_end.decode("utf-8", errors="replace")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +96,7 @@ class PretrainedTokenizer:
         return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
     def digest(self) -> str | None:
-        """Of what `save_pretrained` writes, and of the versions of the libraries. None for a tokenizer that has no such method."""
+        """Return a digest of what `save_pretrained` writes and of the libraries' versions; None without such a method."""
         if not hasattr(self.tokenizer, "save_pretrained"):
             return None
         versions = " ".join(version(package) for package in ("transformers", "tokenizers"))
@@ -120,10 +108,6 @@ class PretrainedTokenizer:
                 found.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode() + path.read_bytes())
         return found.hexdigest()
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`, special tokens left out."""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-
     def _separator(self) -> Any:
         """The id that ends a text, or None."""
         end = self.tokenizer.eos_token_id
@@ -131,7 +115,7 @@ class PretrainedTokenizer:
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: `bytes`, or a directory that `save_pretrained` wrote.
+    """Load the tokenizer that `data.tokenizer` names: `bytes`, or a directory that `save_pretrained` wrote.
 
     A hub name is refused like any missing path: nothing is downloaded and no code of the directory is run.
     Raises `DataError`.

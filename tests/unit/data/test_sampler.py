@@ -31,7 +31,7 @@ def test_weighted_microbatches_are_the_global_batch(plan: BatchPlan, step: int) 
     real = sorted((each for each in all_microbatches(plan, step) if each.weight), key=lambda each: each.first_sample)
     samples = [sample for each in real for sample in each.samples]
     assert samples == list(range(step * plan.global_size, (step + 1) * plan.global_size))
-    assert len(real) == plan.blocks
+    assert len(real) == math.ceil(plan.global_size / plan.micro_size)
     assert all(len(each.samples) == plan.micro_size for each in real[:-1])
     assert all(each.first_sample == each.samples[0] for each in real)
 
@@ -47,15 +47,16 @@ def test_blocks_do_not_depend_on_the_number_of_ranks(plan: BatchPlan, other_rank
 @given(plan=plans(), step=st.integers(0, 1000))
 def test_all_ranks_run_accumulation_many_and_padding_is_the_first_block(plan: BatchPlan, step: int) -> None:
     first = plan.microbatches(step, 0)[0]
+    blocks = math.ceil(plan.global_size / plan.micro_size)
     for rank in range(plan.data_ranks):
         mine = plan.microbatches(step, rank)
         assert len(mine) == plan.accumulation
         for turn, each in enumerate(mine):
             block = turn * plan.data_ranks + rank
-            assert each.weight == (1 if block < plan.blocks else 0)
+            assert each.weight == (1 if block < blocks else 0)
             if not each.weight:
                 assert (each.first_sample, each.samples) == (first.first_sample, first.samples)
-    assert (plan.accumulation - 1) * plan.data_ranks < plan.blocks <= plan.accumulation * plan.data_ranks
+    assert (plan.accumulation - 1) * plan.data_ranks < blocks <= plan.accumulation * plan.data_ranks
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,6 @@ def test_every_epoch_holds_every_sample_once(length: int, seed: int, epoch: int)
     order = SampleOrder(length=length, seed=seed)
     samples = range(epoch * length, (epoch + 1) * length)
     assert sorted(map(order.dataset_index, samples)) == list(range(length))
-    assert {order.epoch(sample) for sample in samples} == {epoch}
 
 
 def test_a_length_beyond_memory_costs_nothing() -> None:
