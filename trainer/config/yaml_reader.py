@@ -20,7 +20,7 @@ MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 32
 MAX_VALUES = 20_000
 _MOST_BITS = 1000
-"""Of an integer: it can still become a float."""
+"""An integer of so many bits can still become a float."""
 _MOST_DIGITS = 1000
 _PLAIN, _UNTAGGED = "plain", "untagged"
 
@@ -220,9 +220,9 @@ _YAML = (
 
 def _yaml_mistake(error: yaml.MarkedYAMLError) -> str:
     """What is wrong where `error` has its mark. The mark's own text is not quoted: it may hold a secret."""
-    said = f"{error.context or ''} {error.problem or ''}"
+    message = f"{error.context or ''} {error.problem or ''}"
     for pattern, words in _YAML:
-        if re.search(pattern, said):
+        if re.search(pattern, message):
             return words
     return f"not YAML: {error.problem or error.context}"
 

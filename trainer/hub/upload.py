@@ -22,7 +22,7 @@ from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.hub.model_card import DescribedTrainer, write_model_card
 from zeromesh.trainer.models.hub_download import T, while_posting
-from zeromesh.trainer.tracking.worker import said_by
+from zeromesh.trainer.tracking.worker import describe_error
 
 FOLDER = "hub-upload"
 """In the run's directory: what is uploaded, until it is."""
@@ -111,9 +111,9 @@ def _token_of(trainer: UploadedTrainer) -> str | None:
     return getattr(trainer.training_arguments, "hub_token", None)
 
 
-def _values_of_card(trainer: UploadedTrainer, given: Mapping[str, Any]) -> dict[str, Any]:
+def _values_of_card(trainer: UploadedTrainer, values: Mapping[str, Any]) -> dict[str, Any]:
     """The repository's name and the model's tags beside what the user says of the model, as in transformers."""
-    values = {"model_name": (trainer.hub_model_id or "").rpartition("/")[2], **given}
+    values = {"model_name": (trainer.hub_model_id or "").rpartition("/")[2], **values}
     tags: Any = getattr(trainer.model, "model_tags", None)
     if tags:
         own = values.get("tags") or []
@@ -128,5 +128,5 @@ def _by_first_rank(mesh: Mesh, call: Callable[[], T], token: str | None, what: s
         try:
             result = while_posting(mesh, call)
         except Exception as error:  # noqa: BLE001 - a library's and the network's; all ranks have to know
-            failure = said_by(error, Redaction([*([token] if token else []), *secret_values()]))
+            failure = describe_error(error, Redaction([*([token] if token else []), *secret_values()]))
     return result, mesh.world.gather_bytes(failure.encode(), what)[0].decode()

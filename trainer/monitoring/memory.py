@@ -31,8 +31,8 @@ def ran_out(error: BaseException) -> bool:
     """Whether memory could not be allocated."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    told_by_others = isinstance(error, ZeromeshError) and not isinstance(error, StorageError)
-    return isinstance(error, RuntimeError) and not told_by_others and bool(_WORDS.search(str(error)))
+    of_zeromesh = isinstance(error, ZeromeshError) and not isinstance(error, StorageError)
+    return isinstance(error, RuntimeError) and not of_zeromesh and bool(_WORDS.search(str(error)))
 
 
 def explained(error: BaseException, engine: ZeroEngine | None, mesh: Mesh, directory: Path, step: int) -> BaseException:

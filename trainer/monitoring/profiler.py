@@ -27,7 +27,9 @@ _ROW = re.compile(r'(?<="tid": )[^,\s]+')
 
 
 class Profile:
-    """Of one run on one rank; `note` tells a person. A context manager: a run that ends early, in order, writes what there is."""
+    """The profile of one run on one rank, a context manager: a run that ends early, in order, writes what there is. `note` shows a
+    line.
+    """
 
     def __init__(self, section: ProfileSection, directory: Path, mesh: Mesh, note: Callable[[str], None]) -> None:
         self._first, self._last = section.steps or (0, -1)

@@ -23,7 +23,7 @@ class FitReport:
     losses: tuple[float, ...]
     """Those of this process; a run that was resumed has the earlier ones in `metrics.jsonl`."""
     eval_loss: float | None
-    """Of the evaluation after the last step; None without evaluation data."""
+    """The loss of the evaluation after the last step; None without evaluation data."""
     tokens: int
     tokens_per_second: float
     """Over all ranks, without the first step, which records and allocates."""
@@ -127,7 +127,7 @@ class Progress:
         )
 
     def notes(self) -> list[str]:
-        """What the steps have told on average, and how long a pipeline has stood still."""
+        """Lines about the average step: skipped updates, communication, and how long a pipeline has stood still."""
         found = []
         if self._skipped:
             found.append(f"{self._skipped} steps made no update: their gradients were not finite")
@@ -195,7 +195,7 @@ Line = dict[str, Any]
 
 
 class LogHistory:
-    """Of one run. `kept`: whether checkpoints have it too, so that a run that goes on has all of it."""
+    """The logged lines of one run. `kept`: whether checkpoints have them too, so that a run that goes on has all of them."""
 
     def __init__(self, *, kept: bool) -> None:
         self.lines: list[Line] = []

@@ -35,7 +35,7 @@ class StartTimes:
         self._last = now() if began is None else began
         self._parts: dict[str, float] = {}
         self._over = False
-        self._given = False
+        self._taken = False
 
     def begin(self) -> None:
         """The next part begins now: what the caller of the trainer did since the last one belongs to none."""
@@ -58,9 +58,9 @@ class StartTimes:
 
     def take(self) -> Mapping[str, dict[str, float]]:
         """`start` for the first line of metrics that is written once the first step is over, and nothing for the others."""
-        if self._given or not self._over:
+        if self._taken or not self._over:
             return {}
-        self._given = True
+        self._taken = True
         return {"start": {part: round(seconds, 3) for part, seconds in self._parts.items()}}
 
 

@@ -21,7 +21,7 @@ from zeromesh.trainer.monitoring.step_result import StepResult
 
 
 class StepStats:
-    """Of one run; all ranks make it together. `samples`: of a global batch."""
+    """Figures of the steps of one run; all ranks make it together. `samples` is the size of a global batch."""
 
     def __init__(
         self, flops: ModelFlops | None, mesh: Mesh, compute: torch.dtype, samples: int, ledger: Ledger
@@ -33,8 +33,8 @@ class StepStats:
         self.notes: list[str] = []
         """What utilisation is measured against, where it is."""
         if flops is not None:
-            mine, how = peak_flops(mesh.device, compute)
-            self._peak = float(sum(row[0] for row in mesh.world.gather_integers([int(mine)])))
+            own_peak, how = peak_flops(mesh.device, compute)
+            self._peak = float(sum(row[0] for row in mesh.world.gather_integers([int(own_peak)])))
             self.notes.append(
                 f"model FLOPs: {human_count(flops.of_step(1, 0))} a token without attention; all ranks can do "
                 f"{human_count(self._peak)} a second, {how}"
@@ -92,8 +92,8 @@ class Stragglers:
 
     def __init__(self) -> None:
         self._looks: deque[tuple[int, Sequence[float]]] = deque()
-        """Of each look, the steps since the one before, and each rank's seconds at work in one of them."""
-        self._told: dict[int, int] = {}
+        """For each look: the steps since the one before, and each rank's seconds at work in one of them."""
+        self._last_note: dict[int, int] = {}
         self._begun = False
         self._own: list[float] = []
 
@@ -122,12 +122,12 @@ class Stragglers:
         mean = [sum(made * row[rank] for made, row in self._looks) / steps for rank in range(len(busy))]
         slowest = max(range(len(mean)), key=mean.__getitem__)
         others = statistics.median(mean[:slowest] + mean[slowest + 1 :])
-        told = self._told.get(slowest)
+        last_note = self._last_note.get(slowest)
         if mean[slowest] < max(_FACTOR * others, others + _LEAST_SECONDS) or (
-            told is not None and step - told < _SILENT_STEPS
+            last_note is not None and step - last_note < _SILENT_STEPS
         ):
             return None
-        self._told[slowest] = step
+        self._last_note[slowest] = step
         return (
             f"rank {slowest} is slow: over {steps} steps it was at work for {1000 * mean[slowest]:.0f} ms a step, the others "
             f"for {1000 * others:.0f} ms, and waited for it"

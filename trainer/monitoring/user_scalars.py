@@ -22,7 +22,7 @@ class UserScalars:
     """The means of values since the last logged line, over all that any rank has given."""
 
     def __init__(self) -> None:
-        self._given: dict[str, list[Tensor | float]] = {}
+        self._values: dict[str, list[Tensor | float]] = {}
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Take numbers, or tensors of one element, which are not read before the next line. What is neither, and what has a
@@ -31,14 +31,14 @@ class UserScalars:
             if name in RESERVED_NAMES:
                 continue
             if isinstance(value, Tensor) and value.numel() == 1:
-                self._given.setdefault(name, []).append(value.detach())
+                self._values.setdefault(name, []).append(value.detach())
             elif isinstance(value, int | float):
-                self._given.setdefault(name, []).append(float(value))
+                self._values.setdefault(name, []).append(float(value))
 
     def take(self, mesh: Mesh) -> dict[str, float]:
         """The means, which begin anew; all ranks call it, and any of them may have given other names than others."""
-        sums = {name: [sum(map(float, values)), len(values)] for name, values in self._given.items()}
-        self._given = {}
+        sums = {name: [sum(map(float, values)), len(values)] for name, values in self._values.items()}
+        self._values = {}
         if not int(mesh.world.max_(torch.tensor([len(sums)]), "values that are logged")[0]):
             return {}
         found: dict[str, list[float]] = {}

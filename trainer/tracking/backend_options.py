@@ -1,4 +1,4 @@
-"""What each of accelerate's trackers is told at its beginning, beside the project: name, tags, place, and what it may not look at.
+"""What each of accelerate's trackers is given at its beginning, beside the project: name, tags, place, and what it may not look at.
 
 Nothing of the machine, the command line, the code, the repository or the output goes to a tracker. Most look at all of that unless
 they are told not to, each in words of its own.
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedRun:
-    """What trackers are told about a run. `config` holds no secrets; `step` is the one after which this process goes on."""
+    """What trackers know about a run. `config` holds no secrets; `step` is the one after which this process goes on."""
 
     ident: str
     name: str

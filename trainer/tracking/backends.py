@@ -1,4 +1,4 @@
-"""The trackers that a run can send figures to, by name, over those of accelerate: what each is told, and how far it has got."""
+"""The trackers that a run can send figures to, by name, over those of accelerate: how each begins, and how far it has got."""
 
 from __future__ import annotations
 

@@ -47,12 +47,12 @@ class Sent:
 
 
 def step_row(record: Mapping[str, Any]) -> TrackedRow:
-    """Of a step, by its line in `metrics.jsonl`."""
+    """The row of a step, from its line in `metrics.jsonl`."""
     return TrackedRow(step=record["step"], values=dict(_named(record)))
 
 
 def evaluation_row(step: int, values: Mapping[str, Any]) -> TrackedRow:
-    """Of an evaluation after `step`; what is no number among its values is left out."""
+    """The row of an evaluation after `step`; what is no number among its values is left out."""
     numbers = {name: value for name, value in values.items() if name != "time" and _is_number(value)}
     named = {f"eval/{name.removeprefix('eval_')}": value for name, value in numbers.items()}
     return TrackedRow(step=step, values=named, evaluation=True)

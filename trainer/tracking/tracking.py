@@ -30,7 +30,7 @@ from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 from zeromesh.trainer.tracking.backend_options import TrackedRun
 from zeromesh.trainer.tracking.backends import Tracker, make_tracker
 from zeromesh.trainer.tracking.rows import TrackedRow, evaluation_row, step_row
-from zeromesh.trainer.tracking.worker import HAS_ALL, Sender, said_by
+from zeromesh.trainer.tracking.worker import HAS_ALL, Sender, describe_error
 
 NAME = "tracking.json"
 _CAPACITY = 10_000
@@ -39,12 +39,12 @@ _ERROR_SECONDS = 5.0
 """After an error, of which the other ranks are told only then."""
 _ABANDON_SECONDS = 2.0
 _SHARE = 0.7
-"""Of the time for which ranks wait for each other."""
+"""The part of the time for which ranks wait for each other that the end may take."""
 _IDENT = re.compile(r"[A-Za-z0-9]{1,64}")
 
 
 class Tracking:
-    """Of one run; without trackers, as on all ranks but the first, it does nothing. A context manager: trackers end with it."""
+    """The trackers of one run, which end with this context manager; without any, as on all ranks but the first, it does nothing."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class Tracking:
         section = config.tracking
         if not section.backends:
             return cls()
-        mine = _ident(directory / NAME, config.run.name, step, known, note) if mesh.rank == 0 else ""
-        ident = mesh.world.gather_bytes(mine.encode(), "id of the run in trackers")[0].decode()
+        own_ident = _ident(directory / NAME, config.run.name, step, known, note) if mesh.rank == 0 else ""
+        ident = mesh.world.gather_bytes(own_ident.encode(), "id of the run in trackers")[0].decode()
         if mesh.rank:
             return cls(ident=ident)
         redaction = Redaction(secret_values())
@@ -101,7 +101,7 @@ class Tracking:
         try:
             leave = _join_accelerate(mesh.device)
         except Exception as error:  # noqa: BLE001 - a library's own, which must not end a run
-            note(f"WARNING: there is no tracking: {said_by(error, redaction)}. Training goes on; {HAS_ALL}")
+            note(f"WARNING: there is no tracking: {describe_error(error, redaction)}. Training goes on; {HAS_ALL}")
             return cls(ident=ident)
         trackers = [make_tracker(name, run) for name in dict.fromkeys(section.backends)]
         # The other ranks wait for this one meanwhile.

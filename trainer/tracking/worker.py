@@ -16,7 +16,7 @@ HAS_ALL = "metrics.jsonl has every step"
 
 
 class Sender:
-    """Of one tracker. The training thread calls the public methods, and waits in `ended` alone."""
+    """Sends the rows of one tracker. The training thread calls the public methods, and waits in `ended` alone."""
 
     def __init__(self, tracker: Tracker, redaction: Redaction, capacity: int) -> None:
         """At most `capacity` rows wait for the tracker; more are counted, and left out."""
@@ -28,7 +28,7 @@ class Sender:
         self._rows: deque[TrackedRow] = deque()
         self._closed = False
         self._lost = 0
-        self._said: deque[str] = deque()
+        self._warnings: deque[str] = deque()
         self._thread = threading.Thread(target=self._work, name=f"tracking by {tracker.name}", daemon=True)
 
     def start(self) -> None:
@@ -59,14 +59,14 @@ class Sender:
 
     def abandon(self) -> None:
         """Let go of a tracker that does not answer. What it says then is not news."""
-        self._said = deque(maxlen=0)
+        self._warnings = deque(maxlen=0)
         with contextlib.suppress(Exception):
             self._tracker.abandon()
 
     def news(self) -> Iterator[str]:
         """What there is to tell, once."""
-        while self._said:
-            yield self._said.popleft()
+        while self._warnings:
+            yield self._warnings.popleft()
         if self._lost and self._closed:
             yield f"WARNING: tracking by {self.name} was too slow for {self._lost} rows, which it misses; {HAS_ALL}"
             self._lost = 0
@@ -103,15 +103,15 @@ class Sender:
         try:
             call(*arguments)
         except BaseException as error:  # noqa: BLE001 - other people's code, some of which exits; it must not end a run
-            reason = said_by(error, self._redaction)
-            self._said.append(f"WARNING: tracking by {self.name} {what}: {reason}. Training goes on; {HAS_ALL}")
+            reason = describe_error(error, self._redaction)
+            self._warnings.append(f"WARNING: tracking by {self.name} {what}: {reason}. Training goes on; {HAS_ALL}")
             with contextlib.suppress(Exception):
                 self._tracker.give_up(error)
             return False
         return True
 
 
-def said_by(error: BaseException, redaction: Redaction) -> str:
-    """An error's type and the first line of what it says, without secrets."""
+def describe_error(error: BaseException, redaction: Redaction) -> str:
+    """An error's type and the first line of its message, without secrets."""
     line = redaction.text(str(error).strip()).partition("\n")[0].rstrip(". ")
     return f"{type(error).__name__}: {line}".removesuffix(": ")

@@ -62,7 +62,7 @@ def load_config(
     """
     found = read_source(source, arguments)
     own = found.data
-    problems, given = _apply(own, overrides)
+    problems, overridden_keys = _apply(own, overrides)
     data, translation = with_translation(found, ranks=ranks, samples=samples)
     if isinstance(source, str | PathLike):
         run = data.get("run") or {}
@@ -70,11 +70,11 @@ def load_config(
     problems += translation.problems
     origins = {key: origin for key, origin in translation.origins.items() if not _holds(own, key)}
     config, wrong = _validate(data, unused)
-    overridden = len(problems) + sum(_key_of(problem) in given for problem in wrong)
-    problems += [_with_origin(problem, origins | given) for problem in wrong]
+    count = len(problems) + sum(_key_of(problem) in overridden_keys for problem in wrong)
+    problems += [_with_origin(problem, origins | overridden_keys) for problem in wrong]
     if config is None or problems:
         clean = Redaction(secret_values()).text
-        where = found.where if len(problems) > overridden or translation.problems else ""
+        where = found.where if len(problems) > count or translation.problems else ""
         raise ConfigError([clean(problem) for problem in problems], where=where)
     return config.with_notes((*found.notes, *translation.notes))
 
@@ -100,7 +100,7 @@ def _key_of(problem: str) -> str:
 
 def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Set each override in `data`; returns the problems of those that are none, and by key where the others came from."""
-    problems, given = [], {}
+    problems, overridden_keys = [], {}
     for override in overrides:
         path, equals, text = override.partition("=")
         path = path.strip()
@@ -115,8 +115,8 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
             problem = str(error)
         if problem:
             problems.append(f"{name}: {problem}")
-        given[path] = name
-    return problems, given
+        overridden_keys[path] = name
+    return problems, overridden_keys
 
 
 def _override_shown(path: str, equals: str, text: str) -> str:
@@ -210,8 +210,8 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
         hint = f"did you mean {near}?" if near else f"allowed are {', '.join(_siblings(path))}"
         if "." in keys[-1]:
             hint = "a file nests keys: write the section, and the key inside it"
-        given = "" if isinstance(value, dict) else f" (got {shown(path, value)})"
-        return f"{path}: unknown key{given}; {hint}"
+        got = "" if isinstance(value, dict) else f" (got {shown(path, value)})"
+        return f"{path}: unknown key{got}; {hint}"
     field = known_paths().get(path)
     if field is None:
         return f"{path}: got {shown(path, value)}; allowed are text, finite numbers, true, false, null and lists"

@@ -77,35 +77,35 @@ def _unknown(path: str, value: Any, tree: Mapping[str, Any]) -> str:
         leaves = {row.name.rpartition(".")[2]: row.name for row in reversed(TABLE)}
         away = difflib.get_close_matches(key, list(leaves), n=1, cutoff=0.8)
         hint = f"did you mean {leaves[away[0]]}?" if away else "docs/from-deepspeed.md lists all that are known"
-    given = "" if isinstance(value, Mapping) else f" (got {shown(path, value)})"
-    return f"{path}: unknown key{given}; {hint}"
+    got = "" if isinstance(value, Mapping) else f" (got {shown(path, value)})"
+    return f"{path}: unknown key{got}; {hint}"
 
 
 def _disagreements(reading: Reading) -> Iterator[str]:
     """Values that TrainingArguments say otherwise, of which nobody knows which one is meant."""
-    below, given = reading.below, reading.settings
+    below, settings = reading.below, reading.settings
     cure = "make them agree, or set this one to 'auto'"
-    for name, (theirs, key) in _AGREE.items():
-        if name in given and key in below and given[name] != below[key]:
-            yield f"{name}: {shown('', given[name])}, but {theirs} of TrainingArguments is {shown('', below[key])}; {cure}"
+    for name, (argument, key) in _AGREE.items():
+        if name in settings and key in below and settings[name] != below[key]:
+            yield f"{name}: {shown('', settings[name])}, but {argument} of TrainingArguments is {shown('', below[key])}; {cure}"
     name = "gradient_accumulation_steps"
-    if {"batch.global_size", "batch.micro_size"} <= below.keys() and name in given:
+    if {"batch.global_size", "batch.micro_size"} <= below.keys() and name in settings:
         accumulation = below["batch.global_size"] // (below["batch.micro_size"] * data_ranks(reading))
-        if given[name] != accumulation:
-            yield f"{name}: {shown('', given[name])}, but that of TrainingArguments is {accumulation}; {cure}"
+        if settings[name] != accumulation:
+            yield f"{name}: {shown('', settings[name])}, but that of TrainingArguments is {accumulation}; {cure}"
     name = "scheduler.params.warmup_num_steps"
     if (
-        name in given
+        name in settings
         and "schedule.warmup_ratio" not in below
         and "schedule.warmup_steps" in below
-        and given[name] != max(1, below["schedule.warmup_steps"])
+        and settings[name] != max(1, below["schedule.warmup_steps"])
     ):
-        yield f"{name}: {given[name]}, but warmup_steps of TrainingArguments is {below['schedule.warmup_steps']}; {cure}"
+        yield f"{name}: {settings[name]}, but warmup_steps of TrainingArguments is {below['schedule.warmup_steps']}; {cure}"
     for section, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
         name = f"{section}.enabled"
         if (
-            name in given
+            name in settings
             and "precision.compute" in below
-            and bool(given[name]) != (below["precision.compute"] == dtype)
+            and bool(settings[name]) != (below["precision.compute"] == dtype)
         ):
-            yield f"{name}: {shown('', given[name])}, but TrainingArguments compute in {below['precision.compute']}; {cure}"
+            yield f"{name}: {shown('', settings[name])}, but TrainingArguments compute in {below['precision.compute']}; {cure}"

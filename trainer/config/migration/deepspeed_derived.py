@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from zeromesh.trainer.config.messages import shown
-from zeromesh.trainer.config.migration.translate import Join, Reading
+from zeromesh.trainer.config.migration.translate import Join, Pairs, Reading
 from zeromesh.trainer.config.sections.data import BatchSection
 from zeromesh.trainer.config.sections.training import OptimizerSection
-
-Pairs = Iterator[tuple[str, Any]]
 
 _GRADIENT_CLIPPING = 1.0
 _WARMUP_STEPS = 1000
@@ -43,22 +40,22 @@ _DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp
 _BATCH_NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def data_ranks(of: Reading) -> int:
+def data_ranks(read: Reading) -> int:
     """Ranks that train on samples of their own."""
-    return of.place.data_ranks(_tensor(of))
+    return read.place.data_ranks(_tensor(read))
 
 
-def _tensor(of: Reading) -> int:
+def _tensor(read: Reading) -> int:
     sizes = [
-        *(of("tensor_parallel.autotp_size"), of("tensor_parallel.tp.tp_size")),
-        of("tensor_parallel.tensor_parallel.tp_size"),
+        *(read("tensor_parallel.autotp_size"), read("tensor_parallel.tp.tp_size")),
+        read("tensor_parallel.tensor_parallel.tp_size"),
     ]
     return max([1, *(size for size in sizes if type(size) is int)])
 
 
-def _count(of: Reading, name: str, least: int = 1, most: int = 1 << 53) -> int | None:
+def _count(read: Reading, name: str, least: int = 1, most: int = 1 << 53) -> int | None:
     """A whole number, as 1e3 is too; None where it is not there or wrong."""
-    value = of(name)
+    value = read(name)
     if value is None:
         return None
     whole = (
@@ -66,27 +63,29 @@ def _count(of: Reading, name: str, least: int = 1, most: int = 1 << 53) -> int |
     )
     if not whole or not least <= value <= most:
         limit = "" if most == 1 << 53 else f" and <= {most}"
-        of.refuse(name, f"got {shown('', value)}; allowed is an integer >= {least}{limit}")
+        read.refuse(name, f"got {shown('', value)}; allowed is an integer >= {least}{limit}")
         return None
     return int(value)
 
 
-def _batch(of: Reading) -> Pairs:
-    if of("dataloader_drop_last") is not None:
-        yield "batch.last", "drop" if of("dataloader_drop_last") else of.below.get("batch.last", "carry")
-    known = len(of.problems)
-    train, micro, accumulation = (_count(of, name) for name in _BATCH_NAMES)
-    if len(of.problems) > known:
+def _batch(read: Reading) -> Pairs:
+    if read("dataloader_drop_last") is not None:
+        yield "batch.last", "drop" if read("dataloader_drop_last") else read.below.get("batch.last", "carry")
+    known = len(read.problems)
+    train, micro, accumulation = (_count(read, name) for name in _BATCH_NAMES)
+    if len(read.problems) > known:
         return
-    ranks, automatic = data_ranks(of), [name for name in _BATCH_NAMES if name in of.automatic]
-    if of.below:
+    ranks, automatic = data_ranks(read), [name for name in _BATCH_NAMES if name in read.automatic]
+    if read.below:
         # What TrainingArguments say otherwise is refused: it takes all of these together.
         yield from (pair for pair in (("batch.micro_size", micro), ("batch.global_size", train)) if pair[1] is not None)
         return
     default = BatchSection()
     if train is None and micro is None:
         if not automatic:
-            of.say("neither train_batch_size nor train_micro_batch_size_per_gpu is given: zeromesh's defaults stand in")
+            read.note(
+                "neither train_batch_size nor train_micro_batch_size_per_gpu is given: zeromesh's defaults stand in"
+            )
         automatic = list(_BATCH_NAMES)
     if micro is None:
         most = default.micro_size if "train_micro_batch_size_per_gpu" in automatic else None
@@ -97,7 +96,7 @@ def _batch(of: Reading) -> Pairs:
             train *= max(1, default.global_size // train)
     accumulation = accumulation or max(1, train // micro // ranks)
     if train != micro * accumulation * ranks:
-        of.refuse(
+        read.refuse(
             "train_batch_size",
             "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size "
             f"{train} != {micro} * {accumulation} * {ranks}; change one, set it to 'auto', or start other ranks",
@@ -116,80 +115,80 @@ def _micro_size(train: int | None, accumulation: int | None, ranks: int, most: i
     return max(size for size in range(1, most + 1) if whole % size == 0)
 
 
-def _clipping(of: Reading) -> Pairs:
-    if "gradient_clipping" not in of.settings and "gradient_clipping" not in of.automatic and not of.below:
+def _clipping(read: Reading) -> Pairs:
+    if "gradient_clipping" not in read.settings and "gradient_clipping" not in read.automatic and not read.below:
         yield "run.clip_norm", _GRADIENT_CLIPPING
 
 
-def _optimizer(of: Reading) -> Pairs:
-    if not of.names("optimizer."):
-        if not of.below:
-            of.say("no optimizer is given: zeromesh's default replaces it")
+def _optimizer(read: Reading) -> Pairs:
+    if not read.names("optimizer."):
+        if not read.below:
+            read.note("no optimizer is given: zeromesh's default replaces it")
         return
-    kind = str(of("optimizer.type", "")).lower()
+    kind = str(read("optimizer.type", "")).lower()
     if kind not in _PARAMETERS:
-        given = of("optimizer.type") or "no type"
-        of.refuse("optimizer.type", f"{given} is not available; allowed are AdamW, Adam, SGD and Adagrad")
+        value = read("optimizer.type") or "no type"
+        read.refuse("optimizer.type", f"{value} is not available; allowed are AdamW, Adam, SGD and Adagrad")
         return
     if kind == "adam":
-        kind = "adam" if of("optimizer.params.adam_w_mode") is False else "adamw"
+        kind = "adam" if read("optimizer.params.adam_w_mode") is False else "adamw"
     yield "optimizer.name", kind
-    decay = _TORCH_ADAMW_DECAY if kind == "adamw" and of("optimizer.params.torch_adam") else 0.0
+    decay = _TORCH_ADAMW_DECAY if kind == "adamw" and read("optimizer.params.torch_adam") else 0.0
     for name, value in (_PARAMETERS[kind] | {"weight_decay": decay}).items():
         full = f"optimizer.params.{name}"
-        if full in of.automatic:
+        if full in read.automatic:
             continue
-        yield f"optimizer.{name}", of(full, value)
-    if not of.below:
+        yield f"optimizer.{name}", read(full, value)
+    if not read.below:
         yield "optimizer.exempt", "none"
 
 
-def _schedule(of: Reading) -> Pairs:
-    if not of.names("scheduler."):
-        if not of.below:
-            of.say("no scheduler is given: the learning rate is constant")
+def _schedule(read: Reading) -> Pairs:
+    if not read.names("scheduler."):
+        if not read.below:
+            read.note("no scheduler is given: the learning rate is constant")
             yield "schedule.name", "constant"
             yield "schedule.warmup_steps", 0
         return
-    kind = str(of("scheduler.type", ""))
+    kind = str(read("scheduler.type", ""))
     curves = {"WarmupLR": _constant, "WarmupDecayLR": _linear, "WarmupCosineLR": _cosine, "OneCycle": _one_cycle}
     if kind not in curves:
-        of.refuse("scheduler.type", f"{kind or 'no type'} is not available; allowed are {', '.join(curves)}")
+        read.refuse("scheduler.type", f"{kind or 'no type'} is not available; allowed are {', '.join(curves)}")
         return
     yield from ((f"schedule.{key}", None) for key in _SHAPE_KEYS)
-    yield from curves[kind](of)
+    yield from curves[kind](read)
 
 
-def _constant(of: Reading) -> Pairs:
+def _constant(read: Reading) -> Pairs:
     yield "schedule.name", "constant"
-    yield from _warmup(of)
-    yield from _highest(of, None)
+    yield from _warmup(read)
+    yield from _highest(read, None)
 
 
-def _linear(of: Reading) -> Pairs:
+def _linear(read: Reading) -> Pairs:
     yield "schedule.name", "linear"
-    yield from _warmup(of)
-    yield from _highest(of, _WARMUP_DECAY_LR)
-    yield from _length(of, _count(of, "scheduler.params.total_num_steps"))
+    yield from _warmup(read)
+    yield from _highest(read, _WARMUP_DECAY_LR)
+    yield from _length(read, _count(read, "scheduler.params.total_num_steps"))
 
 
-def _cosine(of: Reading) -> Pairs:
+def _cosine(read: Reading) -> Pairs:
     yield "schedule.name", "cosine_warmup_with_min_lr"
-    yield from _warmup(of)
-    yield "schedule.min_ratio", of("scheduler.params.cos_min_ratio", _COSINE_END)
-    yield "schedule.start_ratio", of("scheduler.params.warmup_min_ratio")
-    yield from _length(of, _count(of, "scheduler.params.total_num_steps"))
+    yield from _warmup(read)
+    yield "schedule.min_ratio", read("scheduler.params.cos_min_ratio", _COSINE_END)
+    yield "schedule.start_ratio", read("scheduler.params.warmup_min_ratio")
+    yield from _length(read, _count(read, "scheduler.params.total_num_steps"))
 
 
-def _one_cycle(of: Reading) -> Pairs:
+def _one_cycle(read: Reading) -> Pairs:
     prefix = "scheduler.params."
-    lowest, highest = of.number(f"{prefix}cycle_min_lr"), of.number(f"{prefix}cycle_max_lr")
-    if of(f"{prefix}cycle_momentum") is not False:
-        of.refuse(f"{prefix}cycle_momentum", "momentum does not cycle; set it to false")
-    first = _count(of, f"{prefix}cycle_first_step_size") or _CYCLE_STEPS
-    second = _count(of, f"{prefix}cycle_second_step_size") or first
+    lowest, highest = read.number(f"{prefix}cycle_min_lr"), read.number(f"{prefix}cycle_max_lr")
+    if read(f"{prefix}cycle_momentum") is not False:
+        read.refuse(f"{prefix}cycle_momentum", "momentum does not cycle; set it to false")
+    first = _count(read, f"{prefix}cycle_first_step_size") or _CYCLE_STEPS
+    second = _count(read, f"{prefix}cycle_second_step_size") or first
     if lowest is None or not highest or lowest > highest:
-        of.refuse(f"{prefix}cycle_max_lr", "OneCycle needs cycle_min_lr and cycle_max_lr, of which it is the higher")
+        read.refuse(f"{prefix}cycle_max_lr", "OneCycle needs cycle_min_lr and cycle_max_lr, of which it is the higher")
         return
     yield "schedule.name", "polynomial"
     yield "schedule.warmup_steps", first
@@ -197,38 +196,38 @@ def _one_cycle(of: Reading) -> Pairs:
     yield "schedule.min_ratio", lowest / highest
     yield "schedule.start_ratio", lowest / highest
     yield "optimizer.lr", highest
-    yield from _length(of, first + second)
+    yield from _length(read, first + second)
 
 
-def _warmup(of: Reading) -> Pairs:
+def _warmup(read: Reading) -> Pairs:
     """Steps and shape, whose defaults are DeepSpeed's."""
     name = "scheduler.params.warmup_num_steps"
-    if name not in of.automatic:
-        yield "schedule.warmup_steps", max(2, _count(of, name) or _WARMUP_STEPS)
+    if name not in read.automatic:
+        yield "schedule.warmup_steps", max(2, _count(read, name) or _WARMUP_STEPS)
         yield "schedule.warmup_ratio", None
-    yield "schedule.warmup_shape", of("scheduler.params.warmup_type", "log")
+    yield "schedule.warmup_shape", read("scheduler.params.warmup_type", "log")
 
 
-def _highest(of: Reading, default: float | None) -> Pairs:
+def _highest(read: Reading, default: float | None) -> Pairs:
     """The rate after the warm-up, and the one that it starts at as a part of that."""
     name = "scheduler.params.warmup_max_lr"
-    given = of.number(name)
-    if given is None and name not in of.automatic:
-        given = default
-    if given is not None:
-        yield "optimizer.lr", given
-    lowest = of.number("scheduler.params.warmup_min_lr")
-    highest = given or of.number("optimizer.params.lr") or of.below.get("optimizer.lr", OptimizerSection().lr)
+    value = read.number(name)
+    if value is None and name not in read.automatic:
+        value = default
+    if value is not None:
+        yield "optimizer.lr", value
+    lowest = read.number("scheduler.params.warmup_min_lr")
+    highest = value or read.number("optimizer.params.lr") or read.below.get("optimizer.lr", OptimizerSection().lr)
     if lowest and highest:
         yield "schedule.start_ratio", lowest / highest
 
 
-def _length(of: Reading, steps: int | None) -> Pairs:
+def _length(read: Reading, steps: int | None) -> Pairs:
     if steps is None:
         return
-    if of.below and of.below.get("run.max_steps") != steps:
-        asked = of.below.get("run.max_steps", "not set")
-        of.refuse(
+    if read.below and read.below.get("run.max_steps") != steps:
+        asked = read.below.get("run.max_steps", "not set")
+        read.refuse(
             "scheduler.params", f"its steps are {steps}, and max_steps of TrainingArguments is {asked}; make them agree"
         )
         return
@@ -236,104 +235,106 @@ def _length(of: Reading, steps: int | None) -> Pairs:
     yield "run.epochs", None
 
 
-def _precision(of: Reading) -> Pairs:
+def _precision(read: Reading) -> Pairs:
     sections = ("bf16", "bfloat16", "fp16", "torch_autocast")
-    on = [name for name in sections if of(f"{name}.enabled") is True]
-    automatic = [name for name in sections if f"{name}.enabled" in of.automatic]
-    compute = of.below.get("precision.compute")
+    on = [name for name in sections if read(f"{name}.enabled") is True]
+    automatic = [name for name in sections if f"{name}.enabled" in read.automatic]
+    compute = read.below.get("precision.compute")
     if "fp16" in on and len(on) > 1:
-        of.refuse("fp16.enabled", "bfloat16 and fp16 modes cannot be simultaneously enabled")
+        read.refuse("fp16.enabled", "bfloat16 and fp16 modes cannot be simultaneously enabled")
     elif on:
-        dtype = of("torch_autocast.dtype", "bfloat16") if on == ["torch_autocast"] else on[0]
+        dtype = read("torch_autocast.dtype", "bfloat16") if on == ["torch_autocast"] else on[0]
         compute = _DTYPES.get(str(dtype).removeprefix("torch."))
         if compute is None:
-            of.refuse("torch_autocast.dtype", f"got {dtype!r}; allowed are bfloat16 and float16")
+            read.refuse("torch_autocast.dtype", f"got {dtype!r}; allowed are bfloat16 and float16")
             return
         yield "precision.compute", compute
-    elif not automatic and not of.below:
+    elif not automatic and not read.below:
         compute = "float32"
         yield "precision.compute", compute
     if compute == "float16":
         yield (
             "precision.loss_scale.initial_scale",
-            2.0 ** (_count(of, "fp16.initial_scale_power", 0, 126) or _SCALE_POWER),
+            2.0 ** (_count(read, "fp16.initial_scale_power", 0, 126) or _SCALE_POWER),
         )
-        yield "precision.loss_scale.growth_interval", _count(of, "fp16.loss_scale_window") or _SCALE_WINDOW
+        yield "precision.loss_scale.growth_interval", _count(read, "fp16.loss_scale_window") or _SCALE_WINDOW
 
 
-def _zero(of: Reading) -> Pairs:
-    stage = _count(of, "zero_optimization.stage", 0)
-    if "zero_optimization.stage" not in of.automatic:
+def _zero(read: Reading) -> Pairs:
+    stage = _count(read, "zero_optimization.stage", 0)
+    if "zero_optimization.stage" not in read.automatic:
         yield "zero.stage", stage or 0
-    if isinstance(of("zero_optimization.overlap_comm"), bool):
-        yield "zero.overlap", of("zero_optimization.overlap_comm")
-    ranks = data_ranks(of)
+    if isinstance(read("zero_optimization.overlap_comm"), bool):
+        yield "zero.overlap", read("zero_optimization.overlap_comm")
+    ranks = data_ranks(read)
     for name, least in (("zero_hpz_partition_size", 2), ("mics_shard_size", 1)):
-        size = of(f"zero_optimization.{name}")
+        size = read(f"zero_optimization.{name}")
         if type(size) is not int or size < least:
             continue
         if ranks % size:
-            of.refuse(f"zero_optimization.{name}", f"{size} does not divide the {ranks} data ranks; give one that does")
+            read.refuse(
+                f"zero_optimization.{name}", f"{size} does not divide the {ranks} data ranks; give one that does"
+            )
         yield "parallel.shard", size
         yield "parallel.replicate", max(1, ranks // size)
-    if _tensor(of) > 1:
-        yield "parallel.tensor", _tensor(of)
+    if _tensor(read) > 1:
+        yield "parallel.tensor", _tensor(read)
 
 
-def _offload(of: Reading) -> Pairs:
+def _offload(read: Reading) -> Pairs:
     directories = []
     for name, key, old in (
         ("offload_optimizer", "offload.optimizer", "cpu_offload"),
         ("offload_param", "offload.parameters", "cpu_offload_param"),
     ):
-        device = of(f"zero_optimization.{name}.device")
-        device = ("cpu" if of(f"zero_optimization.{old}") else "none") if device is None else device
+        device = read(f"zero_optimization.{name}.device")
+        device = ("cpu" if read(f"zero_optimization.{old}") else "none") if device is None else device
         if not isinstance(device, str) or device not in _TIERS:
-            of.refuse(f"zero_optimization.{name}.device", f"got {shown('', device)}; allowed are {', '.join(_TIERS)}")
+            read.refuse(f"zero_optimization.{name}.device", f"got {shown('', device)}; allowed are {', '.join(_TIERS)}")
             continue
-        ratio = of(f"zero_optimization.{name}.ratio", 1.0)
+        ratio = read(f"zero_optimization.{name}.ratio", 1.0)
         tier = _TIERS[device] if ratio else "none"
         yield key, tier if ratio in (0, 1) or tier == "none" else {"tier": tier, "fraction": ratio}
-        path = of(f"zero_optimization.{name}.nvme_path")
+        path = read(f"zero_optimization.{name}.nvme_path")
         if tier == "file" and path is not None and path not in directories:
             directories.append(path)
     if directories:
         yield "offload.directory", directories if len(directories) > 1 else directories[0]
 
 
-def _activations(of: Reading) -> Pairs:
+def _activations(read: Reading) -> Pairs:
     names = [
         f"activation_checkpointing.{name}"
         for name in ("partition_activations", "cpu_checkpointing", "number_checkpoints")
     ]
-    on = any(of(name) for name in names)
-    if of.below:
-        on = of.below.get("model.activation_checkpointing") != "none"
+    on = any(read(name) for name in names)
+    if read.below:
+        on = read.below.get("model.activation_checkpointing") != "none"
     elif on:
         yield "model.activation_checkpointing", "block"
-    if on and of("activation_checkpointing.cpu_checkpointing"):
+    if on and read("activation_checkpointing.cpu_checkpointing"):
         yield "offload.activations", "host"
 
 
-def _figures(of: Reading) -> Pairs:
-    if not of.below and of("steps_per_print") is not None:
-        steps = 0 if of("steps_per_print") == math.inf else _count(of, "steps_per_print")
+def _figures(read: Reading) -> Pairs:
+    if not read.below and read("steps_per_print") is not None:
+        steps = 0 if read("steps_per_print") == math.inf else _count(read, "steps_per_print")
         if steps is not None:
             yield "run.log_every", steps
-    if of("flops_profiler.enabled"):
-        step = _count(of, "flops_profiler.profile_step") or 1
+    if read("flops_profiler.enabled"):
+        step = _count(read, "flops_profiler.profile_step") or 1
         yield "profile.steps", [step, step]
     trackers = (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml"))
-    asked = [backend for name, backend in trackers if of(f"{name}.enabled") is True]
+    asked = [backend for name, backend in trackers if read(f"{name}.enabled") is True]
     if not asked:
         return
-    before = list(of.below.get("tracking.backends", ()))
+    before = list(read.below.get("tracking.backends", ()))
     yield "tracking.backends", [*before, *(name for name in asked if name not in before)]
     if "wandb" in asked and not before:
         yield "tracking.mode", "online"
     for name in ("comet", "wandb"):
-        if of(f"{name}.enabled") is True and of(f"{name}.project"):
-            yield "tracking.project", of(f"{name}.project")
+        if read(f"{name}.enabled") is True and read(f"{name}.project"):
+            yield "tracking.project", read(f"{name}.project")
 
 
 JOINS: tuple[Join, ...] = (

@@ -49,7 +49,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 _DEFAULTS: dict[str, Any] = {"activation_checkpointing": None, "data_seed": None, "warmup_steps": 0}
-"""Of fields that older versions do not have."""
+"""Defaults of fields that older versions of transformers do not have."""
 
 
 def _as_given(arguments: Any, name: str) -> Any:

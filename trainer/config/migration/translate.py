@@ -172,14 +172,14 @@ class Reading:
         place: LaunchFacts,
         below: Mapping[str, Any] | None = None,
     ) -> None:
-        """`defaults` replace settings that are not there; `below` are values by key that hold where nothing else is said."""
+        """`defaults` replace settings that are not there; `below` are values by key that hold where no setting says otherwise."""
         self.settings = {name: value for name, value in settings.items() if value != AUTO}
         self.automatic = tuple(name for name, value in settings.items() if value == AUTO)
         self.defaults = defaults or {}
         self.place = place
         self.below: Mapping[str, Any] = below or {}
         self.problems: list[str] = []
-        self.said: list[str] = []
+        self.notes_of_joins: list[str] = []
 
     def __call__(self, name: str, default: Any = None) -> Any:
         """The value of a setting; None or `default` where it is not there."""
@@ -201,9 +201,9 @@ class Reading:
             self.refuse(name, f"got {shown('', value)}; allowed is a number")
             return None
 
-    def say(self, line: str) -> None:
-        """A line about what nothing was said of."""
-        self.said.append(line)
+    def note(self, line: str) -> None:
+        """Add a line about something for which there is no setting."""
+        self.notes_of_joins.append(line)
 
     def refuse(self, name: str, why: str) -> None:
         """A setting cannot be had as it is."""
@@ -212,8 +212,9 @@ class Reading:
             self.problems.append(problem)
 
 
-Join = Callable[[Reading], Iterator[tuple[str, Any]]]
-"""Keys and values that several settings decide together."""
+Pairs = Iterator[tuple[str, Any]]
+Join = Callable[[Reading], Pairs]
+"""What yields keys and values that several settings decide together."""
 
 
 def translate(table: Sequence[SettingRow], joins: Sequence[Join], reading: Reading, *, source: str) -> Translation:
@@ -232,7 +233,7 @@ def translate(table: Sequence[SettingRow], joins: Sequence[Join], reading: Readi
     for row in table:
         if row.name in reading.settings:
             origins.update({key: f"{source} {row.name}" for key in row.keys if key in values})
-    notes = tuple(f"{source}: {line}" for line in (*_lines(table, reading, values), *reading.said))
+    notes = tuple(f"{source}: {line}" for line in (*_lines(table, reading, values), *reading.notes_of_joins))
     return Translation(values=values, origins=origins, notes=notes, problems=tuple(reading.problems))
 
 
