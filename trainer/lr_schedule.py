@@ -1,9 +1,8 @@
 """Learning-rate schedules as pure functions of the step.
 
-`LRSchedule.factor(step)` is what the base learning rate is multiplied by in step `step` (from 0). Names and
-values are those of `transformers.get_scheduler`, which a test compares, so a run moves between the two
-without a change of its curve; with a warm-up of another shape they are those of DeepSpeed's schedulers.
-Being a function of the step, a schedule has no state to save.
+`LRSchedule.factor(step)` is what the base learning rate is multiplied by in step `step` (from 0). The curves are those of
+`transformers.get_scheduler`, so a run moves between the two without a change of its curve; with a warm-up of another shape they are
+those of DeepSpeed's schedulers. As a function of the step, a schedule has no state to save.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
 
 from zeromesh.errors import ConfigError
 
@@ -61,15 +62,17 @@ tenth of the run), `decay_shape` (cosine, linear, 1-sqrt), `num_cycles` |
 
     def factor(self, step: int) -> float:
         """The factor of step `step`, counted from 0; the first step of a warm-up has factor 0."""
-        curve = _CURVES[self.name][0]
         if step >= self.warmup_steps:
-            return curve(self, step)
-        if curve is _cosine_ahead and self.warmup_shape is None:
-            return _rise_ahead(self, step)
+            return _curve_of(self)(step)
+        start = self.start_ratio
+        if self.name == "cosine_warmup_with_min_lr" and self.warmup_shape is None:
+            if start is None:
+                return (step + 1) / self.warmup_steps
+            return start + (1.0 - start) * step / max(1, self.warmup_steps - 1)
         rise = _RISES[self.warmup_shape or "linear"](step, self.warmup_steps)
-        # A warm-up of `warmup_stable_decay` starts at the ratio that its decay ends at.
-        start = self.min_ratio if curve is _stable_decay and self.start_ratio is None else self.start_ratio
-        return _above(rise, start) if start else rise
+        if self.name in ("warmup_stable_decay", "wsd") and start is None:
+            start = self.min_ratio  # This warm-up starts at the ratio that the decay ends at.
+        return rise * (1.0 - start) + start if start else rise
 
     def momentum(self, step: int) -> None:
         """None: the optimizer's own, in every step."""
@@ -80,80 +83,34 @@ tenth of the run), `decay_shape` (cosine, linear, 1-sqrt), `num_cycles` |
         return max(1, self.total_steps // 10) if self.decay_steps is None else self.decay_steps
 
 
-def _constant(schedule: LRSchedule, step: int) -> float:
-    return 1.0
+@cache
+def _curve_of(schedule: LRSchedule) -> Callable[[int], float]:
+    """The factor of a step after the warm-up, by transformers' schedule of that name at a base learning rate of 1."""
+    # Imported here, so that reading a configuration loads neither torch nor transformers.
+    import torch
+    from torch.optim import SGD
+    from transformers import get_scheduler
 
-
-def _linear(schedule: LRSchedule, step: int) -> float:
-    return max(0.0, (schedule.total_steps - step) / max(1, schedule.total_steps - schedule.warmup_steps))
-
-
-def _cosine(schedule: LRSchedule, step: int) -> float:
-    cycles = 0.5 if schedule.num_cycles is None else schedule.num_cycles
-    return max(0.0, _above(_wave(cycles * 2.0, _progress(schedule, step)), schedule.min_ratio or 0.0))
-
-
-def _cosine_ahead(schedule: LRSchedule, step: int) -> float:
-    return _cosine(schedule, step + 1)
-
-
-def _rise_ahead(schedule: LRSchedule, step: int) -> float:
-    if schedule.start_ratio is None:
-        return (step + 1) / schedule.warmup_steps
-    return schedule.start_ratio + (1.0 - schedule.start_ratio) * step / max(1, schedule.warmup_steps - 1)
-
-
-def _cosine_with_restarts(schedule: LRSchedule, step: int) -> float:
-    progress = _progress(schedule, step)
-    cycles = 1.0 if schedule.num_cycles is None else schedule.num_cycles
-    return 0.0 if progress >= 1.0 else max(0.0, _wave(1.0, (cycles * progress) % 1.0))
-
-
-def _polynomial(schedule: LRSchedule, step: int) -> float:
-    lowest = schedule.min_ratio or 0.0
-    if step >= schedule.total_steps:
-        return lowest
-    remaining = 1.0 - (step - schedule.warmup_steps) / (schedule.total_steps - schedule.warmup_steps)
-    power = 1.0 if schedule.power is None else schedule.power
-    return float((1.0 - lowest) * remaining**power + lowest)
-
-
-def _stable_decay(schedule: LRSchedule, step: int) -> float:
-    lowest = schedule.min_ratio or 0.0
-    decay_start = max(schedule.warmup_steps, schedule.total_steps - schedule.decaying_steps)
-    if step < decay_start:
-        return 1.0
-    if step >= decay_start + schedule.decaying_steps:
-        return lowest
-    progress = (step - decay_start) / max(1, schedule.decaying_steps)
-    match schedule.decay_shape:
-        case "linear":
-            fall = 1.0 - progress
-        case "1-sqrt":
-            fall = 1.0 - math.sqrt(progress)
-        case _:
-            fall = _wave((0.5 if schedule.num_cycles is None else schedule.num_cycles) * 2.0, progress)
-    return max(0.0, _above(fall, lowest))
-
-
-def _inverse_sqrt(schedule: LRSchedule, step: int) -> float:
-    timescale = schedule.timescale or schedule.warmup_steps or 10_000
-    return 1.0 / math.sqrt((step + timescale - schedule.warmup_steps) / timescale)
-
-
-def _progress(schedule: LRSchedule, step: int) -> float:
-    """The part of the steps after the warm-up that lies behind `step`; above 1 past the end."""
-    return (step - schedule.warmup_steps) / max(1, schedule.total_steps - schedule.warmup_steps)
-
-
-def _wave(half_waves: float, progress: float) -> float:
-    """A cosine from 1 to 0 (and back, for each further half wave)."""
-    return 0.5 * (1.0 + math.cos(math.pi * half_waves * progress))
-
-
-def _above(factor: float, lowest: float) -> float:
-    """`factor` of [0, 1] mapped onto [`lowest`, 1]."""
-    return factor * (1.0 - lowest) + lowest
+    options: dict[str, Any] = {"num_cycles": schedule.num_cycles, "power": schedule.power}
+    match schedule.name:
+        case "warmup_stable_decay" | "wsd":
+            options |= {"num_decay_steps": schedule.decaying_steps, "decay_type": schedule.decay_shape}
+            options["min_lr_ratio"] = schedule.min_ratio
+        case "cosine_with_min_lr" | "cosine_warmup_with_min_lr":
+            options["min_lr_rate"] = schedule.min_ratio
+        case "polynomial":
+            options["lr_end"] = schedule.min_ratio or 0.0
+        case "inverse_sqrt":
+            options["timescale"] = schedule.timescale or schedule.warmup_steps or 10_000
+    scheduler = get_scheduler(
+        {"constant": "constant_with_warmup", "wsd": "warmup_stable_decay"}.get(schedule.name, schedule.name),
+        SGD([torch.zeros(1)], lr=1.0),
+        num_warmup_steps=schedule.warmup_steps,
+        num_training_steps=schedule.total_steps,
+        scheduler_specific_kwargs={name: value for name, value in options.items() if value is not None},
+    )
+    curve: Callable[[int], float] = scheduler.lr_lambdas[0]
+    return curve
 
 
 _RISES: dict[str, Callable[[int, int], float]] = {
@@ -162,36 +119,36 @@ _RISES: dict[str, Callable[[int, int], float]] = {
     "cosine": lambda step, steps: 0.5 * (1.0 - math.cos(math.pi * (step / steps))),
     "1-sqrt": lambda step, steps: 1.0 - math.sqrt(1.0 - step / steps),
 }
+"""The part of a warm-up of `steps` steps that lies behind step `step`, by its shape."""
 
-_CURVES: dict[str, tuple[Callable[[LRSchedule, int], float], frozenset[str]]] = {
-    "constant": (_constant, frozenset()),
-    "constant_with_warmup": (_constant, frozenset()),
-    "linear": (_linear, frozenset()),
-    "cosine": (_cosine, frozenset({"num_cycles"})),
-    "cosine_with_restarts": (_cosine_with_restarts, frozenset({"num_cycles"})),
-    "cosine_with_min_lr": (_cosine, frozenset({"min_ratio", "num_cycles"})),
-    "cosine_warmup_with_min_lr": (_cosine_ahead, frozenset({"min_ratio", "num_cycles"})),
-    "polynomial": (_polynomial, frozenset({"min_ratio", "power"})),
-    "warmup_stable_decay": (
-        _stable_decay,
-        frozenset({"min_ratio", "decay_steps", "decay_shape", "num_cycles"}),
-    ),
-    "wsd": (_stable_decay, frozenset({"min_ratio", "decay_steps", "decay_shape", "num_cycles"})),
-    "inverse_sqrt": (_inverse_sqrt, frozenset({"timescale"})),
+_DECAY_OPTIONS = frozenset({"min_ratio", "decay_steps", "decay_shape", "num_cycles"})
+_OPTIONS: dict[str, frozenset[str]] = {
+    "constant": frozenset(),
+    "constant_with_warmup": frozenset(),
+    "linear": frozenset(),
+    "cosine": frozenset({"num_cycles"}),
+    "cosine_with_restarts": frozenset({"num_cycles"}),
+    "cosine_with_min_lr": frozenset({"min_ratio", "num_cycles"}),
+    "cosine_warmup_with_min_lr": frozenset({"min_ratio", "num_cycles"}),
+    "polynomial": frozenset({"min_ratio", "power"}),
+    "warmup_stable_decay": _DECAY_OPTIONS,
+    "wsd": _DECAY_OPTIONS,
+    "inverse_sqrt": frozenset({"timescale"}),
 }
-_OF_ALL = frozenset({"warmup_shape", "start_ratio"})
+"""The options of each schedule, beside those of its warm-up."""
+_WARMUP_OPTIONS = frozenset({"warmup_shape", "start_ratio"})
 
-SCHEDULE_NAMES = tuple(_CURVES)
+SCHEDULE_NAMES = tuple(_OPTIONS)
 STEADY = ("constant", "constant_with_warmup", "inverse_sqrt")
 """Curves that do not depend on the length of the run."""
 
 
 def _name_problems(schedule: LRSchedule) -> list[str]:
-    if schedule.name not in _CURVES:
+    if schedule.name not in _OPTIONS:
         near = difflib.get_close_matches(schedule.name, SCHEDULE_NAMES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return [f"schedule.name {schedule.name!r} is not one of {', '.join(SCHEDULE_NAMES)}{hint}"]
-    allowed = _CURVES[schedule.name][1] | _OF_ALL
+    allowed = _OPTIONS[schedule.name] | _WARMUP_OPTIONS
     problems = [
         f"schedule.{option.name} has no effect on {schedule.name}; remove it"
         for option in fields(schedule)[3:]
