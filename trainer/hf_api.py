@@ -37,7 +37,7 @@ from zeromesh.trainer.monitoring.user_scalars import require_free_names
 
 
 class NamedTrainer(UploadedTrainer, ObservedTrainer, Protocol):
-    """What the names of transformers are made of: the trainer's own methods and properties."""
+    """The trainer's own methods and properties, by which the names of transformers work."""
 
     @property
     def events(self) -> CallbackDispatcher: ...
@@ -60,13 +60,13 @@ class TransformersNames:
     """The part of `Trainer` that has the names of transformers."""
 
     training_arguments: TrainingArguments | None = None
-    """What the trainer was given in place of a configuration."""
+    """The arguments that were passed to the trainer in place of a configuration."""
     hub_model_id: str | None = None
     """The full name of the repository on the Hub, once it is known to be there."""
 
     @property
     def args(self) -> TrainingArguments | TrainerConfig:
-        """The arguments or the configuration that the trainer was given."""
+        """The arguments or the configuration that were passed to the trainer."""
         return self.training_arguments or self._self.config
 
     @property
@@ -92,7 +92,7 @@ class TransformersNames:
         """`Trainer.fit`. Raises `ConfigError` for a `trial`: there is no search for hyperparameters."""
         if trial is not None:
             raise ConfigError(
-                "train takes no trial, as there is no search here; make a Trainer for each, and leave it out"
+                "train does not accept a trial, as there is no search here; make a Trainer for each, and leave it out"
             )
         return self._self.fit(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
 
@@ -101,11 +101,11 @@ class TransformersNames:
         self._self.events.add(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Take a callback out, given itself or its class; returns it, or None where there is none."""
+        """Remove a callback, named by itself or by its class; returns it, or None where there is none."""
         return self._self.events.remove(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Take a callback out, given itself or its class."""
+        """Remove a callback, named by itself or by its class."""
         self._self.events.remove(callback)
 
     def is_world_process_zero(self) -> bool:
@@ -125,13 +125,13 @@ class TransformersNames:
         return self.batches_of(run.model.feeds.train(), position // per_epoch * per_epoch)
 
     def get_eval_dataloader(self, eval_dataset: MapDataset | str | None = None) -> Batches | None:
-        """This rank's batches of an evaluation set, the trainer's own if None is given; of several, that of a name."""
+        """This rank's batches of an evaluation set: one that is passed, one of several by its name, or (None) the trainer's own."""
         own = self.eval_dataset
         chosen = own if eval_dataset is None else own[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
         return None if chosen is None else self.batches_of(self._self.run.model.feeds.evaluation(chosen))
 
     def get_test_dataloader(self, test_dataset: MapDataset) -> Batches | None:
-        """The same of any dataset."""
+        """This rank's batches of any dataset."""
         return self.get_eval_dataloader(test_dataset)
 
     def batches_of(self, feed: Feed | None, first: int = 0) -> Batches | None:
@@ -238,7 +238,7 @@ class TransformersNames:
         """
         if not isinstance(getattr(self._self.model, "config", None), PreTrainedConfig):
             raise ConfigError(
-                "create_model_card describes models of transformers, and this one has no configuration of theirs"
+                "create_model_card describes models of transformers, and this one has no configuration of transformers"
             )
         if self.is_world_process_zero():
             write_model_card(self._self, self._directory(), values)
@@ -246,8 +246,8 @@ class TransformersNames:
     def log(self, logs: Mapping[str, Any] | None = None, start_time: float | None = None, **named: Any) -> None:
         """Log scalars of one's own, as a mapping or as `log(name=value)`, at any time during `fit` and on any rank.
 
-        The next line of `metrics.jsonl` and of the trackers has the mean of all values that any rank has given for a name since the
-        line before. A mapping also becomes a line of `state.log_history`, of which callbacks are told, as in transformers.
+        The next line of `metrics.jsonl` and of the trackers has the mean of all values that any rank has logged by a name since the
+        line before. A mapping also becomes a line of `state.log_history`, which callbacks see in `on_log`, as in transformers.
 
         Raises:
             ConfigError: for names that a step's line has already.
@@ -269,8 +269,7 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def collator_of(collate: Collate | None, processing_class: Any, *, datasets: bool) -> Collate | None:
-    """What makes a batch of samples: as transformers does, samples of given datasets are padded by a tokenizer if there is one that
-    can."""
+    """The data collator: the user's own, or as in transformers one that pads the samples of datasets by a tokenizer that can."""
     pads = isinstance(processing_class, PreTrainedTokenizerBase) and "pad_token" in processing_class.special_tokens_map
     if collate is None and datasets and pads:
         return cast("Collate", DataCollatorWithPadding(processing_class))

@@ -17,8 +17,8 @@ MakeScheduler = Callable[[Optimizer], LRScheduler]
 
 
 class TorchSchedule:
-    """What a scheduler makes of the learning rate and of the momentum, which `OneCycleLR` and `CyclicLR` change too. It acts on an
-    optimizer of one number, of the kind of the run's and with its settings, of no use otherwise.
+    """The learning rate of a torch scheduler in each step, and the momentum, which `OneCycleLR` and `CyclicLR` change too. The
+    scheduler acts on an optimizer of one number, of the kind and with the settings of the run's, which updates nothing else.
 
     Raises:
         ConfigError: for what makes no scheduler, one that waits for a metric, or one that changes a momentum that there is not.
@@ -60,7 +60,7 @@ class TorchSchedule:
         return group["lr"] / settings.lr if settings.lr else 0.0, momentum
 
     def factor(self, step: int) -> float:
-        """What the rate of step `step` (from 0) is multiplied by."""
+        """The factor of the base learning rate in step `step` (from 0)."""
         return self._at(step)[0]
 
     def momentum(self, step: int) -> float | None:

@@ -199,7 +199,7 @@ class Trainer(TransformersNames):
     def predict(
         self, test_dataset: MapDataset, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """What the model returns for every sample of a dataset, in its order, on all ranks; all ranks call it.
+        """Run the model on every sample of a dataset, and return its outputs in that order on all ranks; all ranks call it.
 
         `predictions` are arrays [samples, ...], padded with -100 to the longest, `label_ids` the same of labels where there are
         some, `metrics` the loss and what `compute_metrics` makes of them.
@@ -343,7 +343,7 @@ class Trainer(TransformersNames):
 
     @property
     def run_directory(self) -> Path:
-        """Where the run writes."""
+        """The directory that the run writes to."""
         return Path(self.config.run.output_dir).expanduser() / self.config.run.name
 
     @property
@@ -390,7 +390,7 @@ class Trainer(TransformersNames):
 
     @contextmanager
     def _beginning(self, mesh: Mesh) -> Iterator[None]:
-        """An error of this rank is told to the others, which wait for it; the mesh is of no use afterwards."""
+        """Pass an error of this rank in the block on to the others, which wait for it; the mesh is of no use afterwards."""
         try:
             yield
         except BaseException as error:

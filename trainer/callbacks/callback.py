@@ -1,4 +1,4 @@
-"""Callbacks: what a user's code can do at fixed points of a run."""
+"""`Callback`: code of a user that runs at fixed points of a run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Callback:
     """Override what you need; every method runs on all ranks, in the same order. An exception ends the run, on all ranks, and names
     the callback.
 
-    What they are given is to be read: `trainer.state` says where the run is. They may ask for more with `trainer.request`: to
+    Arguments are to be read: `trainer.state` says where the run is. Callbacks may ask for more with `trainer.request`: to
     evaluate, save, log or stop after the present step; what any rank asks for, all do. Callbacks of transformers are taken too.
     """
 
     def on_init_end(self, trainer: Trainer) -> None:
-        """At the end of the trainer's construction: there is no model yet but the one that was given."""
+        """At the end of the trainer's construction: there is no model yet but the one that was passed to it."""
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Before the first step."""

@@ -62,7 +62,7 @@ class CallbackDispatcher:
         return adapted is not None and adapted.read_checkpoints
 
     def remove(self, callback: Any) -> Any:
-        """Remove a callback, given itself or its class; returns it, or None where there is none."""
+        """Remove a callback, named by itself or by its class; returns it, or None where there is none."""
         for each in self._callbacks:
             if each is callback or (isinstance(callback, type) and isinstance(each, callback)):
                 self._callbacks.remove(each)

@@ -1,4 +1,4 @@
-"""What callbacks of transformers are given: arguments, a state, and views of loaders, optimizer and scheduler.
+"""The arguments, the state, and the views of loaders, optimizer and scheduler that callbacks of transformers get.
 
 The real loaders, optimizer and scheduler are partitioned, or do not exist. The views stand for them, and can be read: what they
 cannot do is an error, and not silence.
@@ -30,7 +30,7 @@ from zeromesh.trainer.data.streaming import StreamedDataset
 
 
 class ObservedTrainer(Protocol):
-    """What callbacks of transformers are shown of a trainer."""
+    """The part of a trainer that callbacks of transformers see."""
 
     @property
     def training_arguments(self) -> TrainingArguments | None: ...
@@ -150,14 +150,14 @@ class Batches:
 
     feed: Feed
     rank: int
-    """Along the data axes."""
+    """The index of this rank along the data axes."""
     device: torch.device
     first: int = 0
     """The step that the pass begins with."""
 
     @property
     def dataset(self) -> Any:
-        """What it is a pass over."""
+        """The dataset that the batches are from."""
         return self.feed.dataset
 
     @property
@@ -211,7 +211,7 @@ class OptimizerView:
         """Decayed parameters, and those that are not; a mapping that is not to be written to for each."""
 
     def at(self, rate: float) -> OptimizerView:
-        """The same at another learning rate."""
+        """This view, at another learning rate."""
         self.param_groups = tuple(MappingProxyType({"lr": rate, **group}) for group in self._groups)
         return self
 
@@ -221,9 +221,9 @@ class SchedulerView:
     """Stands for the scheduler, after `last_epoch` steps."""
 
     rates: Sequence[float]
-    """Of each group of parameters, in the step that comes next."""
+    """The learning rate of each group of parameters in the step that comes next."""
     last_epoch: int
 
     def get_last_lr(self) -> list[float]:
-        """As in torch."""
+        """The learning rates, as schedulers of torch return them."""
         return list(self.rates)

@@ -23,7 +23,7 @@ class Best:
     waited: int = 0
 
     def after(self, value: float, step: int, goal: Goal, min_improvement: float) -> Best:
-        """With one more evaluation. NaN is never better."""
+        """The best value after one more evaluation. NaN is never better."""
         gain = -math.inf if math.isnan(value) else math.inf
         if self.value is not None and gain > 0:
             gain = value - self.value if goal == "highest" else self.value - value
@@ -33,7 +33,7 @@ class Best:
         return replace(kept, waited=0 if enough else self.waited + 1)
 
     def to_json(self) -> dict[str, Any]:
-        """Empty before the first evaluation."""
+        """The values for a checkpoint; empty before the first evaluation."""
         return {} if self.value is None else asdict(self)
 
     @classmethod
@@ -51,7 +51,7 @@ class Best:
 
 
 def goal_of(metric: str, goal: Literal["auto", "lowest", "highest"]) -> Goal:
-    """Of what is a loss, an error or a perplexity the lowest value is best, of others the highest, unless `goal` says which."""
+    """The lowest value of a loss, an error or a perplexity is best, and the highest of anything else, unless `goal` says which."""
     if goal != "auto":
         return goal
     return "lowest" if any(word in metric.lower() for word in ("loss", "error", "perplexity")) else "highest"

@@ -1,4 +1,4 @@
-"""When a run saves, what it keeps, and how it goes on: checkpoints of a run's directory, by its configuration."""
+"""`RunCheckpoints`: saves a run, removes old checkpoints and resumes, as the configuration says."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FOLDER = "checkpoints"
 
 
 class RunCheckpoints:
-    """Saves and resumes a run, all ranks together. `note` tells a person.
+    """Saves and resumes a run, all ranks together. `note` shows a line to a person.
 
     Raises:
         StorageError: at construction, where nothing could be written.
@@ -98,7 +98,7 @@ class RunCheckpoints:
                 continue
             self.latest = step
             self._link()
-            self._say_which(step)
+            self._note_other_step(step)
             return state
         if reasons:
             raise CheckpointError(
@@ -109,7 +109,7 @@ class RunCheckpoints:
             return self._load(loader, _directory_of(self._section.resume), settings, strict=False)
         return None
 
-    def _say_which(self, step: int) -> None:
+    def _note_other_step(self, step: int) -> None:
         """A run goes on from its newest checkpoint, also where an older one of its own is named."""
         if self._section.resume in ("auto", "never"):
             return
@@ -296,7 +296,7 @@ class RunCheckpoints:
             self._saver.release(self._engine.checkpoint_state.owner_of(bucket))
 
     def _kept(self) -> set[int]:
-        """What `keep_last` and `keep_best` keep, once the newest is there; called on rank 0."""
+        """The steps that `keep_last` and `keep_best` keep, once the newest is there; called on rank 0."""
         steps = self.store.steps()
         keep = set(steps[: self._section.keep_last or None])
         for step in steps:
@@ -338,7 +338,7 @@ def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None
 
 
 def _changed_settings(config: TrainerConfig, directory: Path) -> str:
-    """What a person reads about settings that have changed since the newest checkpoint; empty where none has."""
+    """The message about settings that have changed since the newest checkpoint; empty where none has."""
     store = CheckpointStore(directory / FOLDER)
     steps = store.steps()
     if config.checkpoint.resume == "never" or not steps:
@@ -408,9 +408,9 @@ def _metric_of(path: Path) -> float | None:
     return _NONE if metric is None else metric
 
 
-def _directory_of(given: str) -> Path:
-    """A checkpoint's directory: given itself, or the newest of the run whose directory is given."""
-    path = Path(given).expanduser()
+def _directory_of(named: str) -> Path:
+    """The directory of a checkpoint that is named by itself, or by the directory of its run, for the newest."""
+    path = Path(named).expanduser()
     for root in (path / FOLDER, path):
         steps = CheckpointStore(root).steps()
         if steps:

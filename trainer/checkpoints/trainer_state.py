@@ -21,13 +21,13 @@ from zeromesh.trainer.models.peft import description_of_adapters, is_adapted
 
 NAME = "trainer_state.json"
 EVALUATED = "trainer_state_evaluated.json"
-"""The same with what an evaluation has found that came after the checkpoint was written. It replaces the other one."""
+"""The file that replaces it once an evaluation has been made after the checkpoint was written."""
 LENGTH = "run.max_steps"
 _WARMUP = "schedule.warmup_steps"
 _SCHEMA = 1
 _ABSENT = "(absent)"
 _MOST = 1 << 53
-"""Of a counter: up to here floats, too, count one by one."""
+"""Counters stay below: up to here floats, too, count one by one."""
 _MAPPINGS = ("trained", "best", "callbacks", "stream", "tracker", "settings")
 
 _NOT_COMPARED = frozenset(
@@ -127,7 +127,7 @@ def description_of(model: nn.Module) -> dict[str, Any]:
 
 
 def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the weights of a step, flat, by the names of the configuration: two runs that agree compute the same.
+    """The settings that decide the weights of a step, by the keys of the configuration: two runs that agree compute the same.
 
     `model` and `data` describe what was built, so that moved files are no difference.
     """

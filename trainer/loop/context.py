@@ -54,7 +54,7 @@ class UserInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunContext:
-    """One run: its configuration with what the data decides, the mesh, the data, the model and whom it tells of its progress."""
+    """The parts of one run. `config` has what the data decides, such as the number of steps of so many epochs."""
 
     config: TrainerConfig
     mesh: Mesh

@@ -56,7 +56,7 @@ def evaluate(
 
 
 def predict(run: RunContext, dataset: MapDataset, prefix: str, ignored: Sequence[str] | None) -> PredictionOutput:
-    """What the model returns for a dataset, as transformers has it; `metrics` has a loss where there are labels.
+    """Outputs of the model for a dataset, as transformers returns them; `metrics` has a loss where there are labels.
 
     Raises:
         DataError: when it cannot be used.
@@ -101,7 +101,7 @@ def _run_through(
 
 
 def _metrics(run: RunContext, result: EvaluationResult, prefix: str) -> Values:
-    """What `compute_metrics` makes of all samples; every rank computes it."""
+    """The values of `compute_metrics` over all samples; every rank computes them."""
     compute, prediction = run.inputs.compute_metrics, result.prediction
     if compute is None or prediction is None:
         return {}
@@ -126,7 +126,7 @@ def _speed(prefix: str, feed: Feed, seconds: float) -> Values:
 
 
 def evaluation_line(run: RunContext, values: Mapping[str, float]) -> str:
-    """The line for a person about the latest evaluation, which has given `values`."""
+    """The line for a person about the latest evaluation, whose `values` are shown."""
     loss, targets = values["eval_loss"], run.progress.evaluated_targets
     text = f"step {run.progress.step}: evaluation loss {loss:.4f}"
     text += " with averaged weights" if run.config.ema.evaluate else ""

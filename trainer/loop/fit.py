@@ -29,7 +29,7 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
     Raises:
         DataError: where there is no training data.
         ConfigError: for a model in which nothing would change.
-        KeyboardInterrupt, SystemExit: after a step and its checkpoint, when some rank was told to stop.
+        KeyboardInterrupt, SystemExit: after a step and its checkpoint, when some rank was asked to stop.
         NonFiniteError: at the end, where more than half of all steps made no update.
     """
     config, mesh, progress = run.config, run.mesh, run.progress

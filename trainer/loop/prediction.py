@@ -1,4 +1,4 @@
-"""What a model returns for an evaluation set, from all ranks, in the order of the set: for `compute_metrics` and `predict`.
+"""Outputs of a model for an evaluation set, from all ranks, in the order of the set: for `compute_metrics` and `predict`.
 
 Each rank encodes what its microbatch gave, all ranks hold all of it, as in transformers' own trainer, and samples stand in the
 order of the dataset, so metrics do not depend on the layout. Nothing is padded to a common number of samples and dropped again.
@@ -24,7 +24,7 @@ PreprocessLogits = Callable[[Any, Any], Any]
 """`preprocess_logits_for_metrics(logits, labels)`, as transformers has it."""
 
 PADDING = -100
-"""What stands after the end of a sequence that is shorter than the longest."""
+"""The value after the end of a sequence that is shorter than the longest."""
 _LABELS = ("labels", "label_ids", "label", "start_positions", "end_positions")
 
 
@@ -37,7 +37,7 @@ class Prediction:
 
 
 class Collector:
-    """Gathers what microbatches give, for one evaluation; all ranks call `add` alike."""
+    """Gathers the outputs of microbatches for one evaluation; all ranks call `add` alike."""
 
     def __init__(self, mesh: Mesh, ignored: Sequence[str], preprocess: PreprocessLogits | None) -> None:
         self._mesh = mesh
@@ -46,7 +46,7 @@ class Collector:
         self._found: list[Tree] = []
 
     def part(self, outputs: Any, batch: Mapping[str, Any]) -> Tree:
-        """What is kept of a microbatch: the model's outputs but the loss, and the labels; on the CPU."""
+        """The outputs of a microbatch without the loss, and its labels; as arrays on the CPU."""
         labels = _alone([batch[name] for name in _LABELS if name in batch])
         logits = _alone(self._logits(outputs))
         if self._preprocess is not None:
@@ -62,17 +62,19 @@ class Collector:
         return [outputs]
 
     def add(self, parts: Sequence[Tree | None]) -> None:
-        """One round: this rank's parts of as many microbatches as every rank runs in it; None where it has nothing to say."""
+        """Add this rank's parts of as many microbatches as every rank runs in a round; None stands for no part."""
         for part in parts:
             payload = b"" if part is None else encode(part)
-            said = self._mesh.world.gather_bytes(payload, "predictions of a microbatch")
+            gathered = self._mesh.world.gather_bytes(payload, "predictions of a microbatch")
             by_data_rank = sorted(
-                (self._mesh.shape.data_index(self._mesh.world.ranks[at]), each) for at, each in enumerate(said) if each
+                (self._mesh.shape.data_index(self._mesh.world.ranks[at]), each)
+                for at, each in enumerate(gathered)
+                if each
             )
             self._found += [decode(each) for _, each in by_data_rank]
 
     def result(self) -> Prediction:
-        """Everything, as one array each. Raises `DataError` where microbatches gave different kinds of things."""
+        """All samples, as one array for each output. Raises `DataError` where microbatches gave different kinds of outputs."""
         try:
             whole = _concatenated(self._found)
         except (ValueError, KeyError, TypeError) as error:
@@ -81,14 +83,14 @@ class Collector:
 
 
 def encode(tree: Tree) -> bytes:
-    """Arrays as safetensors, how they hang together as JSON beside them."""
+    """A tree as bytes: its arrays as safetensors, and its structure as JSON in their metadata."""
     arrays: dict[str, Any] = {}
     skeleton = json.dumps(_taken_apart(tree, arrays))
     return bytes(save(arrays, {"tree": skeleton}))
 
 
 def decode(content: bytes) -> Tree:
-    """What `encode` was given; tuples stay tuples."""
+    """The tree that `encode` has made into bytes; tuples stay tuples."""
     length = int.from_bytes(content[:8], "little")
     skeleton = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["tree"])
     return _put_together(skeleton, load(content))
@@ -119,7 +121,7 @@ def _put_together(skeleton: Any, arrays: Mapping[str, Any]) -> Tree:
 
 
 def _alone(found: Sequence[Any]) -> Any:
-    """One thing as it is, several as a tuple, nothing as None."""
+    """One element as it is, several as a tuple, none as None."""
     return None if not found else found[0] if len(found) == 1 else tuple(found)
 
 

@@ -22,9 +22,9 @@ _SAME_SECONDS = 1.0
 class StopRequest:
     """Whether this process was asked to stop, and by which signal."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, show: Callable[[str], None]) -> None:
         self.signal = 0
-        self._tell = tell
+        self._show = show
         self._at = 0.0
 
     def receive(self, number: int, frame: FrameType | None) -> None:
@@ -33,7 +33,7 @@ class StopRequest:
         if not self.signal:
             self.signal, self._at = number, now
             name = signal.Signals(number).name
-            self._tell(f"{name}: stopping after this step; a second one stops at once")
+            self._show(f"{name}: stopping after this step; a second one stops at once")
         elif now - self._at > _SAME_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -55,22 +55,22 @@ def _restore() -> None:
 
 
 @contextmanager
-def stop_requests(tell: Callable[[str], None]) -> Iterator[StopRequest]:
-    """Inside the block signals become requests, where nobody else handles them; `tell` is called with a line for a person."""
-    request = StopRequest(tell)
-    mine = []
+def stop_requests(show: Callable[[str], None]) -> Iterator[StopRequest]:
+    """Inside the block signals become requests, where nobody else handles them; `show` is called with a line for a person."""
+    request = StopRequest(show)
+    replaced = []
     if threading.current_thread() is threading.main_thread():
         _restore_in_children()
         for number in (signal.SIGTERM, signal.SIGINT):
             handler = signal.getsignal(number)
             if handler in (signal.SIG_DFL, signal.default_int_handler):
-                mine.append(number)
+                replaced.append(number)
                 _REPLACED[number] = handler
                 signal.signal(number, request.receive)
     try:
         yield request
     finally:
-        for number in mine:
+        for number in replaced:
             signal.signal(number, _REPLACED.pop(number))
 
 

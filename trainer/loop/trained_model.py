@@ -81,7 +81,7 @@ class TrainedModel:
     def guarded(self, call: str) -> Iterator[None]:
         """A call that all ranks make, such as `trainer.fit()`; "" where a rank may make it alone.
 
-        After an error that leaves something half done that ranks do together the run cannot go on, and the other ranks are told.
+        After an error that leaves something half done that ranks do together the run cannot go on, and the other ranks learn of it.
         A call that is refused before that has changed nothing. A single rank has lost nothing but the step that it was in.
         """
         self.require_sound()

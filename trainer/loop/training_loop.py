@@ -27,7 +27,7 @@ from zeromesh.trainer.tracking.tracking import Tracking
 
 
 class TrainingLoop:
-    """Takes a run from the step where it is to its last one, or to one after which somebody wants it to stop."""
+    """Trains a run from the step where it is to its last one, or to one after which it is asked to stop."""
 
     def __init__(
         self,
@@ -60,15 +60,15 @@ class TrainingLoop:
         self._written = 0
         """The latest step whose line is in the files."""
         self._metrics: StepMetrics | None = None
-        """Of the present step, until it is logged."""
+        """The line of the present step, until it is logged."""
         self._unannounced = False
-        """Whether the present step is saved, and callbacks have not heard of it."""
+        """Whether the present step is saved, and `on_save` was not called yet."""
         self._evaluated: tuple[int, float] | None = None
         """The latest evaluation: after which step, and its loss."""
 
     @property
     def eval_loss(self) -> float | None:
-        """Of the evaluation after the present step."""
+        """The loss of the evaluation after the present step; None where there was none."""
         return self._evaluated[1] if self._evaluated and self._evaluated[0] == self._progress.step else None
 
     @property
@@ -145,12 +145,12 @@ class TrainingLoop:
         if figures is not None:
             run.note(self._stragglers.look(number, figures.busy))
         self._progress.totals.check(number)
-        self._fulfil()
+        self._act_on_requests()
         if run.plan.ends_epoch(position) or run.events.control.stop_epoch or (self._over and not self._stopped):
             self._end_epoch(position)
 
     def _due_after_step(self, position: int) -> TrainerControl:
-        """What the configuration wants after the step that has just been made, whose data was that of step `position`."""
+        """What the configuration asks for after the step that was just made, whose data was that of step `position`."""
         number, config = self._progress.step, self._run.config
         every, last = config.run, position + 1 == self._last
 
@@ -166,7 +166,7 @@ class TrainingLoop:
         )
 
     def _due_after_epoch(self) -> TrainerControl:
-        """What it wants at the end of an epoch."""
+        """What the configuration asks for at the end of an epoch."""
         config = self._run.config
         return TrainerControl(
             log=config.run.log_every == "epoch",
@@ -175,12 +175,12 @@ class TrainingLoop:
         )
 
     def _with_scalars(self, metrics: StepMetrics) -> StepMetrics:
-        """The line with what losses, callbacks and `trainer.log` have given since the last one."""
+        """The line with the values that losses, callbacks and `trainer.log` have added since the last one."""
         found = self._run.model.stepper.scalars.take(self._run.mesh)
         return replace(metrics, extras={**metrics.extras, **found}) if found else metrics
 
     def _announce(self, event: str, metrics: StepMetrics) -> None:
-        """Tell callbacks of a step's line; what they add to it is logged with the next one."""
+        """Call callbacks with a step's line; what they add to it is logged with the next one."""
         record = metrics.record()
         before = dict(record)
         self._run.events.call(event, metrics.step, record)
@@ -188,7 +188,7 @@ class TrainingLoop:
         self._run.model.stepper.scalars.add(added)
 
     def _write(self, metrics: StepMetrics) -> None:
-        """Before callbacks see the step's end, so that a line is there whatever they do."""
+        """Write a step's line, before callbacks are called, so that it is there whatever they do."""
         run = self._run
         if self._writer is not None:
             self._writer.write({**metrics.record(), **run.start_times.take()})
@@ -197,7 +197,7 @@ class TrainingLoop:
         self._written = metrics.step
 
     def _log(self) -> bool:
-        """Log the present step, if that is wished for and not done yet; whether it was."""
+        """Log the present step, if that is requested and not done yet; returns whether it was logged now."""
         run, metrics = self._run, self._metrics
         if not run.events.control.log or metrics is None:
             return False
@@ -211,8 +211,8 @@ class TrainingLoop:
         self._announce("on_log", metrics)
         return True
 
-    def _fulfil(self) -> None:
-        """Evaluate, save and stop as is wished for now."""
+    def _act_on_requests(self) -> None:
+        """Evaluate, save and stop as is requested now."""
         run = self._run
         if run.events.control.evaluate and run.data.eval is not None and not self._stopped:
             if self._over:
@@ -233,8 +233,7 @@ class TrainingLoop:
             run.events.call("on_epoch_begin", run.plan.epochs_after(position))
 
     def _end_epoch(self, position: int) -> None:
-        """After the last step of an epoch, or of the run, at the data of step `position`; what is left of an epoch that was ended
-        early is passed over."""
+        """End an epoch, or the last one of the run, after the data of step `position`; pass over what is left of it."""
         run = self._run
         epoch = run.plan.epochs_after(position)
         if not run.plan.ends_epoch(position) and not self._over:
@@ -245,7 +244,7 @@ class TrainingLoop:
         run.events.call("on_epoch_end", epoch)
         run.events.agree(run.mesh)
         self._log()
-        self._fulfil()
+        self._act_on_requests()
         self._begin_epoch()
 
     def _note_stop(self, number: int) -> bool:
@@ -255,7 +254,7 @@ class TrainingLoop:
 
     def _asked(self) -> bool:
         """Whether some rank has been asked to stop; between two microbatches of an evaluation, which may be long."""
-        asked = self._run.mesh.world.max_(torch.tensor([int(self._request.signal)]), "wishes to stop")
+        asked = self._run.mesh.world.max_(torch.tensor([int(self._request.signal)]), "requests to stop")
         return self._note_stop(int(asked[0]))
 
     def _last_evaluation(self) -> float:
@@ -276,7 +275,7 @@ class TrainingLoop:
         if self._writer is not None:
             with MetricsWriter(self._writer.path.with_name(EVALUATIONS)) as evaluations:
                 evaluations.write({"step": self._progress.step, **values})
-        # As transformers: a callback compares with what was best before.
+        # Before the best value changes: as with transformers, a callback compares with what was best until now.
         run.log_evaluation(values)
         self._tracking.evaluated(self._progress.step, values)
         goal = goal_of(section.metric, section.metric_goal)
@@ -308,7 +307,7 @@ class TrainingLoop:
         checkpoints.finish()
 
     def _announce_save(self) -> None:
-        """As with transformers, callbacks hear of a checkpoint after the evaluation of its step."""
+        """Call `on_save` for a new checkpoint: as with transformers, after the evaluation of its step."""
         if self._unannounced:
             self._unannounced = False
             self._run.events.call("on_save", self._progress.step)

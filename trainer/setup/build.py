@@ -114,7 +114,8 @@ def prepare_data(
     mesh: Mesh,
     console: RunConsole,
 ) -> RunData:
-    """Datasets as given, or made of the text that the configuration names, by `tokenizer` if that is not None; all ranks call it.
+    """The user's datasets, or datasets of the text that the configuration names, in tokens of `tokenizer` if that is not None; all
+    ranks call it.
 
     One rank of each host tokenizes text that the cache does not have, while the others wait.
 
@@ -128,23 +129,23 @@ def prepare_data(
         for name, dataset in {**whole, **data.evaluated()}.items():
             check_dataset(dataset, name=name)
         return _limited(data, config.data.eval_samples)
-    given: Tokenizer | None = PretrainedTokenizer(tokenizer=tokenizer) if tokenizer is not None else None
+    own: Tokenizer | None = PretrainedTokenizer(tokenizer=tokenizer) if tokenizer is not None else None
     cache = TokenCache(_cache_directory(config), console.note)
 
-    def tell(text: str) -> None:
+    def report(text: str) -> None:
         mesh.post(Activity.IDLE)
         console.status(text)
 
     if mesh.environment.local_rank:
         mesh.meet("tokens of the text")
-    loaded = load_datasets(config.data, tokenizer=given, cache=cache, tell=tell)
+    loaded = load_datasets(config.data, tokenizer=own, cache=cache, tell=report)
     if not mesh.environment.local_rank:
         mesh.meet("tokens of the text")
     return _limited(RunData(train=loaded.train, eval=loaded.eval, loaded=loaded), config.data.eval_samples)
 
 
 def _cache_directory(config: TrainerConfig) -> Path:
-    """Where tokens of texts are kept."""
+    """The directory in which tokens of texts are kept."""
     if config.data.cache is not None:
         return Path(config.data.cache).expanduser()
     return Path(setting("XDG_CACHE_HOME") or "~/.cache").expanduser() / "zeromesh" / "tokens"

@@ -1,7 +1,4 @@
-"""What a configuration says to the engine.
-
-Which parameters weight decay leaves out in transformers' Trainer.
-"""
+"""The options of the engine that follow from a configuration, and the parameters that weight decay leaves out."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def biases_and_norms(model: nn.Module) -> list[str]:
 
 
 def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
-    """What the engine is told."""
+    """The options of the engine; `accumulation` is the number of microbatches of a step."""
     precision, optimizer, ema = config.precision, config.optimizer, config.ema
     scale = precision.loss_scale
     settings = ScalerSettings(
@@ -76,7 +73,7 @@ def exempted(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> Z
 
 
 def _offload(config: TrainerConfig) -> OffloadOptions:
-    """What rests where."""
+    """The tiers on which states rest, and the directories of their files."""
     section, gradients = config.offload, config.offload.gradients
     named = section.directory or str(Path(config.run.output_dir, config.run.name, "offload"))
     directories = (named,) if isinstance(named, str) else named

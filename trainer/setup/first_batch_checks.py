@@ -47,15 +47,14 @@ def _check_settings(
     """Raise `ConfigError` for settings that do not go with the model, its loss or the user's inputs. `text`: the data is text that
     the configuration names."""
     if inputs.compute_loss is not None:
-        late = "needs the number of targets before forward, and compute_loss tells it after"
+        late = "needs the number of targets before forward, and compute_loss counts them after it"
         if config.optimizer.in_backward:
             raise ConfigError(f"optimizer.in_backward {late}; set optimizer.in_backward: false")
         if config.batch.average == "samples":
             raise ConfigError(f"batch.average: samples {late}; set it to tokens")
     if config.data.separate_documents and forward.fields is not None and "position_ids" not in forward.fields:
         raise ConfigError(
-            f"data.separate_documents: {forward.model} takes no position_ids, by which documents are told apart; "
-            "set it to false"
+            f"data.separate_documents: {forward.model} takes no position_ids, which separate documents; set it to false"
         )
     if text:
         forward.check_length(config.data.sequence_length, "lower data.sequence_length")

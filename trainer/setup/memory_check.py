@@ -1,4 +1,4 @@
-"""What the states of a run need, of a host's memory and of its disks: a run that cannot fit is refused before it is begun."""
+"""The memory and the disk that the states of a run need on a host: a run that cannot fit is refused before it begins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zeromesh.units.plan import ModelCuts, ModelPlan, plan_model
 from zeromesh.zero.memory_model import MemoryModel, predict_memory
 
 _STEP = 0.05
-"""Of the fractions that are tried."""
+"""The distance between the fractions that are tried."""
 _FILE = TierChoice(tier="file")
 
 
@@ -35,7 +35,7 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """What the ranks of one host need for a planned model. `parts` ranks share the states over `transport`."""
+    """The bytes that the ranks of one host need for a planned model. `parts` ranks share the states over `transport`."""
 
     plan: ModelPlan
     parts: int
@@ -54,7 +54,7 @@ class Need:
         inputs: int = 0,
         cuts: ModelCuts | None = None,
     ) -> Need:
-        """What a model needs on this mesh, of which `cuts` have left this rank its part."""
+        """The need of a model on this mesh, of which `cuts` have left this rank its part."""
         return cls(
             plan=plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts),
             parts=mesh.shard.size,
@@ -81,7 +81,7 @@ class Need:
         return self.local_ranks * (self.least(options).on_disk + self.inputs)
 
     def fits(self, options: ZeroOptions, room: Room) -> bool:
-        """Whether there is room for all of it."""
+        """Whether there is room for memory and files."""
         return self.memory(options) <= room.memory and self.disk(options) <= room.disk
 
     def listed(self, options: ZeroOptions) -> str:
@@ -102,7 +102,7 @@ class Need:
         return ", ".join(f"{human_bytes(self.local_ranks * nbytes)} {what}" for what, nbytes in terms.items() if nbytes)
 
     def cures(self, options: ZeroOptions, room: Room) -> Iterator[str]:
-        """What would need less memory, best what fits."""
+        """Advice that would need less memory, first of all what fits."""
         higher = {stage: self.memory(replace(options, stage=stage)) for stage in range(options.stage + 1, 4)}
         best = min(higher, key=lambda stage: (higher[stage], stage), default=options.stage)
         if higher and higher[best] < self.memory(options):
@@ -135,7 +135,7 @@ def _offloaded(options: ZeroOptions) -> Iterator[tuple[str, ZeroOptions]]:
 
 
 def _with_fraction(options: ZeroOptions, fraction: float) -> ZeroOptions:
-    """The same with a part of what is to rest on files there, and the rest in memory."""
+    """The same options with a part of what is to rest on files there, and the rest in memory."""
     offload = options.offload
 
     def part(choice: TierChoice) -> TierChoice:

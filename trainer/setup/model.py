@@ -196,9 +196,9 @@ def _build_without_lora(model: Any, config: TrainerConfig, tokenizer: Tokenizer 
         inside = unwrap(model)
         return replace(take_given(inside.model, seed), compile=inside.compile)
     if not callable(model):
-        given = f"{model!r}" if isinstance(model, str | PathLike) else f"a {type(model).__name__}"
+        shown = f"{model!r}" if isinstance(model, str | PathLike) else f"a {type(model).__name__}"
         raise ConfigError(
-            f"model is {given}; give an nn.Module or a callable that builds one, or name a local Hugging Face directory "
+            f"model is {shown}; give an nn.Module or a callable that builds one, or name a local Hugging Face directory "
             "in the configuration: model.source"
         )
 
@@ -209,7 +209,7 @@ def _build_without_lora(model: Any, config: TrainerConfig, tokenizer: Tokenizer 
         made = model()
         if not isinstance(made, nn.Module):
             raise ConfigError(
-                f"the callable given as model returned a {type(made).__name__}; it should return an nn.Module"
+                f"the callable that is passed as model returned a {type(made).__name__}; it should return an nn.Module"
             )
         inside = unwrap(made)
         compile_ = inside.compile
@@ -282,7 +282,7 @@ def _notes_on_modules(model: nn.Module) -> list[str]:
 
 
 class WatchedSource:
-    """Hands on what the source of `built` gives, and tells the console, and the other ranks, that it goes on."""
+    """Reads from the source of `built`, and shows the console and the other ranks that reading goes on."""
 
     def __init__(self, built: BuiltModel, console: RunConsole, mesh: Mesh) -> None:
         self._source: ParameterSource = built.source
@@ -300,7 +300,7 @@ class WatchedSource:
         return self._source.buffer(name)
 
     def release(self, fqn: str) -> None:
-        """See `ParameterSource`; one parameter more is done."""
+        """See `ParameterSource.release`; one parameter more is done."""
         self._source.release(fqn)
         self._done += 1
         self._console.status(f"setting the weights: {self._done} of {self._total} parameters")

@@ -1,4 +1,4 @@
-"""What all ranks of a run must have alike, compared before anything else waits for another rank: settings, data, model, weights."""
+"""Settings, models and weights that all ranks of a run must have in common, compared before anything else waits for a rank."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _CHUNK = 64 * 2**20
 """Bytes of a weight that are sent at a time."""
 
 
-def require_same_settings(mesh: Mesh, config: TrainerConfig, given: Mapping[str, object]) -> None:
-    """Compare configurations, and `given`: what was handed to the trainer beside it. Raises `ConfigError` where they differ."""
-    values = {**dict(_flat(config.model_dump(mode="json"))), **given}
+def require_same_settings(mesh: Mesh, config: TrainerConfig, inputs: Mapping[str, object]) -> None:
+    """Compare the configurations and the inputs of the user on all ranks. Raises `ConfigError` where they differ."""
+    values = {**dict(_flat(config.model_dump(mode="json"))), **inputs}
     if config.checkpoint.resume not in ("auto", "never"):
         values["checkpoint.resume"] = "a path"
     advice = "Give every rank the same configuration and arguments; what only one rank is to do belongs behind its rank's number"

@@ -187,7 +187,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
     "no loss": ("ConfigError", ["NoLoss.forward gave [2, 2] where a scalar loss was expected", "or pass compute_loss"]),
     "frozen": ("ConfigError", ["LlamaForCausalLM has only frozen parameters (requires_grad is False)"]),
     "model name": ("ConfigError", ["model is 'gpt2'; give an nn.Module", "model.source"]),
-    "no model": ("ConfigError", ["the callable given as model returned a NoneType"]),
+    "no model": ("ConfigError", ["the callable that is passed as model returned a NoneType"]),
     "callback": ("ConfigError", ["callbacks holds the class Callback; give objects of subclasses of"]),
     "mean": ("ConfigError", ["compute_loss returned a Tensor; it must return (sum, count)"]),
     "detached": ("ConfigError", ["the loss does not depend on any trained parameter"]),

@@ -72,7 +72,7 @@ def test_a_deepspeed_configuration_beside_arguments(workers: Workers, tmp_path: 
 def test_there_is_no_search(tmp_path: Path) -> None:
     """`train` takes the names of transformers in their order, and says what it cannot do before it does anything."""
     trainer = Trainer(torch.nn.Linear(1, 1), {"run": {"output_dir": str(tmp_path)}})
-    with pytest.raises(ConfigError, match="train takes no trial"):
+    with pytest.raises(ConfigError, match="train does not accept a trial"):
         trainer.train(None, {"learning_rate": 1.0}, ["hidden_states"])  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
