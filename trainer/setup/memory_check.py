@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,14 +26,6 @@ _FILE = TierChoice(tier="file")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
-    """Free bytes of a host: `memory`, with swap, and those of the disk that files of the file tier go to (all of them together)."""
-
-    memory: int
-    disk: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
     """The bytes that the ranks of one host need for a planned model. `parts` ranks share the states over `transport`."""
 
@@ -41,27 +33,8 @@ class Need:
     parts: int
     transport: str
     local_ranks: int
-    inputs: int = 0
+    inputs: int
     """Bytes of a rank's kept inputs of recomputed blocks on files, as far as they are known beforehand."""
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        options: ZeroOptions,
-        mesh: Mesh,
-        transport: str,
-        inputs: int = 0,
-        cuts: ModelCuts | None = None,
-    ) -> Need:
-        """The need of a model on this mesh, of which `cuts` have left this rank its part."""
-        return cls(
-            plan=plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts),
-            parts=mesh.shard.size,
-            transport=transport,
-            local_ranks=mesh.environment.local_world_size,
-            inputs=inputs if options.offload.activations.tier == "file" else 0,
-        )
 
     def least(self, options: ZeroOptions) -> MemoryModel:
         """Memory of one rank, with as much kept gathered as takes least where options leave that open."""
@@ -84,68 +57,60 @@ class Need:
         """Whether there is room for memory and files."""
         return self.memory(options) <= room.memory and self.disk(options) <= room.disk
 
-    def listed(self, options: ZeroOptions) -> str:
-        """The terms of what memory holds."""
+    def listed(self, options: ZeroOptions, *, on_disk: bool) -> str:
+        """The terms of what memory, or files, of all ranks of the host hold."""
         footprint = self.least(options)
-        terms = {purpose.value: nbytes for purpose, nbytes in footprint.terms.items()}
-        terms["parameters gathered around their use"] = footprint.gathered
-        terms["gradient shards on their way"] = footprint.passing
-        return self._list(terms)
-
-    def listed_on_disk(self, options: ZeroOptions) -> str:
-        """The terms of what files hold."""
-        files: Mapping[Purpose, int] = self.least(options).files
-        terms = {purpose.value: nbytes for purpose, nbytes in files.items()}
-        return self._list({**terms, Purpose.ACTIVATIONS.value: self.inputs})
-
-    def _list(self, terms: Mapping[str, int]) -> str:
+        terms = {purpose.value: nbytes for purpose, nbytes in (footprint.files if on_disk else footprint.terms).items()}
+        if on_disk:
+            terms[Purpose.ACTIVATIONS.value] = self.inputs
+        else:
+            terms["parameters gathered around their use"] = footprint.gathered
+            terms["gradient shards on their way"] = footprint.passing
         return ", ".join(f"{human_bytes(self.local_ranks * nbytes)} {what}" for what, nbytes in terms.items() if nbytes)
 
-    def cures(self, options: ZeroOptions, room: Room) -> Iterator[str]:
-        """Advice that would need less memory, first of all what fits."""
+    def advice(self, options: ZeroOptions, room: Room) -> Iterator[str]:
+        """What would need less memory, first of all what fits."""
         higher = {stage: self.memory(replace(options, stage=stage)) for stage in range(options.stage + 1, 4)}
         best = min(higher, key=lambda stage: (higher[stage], stage), default=options.stage)
         if higher and higher[best] < self.memory(options):
             yield f"set zero.stage to {best}, which needs {human_bytes(higher[best])}"
-        for words, changed in _offloaded(replace(options, stage=best)):
+        optimizer = replace(options.offload, optimizer=_FILE, gradients=None)
+        offloads = {"offload.optimizer": optimizer}
+        if best == 3:
+            offloads["offload.optimizer and offload.parameters"] = replace(optimizer, parameters=_FILE)
+        for keys, offload in offloads.items():
+            changed = replace(options, stage=best, offload=offload)
             if self.memory(changed) < self.memory(options) and self.fits(changed, room):
                 stage = f"zero.stage to {best} and " if best != options.stage else ""
                 memory, disk = human_bytes(self.memory(changed)), human_bytes(self.disk(changed))
-                yield f"set {stage}{words}, which needs {memory}, and {disk} of disk"
+                yield f"set {stage}{keys} to file, which needs {memory}, and {disk} of disk"
                 break
         yield "make the model smaller"
         yield "use more hosts" if options.stage else "use more hosts with a zero.stage above 0"
 
     def fitting_fraction(self, options: ZeroOptions, room: Room) -> float | None:
         """The largest part of what is to rest on files for which there is room; None where there is none for any."""
-        for count in range(round(1 / _STEP) - 1, 0, -1):
-            fraction = round(count * _STEP, 2)
-            if self.fits(_with_fraction(options, fraction), room):
-                return fraction
-        return None
+        fractions = (round(count * _STEP, 2) for count in range(round(1 / _STEP) - 1, 0, -1))
+        return next((each for each in fractions if self.fits(_with_fraction(options, each), room)), None)
 
 
-def _offloaded(options: ZeroOptions) -> Iterator[tuple[str, ZeroOptions]]:
-    """Options with more and more on files, and what to set for that."""
-    offload = replace(options.offload, optimizer=_FILE, gradients=None)
-    yield "offload.optimizer to file", replace(options, offload=offload)
-    if options.stage == 3:
-        everything = replace(offload, parameters=_FILE)
-        yield "offload.optimizer and offload.parameters to file", replace(options, offload=everything)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """Free bytes of a host: `memory`, with swap, and those of the disk that files of the file tier go to (all of them together)."""
+
+    memory: int
+    disk: int
 
 
 def _with_fraction(options: ZeroOptions, fraction: float) -> ZeroOptions:
     """The same options with a part of what is to rest on files there, and the rest in memory."""
-    offload = options.offload
-
-    def part(choice: TierChoice) -> TierChoice:
-        return replace(choice, fraction=choice.fraction * fraction) if choice.tier == "file" else choice
-
-    gradients = None if offload.gradients is None else part(offload.gradients)
-    changed = replace(
-        offload, optimizer=part(offload.optimizer), parameters=part(offload.parameters), gradients=gradients
-    )
-    return replace(options, offload=changed)
+    choices = {name: getattr(options.offload, name) for name in ("optimizer", "parameters", "gradients")}
+    parts = {
+        name: replace(choice, fraction=choice.fraction * fraction)
+        for name, choice in choices.items()
+        if choice is not None and choice.tier == "file"
+    }
+    return replace(options, offload=replace(options.offload, **parts))
 
 
 def kept_input_bytes(model: nn.Module, blocks: int, samples: int, length: int, dtype: torch.dtype) -> int:
@@ -168,53 +133,54 @@ def require_memory(
 
     `inputs`: bytes of kept inputs of recomputed blocks that leave the device. Returns notes on what rests on files.
     """
-    need = Need.of(model, options, mesh, transport, inputs, cuts)
-    free = available_bytes()
+    need = Need(
+        plan=plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts),
+        parts=mesh.shard.size,
+        transport=transport,
+        local_ranks=mesh.environment.local_world_size,
+        inputs=inputs if options.offload.activations.tier == "file" else 0,
+    )
+    free, directories = available_bytes(), options.offload.files.directories
     given_back = need.local_ranks * sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
-    directories = options.offload.files.directories
-    room = Room(memory=free + swap_bytes() + given_back, disk=sum(free_bytes(each) for each in _disks(directories)))
-    needed = need.memory(options)
-    if mesh.device.type == "cpu" and free and needed > room.memory:
+    room = Room(memory=free + swap_bytes() + given_back, disk=_free_on_disks(directories))
+    memory, disk = need.memory(options), need.disk(options)
+    if mesh.device.type == "cpu" and free and memory > room.memory:
         count = human_count(sum(p.numel() for p in model.parameters()))
-        *others, last = need.cures(options, room)
+        *others, last = need.advice(options, room)
         raise StorageError(
-            f"{count} parameters at stage {options.stage} need at least {human_bytes(needed)} on this host "
-            f"({need.listed(options)}), and {human_bytes(free)} are free; {', '.join(others)}, or {last}"
+            f"{count} parameters at stage {options.stage} need at least {human_bytes(memory)} on this host "
+            f"({need.listed(options, on_disk=False)}), and {human_bytes(free)} are free; {', '.join(others)}, or {last}"
         )
-    return _require_disk(need, options, room) if need.disk(options) else []
-
-
-def _require_disk(need: Need, options: ZeroOptions, room: Room) -> list[str]:
-    directories = options.offload.files.directories
+    if not disk:
+        return []
     for directory in directories:
         remove_leftovers(directory)
-    room = replace(room, disk=sum(free_bytes(each) for each in _disks(directories)))
-    needed, where = need.disk(options), ", ".join(map(str, directories))
-    if needed > room.disk:
+    room = replace(room, disk=_free_on_disks(directories))
+    where = ", ".join(map(str, directories))
+    shown, terms = human_bytes(disk), need.listed(options, on_disk=True)
+    if disk > room.disk:
         fraction = need.fitting_fraction(options, room)
         fits = f"a fraction of {fraction:g} of it fits: {{tier: file, fraction: {fraction:g}}}" if fraction else ""
         raise StorageError(
-            f"offload: swap files of {human_bytes(needed)} ({need.listed_on_disk(options)}) do not fit into {where}, which has "
-            f"{human_bytes(room.disk)} free; {fits or 'no part of it fits beside the memory there is'}, or give "
-            "offload.directory a larger disk"
+            f"offload: swap files of {shown} ({terms}) do not fit into {where}, which has {human_bytes(room.disk)} free; "
+            f"{fits or 'no part of it fits beside the memory there is'}, or give offload.directory a larger disk"
         )
-    notes = [
-        f"offload: {human_bytes(needed)} of swap files ({need.listed_on_disk(options)}) in {where}, which has "
-        f"{human_bytes(room.disk)} free; {human_bytes(need.memory(options))} of states in memory"
-    ]
     kinds = {str(directory): file_system_of(directory) for directory in directories}
-    notes += [
-        f"WARNING: offload: {path} is {kind}, which is memory and no disk; set offload.directory to a directory on a disk"
-        for path, kind in kinds.items()
-        if kind in IN_MEMORY
+    return [
+        f"offload: {shown} of swap files ({terms}) in {where}, which has "
+        f"{human_bytes(room.disk)} free; {human_bytes(memory)} of states in memory",
+        *(
+            f"WARNING: offload: {path} is {kind}, which is memory and no disk; set offload.directory to a directory on a disk"
+            for path, kind in kinds.items()
+            if kind in IN_MEMORY
+        ),
     ]
-    return notes
 
 
-def _disks(directories: tuple[Path, ...]) -> list[Path]:
-    """One existing directory of each file system."""
-    found: dict[int, Path] = {}
+def _free_on_disks(directories: tuple[Path, ...]) -> int:
+    """Free bytes of the file systems of directories, or of the nearest directories above that exist, each counted once."""
+    disks: dict[int, Path] = {}
     for directory in directories:
         existing = nearest_directory(directory)
-        found.setdefault(os.stat(existing).st_dev, existing)
-    return list(found.values())
+        disks.setdefault(os.stat(existing).st_dev, existing)
+    return sum(map(free_bytes, disks.values()))
