@@ -220,11 +220,12 @@ class TransformersNames:
         if not self.is_world_process_zero():
             return
         directory = self._directory()
-        _write(directory / f"{split}_results.json", metrics)
+        contents = {directory / f"{split}_results.json": dict(metrics)}
         if combined:
             path = directory / "all_results.json"
-            earlier = json.loads(read_whole(path)) if path.exists() else {}
-            _write(path, {**earlier, **metrics})
+            contents[path] = {**(json.loads(read_whole(path)) if path.exists() else {}), **metrics}
+        for path, values in contents.items():
+            write_whole(path, (json.dumps(strict(values), indent=4, sort_keys=True) + "\n").encode())
 
     def create_model_card(self, **values: Any) -> None:
         """Write `README.md` into the run's directory: a draft of a model card, as transformers makes it; rank 0 does.
@@ -262,10 +263,6 @@ class TransformersNames:
         directory = self._self.run_directory
         directory.mkdir(parents=True, exist_ok=True)
         return directory
-
-
-def _write(path: Path, values: Mapping[str, Any]) -> None:
-    write_whole(path, (json.dumps(strict(values), indent=4, sort_keys=True) + "\n").encode())
 
 
 def collator_of(collate: Collate | None, processing_class: Any, *, datasets: bool) -> Collate | None:

@@ -71,17 +71,16 @@ class ObservedTrainer(Protocol):
 def arguments_of(config: TrainerConfig) -> TrainingArguments:
     """Arguments that say what a configuration says, as far as they have words for it."""
 
-    def strategy(every: int | str) -> dict[str, Any]:
-        return (
-            {"strategy": "epoch"}
-            if isinstance(every, str)
-            else {"strategy": "steps" if every else "no", "steps": every or 1}
-        )
-
-    log, evaluate, save = map(strategy, (config.run.log_every, config.run.eval_every, config.checkpoint.every_steps))
-    schedule = (
-        "cosine" if config.schedule.name not in transformers.SchedulerType._value2member_map_ else config.schedule.name
-    )
+    intervals: dict[str, Any] = {}
+    for kind, every in (
+        ("logging", config.run.log_every),
+        ("eval", config.run.eval_every),
+        ("save", config.checkpoint.every_steps),
+    ):
+        by_epoch = isinstance(every, str)
+        intervals[f"{kind}_strategy"] = "epoch" if by_epoch else "steps" if every else "no"
+        intervals[f"{kind}_steps"] = 1 if by_epoch else every or 1
+    known = config.schedule.name in transformers.SchedulerType._value2member_map_
     arguments = TrainingArguments(
         output_dir=f"{config.run.output_dir}/{config.run.name}",
         run_name=config.run.name,
@@ -95,15 +94,9 @@ def arguments_of(config: TrainerConfig) -> TrainingArguments:
         adam_beta2=config.optimizer.betas[1],
         adam_epsilon=config.optimizer.eps,
         max_grad_norm=config.run.clip_norm,
-        lr_scheduler_type=schedule,
+        lr_scheduler_type=config.schedule.name if known else "cosine",
         warmup_steps=config.schedule.warmup_steps,
-        logging_strategy=log["strategy"],
-        logging_steps=log.get("steps", 1),
         logging_first_step=config.run.log_first_step,
-        eval_strategy=evaluate["strategy"],
-        eval_steps=evaluate.get("steps", 1),
-        save_strategy=save["strategy"],
-        save_steps=save.get("steps", 1),
         save_total_limit=config.checkpoint.keep_last,
         metric_for_best_model=config.run.metric,
         greater_is_better=goal_of(config.run.metric, config.run.metric_goal) == "highest",
@@ -117,6 +110,7 @@ def arguments_of(config: TrainerConfig) -> TrainingArguments:
         report_to=[],
         use_cpu=True,
         disable_tqdm=False,
+        **intervals,
     )
     # Not checked against the strategies: the run judges by every evaluation, and saves when one is best.
     arguments.load_best_model_at_end = config.run.load_best
