@@ -122,7 +122,7 @@ class TrainingLoop:
             result = run.model.stepper.train_step(feed, number - 1, rates, events, self._request.signal)
         self._progress.step, self._progress.reached = number, position + 1
         start = run.start_times.finish()
-        self._note_stop(result.stop_signal)
+        self._stopped = self._stopped or result.stop_signal
         run.events.call("on_optimizer_step", number)
         self._stragglers.took(result.seconds, result.idle)
         due = self._due_after_step(position)
@@ -247,15 +247,11 @@ class TrainingLoop:
         self._act_on_requests()
         self._begin_epoch()
 
-    def _note_stop(self, number: int) -> bool:
-        """Whether some rank has been asked to stop, by signal `number` if that is none yet."""
-        self._stopped = self._stopped or number
+    def _stop_requested(self) -> bool:
+        """Whether some rank was asked to stop; all ranks call it between two microbatches of an evaluation, which may be long."""
+        signals = self._run.mesh.world.max_(torch.tensor([int(self._request.signal)]), "requests to stop")
+        self._stopped = self._stopped or int(signals[0])
         return bool(self._stopped)
-
-    def _asked(self) -> bool:
-        """Whether some rank has been asked to stop; between two microbatches of an evaluation, which may be long."""
-        asked = self._run.mesh.world.max_(torch.tensor([int(self._request.signal)]), "requests to stop")
-        return self._note_stop(int(asked[0]))
 
     def _last_evaluation(self) -> float:
         """About how many steps take as long as the evaluation after the last one: without backward a third of the work."""
@@ -266,7 +262,7 @@ class TrainingLoop:
 
     def _evaluate(self) -> None:
         run, section = self._run, self._run.config.run
-        values = evaluate(run, None, ignored=self._progress.ignored_outputs, stop=self._asked)
+        values = evaluate(run, None, ignored=self._progress.ignored_outputs, stop=self._stop_requested)
         if values is None:
             return
         run.note(evaluation_line(run, values))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -45,15 +45,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
             reduce=_dtype(precision.reduce),
             loss_scale=settings if precision.compute == "float16" else None,
         ),
-        optimizer=OptimizerSettings(
-            name=optimizer.name,
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            momentum=optimizer.momentum,
-            no_decay=optimizer.no_decay,
-        ),
+        optimizer=OptimizerSettings(**optimizer.model_dump(include={each.name for each in fields(OptimizerSettings)})),
         offload=_offload(config),
         average=AverageSettings(decay=ema.decay, every=ema.every_steps, start=ema.start_step) if ema.decay else None,
         accumulation=accumulation,
