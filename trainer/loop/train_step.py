@@ -45,16 +45,6 @@ class EvaluationResult:
     prediction: Prediction | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepEvents:
-    """What is called inside a step."""
-
-    substep_end: Callable[[], None] = lambda: None
-    """Called after each microbatch but the last one that counts."""
-    before_update: Callable[[], None] = lambda: None
-    """Called between the last backward and the update."""
-
-
 class Stepper:
     """Runs training steps of an engine, and evaluations of the model with or without one."""
 
@@ -87,10 +77,20 @@ class Stepper:
         feed: Feed,
         step: int,
         rates: Rates,
-        events: StepEvents = StepEvents(),
+        *,
+        substep_end: Callable[[], None],
+        before_update: Callable[[], None],
         stop_signal: int = 0,
     ) -> StepResult:
-        """Run step `step` (from 0). `stop_signal` asks all ranks to stop after it; 0: this rank does not.
+        """Run step `step` (from 0).
+
+        Args:
+            feed: the batches of the training data.
+            step: the number of the step.
+            rates: the learning rate and the momentum of its update.
+            substep_end: called after each microbatch but the last one that counts.
+            before_update: called between the last backward and the update.
+            stop_signal: the signal by which this rank was asked to stop after the step; 0: none.
 
         Raises:
             DataError: for a batch that cannot be trained on.
@@ -129,7 +129,7 @@ class Stepper:
                 sums[:3] += torch.tensor(own, dtype=torch.float64)
                 self.scalars.add(scalars)
             if number + 1 < rounds:
-                events.substep_end()
+                substep_end()
                 self._modes.restore()
 
         if self._pipeline is None:
@@ -152,7 +152,7 @@ class Stepper:
         loss_sum, targets, inputs, terminated, interrupted = sums.tolist()
         factor = 1.0 if count is not None else 1.0 / max(1, targets)
         self.gradient_factor = factor / engine.loss_scale
-        events.before_update()
+        before_update()
         outcome = engine.finish_step(factor, loss_finite=loss_finite)
         bubble = self._pipeline.bubble() if self._pipeline is not None else None
         return StepResult(
@@ -182,10 +182,13 @@ class Stepper:
         the model returns.
         """
         rounds = feed.plan.accumulation
+        at_once = (
+            2 * self._mesh.pipeline.size if self._pipeline is not None else 1
+        )  # Microbatches in a pipeline together.
         sums = torch.zeros(2, dtype=torch.float64)
         with in_evaluation_mode(self._model):
-            for start in range(0, rounds, self._evaluated_at_once):
-                done = min(start + self._evaluated_at_once, rounds)
+            for start in range(0, rounds, at_once):
+                done = min(start + at_once, rounds)
                 group = [feed.plan.microbatch(0, self._mesh.data_index, turn) for turn in range(start, done)]
                 fetched = [feed.fetch(each) for each in group]
                 require_same_batches(fetched, self._mesh)
@@ -215,11 +218,6 @@ class Stepper:
         """Whether this rank, of those that compute a batch together, counts it: one tensor rank of the stage that has the loss."""
         last = self._mesh.pipeline.index == 0 if self._pipeline is None else self._pipeline.is_last
         return self._mesh.tensor.index == 0 and last
-
-    @property
-    def _evaluated_at_once(self) -> int:
-        """Microbatches that are in a pipeline together."""
-        return 2 * self._mesh.pipeline.size if self._pipeline is not None else 1
 
     def _forwards(
         self, batches: Sequence[dict[str, Any]], streams: Sequence[Streams], *, outputs: bool

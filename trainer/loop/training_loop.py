@@ -18,7 +18,6 @@ from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.loop.context import RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line
 from zeromesh.trainer.loop.stop_signals import StopRequest
-from zeromesh.trainer.loop.train_step import StepEvents
 from zeromesh.trainer.monitoring.memory import STEP_MEMORY, MemoryTimeline
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, MetricsWriter, StepMetrics
@@ -115,11 +114,16 @@ class TrainingLoop:
             with run.model.gradients_to_read():
                 run.events.call("on_pre_optimizer_step", number)
 
-        substep_end = partial(run.events.call, "on_substep_end", number)
-        events = StepEvents(substep_end=substep_end, before_update=before_update)
         feed = replace(self._feed, passed_over=self._progress.passed_over)
         with self._profile.step(number), self._memory.recorded(number, run.model.require_engine().ledger):
-            result = run.model.stepper.train_step(feed, number - 1, rates, events, self._request.signal)
+            result = run.model.stepper.train_step(
+                feed,
+                number - 1,
+                rates,
+                substep_end=partial(run.events.call, "on_substep_end", number),
+                before_update=before_update,
+                stop_signal=self._request.signal,
+            )
         self._progress.step, self._progress.reached = number, position + 1
         start = run.start_times.finish()
         self._stopped = self._stopped or result.stop_signal
