@@ -62,6 +62,10 @@ tenth of the run), `decay_shape` (cosine, linear, 1-sqrt), `num_cycles` |
 
     def factor(self, step: int) -> float:
         """The factor of step `step`, counted from 0; the first step of a warm-up has factor 0."""
+        if self.name == "polynomial" and step >= self.total_steps:
+            return (
+                self.min_ratio or 0.0
+            )  # transformers divides by the steps after the warm-up, of which there may be none.
         if step >= self.warmup_steps:
             return _curve_of(self)(step)
         start = self.start_ratio
