@@ -141,8 +141,8 @@ def require_memory(
         inputs=inputs if options.offload.activations.tier == "file" else 0,
     )
     free, directories = available_bytes(), options.offload.files.directories
-    given_back = need.local_ranks * sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
-    room = Room(memory=free + swap_bytes() + given_back, disk=_free_on_disks(directories))
+    freed = need.local_ranks * sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
+    room = Room(memory=free + swap_bytes() + freed, disk=_free_on_disks(directories))
     memory, disk = need.memory(options), need.disk(options)
     if mesh.device.type == "cpu" and free and memory > room.memory:
         count = human_count(sum(p.numel() for p in model.parameters()))

@@ -292,20 +292,20 @@ class WatchedSource:
         self._done = 0
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
-        """See `ParameterSource`."""
+        """Read values of a parameter from the source."""
         return self._source.read(fqn, start, end)
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """See `ParameterSource`."""
+        """Read a buffer from the source; None where it has none."""
         return self._source.buffer(name)
 
     def release(self, fqn: str) -> None:
-        """See `ParameterSource.release`; one parameter more is done."""
+        """Release a parameter in the source, and show that one more is done."""
         self._source.release(fqn)
         self._done += 1
         self._console.status(f"setting the weights: {self._done} of {self._total} parameters")
         self._mesh.post(Activity.IDLE)
 
     def close(self) -> None:
-        """See `ParameterSource`."""
+        """Close the source."""
         self._source.close()
