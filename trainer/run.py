@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from zeromesh.kernels.cpu_matmul import take_product_buffers
 from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_mesh import Mesh
@@ -12,6 +14,7 @@ from zeromesh.trainer.data.feed import require_same_data
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.loop.context import RunContext, UserInputs
 from zeromesh.trainer.loop.progress import RunProgress
+from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.models.build import check_model
 from zeromesh.trainer.models.hub_download import pin_sources
 from zeromesh.trainer.monitoring.console import make_console
@@ -22,6 +25,7 @@ from zeromesh.trainer.setup import build
 from zeromesh.trainer.setup.engine_options import engine_options
 from zeromesh.trainer.setup.model import build_trained_model
 from zeromesh.trainer.setup.rank_agreement import require_same_settings
+from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
 
 
 def build_run(
@@ -39,7 +43,9 @@ def build_run(
     if mesh.device.type == "cpu":
         reuse_freed_memory()
         take_product_buffers()
-    build.set_determinism(config.run.deterministic)
+    if config.run.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
 
     # What the configuration alone decides.
     plan = build.batch_plan(config, mesh)
@@ -52,11 +58,15 @@ def build_run(
 
     # The data, and what its length decides.
     console.status("reading the data")
-    data = build.prepare_data(config, inputs.train_dataset, inputs.eval_dataset, inputs.processing_class, mesh, console)
+    data = build.prepare_data(config, inputs, mesh, console)
     for note in data.notes:
         console.note(note)
     config, plan = build.over_data(config, plan, data.train)
-    schedule = build.learning_rate_schedule(config, inputs.lr_scheduler)
+    schedule: LRSchedule | TorchSchedule
+    if inputs.lr_scheduler is not None:
+        schedule = TorchSchedule(inputs.lr_scheduler, config.optimizer)
+    else:
+        schedule = LRSchedule(total_steps=config.run.max_steps, **config.schedule.model_dump(exclude={"warmup_ratio"}))
     data_description = data.description(shuffle=config.data.shuffle)
     mesh.meet("comparison of data")
     decided_by_data = {

@@ -9,7 +9,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import Subset
 
 from zeromesh.environment import read_environment, setting
@@ -25,9 +24,8 @@ from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset, is_stream
 from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
-from zeromesh.trainer.lr_schedule import LRSchedule
+from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.monitoring.console import RunConsole
-from zeromesh.trainer.torch_lr_scheduler import MakeScheduler, TorchSchedule
 
 
 def connect(config: TrainerConfig) -> Mesh:
@@ -92,36 +90,16 @@ def over_data(
     return config.model_copy(update=sections), plan
 
 
-def set_determinism(wanted: bool) -> None:
-    """Have torch take only kernels that give the same bits each time, or leave it as it is."""
-    if wanted:
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
-
-
-def learning_rate_schedule(config: TrainerConfig, make: MakeScheduler | None = None) -> LRSchedule | TorchSchedule:
-    """The schedule of the configuration, over the steps of its run, or the one that `make` makes."""
-    if make is not None:
-        return TorchSchedule(make, config.optimizer)
-    return LRSchedule(total_steps=config.run.max_steps, **config.schedule.model_dump(exclude={"warmup_ratio"}))
-
-
-def prepare_data(
-    config: TrainerConfig,
-    train: MapDataset | None,
-    evaluation: MapDataset | Mapping[str, MapDataset] | None,
-    tokenizer: Any,
-    mesh: Mesh,
-    console: RunConsole,
-) -> RunData:
-    """The user's datasets, or datasets of the text that the configuration names, in tokens of `tokenizer` if that is not None; all
-    ranks call it.
+def prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console: RunConsole) -> RunData:
+    """The user's datasets, or datasets of the text that the configuration names, in tokens of the user's tokenizer if there is one;
+    all ranks call it.
 
     One rank of each host tokenizes text that the cache does not have, while the others wait.
 
     Raises:
         DataError: for an empty or unusable dataset, file or tokenizer.
     """
+    train, evaluation, tokenizer = inputs.train_dataset, inputs.eval_dataset, inputs.processing_class
     if train is not None or evaluation is not None:
         streams = train is not None and not isinstance(train, str | bytes | PathLike) and is_stream(train)
         data = RunData(train=_streamed(train, config) if streams else train, eval=evaluation, loaded=None)
