@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import secrets
 import shutil
 import tempfile
 import time
@@ -103,17 +102,17 @@ class TextAmount:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredText:
-    """The ids of a text, `kept.tokens` and behind them `held.tokens` of them; `largest` is the largest id.
-
-    `digest` is equal for equal ids. `remarks` are whatever the maker of the entry noted, as JSON values.
-    """
+    """The token ids of a text: those of kept documents, and behind them those of held-out ones."""
 
     tokens: TokenArray
     kept: TextAmount
     held: TextAmount
     largest: int
+    """The largest id."""
     digest: str
+    """The same for equal ids."""
     remarks: dict[str, Any]
+    """Whatever the maker of the entry noted, as JSON values."""
     path: Path
     blocks: TokenArray
     verified: TokenArray = field(repr=False)
@@ -135,14 +134,14 @@ class StoredText:
 
 
 class TokenCache:
-    """Entries below a directory, which is made when it is needed; None: a temporary one for each entry, gone once it is mapped."""
+    """Entries below a directory, which is made when it is needed; None: each has a temporary one, which goes once it is mapped."""
 
     def __init__(self, root: Path | None, note: Callable[[str], None] = lambda text: None) -> None:
         self._root = root
         self._note = note
 
     def get(self, key: str | None, vocab_size: int, write: _Write, remarks: _Remarks) -> StoredText:
-        """The entry of a key; where there is none, `write` writes kept and held-out documents.
+        """Return the entry of a key; where there is none, `write` writes kept and held-out documents.
 
         `remarks` are made of all tokens and the number of those that are kept. Without a key the entry is for this process alone.
 
@@ -175,18 +174,16 @@ class TokenCache:
             with suppress(OSError):
                 if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
                     shutil.rmtree(left)
-        folder = path.parent / f".{path.name}-{secrets.token_hex(4)}.tmp"
-        folder.mkdir(mode=0o700)
-        try:
-            _write_entry(folder, vocab_size, write, remarks)
+        with tempfile.TemporaryDirectory(
+            dir=path.parent, prefix=f".{path.name}-", suffix=".tmp", ignore_cleanup_errors=True
+        ) as folder:
+            _write_entry(Path(folder), vocab_size, write, remarks)
             with suppress(OSError):  # Another process has made the same meanwhile.
-                folder.rename(path)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+                Path(folder).rename(path)
 
 
 def _write_entry(folder: Path, vocab_size: int, write: _Write, remarks: _Remarks) -> None:
-    """Make the files of an entry, the tokens as they come and the description last."""
+    """Write the files of an entry, the tokens as they come and the description last."""
     with (folder / _TOKENS).open("xb") as file, tempfile.TemporaryFile(dir=folder) as held_file:
         kept, held = TokenWriter(file, vocab_size), TokenWriter(held_file, vocab_size)
         write(kept, held)
@@ -215,7 +212,7 @@ def _write_entry(folder: Path, vocab_size: int, write: _Write, remarks: _Remarks
 
 
 def _open(folder: Path) -> StoredText:
-    """An entry of which the description, the lengths and the first blocks are verified. Raises `_DamagedError`, `OSError`."""
+    """Open an entry, whose description, lengths and first blocks are verified. Raises `_DamagedError` and `OSError`."""
     checksum, text = json.loads(read_whole(folder / _ENTRY))
     if xxhash.xxh3_64_hexdigest(text.encode()) != checksum:
         raise _DamagedError(f"{_ENTRY} is not as it was written")

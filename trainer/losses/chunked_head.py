@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,21 +28,24 @@ Route = Literal["loss_function", "logits"]
 
 _TINY, _HUGE = 2.0**-26, 2.0**40
 _PROBES = (_TINY, _HUGE, -7.0, -0.5, 0.3, 1.0, 4.0, 40.0)
-"""Stand where logits were expected. What the model makes of the first two gives scale and cap; the others must agree."""
+"""Numbers in place of the expected logits. What the model makes of the first two gives scale and cap; the others must agree."""
 
 
 @dataclass(kw_only=True, slots=True)
-class _Microbatch:
-    """What the head computes now: targets [tokens], the gradient backward will start with, the number of targets."""
+class _HeadWork:
+    """What the head computes for the present microbatch."""
 
     targets: torch.Tensor
+    """`[tokens]`."""
     seed: float
+    """The gradient that backward will start with."""
     count: int
+    """The number of targets."""
     result: torch.Tensor | None = None
 
 
 class ChunkedHead:
-    """Stands for `forward` of a model's output embedding, and for the route `loss_function` for that too, while it runs.
+    """Replaces `forward` of a model's output embedding while it runs, and by the route `loss_function` that function too.
 
     Before and after a run the model is as it was: it can be copied, pickled and given to others.
 
@@ -62,7 +65,7 @@ class ChunkedHead:
         self._change = change
         self.found: LogitChange | None = None
         """What the first run has shown that the model does to its logits."""
-        self._current: _Microbatch | None = None
+        self._current: _HeadWork | None = None
 
     @property
     def _head(self) -> nn.Linear | VocabParallelHead:
@@ -73,21 +76,21 @@ class ChunkedHead:
     def run(
         self, model: Any, inputs: dict[str, Any], *, targets: torch.Tensor, seed: float, count: int
     ) -> torch.Tensor:
-        """The sum of the losses over `targets`: the model's inputs include `labels`; -100 marks what is no target.
+        """Return the sum of the losses over `targets`: the model's inputs include `labels`; -100 marks what is no target.
 
         Raises `PhaseError` if the model uses its head in a way that this cannot stand for, or changes its logits otherwise.
         """
-        with self._announced(_Microbatch(targets=targets.reshape(-1), seed=seed, count=count)) as current:
+        with self._announced(_HeadWork(targets=targets.reshape(-1), seed=seed, count=count)) as current:
             if self._route == "loss_function":
                 # What the model adds to its mean loss (auxiliary losses of experts) is scaled as the mean is.
                 loss: torch.Tensor = model(**inputs).loss * count
                 if current.result is None:
                     raise PhaseError("the model computed a loss without calling its output embedding")
                 return loss
-            return self._arrived(model(**without_labels(model, inputs)).logits)
+            return self._arrived(model(**_without_labels(model, inputs)).logits)
 
     @contextmanager
-    def _announced(self, microbatch: _Microbatch) -> Iterator[_Microbatch]:
+    def _announced(self, microbatch: _HeadWork) -> Iterator[_HeadWork]:
         self._current = microbatch
         forward = vars(self._head).get("forward")
         loss = vars(self._model).get("_loss_function")
@@ -98,8 +101,8 @@ class ChunkedHead:
             yield microbatch
         finally:
             self._current = None
-            put_back(self._head, "forward", forward)
-            put_back(self._model, "_loss_function", loss)
+            _put_back(self._head, "forward", forward)
+            _put_back(self._model, "_loss_function", loss)
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         current = self._announcement()
@@ -141,7 +144,7 @@ class ChunkedHead:
                 )
         return current.result
 
-    def _announcement(self) -> _Microbatch:
+    def _announcement(self) -> _HeadWork:
         if self._current is None:
             raise PhaseError("the head was called outside of a run")
         return self._current
@@ -165,33 +168,26 @@ def _change_of(logits: torch.Tensor) -> LogitChange:
     return change
 
 
-def without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs of a call that is to give logits alone. An encoder-decoder model makes its decoder's inputs of the labels."""
-    rest = {name: value for name, value in inputs.items() if name != "labels"}
-    given = any(rest.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
-    shift = None if given else _shift_of(model)
-    if shift is not None:
-        rest["decoder_input_ids"] = shift(inputs["labels"])
+def _without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a call that is to give logits alone. An encoder-decoder model makes its decoder's inputs of the labels:
+    by a method of its own, or by the function that its module has for it."""
+    rest, labels = {name: value for name, value in inputs.items() if name != "labels"}, inputs["labels"]
+    if any(rest.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds")):
+        return rest
+    method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if method is not None:
+        return rest | {"decoder_input_ids": method(labels=labels)}
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        for cls in type(model).__mro__:
+            shift = getattr(sys.modules[cls.__module__], "shift_tokens_right", None)
+            if shift is not None:
+                return rest | {"decoder_input_ids": shift(labels, config.pad_token_id, config.decoder_start_token_id)}
     return rest
 
 
-def _shift_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """How a decoder's inputs are made of labels: by a method of the model, or by the function that its module has for it."""
-    method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if method is not None:
-        return lambda labels: method(labels=labels)
-    if not getattr(model.config, "is_encoder_decoder", False):
-        return None
-    for cls in type(model).__mro__:
-        function = getattr(sys.modules[cls.__module__], "shift_tokens_right", None)
-        if function is not None:
-            config = model.config
-            return lambda labels: function(labels, config.pad_token_id, config.decoder_start_token_id)
-    return None
-
-
-def put_back(module: nn.Module, name: str, value: Any) -> None:
-    """An attribute of the instance as it was; None: it had none."""
+def _put_back(module: nn.Module, name: str, value: Any) -> None:
+    """Give an instance its attribute as it was; None: it had none."""
     if value is None:
         vars(module).pop(name, None)
     else:

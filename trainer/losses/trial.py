@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -68,19 +68,17 @@ class InFloat64(TorchFunctionMode):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What the trial showed.
-
-    `causal`: whether the loss is a mean over shifted labels; None if over neither labels nor shifted labels, as far as
-    known. `route`: how the chunked head stands for the model's loss, or None with the `reason` why not. `change`: what
-    the model does to its logits before its loss. `auxiliary`: whether the loss has terms that are no mean over targets
-    (auxiliary losses of experts).
-    """
+    """What the trial showed."""
 
     causal: bool | None
+    """Whether the loss is a mean over shifted labels; None if over neither labels nor shifted labels, as far as is known."""
     route: Route | None = None
+    """How the chunked head replaces the model's loss, or None with the `reason` why it cannot."""
     reason: str = ""
     change: LogitChange = UNCHANGED
+    """What the model does to its logits before its loss."""
     auxiliary: bool = False
+    """Whether the loss has terms that are no mean over targets (auxiliary losses of experts)."""
 
 
 def examine(model: Any, known: bool | None = None) -> Verdict:
@@ -102,15 +100,13 @@ def examine(model: Any, known: bool | None = None) -> Verdict:
     unlike = _unlike_its_class(model)
     if unlike:
         return Verdict(causal=causal, reason=unlike, auxiliary=auxiliary)
-    reasons = []
-    routes: tuple[Route, ...] = ("loss_function", "logits")
-    for route in routes:
-        found = check_chunked_head(small, route, causal=causal)
+    reason = ""
+    for route in get_args(Route):
+        found = _try_chunked_head(small, route, causal=causal)
         if isinstance(found, LogitChange):
             return Verdict(causal=causal, route=route, change=found, auxiliary=auxiliary)
-        reasons.append(found)
-    # The trial of the loss function says why.
-    return Verdict(causal=causal, reason=reasons[0], auxiliary=auxiliary)
+        reason = reason or found  # The trial of the loss function, which is the first, says why.
+    return Verdict(causal=causal, reason=reason, auxiliary=auxiliary)
 
 
 def _unlike_its_class(model: Any) -> str:
@@ -123,9 +119,9 @@ def _unlike_its_class(model: Any) -> str:
     return "its head has hooks" if head._forward_hooks or head._forward_pre_hooks else ""
 
 
-def check_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange | str:
-    """How `small` changes its logits, where the chunked head then gives the loss and every gradient of its own loss; else why it
-    does not."""
+def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange | str:
+    """Return how `small` changes its logits, where the chunked head then gives the loss and every gradient of its own loss; else
+    why it does not."""
     change = UNCHANGED
     while True:
         head = ChunkedHead(small, route=route, chunk_tokens=3, change=change)
@@ -152,32 +148,28 @@ def _try(small: Any, run: Callable[..., torch.Tensor], *, causal: bool) -> str |
     try:
         with InFloat64():
             own = _gradients(small, lambda: small(**inputs).loss * count)
-            ours = _gradients(small, lambda: run(inputs, targets=targets, count=count))
+            found = _gradients(small, lambda: run(inputs, targets=targets, count=count))
     except _ERRORS as error:
         line = (str(error).splitlines() or [""])[0]
         return line if isinstance(error, PhaseError) else f"{type(error).__name__}: {line}"
     finally:
         small.eval()
-    return _difference(own, ours)
-
-
-def _difference(own: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> str | None:
     # Some gradients are zero but for rounding (attention does not see a bias of its keys).
     rounding = 1e-4 * max(float(gradient.norm()) for gradient in own.values())
     for name, gradient in own.items():
-        difference = float((ours[name] - gradient).norm())
+        difference = float((found[name] - gradient).norm())
         if not difference <= _TOLERANCE * (float(gradient.norm()) + rounding):
             return f"the {'loss' if name == '' else 'gradient of ' + name} differs"
     return None
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """Labels [batch, sequence] moved so that position i holds the label of i + 1; the last has none (-100)."""
+    """Return labels `[batch, sequence]` moved so that position i holds the label of i + 1; the last has none (-100)."""
     return nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
 
 
 def _gradients(small: Any, evaluate: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The loss under the empty name, and the gradient of every parameter that has one (Whisper's positions have none)."""
+    """Return the loss under the empty name, and the gradient of every parameter that has one (Whisper's positions have none)."""
     named = {name: parameter for name, parameter in small.named_parameters() if parameter.requires_grad}
     with seeded_cpu(0, _TRIAL), torch.enable_grad():
         loss = evaluate()

@@ -6,7 +6,7 @@ that for a whole state dict. Here it is asked for one group of tensors at a time
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,16 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Tensors of a model, by their names, that together become other ones; `outputs` are those on the meta device."""
+    """Tensors of a model that together become other ones."""
 
     names: tuple[str, ...]
     converted: bool
     outputs: Tensors
+    """What they become, by name, on the meta device."""
 
 
 class HubNames:
-    """How the model of a configuration is called on the hub. `note` says why names stay as they are, where nothing is known."""
+    """The names that tensors of a model have on the hub. `note` says why names stay as they are, where nothing is known."""
 
     def __init__(self, directory: Path) -> None:
         """`directory` holds a `config.json`, or none. Raises `CheckpointError` for one that no model can be built of."""
@@ -72,7 +73,7 @@ class HubNames:
             raise CheckpointError(f"{cls.__name__} cannot be built from config.json: {_short(error)}") from error
 
     def groups(self, tensors: Tensors) -> list[Group]:
-        """Every tensor, given on the meta device, in the group that it is reverted with.
+        """Return every tensor, which is on the meta device, in the group that it is reverted with.
 
         Raises:
             CheckpointError: where transformers cannot revert a conversion.
@@ -90,21 +91,22 @@ class HubNames:
         ]
 
     def revert(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """The tensors of one group as the hub has them. Raises `CheckpointError` where transformers cannot revert them."""
+        """Return the tensors of one group as the hub has them. Raises `CheckpointError` where transformers cannot revert them."""
         if self._model is None:
             return dict(tensors)
         try:
             reverted: dict[str, torch.Tensor] = revert_weight_conversion(self._model, dict(tensors))
         except (*INITIALISER_ERRORS, NotImplementedError) as error:
+            names = ", ".join([*tensors][:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
             raise CheckpointError(
-                f"{_names(tuple(tensors))} cannot be brought into the form of the hub: {_short(error)}; the checkpoint itself can "
+                f"{names} cannot be brought into the form of the hub: {_short(error)}; the checkpoint itself can "
                 "be loaded with from_pretrained"
             ) from error
         return reverted
 
 
 def read_class(directory: Path) -> tuple[Any, Any, str]:
-    """The class of the model in a directory and its configuration; or None twice, and the reason why there is none."""
+    """Return the class of the model in a directory and its configuration; or None twice, and the reason why there is none."""
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (*INITIALISER_ERRORS, OSError) as error:
@@ -114,10 +116,6 @@ def read_class(directory: Path) -> tuple[Any, Any, str]:
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         return None, None, f"{name or 'the model'} is no class of transformers"
     return cls, config, ""
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _short(error: BaseException) -> str:
