@@ -6,6 +6,8 @@ same as JSON with every single measurement, and as a picture. Progress goes to t
 
     --systems   zeromesh, fsdp2, fsdp2-keep (not resharded after forward), ddp, local (no communication), deepspeed
     --stages    ZeRO stages of zeromesh (0-3) and DeepSpeed (1-3)
+
+`--layers 48 --hidden 64 --sequence 16 --systems zeromesh,local --dtype fp32` shows what a block costs where computing costs little.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=1, help="times hidden 512")
+    parser.add_argument("--width", type=int, default=1, help="times the hidden size")
+    parser.add_argument("--hidden", type=int, default=512, help="hidden size, a multiple of 64")
+    parser.add_argument("--sequence", type=int, default=256, help="tokens of a sequence; 16 or fewer: a batch has one")
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each run")
@@ -84,6 +88,11 @@ def _systems(names: list[str], stages: list[str]) -> list[str]:
 def _workload(options: argparse.Namespace) -> Workload:
     workload = Workload(
         layers=options.layers,
+        hidden=options.hidden,
+        intermediate=options.hidden * 11 // 4,
+        heads=options.hidden // 64,
+        sequence=options.sequence,
+        micro=1 if options.sequence <= 16 else 2,
         ranks=options.ranks,
         device=options.device,
         transport=options.transport,

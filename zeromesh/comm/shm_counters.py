@@ -14,7 +14,7 @@ import ctypes
 import platform
 import sys
 import time
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from zeromesh.mesh.process_mesh import ProcessSet
@@ -48,7 +48,7 @@ class Futex:
         call(self._address, _WAIT, seen & _LOW_HALF, ctypes.byref(until), None, 0)
 
     def wake(self) -> None:
-        """The word has been written: wake all that wait for it."""
+        """Wake all that wait for the word, which has been written."""
         call = _system_call()
         if call is not None:
             call(self._address, _WAKE, _EVERYONE, None, None, 0)
@@ -65,18 +65,23 @@ def _system_call() -> Any:
     call.argtypes = (*kinds, ctypes.c_uint32)
     call.restype = ctypes.c_long
 
-    def futex(*arguments: Any) -> Any:
-        return call(number, *arguments)
-
-    return futex
+    return partial(call, number)
 
 
 LINE = 8
 """Words in a cache line: counters of different writers never share one."""
 
 
+_SLEEPERS = 1
+"""Place, after the counter in its line, of a word that is not 0 while somebody may sleep until the counter changes."""
+
+
 class Counters:
-    """One growing counter per rank, in shared words, a cache line apart."""
+    """One growing counter per rank, in shared words, a cache line apart.
+
+    Waking costs a system call, so a rank does it only where another has said in the counter's line that it sleeps. Should that be
+    seen too late, the sleep ends by itself: `Watchdog.wait` sleeps for a few milliseconds at a time.
+    """
 
     def __init__(self, words: memoryview, base: int, group: ProcessSet, watch: Watchdog) -> None:
         self._words = words
@@ -88,9 +93,12 @@ class Counters:
         self._bell = self._futexes[group.index]
 
     def set(self, value: int) -> None:
-        """Set this rank's counter, and wake those that wait for it."""
-        self._words[self._mine] = value
-        self._bell.wake()
+        """Set this rank's counter, and wake those that sleep until it changes."""
+        words, place = self._words, self._mine
+        words[place] = value
+        if words[place + _SLEEPERS]:
+            words[place + _SLEEPERS] = 0
+            self._bell.wake()
 
     def own(self) -> int:
         """This rank's counter."""
@@ -118,7 +126,10 @@ class Counters:
 
         def pause(seconds: float) -> None:
             for place, futex in zip(self._places, self._futexes, strict=True):
-                if (seen := words[place]) < value:
+                if words[place] < value:
+                    words[place + _SLEEPERS] = 1
+                    if (seen := words[place]) >= value:
+                        continue
                     futex.wait(seen, seconds)
                     return
 

@@ -76,8 +76,7 @@ class SharedBuffer:
 
     def begin_write(self) -> None:
         if self.persistent:
-            with self._traffic.timed(Collective.ALL_GATHER):
-                self._done.wait(self._generation, f"end of reading before the update ({self._what})")
+            self._await(self._done, "end of reading before the update")
 
     def end_write(self) -> None:
         if self.persistent:
@@ -87,8 +86,7 @@ class SharedBuffer:
     def gather(self, shard: TieredTensor) -> None:
         if self.persistent or self._live:
             return
-        with self._traffic.timed(Collective.ALL_GATHER):
-            self._done.wait(self._generation, f"end of reading before the refill ({self._what})")
+        self._await(self._done, "end of reading before the refill")
         self._reserve_own()
         self._live = True
         self._generation += 1
@@ -100,8 +98,13 @@ class SharedBuffer:
             self._counted = self._generation
             self._traffic.count(Collective.ALL_GATHER, self.full.nbytes)
         self._finish_reading()
-        with self._traffic.timed(Collective.ALL_GATHER):
-            self._written.wait(self._generation, self._what)
+        self._await(self._written, "")
+
+    def _await(self, counters: Counters, purpose: str) -> None:
+        """Wait until all ranks have got to this generation, and count the time; there is none where they have."""
+        if not counters.reached(self._generation):
+            with self._traffic.timed(Collective.ALL_GATHER):
+                counters.wait(self._generation, f"{purpose} ({self._what})" if purpose else self._what)
 
     def _finish_reading(self) -> None:
         """This rank's shard is in place: others may read it."""
@@ -192,6 +195,8 @@ class SharedReducer:
             [segment.tensor(slot * ring.nbytes, ring.nbytes, torch.uint8) for slot in range(ring.slots)]
             for segment in rings
         ]
+        self._parts: dict[tuple[int, torch.dtype, int, bool], list[torch.Tensor]] = {}
+        """What this rank sums of every rank's slot, by number of the slot, dtype and bytes, and whether it sums all of them."""
         self._next = 0
 
     def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
@@ -211,10 +216,12 @@ class SharedReducer:
         group, nbytes = self._group, filled.numel() * filled.element_size()
         whole = out.numel() == filled.numel()
         length = filled.numel() // group.size
-        parts = []
-        for slots in self._slots:
-            theirs = slots[sequence % self._ring.slots][:nbytes].view(filled.dtype)
-            parts.append(theirs if whole else theirs[group.index * length : (group.index + 1) * length])
+        key = (sequence % self._ring.slots, filled.dtype, nbytes, whole)
+        parts = self._parts.get(key)
+        if parts is None:
+            everyone = [slots[key[0]][:nbytes].view(filled.dtype) for slots in self._slots]
+            own = slice(group.index * length, (group.index + 1) * length)
+            parts = self._parts[key] = everyone if whole else [each[own] for each in everyone]
         kind = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
         self.traffic.count(kind, nbytes)
         return _Sum(self, sequence, kind, parts, out, add)

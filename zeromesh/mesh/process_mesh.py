@@ -80,6 +80,8 @@ class ProcessMesh:
         """The numbers that the launch has given the ranks."""
         self.places: tuple[ProcessLocation, ...] = (ProcessLocation(host="here"),)
         """Where the ranks run."""
+        self.watch: Watchdog | None = None
+        """Bounds waits for the others; None on a single rank, and once the mesh is closed."""
         self._one_host = True
         self._shares_memory = True
         self._sets: dict[frozenset[Axis], ProcessSet] = {}
@@ -120,7 +122,7 @@ class ProcessMesh:
         self.environment = replace(self.environment, rank=self.rank)
         self._links.join(self.rank)
         self._one_host = len({place.host for place in self.places}) == 1
-        self._links.watch = self._make_watch(store, timeout_seconds)
+        self.watch = self._links.watch = self._make_watch(store, timeout_seconds)
         warning = far_warning(self.shape, self.places)
         if warning and self.rank == 0:
             _LOGGER.warning("%s", warning)
@@ -285,11 +287,6 @@ class ProcessMesh:
         """Whether something that ranks do together has ended with an error here, or cannot end any more."""
         return self.watch is not None and self.watch.in_doubt
 
-    @property
-    def watch(self) -> Watchdog | None:
-        """Bounds waits for the others; None on a single rank, and once the mesh is closed."""
-        return self._links.watch
-
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one stops amid what they do together."""
         if self.watch is not None:
@@ -300,10 +297,12 @@ class ProcessMesh:
         """Tell the other ranks why this one does not begin, and leave; the mesh is over."""
         if self.watch is not None:
             self.watch.fail(error)
+        self.watch = None
         self._links.leave()
 
     def close(self) -> None:
         """Leave the process groups, on all ranks alike, when no collective is in flight. The mesh is over."""
+        self.watch = None
         self._links.leave(default=True)
 
 

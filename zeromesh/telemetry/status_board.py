@@ -32,6 +32,11 @@ _NOTES_AT = _HISTORY_AT + STREAMS * HISTORY
 _UNIT_BITS, _ACTIVITY_BITS = 28, 8
 
 
+def state_word(step: int, activity: int, unit: int) -> int:
+    """One word that says what a rank is doing. `unit` counts from 0; -1 is none."""
+    return (((step << _ACTIVITY_BITS) | activity) << _UNIT_BITS) | (unit + 1)
+
+
 class Note(IntEnum):
     """The notes of a rank. Each has a stamp, which says whether it is there, and of what it is."""
 
@@ -48,11 +53,6 @@ class Note(IntEnum):
 _NOTE_BYTES = (1024, 256, 512, 512)
 _NOTE_STARTS = tuple(_NOTES_AT * 8 + sum(_NOTE_BYTES[:note]) for note in Note)
 ROW_WORDS = _NOTES_AT + sum(_NOTE_BYTES) // 8
-
-
-def _packed(step: int, activity: int, unit: int) -> int:
-    """One word that says what a rank is doing. `unit` counts from 0; -1 is none."""
-    return (((step << _ACTIVITY_BITS) | activity) << _UNIT_BITS) | (unit + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,16 +79,16 @@ class RankStatus:
 class StatusBoard(Protocol):
     """Rows of all ranks; a rank writes its own and reads the others'."""
 
-    def post(self, step: int, activity: int, unit: int) -> None:
-        """Say what this rank does now, and move its progress counter."""
+    def post(self, state: int) -> None:
+        """Say what this rank does now, as one word (see `state_word`), and move its progress counter."""
         ...
 
     def beat(self) -> None:
         """Move this rank's progress counter."""
         ...
 
-    def event(self, stream: int, code: int) -> int:
-        """Append an event to a stream that all ranks go through in one order; returns its number."""
+    def event(self, stream: int, code: int, state: int) -> int:
+        """Append an event to a stream that all ranks go through in one order, and post `state`; returns the event's number."""
         ...
 
     def event_of(self, rank: int, stream: int, number: int) -> int | None:
@@ -147,19 +147,21 @@ class SharedBoard:
     def nbytes(world_size: int) -> int:
         return world_size * ROW_WORDS * 8
 
-    def post(self, step: int, activity: int, unit: int) -> None:
+    def post(self, state: int) -> None:
         words, base = self._words, self._base
-        words[base + _STATE] = _packed(step, activity, unit)
+        words[base + _STATE] = state
         words[base + _PROGRESS] += 1
 
     def beat(self) -> None:
         self._words[self._base + _PROGRESS] += 1
 
-    def event(self, stream: int, code: int) -> int:
+    def event(self, stream: int, code: int, state: int) -> int:
         words, base = self._words, self._base
-        number = words[base + _EVENTS_AT + stream]
+        counter = base + _EVENTS_AT + stream
+        number = words[counter]
+        words[base + _STATE] = state
         words[base + _HISTORY_AT + stream * HISTORY + number % HISTORY] = code
-        words[base + _EVENTS_AT + stream] = number + 1
+        words[counter] = number + 1
         words[base + _PROGRESS] += 1
         return number
 
@@ -269,14 +271,15 @@ class StoreBoard:
         self._thread = threading.Thread(target=self._run, name="zeromesh-board", daemon=True)
         self._thread.start()
 
-    def post(self, step: int, activity: int, unit: int) -> None:
-        self._row[_STATE] = _packed(step, activity, unit)
+    def post(self, state: int) -> None:
+        self._row[_STATE] = state
         self._row[_PROGRESS] += 1
 
     def beat(self) -> None:
         self._row[_PROGRESS] += 1
 
-    def event(self, stream: int, code: int) -> int:
+    def event(self, stream: int, code: int, state: int) -> int:
+        self._row[_STATE] = state
         number = self._row[_EVENTS_AT + stream]
         self._history[stream * HISTORY + number % HISTORY] = code
         self._row[_EVENTS_AT + stream] = number + 1

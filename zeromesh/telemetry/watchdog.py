@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
-from itertools import product
 from typing import Protocol
 
 from zeromesh.errors import CollectiveError
 from zeromesh.telemetry.disk_heartbeat import DiskHeartbeat
-from zeromesh.telemetry.status_board import HISTORY, Note, StatusBoard
+from zeromesh.telemetry.status_board import HISTORY, Note, StatusBoard, state_word
 
 
 class Activity(IntEnum):
@@ -59,12 +58,6 @@ _CODE = (1 << _CODE_BITS) - 1
 the last few events alone; ranks that have parted before that still differ in the digest."""
 
 
-def _word(code: int, before: int) -> int:
-    """The event of this code after the one whose word is `before`."""
-    digest = zlib.crc32(code.to_bytes(8, "little"), before >> _CODE_BITS) & _CODE
-    return (digest << _CODE_BITS) | code
-
-
 def _when(step: int) -> str:
     return f"at step {step}" if step else "before the first step"
 
@@ -106,6 +99,8 @@ class Watchdog:
         self._compare_events = compare_events
         self._names: Mapping[int, Sequence[str]] = {}
         self._alike: frozenset[int] | None = None
+        self._compared: dict[tuple[int, ...], tuple[int, ...]] = {}
+        """Those of some peers that go through the same events as this rank."""
         self._step = 0  # Counted from 1, as everything that a person reads; 0 before the first.
         self._doing = (Activity.IDLE, -1)
         self._events: dict[int, tuple[int, int]] = {}
@@ -140,13 +135,14 @@ class Watchdog:
     def compare_with(self, ranks: Iterable[int]) -> None:
         """These ranks, and no others, go through the same events as this one. Before it is said, all do."""
         self._alike = frozenset(ranks)
+        self._compared = {}
 
     def post(self, activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
         """Say what this rank does now; `step` counts from 0."""
         if step is not None:
             self._step = step + 1
         self._doing = (activity, unit)
-        self._board.post(self._step, int(activity), unit)
+        self._board.post(state_word(self._step, activity, unit))
 
     def event(self, activity: Activity, unit: int, peers: Sequence[int], *, settled: bool = True) -> None:
         """Go through an event that all peers go through in the same order.
@@ -158,12 +154,13 @@ class Watchdog:
         Raises:
             CollectiveError: when a peer has gone through another one in its place.
         """
-        self.post(activity, unit)
+        self._doing = (activity, unit)
         self.begun += 1
         stream = _REDUCTIONS if activity is Activity.REDUCE else _GATHERS
-        number, word = self._append(stream, (int(activity) << _UNIT_BITS) | (unit + 1))
+        number, word = self._append(stream, (activity << _UNIT_BITS) | (unit + 1))
         if self._compare_events:
-            self._compare(peers)
+            # A peer that is not here yet compares with this rank when it is; a wait compares all streams (`examine`).
+            self._compare_event(stream, peers)
         elif not settled:
             self._board.publish()
             what = f"agreement on {self._phrase(word)}"
@@ -172,9 +169,10 @@ class Watchdog:
 
     def _append(self, stream: int, code: int) -> tuple[int, int]:
         """The number and the word of a new event of this rank."""
-        word = _word(code, self._events.get(stream, (0, 0))[1])
-        self._events[stream] = (self._board.event(stream, word), word)
-        return self._events[stream]
+        digest = zlib.crc32(code.to_bytes(8, "little"), self._events.get(stream, (0, 0))[1] >> _CODE_BITS) & _CODE
+        word = (digest << _CODE_BITS) | code
+        found = self._events[stream] = (self._board.event(stream, word, state_word(self._step, *self._doing)), word)
+        return found
 
     @contextmanager
     def call(self, name: str, peers: Sequence[int]) -> Iterator[None]:
@@ -395,13 +393,24 @@ class Watchdog:
         self._compare_calls(peers)
 
     def _compare(self, peers: Sequence[int]) -> None:
-        alike = [peer for peer in peers if self._alike is None or peer in self._alike]
-        units = [(stream, event) for stream, event in self._events.items() if stream != _CALLS]
-        for peer, (stream, (number, word)) in product(alike, units):
-            theirs = self._board.event_of(peer, stream, number)
-            if theirs is not None and theirs != word:
+        for stream in self._events:
+            if stream != _CALLS:
+                self._compare_event(stream, peers)
+
+    def _compare_event(self, stream: int, peers: Sequence[int]) -> None:
+        """Raise `CollectiveError` when a peer has gone through another event in the place of this rank's latest of a stream."""
+        number, word = self._events[stream]
+        peers = tuple(peers)
+        compared = self._compared.get(peers)
+        if compared is None:
+            alike = self._alike
+            found = (peer for peer in peers if peer != self._rank and (alike is None or peer in alike))
+            compared = self._compared[peers] = tuple(found)
+        for peer in compared:
+            other = self._board.event_of(peer, stream, number)
+            if other is not None and other != word:
                 self.in_doubt = True
-                raise self._parted(peer, stream, number, word, theirs)
+                raise self._parted(peer, stream, number, word, other)
 
     def _parted(self, peer: int, stream: int, number: int, mine: int, theirs: int) -> CollectiveError:
         """The error for events of one number that differ. It names the first that do, as far back as both rows go."""

@@ -18,7 +18,7 @@ from workers import Workers
 
 from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.offload.memory.shared_segment import PAGE, SharedSegment
-from zeromesh.telemetry.status_board import HISTORY, Note, SharedBoard, StoreBoard, process_runs
+from zeromesh.telemetry.status_board import HISTORY, Note, SharedBoard, StoreBoard, process_runs, state_word
 from zeromesh.telemetry.watchdog import Activity, Watchdog
 
 Boards = tuple[SharedBoard, SharedBoard]
@@ -48,22 +48,22 @@ def gather(watch: Watchdog, units: Sequence[int]) -> None:
 class TestBoards:
     def test_a_rank_reads_what_another_posts(self, boards: Boards) -> None:
         first, second = boards
-        first.post(7, int(Activity.BACKWARD), 3)
+        first.post(state_word(7, int(Activity.BACKWARD), 3))
         row = second.row(0)
         assert (row.pid, row.step, row.activity, row.unit, row.failure) == (os.getpid(), 7, 2, 3, "")
         before = second.progress(0)
-        first.post(7, int(Activity.BACKWARD), 4)
+        first.post(state_word(7, int(Activity.BACKWARD), 4))
         assert second.progress(0) > before
 
     def test_streams_of_events_are_numbered_and_forgotten_after_a_while(self, boards: Boards) -> None:
         first, second = boards
-        assert [first.event(0, 10 + n) for n in range(3)] == [0, 1, 2]
-        assert first.event(1, 99) == 0
+        assert [first.event(0, 10 + n, 0) for n in range(3)] == [0, 1, 2]
+        assert first.event(1, 99, 0) == 0
         assert [second.event_of(0, 0, n) for n in range(4)] == [10, 11, 12, None]
         assert second.reached(0, 0, 2)
         assert not second.reached(0, 0, 3)
         for n in range(HISTORY):
-            first.event(0, n)
+            first.event(0, n, 0)
         assert second.event_of(0, 0, 2) is None
         assert second.event_of(0, 0, HISTORY + 2) == HISTORY - 1
 
@@ -74,8 +74,8 @@ class TestBoards:
         writer = os.fork()
         if writer == 0:
             for n in itertools.count():
-                first.event(0, 7 * n)
-                first.post(n % 1000, n % 9, n % 1000)
+                first.event(0, 7 * n, 0)
+                first.post(state_word(n % 1000, n % 9, n % 1000))
                 first.write(Note.LEFT, n + 1, f"call {n + 1} " * 30)
         seen, deadline = 0, time.monotonic() + 1.5
         try:
@@ -147,8 +147,7 @@ def store_boards(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StoreBoard, 
 class TestStoreBoards:
     def test_rows_are_published_in_the_background(self, store_boards: tuple[StoreBoard, StoreBoard, DictStore]) -> None:
         first, second, _ = store_boards
-        first.post(3, int(Activity.FORWARD), 1)
-        first.event(1, 55)
+        first.event(1, 55, state_word(3, int(Activity.FORWARD), 1))
         deadline = time.monotonic() + 5
         while second.row(0).step != 3 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -173,7 +172,7 @@ class TestStoreBoards:
 
     def test_rank_0_is_gone_with_its_store(self, store_boards: tuple[StoreBoard, StoreBoard, DictStore]) -> None:
         first, second, store = store_boards
-        first.post(9, int(Activity.FORWARD), 2)
+        first.post(state_word(9, int(Activity.FORWARD), 2))
         first.publish()
         assert second.row(0).step == 9
         store.gone = True
@@ -190,7 +189,7 @@ class TestWatch:
 
     def test_a_peer_without_progress_is_named(self, boards: Boards) -> None:
         first, second = boards
-        second.post(4, int(Activity.FORWARD), 2)
+        second.post(state_word(4, int(Activity.FORWARD), 2))
         began = time.monotonic()
         with pytest.raises(CollectiveError, match=r"rank 1 \(pid \d+\) was in forward of unit b at step 4") as error:
             watch_of(first, 0).wait(lambda: False, [0, 1], "the gather")
@@ -211,7 +210,7 @@ class TestWatch:
         end = time.monotonic() + 0.8
 
         def done() -> bool:
-            second.post(0, int(Activity.FORWARD), 1)
+            second.post(state_word(0, int(Activity.FORWARD), 1))
             return time.monotonic() > end
 
         watch_of(first, 0).wait(done, [0, 1], "a slow peer")

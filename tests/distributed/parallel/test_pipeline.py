@@ -11,7 +11,7 @@ from workers import PoolOptions, Workers
 
 from zeromesh.comm import point_to_point
 from zeromesh.errors import CollectiveError
-from zeromesh.telemetry.comm_stats import Account
+from zeromesh.telemetry.step_recorder import CommAccount, StepRecorder
 
 EXACT = 1e-9
 
@@ -103,7 +103,7 @@ def test_a_message_that_has_failed_is_named_by_the_next_one(monkeypatch: pytest.
             raise CollectiveError(f"rank {peers[0]} is gone; {what}")
 
     monkeypatch.setattr(point_to_point, "_broadcast", lambda tensor, source, group: Failed())
-    line = point_to_point._Line(None, 0, 1, Named(), torch.device("cpu"), Account(2))  # type: ignore[arg-type]
+    line = point_to_point._Line(None, 0, 1, Named(), torch.device("cpu"), CommAccount(StepRecorder(), "", 2))  # type: ignore[arg-type]
     specs = [point_to_point.MessageSpec.of(torch.ones(2))]
     line.send("kind", [torch.ones(2)], specs, "the first")
     with pytest.raises(CollectiveError, match="rank 1 is gone; the first"):
