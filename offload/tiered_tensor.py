@@ -112,6 +112,8 @@ class TieredTensor:
         for part in self.parts:
             if part.start <= start and end <= part.end and part.memory is not None:
                 if part.memory.device.type == device.type:
+                    if start == part.start and end == part.end:
+                        return part.memory
                     return part.memory[start - part.start : end - part.start]
                 return None
         return None

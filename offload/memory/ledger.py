@@ -15,6 +15,10 @@ from zeromesh.errors import StorageError
 class Tier(Enum):
     """Kind of memory."""
 
+    __hash__ = (
+        object.__hash__
+    )  # Members are single objects; `Enum`'s own hash is a Python function, and the ledger is used often.
+
     DEVICE = "device"
     HOST = "host"
     FILE = "file"
@@ -22,6 +26,8 @@ class Tier(Enum):
 
 class Purpose(Enum):
     """What bytes are for."""
+
+    __hash__ = object.__hash__
 
     PARAMETERS = "parameters in the compute dtype"
     MASTER = "master weights"

@@ -104,6 +104,8 @@ class ProcessMesh:
                 f"rank {self.rank} could not join the others at {environment.master_address}:{environment.master_port} "
                 f"({str(error).splitlines()[0]}); a rank has ended meanwhile, or cannot be reached"
             ) from error
+        self.coordinate: Coordinate = shape.coordinate(self.rank)
+        """Where this rank stands; `shape.coordinate` knows it of any."""
         if self.watch is not None:
             self.watch.compare_with(self.data.ranks)
         self.process_sets = ProcessSets(self.world, self._links, self.recorder, self._as_set)
@@ -219,11 +221,6 @@ class ProcessMesh:
             on_stream=self.device.type == "cuda",
             traffic=self.recorder.account(name, len(ranks)) if joined else CommAccount(self.recorder, name, 1),
         )
-
-    @property
-    def coordinate(self) -> Coordinate:
-        """Where this rank stands; `shape.coordinate` knows it of any."""
-        return self.shape.coordinate(self.rank)
 
     def neighbour(self, axis: Axis, step: int, *, wrap: bool = False) -> int | None:
         """The rank `step` places further along `axis` (back when negative); None past the end, unless it goes round (`wrap`)."""

@@ -357,8 +357,11 @@ class OptimizerStep:
                     "so the step is half done and its state must not be saved"
                 )
             self._squares += square if self.sharing.counts(bucket) else 0.0
-            done = {id(bucket), *map(id, self.last_order)}
-            self._update(bucket, 1.0, [each for each in self._order if id(each) not in done])
+            following: Sequence[Bucket] = ()
+            if self._stream.nbytes:  # Else nothing is away, and there is nothing to read ahead.
+                done = {id(bucket), *map(id, self.last_order)}
+                following = [each for each in self._order if id(each) not in done]
+            self._update(bucket, 1.0, following)
             self.shards.drop(bucket)
 
     def _update(self, bucket: Bucket, factor: float, following: Sequence[Bucket]) -> None:

@@ -59,7 +59,7 @@ def test_what_ranks_tell_each_other_is_counted(workers: Workers, kind: str) -> N
         assert (shard["all-gather"]["calls"], shard["all-gather"]["bytes"]) == (3, 3 * length * 4)
         assert (shard["reduce-scatter"]["calls"], shard["reduce-scatter"]["bytes"]) == (3, 3 * length * 4)
         assert (shard["all-reduce"]["calls"], shard["all-reduce"]["bytes"]) == (1, 200)
-        assert all(row["seconds"] > 0 for row in [*world.values(), *shard.values()])
+        assert all(row["seconds"] >= 0 for row in [*world.values(), *shard.values()])
         assert found["rest"] == {}
 
 
