@@ -48,12 +48,12 @@ def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> Modu
     _refuse_ties(model, found)
     for name, home in found.items():
         module = model.get_submodule(name)
-        meeting = _Meeting(f"{name} on process set {home.name}", home, mesh)
+        exchange = _ModuleExchange(f"{name} on process set {home.name}", home, mesh)
         if home.member:
-            module.forward = _AtHome(module.forward, meeting)
+            module.forward = _OnOwnRanks(module.forward, exchange)
         else:
             parent, _, leaf = name.rpartition(".")
-            model.get_submodule(parent)._modules[leaf] = _Away(module, meeting)
+            model.get_submodule(parent)._modules[leaf] = _OnOtherRanks(module, exchange)
     return ModulePlacement(model, mesh, found)
 
 
@@ -124,8 +124,8 @@ class ModulePlacement:
         return home.index == 0
 
 
-class _Meeting:
-    """What the ranks tell each other about one placed module."""
+class _ModuleExchange:
+    """Carries tensors of one placed module from the ranks of its set to all ranks."""
 
     def __init__(self, what: str, home: ProcessSet, mesh: Mesh) -> None:
         self.what = what
@@ -133,15 +133,15 @@ class _Meeting:
         self._world, self._device = mesh.world, mesh.device
         self._source = mesh.world.ranks.index(home.ranks[0])
 
-    def tell(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """At home: what the first rank of the set has goes to all; the others of the set have the same, and get it too."""
+    def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Send what the first rank of the set has to all; the others of the set have the same, and get it too."""
         header = torch.tensor(write_header([MessageSpec.of(each) for each in tensors]), device=self._device)
         self._broadcast(header)
         # Contiguous copies: the first rank's own tensor may be changed in place later, and the others' be views.
         return [self._broadcast(each.detach().clone(memory_format=torch.contiguous_format)) for each in tensors]
 
-    def hear(self) -> tuple[list[torch.Tensor], list[MessageSpec]]:
-        """Elsewhere: what the set's first rank tells."""
+    def receive(self) -> tuple[list[torch.Tensor], list[MessageSpec]]:
+        """Receive, on ranks outside of the set, what its first rank sends."""
         header = self._broadcast(torch.zeros(HEADER_WORDS, dtype=torch.int64, device=self._device))
         specs = read_header(header.tolist())
         return [self._broadcast(spec.empty(self._device)) for spec in specs], specs
@@ -153,59 +153,59 @@ class _Meeting:
         return tensor
 
 
-class _AtHome:
+class _OnOwnRanks:
     """Stands for the `forward` of a placed module on the ranks of its set."""
 
-    def __init__(self, forward: Callable[..., Any], meeting: _Meeting) -> None:
+    def __init__(self, forward: Callable[..., Any], exchange: _ModuleExchange) -> None:
         self._forward = forward
-        self._meeting = meeting
+        self._exchange = exchange
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         at = _differentiable(leaves)
         if at:
-            for index, tensor in zip(at, _apply(_Enter, self._meeting, *(leaves[index] for index in at)), strict=True):
+            for index, tensor in zip(at, _apply(_Enter, self._exchange, *(leaves[index] for index in at)), strict=True):
                 leaves[index] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        with self._meeting.randomness.sharded():
+        with self._exchange.randomness.sharded():
             output = self._forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten(output)
         at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        for index, tensor in zip(at, _apply(_Leave, self._meeting, *(leaves[index] for index in at)), strict=True):
+        for index, tensor in zip(at, _apply(_Leave, self._exchange, *(leaves[index] for index in at)), strict=True):
             leaves[index] = tensor
         return pytree.tree_unflatten(leaves, spec)
 
 
-class _Away(Stub):
+class _OnOtherRanks(Stub):
     """Stands for a module that lives on a process set without this rank."""
 
-    def __init__(self, module: nn.Module, meeting: _Meeting) -> None:
+    def __init__(self, module: nn.Module, exchange: _ModuleExchange) -> None:
         shape = meta_copy(module)
         super().__init__(shape)
         self._shape = (shape,)
-        self._meeting = meeting
+        self._exchange = exchange
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         # On all ranks the generators go on alike: what stands for this call's randomness is drawn here too.
-        with self._meeting.randomness.sharded(), torch.no_grad():
+        with self._exchange.randomness.sharded(), torch.no_grad():
             made, spec = pytree.tree_flatten(self._shape[0](*args, **kwargs))
-        tensors, specs = self._meeting.hear()
+        tensors, specs = self._exchange.receive()
         at = [index for index, leaf in enumerate(made) if isinstance(leaf, torch.Tensor)]
         if len(at) != len(tensors):
             raise CollectiveError(
-                f"{self._meeting.what} returned {len(tensors)} tensors, where its shapes tell of {len(at)}: what a placed module "
+                f"{self._exchange.what} returned {len(tensors)} tensors, where its shapes promise {len(at)}: what a placed module "
                 "returns may depend on the shapes of its inputs alone"
             )
         wanted = [index for index, each in enumerate(specs) if each.differentiable]
         if wanted:
             anchor = torch.zeros((), requires_grad=True)
             inputs = [leaves[index] for index in _differentiable(leaves)]
-            heard = _apply(
-                _Elsewhere, self._meeting, anchor, len(wanted), *(tensors[index] for index in wanted), *inputs
+            received = _apply(
+                _Elsewhere, self._exchange, anchor, len(wanted), *(tensors[index] for index in wanted), *inputs
             )
-            for index, tensor in zip(wanted, heard, strict=True):
+            for index, tensor in zip(wanted, received, strict=True):
                 tensors[index] = tensor
         for index, tensor in zip(at, tensors, strict=True):
             made[index] = tensor
@@ -216,23 +216,23 @@ class _Enter(torch.autograd.Function):
     """At home, before the module: gradients of its inputs go to the other ranks."""
 
     @staticmethod
-    def forward(ctx: Any, meeting: _Meeting, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.meeting = meeting
+    def forward(ctx: Any, exchange: _ModuleExchange, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.exchange = exchange
         return tuple(each.view_as(each) for each in inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
-        return None, *ctx.meeting.tell(list(gradients))
+        return None, *ctx.exchange.send(list(gradients))
 
 
 class _Leave(torch.autograd.Function):
     """At home, after the module: its output goes to the other ranks."""
 
     @staticmethod
-    def forward(ctx: Any, meeting: _Meeting, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        told = meeting.tell(list(outputs))
-        ctx.mark_non_differentiable(*(t for t, o in zip(told, outputs, strict=True) if not o.requires_grad))
-        return tuple(told)
+    def forward(ctx: Any, exchange: _ModuleExchange, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sent = exchange.send(list(outputs))
+        ctx.mark_non_differentiable(*(t for t, o in zip(sent, outputs, strict=True) if not o.requires_grad))
+        return tuple(sent)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
@@ -243,14 +243,14 @@ class _Elsewhere(torch.autograd.Function):
     """On other ranks: `count` outputs of the module, then its inputs; the gradients of these come from where it lives."""
 
     @staticmethod
-    def forward(ctx: Any, meeting: _Meeting, anchor: torch.Tensor, count: int, *tensors: torch.Tensor) -> Any:
-        ctx.meeting, ctx.count, ctx.inputs = meeting, count, len(tensors) - count
+    def forward(ctx: Any, exchange: _ModuleExchange, anchor: torch.Tensor, count: int, *tensors: torch.Tensor) -> Any:
+        ctx.exchange, ctx.count, ctx.inputs = exchange, count, len(tensors) - count
         return tuple(each.view_as(each) for each in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Gradients:
-        heard = ctx.meeting.hear()[0] if ctx.inputs else ()
-        return None, None, None, *([None] * ctx.count), *heard
+        received = ctx.exchange.receive()[0] if ctx.inputs else ()
+        return None, None, None, *([None] * ctx.count), *received
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -258,7 +258,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> tuple[to
 
 
 def _differentiable(leaves: list[Any]) -> list[int]:
-    """Where tensors stand whose gradients are wanted."""
+    """The indices of tensors whose gradients are wanted."""
     if not torch.is_grad_enabled():
         return []
     return [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

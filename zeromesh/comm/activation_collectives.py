@@ -170,10 +170,12 @@ class GroupExchange:
             return self._begin(Collective.REDUCE_SCATTER, what, pieces, reduce, lambda: out)
         sent = torch.cat([piece.view(-1) for piece in pieces])
         received = sent.new_empty(self.size, own.numel())
-        given, taken = [piece.numel() for piece in pieces], [own.numel()] * self.size
+        sent_sizes, received_sizes = [piece.numel() for piece in pieces], [own.numel()] * self.size
 
         def send() -> list[AsyncWork]:
-            return [dist.all_to_all_single(received.view(-1), sent, taken, given, group=group, async_op=True)]
+            return [
+                dist.all_to_all_single(received.view(-1), sent, received_sizes, sent_sizes, group=group, async_op=True)
+            ]
 
         def summed() -> torch.Tensor:
             return sum_in_ranks([part.view(own.shape) for part in received])

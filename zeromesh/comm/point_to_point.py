@@ -200,17 +200,17 @@ class Channels:
         self.device = device
         self._out: dict[int, _Line] = {}
         self._in: dict[int, _Line] = {}
-        mine = group.ranks[group.index]
+        rank = group.ranks[group.index]
         for ranks in sets or [group.ranks]:
             for pair in _neighbours(len(ranks), ring=ring):
                 ends = [ranks[index] for index in pair]
                 for source, target in (ends, ends[::-1]):
                     made = _pair(ends, device)
-                    if mine not in ends or group.watch is None:
+                    if rank not in ends or group.watch is None:
                         continue
-                    peer = target if mine == source else source
+                    peer = target if rank == source else source
                     line = _Line(made, source, peer, group.watch, device, group.traffic)
-                    if mine == source:
+                    if rank == source:
                         self._out[group.ranks.index(target)] = line
                     else:
                         self._in[group.ranks.index(source)] = line

@@ -134,7 +134,9 @@ class _Arriving:
 
 
 class SharedExchange:
-    """See the module. Every rank of `group` makes one, in the same order. Its memory goes once nobody refers to it on any rank.
+    """Collectives over memory that all ranks of a host see. Every rank of `group` makes one, in the same order.
+
+    Its memory goes once nobody refers to it on any rank.
 
     Raises:
         StorageError: when memory is short or a peer's segment cannot be mapped; also when a larger slot is needed later.
@@ -154,7 +156,7 @@ class SharedExchange:
         self._next = 0
         self._finished: set[int] = set()
         self._behind = 0
-        """Of this rank's exchanges, the first that is not consumed."""
+        """The number of the first of this rank's exchanges that is not consumed."""
         self._flying: dict[int, weakref.ref[_Arriving]] = {}
         self._slots: list[_Slot] = []
         self._serial = 0
@@ -284,10 +286,10 @@ class SharedExchange:
     ) -> torch.Tensor:
         """The tensor that the rank at position `rank` has published as exchange `sequence`."""
         place = self._entry(rank, sequence)
-        number, serial, descriptor, capacity, *theirs = self._words[place : place + _ENTRY].tolist()
-        if theirs != about:
-            mine = self._words[(own := self._entry(self.index, sequence)) : own + _ENTRY].tolist()[_ABOUT:]
-            raise self._parted(rank, theirs, mine)
+        number, serial, descriptor, capacity, *other = self._words[place : place + _ENTRY].tolist()
+        if other != about:
+            wanted = self._words[(own := self._entry(self.index, sequence)) : own + _ENTRY].tolist()[_ABOUT:]
+            raise self._parted(rank, other, wanted)
         if rank == self.index:
             return self._slots[number].memory.seen(shape, dtype)
         known = self._theirs.get((rank, number))
@@ -297,11 +299,11 @@ class SharedExchange:
             segment.close()  # The mapping stays for as long as the tensor.
         return known[1].seen(shape, dtype)
 
-    def _parted(self, rank: int, theirs: list[int], mine: list[int]) -> CollectiveError:
+    def _parted(self, rank: int, other: list[int], wanted: list[int]) -> CollectiveError:
         ranks = self._group.ranks
         return CollectiveError(
-            f"ranks disagree on an exchange over axis {self._group.name}: rank {ranks[rank]} asked for a {_phrase(theirs)}, "
-            f"rank {ranks[self.index]} for a {_phrase(mine)}. Every rank must run the same modules on tensors of the same shape"
+            f"ranks disagree on an exchange over axis {self._group.name}: rank {ranks[rank]} asked for a {_phrase(other)}, "
+            f"rank {ranks[self.index]} for a {_phrase(wanted)}. Every rank must run the same modules on tensors of the same shape"
         )
 
     def _entry(self, rank: int, sequence: int) -> int:

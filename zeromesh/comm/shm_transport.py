@@ -1,8 +1,8 @@
 """The transport of CPU ranks on one host: gathered parameters and gradient slots are memory that all of them see.
 
-    arena     one segment:   | bucket 0: shard 0 | shard 1 | bucket 1: ... |       each rank writes its shards, all
-    read all rings     one per rank:  | slot 0 | slot 1 |                                   each rank fills its own,
-    all read all words     one segment:   per rank: published, consumed, then per bucket: written, done
+    arena   one segment      | bucket 0: shard 0 | shard 1 | bucket 1: ... |     each rank writes its shards, all read all
+    rings   one per rank     | slot 0 | slot 1 | ... |                           each rank fills its own, all read all
+    words   one segment      per rank: published, consumed; then per bucket: written, done
 
 Counters only grow, and each has one writer. `written[bucket][rank]` is the generation that the rank's shard holds and
 `done[bucket][rank]` the last generation that the rank has finished reading; a shard is rewritten when all are done
@@ -232,7 +232,11 @@ class SharedReducer:
 
 
 class SharedTransport:
-    """See the module. Raises StorageError when memory is short or a peer's segment cannot be mapped."""
+    """Buffers and slots in memory that all ranks of a host see.
+
+    Raises:
+        StorageError: when memory is short, or a peer's segment cannot be mapped.
+    """
 
     name = "shared"
 
@@ -273,10 +277,10 @@ class SharedTransport:
 def _exchange_segments(group: ProcessSet, sizes: tuple[int, int], ring: RingRequest) -> list[SharedSegment]:
     """The arena and the counters, which the first rank makes, and every rank's ring of slots."""
     first = group.index == 0
-    mine = SharedSegment.create("gradients", ring.slots * ring.nbytes)
+    own_ring = SharedSegment.create("gradients", ring.slots * ring.nbytes)
     arena = SharedSegment.create("parameters", sizes[0], reserve=False) if first else None
     words = SharedSegment.create("counters", sizes[1]) if first else None
-    numbers = [os.getpid(), mine.descriptor]
+    numbers = [os.getpid(), own_ring.descriptor]
     numbers += [arena.descriptor if arena else -1, words.descriptor if words else -1]
     table = group.gather_integers(numbers)
     rings = []
@@ -285,7 +289,7 @@ def _exchange_segments(group: ProcessSet, sizes: tuple[int, int], ring: RingRequ
             arena = arena or SharedSegment.attach(pid, arena_at, sizes[0], "parameters")
             words = words or SharedSegment.attach(pid, words_at, sizes[1], "counters")
         rings.append(
-            mine
+            own_ring
             if index == group.index
             else SharedSegment.attach(pid, descriptor, ring.slots * ring.nbytes, "gradients")
         )

@@ -214,7 +214,7 @@ class LocalReducer:
 
 
 class LocalTransport:
-    """See the module."""
+    """Buffers of a group of one rank, or of parameters that every rank updates by itself."""
 
     name = "local"
     share = 1.0

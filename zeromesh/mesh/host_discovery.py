@@ -20,7 +20,7 @@ from zeromesh.telemetry.status_board import Store
 _NODES = Path("/sys/devices/system/node")
 
 
-def exchange_places(
+def exchange_locations(
     store: Store, process: int, processes: int, device: torch.device, asked: Mapping[str, object]
 ) -> list[ProcessLocation]:
     """The places of all processes, in the order of the launch. Each of them calls this; it waits for the last.
@@ -56,16 +56,16 @@ def island_of(device: torch.device) -> int:
     other's memory directly (NVLink, or one PCIe switch): the lowest of them names it.
     """
     if device.type == "cuda":
-        mine = device.index or 0
-        near = (other for other in range(mine) if torch.cuda.can_device_access_peer(mine, other))
-        return next(near, mine)
-    mine_cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+        own = device.index or 0
+        near = (other for other in range(own) if torch.cuda.can_device_access_peer(own, other))
+        return next(near, own)
+    own_cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     for folder in sorted(_NODES.glob("node[0-9]*")):
         try:
             cores = read_cores((folder / "cpulist").read_text(encoding="ascii"))
         except OSError:
             continue
-        if mine_cores and mine_cores <= cores:
+        if own_cores and own_cores <= cores:
             return int(folder.name.removeprefix("node"))
     return 0
 

@@ -35,16 +35,16 @@ def interface_for(store: RouteStore, *, rank: int, world_size: int, master_addre
     It is the one that leads to the master. On the master's own host that may be the loopback, where its name resolves so; then it
     is the one that leads to a rank elsewhere, which the store tells; the loopback itself when there is none. None: not found.
     """
-    mine = address_towards(master_address)
-    store.set(f"route/{rank}", mine or "")
-    if mine is not None and not is_loopback(mine):
-        return interface_of(mine)
+    own = address_towards(master_address)
+    store.set(f"route/{rank}", own or "")
+    if own is not None and not is_loopback(own):
+        return interface_of(own)
     for other in range(world_size):
-        theirs = store.get(f"route/{other}").decode()
-        if theirs and not is_loopback(theirs):
-            found = address_towards(theirs)
+        other_address = store.get(f"route/{other}").decode()
+        if other_address and not is_loopback(other_address):
+            found = address_towards(other_address)
             return interface_of(found) if found is not None else None
-    return interface_of(LOOPBACK) if mine is not None else None
+    return interface_of(LOOPBACK) if own is not None else None
 
 
 def listen(name: str, port: int) -> socket.socket:
@@ -70,17 +70,15 @@ def own_address(name: str) -> str:
     found = addresses_of(name)
     if is_loopback(name) or name == "localhost":
         return found[0] if found else LOOPBACK
-    mine = {address: interface for interface, each in interfaces().items() for address in each}
+    own = {address: interface for interface, each in interfaces().items() for address in each}
     for address in found:
-        if address in mine and not is_loopback(address):
+        if address in own and not is_loopback(address):
             return address
     kinds = {":" in address for address in found} or {False}
-    others = [
-        each for each in mine if not is_loopback(each) and not each.startswith("fe80:") and (":" in each) in kinds
-    ]
+    others = [each for each in own if not is_loopback(each) and not each.startswith("fe80:") and (":" in each) in kinds]
     if len(others) == 1:
         return others[0]
-    there = ", ".join(f"{each} ({mine[each]})" for each in others) or "none"
+    there = ", ".join(f"{each} ({own[each]})" for each in others) or "none"
     raise ConfigError(
         f"{name!r}, by which the other hosts are to find this one, leads to {' and '.join(found) or 'no address'} here, which they "
         f"cannot reach; give one of this host's addresses in its place: {there}"
@@ -89,8 +87,8 @@ def own_address(name: str) -> str:
 
 def is_here(name: str) -> bool:
     """Whether a host's name or address leads to this one."""
-    mine = {address for each in interfaces().values() for address in each}
-    return any(address in mine or is_loopback(address) for address in addresses_of(name))
+    own = {address for each in interfaces().values() for address in each}
+    return any(address in own or is_loopback(address) for address in addresses_of(name))
 
 
 def addresses_of(name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""`Links`: the process groups behind a mesh, made once for each set of ranks and left together."""
+"""`MeshGroups`: the process groups behind a mesh, made once for each set of ranks and left together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zeromesh.telemetry.watchdog import Watchdog
 _NUMBERS = itertools.count()
 _ROWS = itertools.count()
 
-Lane = Literal["control", "data", "reduce"]
+GroupPurpose = Literal["control", "data", "reduce"]
 """What a process group is for. Calls on one group match in order, so what may come in another order has one of its own.
 
 `control` is a CPU group for agreements. `data` gathers parameters and moves activations. `reduce` reduces gradients: reductions
@@ -30,8 +30,8 @@ start as gradients arrive, so their order relative to gathers differs between ra
 
 
 @dataclass(kw_only=True, slots=True)
-class Link:
-    """The groups of some ranks. A lane that was not asked for is the control group, as far as that can carry it."""
+class SetGroups:
+    """The groups of some ranks. A purpose that was not asked for is the control group, as far as that can carry it."""
 
     control: dist.ProcessGroup
     data: dist.ProcessGroup
@@ -53,7 +53,7 @@ class _Default:
 _DEFAULT = _Default()
 
 
-class Links:
+class MeshGroups:
     """What a mesh holds of the others: process groups and the watch. Each group keeps threads, so none may be forgotten, and
     only those are made that are used."""
 
@@ -61,8 +61,8 @@ class Links:
         self._environment = environment
         self._on_cuda = device.type == "cuda"
         self._rank = environment.rank
-        self._groups: dict[tuple[Lane, tuple[int, ...]], dist.ProcessGroup | None] = {}
-        self._links: list[Link] = []
+        self._groups: dict[tuple[GroupPurpose, tuple[int, ...]], dist.ProcessGroup | None] = {}
+        self._links: list[SetGroups] = []
         self._more: list[dist.ProcessGroup] = []
         self._joined = False
         self.watch: Watchdog | None = None
@@ -83,7 +83,7 @@ class Links:
         return dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
     def rows(self) -> LocalRowStore | None:
-        """See `run_store.rows`."""
+        """The rows of ranks on one host that share no memory (`run_store.rows`), or None where they cannot be had."""
         return rows(self._environment, next(_ROWS))
 
     def join(self, rank: int) -> None:
@@ -106,23 +106,23 @@ class Links:
         self._joined = True
         self._rank = rank
 
-    def between(self, ranks: tuple[int, ...], lanes: Collection[Lane] = ()) -> Link | None:
-        """The link of these ranks, with the control group and what `lanes` adds; None on others.
+    def between(self, ranks: tuple[int, ...], purposes: Collection[GroupPurpose] = ()) -> SetGroups | None:
+        """The link of these ranks, with the control group and what `purposes` adds; None on others.
 
-        All ranks of the world ask for the same ones in the same order. Equal ranks share the group of a lane.
+        All ranks of the world ask for the same ones in the same order. Equal ranks share the group of a purpose.
         """
-        wanted: list[Lane] = ["control", *lanes]
-        for lane in wanted:
-            if (lane, ranks) not in self._groups:
-                self._groups[lane, ranks] = self._make(ranks, lane)
-        return self._link({lane: self._groups[lane, ranks] for lane in wanted})
+        wanted: list[GroupPurpose] = ["control", *purposes]
+        for purpose in wanted:
+            if (purpose, ranks) not in self._groups:
+                self._groups[purpose, ranks] = self._make(ranks, purpose)
+        return self._link({purpose: self._groups[purpose, ranks] for purpose in wanted})
 
-    def apart(self, ranks: tuple[int, ...]) -> Link | None:
+    def apart(self, ranks: tuple[int, ...]) -> SetGroups | None:
         """A link that shares no group with any other, until it is `cut`; None on other ranks, all of which ask for it too."""
-        lanes: list[Lane] = ["control", "data"] if self._on_cuda else ["control"]
-        return self._link({lane: self._make(ranks, lane) for lane in lanes}, apart=True)
+        purposes: list[GroupPurpose] = ["control", "data"] if self._on_cuda else ["control"]
+        return self._link({purpose: self._make(ranks, purpose) for purpose in purposes}, apart=True)
 
-    def cut(self, link: Link) -> None:
+    def cut(self, link: SetGroups) -> None:
         """Leave the groups of a link that was made `apart`, on all its ranks, when nothing is in flight in them."""
         if link in self._links:
             self._links.remove(link)
@@ -157,21 +157,23 @@ class Links:
         if default and joined and not _DEFAULT.users:
             _leave_default()
 
-    def _link(self, groups: Mapping[Lane, dist.ProcessGroup | None], *, apart: bool = False) -> Link | None:
+    def _link(
+        self, groups: Mapping[GroupPurpose, dist.ProcessGroup | None], *, apart: bool = False
+    ) -> SetGroups | None:
         control = groups["control"]
         if control is None:
             return None
-        link = Link(control=control, data=groups.get("data") or control, reduce=groups.get("reduce") or control)
+        link = SetGroups(control=control, data=groups.get("data") or control, reduce=groups.get("reduce") or control)
         if apart:
             self._links.append(link)
         return link
 
-    def _make(self, ranks: tuple[int, ...], lane: Lane) -> dist.ProcessGroup | None:
-        backend = "nccl" if self._on_cuda and lane != "control" else "gloo"
+    def _make(self, ranks: tuple[int, ...], purpose: GroupPurpose) -> dist.ProcessGroup | None:
+        backend = "nccl" if self._on_cuda and purpose != "control" else "gloo"
         group = _new_group(ranks, backend)
         return group if self._rank in ranks else None
 
-    def _destroy(self, link: Link) -> None:
+    def _destroy(self, link: SetGroups) -> None:
         link.left = True
         if self.watch is None or not self.watch.in_doubt:
             for group in {link.control, link.data, link.reduce}:

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.environment import LaunchEnvironment
 from zeromesh.errors import CollectiveError, ConfigError, LayoutError, StorageError, ZeromeshError
-from zeromesh.mesh.host_discovery import exchange_places
+from zeromesh.mesh.host_discovery import exchange_locations
 from zeromesh.mesh.mesh_shape import AXES, Axis, Coordinate, MeshShape
-from zeromesh.mesh.process_groups import Lane, Link, Links
+from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.mesh.process_set_registry import ProcessSets
 from zeromesh.mesh.rank_order import Order, ProcessLocation, far_warning, mesh_picture, rank_order
@@ -33,7 +33,7 @@ from zeromesh.telemetry.watchdog import Activity, Watchdog
 
 _LOGGER = logging.getLogger(__name__)
 
-_LANES: dict[tuple[Axis, ...], tuple[Lane, ...]] = {
+_PURPOSES: dict[tuple[Axis, ...], tuple[GroupPurpose, ...]] = {
     ("shard",): ("data", "reduce"),
     ("replicate",): ("data",),
     ("tensor",): ("data",),
@@ -80,13 +80,13 @@ class ProcessMesh:
         """The numbers that the launch has given the ranks."""
         self.places: tuple[ProcessLocation, ...] = (ProcessLocation(host="here"),)
         """Where the ranks run."""
-        self.watch: Watchdog | None = None
+        self._links = MeshGroups(environment, device)
+        self.watch: Watchdog | None = self._links.watch
         """Bounds waits for the others; None on a single rank, and once the mesh is closed."""
         self._one_host = True
         self._shares_memory = True
         self._sets: dict[frozenset[Axis], ProcessSet] = {}
         self._device_mesh: DeviceMesh | None = None
-        self._links = Links(environment, device)
         # A mesh that is forgotten without having been closed leaves its own groups too, at the latest when the process ends.
         weakref.finalize(self, self._links.leave)
         try:
@@ -115,7 +115,7 @@ class ProcessMesh:
         process, joined_before = self.environment.rank, dist.is_initialized()
         store = cast(Store, self._links.store())
         asked = {"order": order} | dict(zip(AXES, self.shape.sizes, strict=True))
-        places = exchange_places(store, process, self.world_size, self.device, asked)
+        places = exchange_locations(store, process, self.world_size, self.device, asked)
         self.processes = rank_order(places, order)
         if joined_before:
             self.processes = self._order_of_group(store, process, order)
@@ -200,15 +200,15 @@ class ProcessMesh:
         return self._sets[key]
 
     def _make_set(self, name: str, axes: tuple[Axis, ...]) -> ProcessSet:
-        mine = self.shape.group_of(self.rank, *axes)
+        own = self.shape.group_of(self.rank, *axes)
         link = None
         for ranks in self.shape.groups(*axes):
             if len(ranks) > 1:
-                made = self._links.between(ranks, _LANES.get(axes, ()))
-                link = made if ranks == mine else link
-        return self._as_set(name, mine, link)
+                made = self._links.between(ranks, _PURPOSES.get(axes, ()))
+                link = made if ranks == own else link
+        return self._as_set(name, own, link)
 
-    def _as_set(self, name: str, ranks: tuple[int, ...], link: Link | None) -> ProcessSet:
+    def _as_set(self, name: str, ranks: tuple[int, ...], link: SetGroups | None) -> ProcessSet:
         """The set as this rank sees it, which need not be in it."""
         joined = self.rank in ranks and len(ranks) > 1
         return ProcessSet(

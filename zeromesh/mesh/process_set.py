@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.errors import CollectiveError
-from zeromesh.mesh.process_groups import Link
+from zeromesh.mesh.process_groups import SetGroups
 from zeromesh.telemetry.comm_stats import Collective
 from zeromesh.telemetry.step_recorder import CommAccount, StepRecorder
 from zeromesh.telemetry.watchdog import Watchdog
@@ -28,7 +28,7 @@ class ProcessSet:
     index: int
     """This rank's position in `ranks`; -1 when it is not one of them."""
     watch: Watchdog | None
-    link: Link | None
+    link: SetGroups | None
     """The process groups; None for a set of one rank, and outside of the set."""
     one_host: bool
     on_stream: bool
@@ -59,8 +59,8 @@ class ProcessSet:
         joined = self._joined()
         if joined is None:
             return [list(values)]
-        mine = torch.tensor(values, dtype=torch.int64)
-        return [tensor.tolist() for tensor in self._gather(joined, mine, f"exchange over axis {self.name}")]
+        own = torch.tensor(values, dtype=torch.int64)
+        return [tensor.tolist() for tensor in self._gather(joined, own, f"exchange over axis {self.name}")]
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Every rank's `payload`, of any length, in the order of the set. All ranks hold all of them."""
@@ -68,9 +68,9 @@ class ProcessSet:
         if joined is None:
             return [payload]
         lengths = [row[0] for row in self.gather_integers([len(payload)])]
-        mine = torch.zeros(max(1, *lengths), dtype=torch.uint8)
-        mine[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
-        everyone = self._gather(joined, mine, what)
+        own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        own[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
+        everyone = self._gather(joined, own, what)
         return [tensor[:length].numpy().tobytes() for tensor, length in zip(everyone, lengths, strict=True)]
 
     def sum_(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
@@ -136,17 +136,17 @@ class ProcessSet:
         if self.link is not None and self.link.left:
             raise CollectiveError(f"process set {self.name} (ranks {_listed(self.ranks)}) was removed; add it again")
 
-    def _joined(self) -> tuple[Link, Watchdog] | None:
+    def _joined(self) -> tuple[SetGroups, Watchdog] | None:
         """The link to the others; None for a set of one rank."""
         self.require_member()
         return None if self.link is None or self.watch is None else (self.link, self.watch)
 
-    def _gather(self, joined: tuple[Link, Watchdog], mine: torch.Tensor, what: str) -> list[torch.Tensor]:
+    def _gather(self, joined: tuple[SetGroups, Watchdog], own: torch.Tensor, what: str) -> list[torch.Tensor]:
         link, watch = joined
-        everyone = [torch.empty_like(mine) for _ in self.ranks]
-        self.traffic.count(Collective.AGREEMENT, mine.nbytes * self.size)
+        everyone = [torch.empty_like(own) for _ in self.ranks]
+        self.traffic.count(Collective.AGREEMENT, own.nbytes * self.size)
         with self.traffic.timed(Collective.AGREEMENT):
-            watch.wait_work(dist.all_gather(everyone, mine, group=link.control, async_op=True), self.ranks, what)
+            watch.wait_work(dist.all_gather(everyone, own, group=link.control, async_op=True), self.ranks, what)
         return everyone
 
     def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str) -> torch.Tensor:

@@ -19,11 +19,11 @@ from typing import Any
 
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.mesh_shape import AXES
-from zeromesh.mesh.process_groups import Link, Links
+from zeromesh.mesh.process_groups import MeshGroups, SetGroups
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.telemetry.step_recorder import StepRecorder
 
-AsSet = Callable[[str, tuple[int, ...], Link | None], ProcessSet]
+AsSet = Callable[[str, tuple[int, ...], SetGroups | None], ProcessSet]
 """Makes a set of a name, ranks, and the link between them."""
 
 _RESERVED = {"world", "data", *AXES}
@@ -40,7 +40,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
         LayoutError: on all ranks alike, for names and ranks that cannot be.
     """
 
-    def __init__(self, world: ProcessSet, links: Links, recorder: StepRecorder, as_set: AsSet) -> None:
+    def __init__(self, world: ProcessSet, links: MeshGroups, recorder: StepRecorder, as_set: AsSet) -> None:
         self._world = world
         self._links = links
         self._recorder = recorder
@@ -60,12 +60,12 @@ class ProcessSets(Mapping[str, ProcessSet]):
 
     def declare(self, sets: Mapping[str, Sequence[int]]) -> dict[str, ProcessSet]:
         """Several sets at once, for a start: `{"encoder": [0, 1], "decoder": [2, 3]}`. All of them, or none."""
-        said = {name: _numbers(ranks) for name, ranks in sorted(sets.items())}
+        declared = {name: _numbers(ranks) for name, ranks in sorted(sets.items())}
         with self._lock:
-            self._agree({"declares": [[name, ranks] for name, ranks in said.items()]})
-            for name, ranks in said.items():
+            self._agree({"declares": [[name, ranks] for name, ranks in declared.items()]})
+            for name, ranks in declared.items():
                 self._check(name, ranks)
-            return {name: self._make(name, tuple(ranks)) for name, ranks in said.items()}
+            return {name: self._make(name, tuple(ranks)) for name, ranks in declared.items()}
 
     def add(self, ranks: Sequence[int], *, name: str = "") -> ProcessSet:
         """A set of these ranks, in this order. Without a name it is called after them."""
@@ -109,11 +109,11 @@ class ProcessSets(Mapping[str, ProcessSet]):
         """Compare what all ranks call; returns the `numbers` that each gives, which may differ."""
         if self._agreement is None:
             self._agreement = self._apart("process sets", self._world.ranks)
-        mine = json.dumps([call, list(numbers)])
-        said = [json.loads(text) for text in self._agreement.gather_bytes(mine.encode(), "agreement on process sets")]
-        if any(theirs != call for theirs, _ in said):
-            raise CollectiveError(_disagreement([theirs for theirs, _ in said]))
-        return [row for _, row in said]
+        own = json.dumps([call, list(numbers)])
+        calls = [json.loads(text) for text in self._agreement.gather_bytes(own.encode(), "agreement on process sets")]
+        if any(call_there != call for call_there, _ in calls):
+            raise CollectiveError(_disagreement([call_there for call_there, _ in calls]))
+        return [row for _, row in calls]
 
     def _check(self, name: str, ranks: Sequence[int]) -> None:
         world = self._world.size
@@ -155,16 +155,16 @@ def _disagreement(calls: Sequence[Mapping[str, Any]]) -> str:
     """The error for calls that differ. Equal ones stand together, the most common first."""
     groups: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):
-        groups.setdefault(_said(call), []).append(rank)
+        groups.setdefault(_call_phrase(call), []).append(rank)
     parts = sorted(groups.items(), key=lambda each: (-len(each[1]), each[1]))
-    lines = [f"{'ranks' if ranks[1:] else 'rank'} {_listed(ranks)} {said}" for said, ranks in parts]
+    lines = [f"{'ranks' if ranks[1:] else 'rank'} {_listed(ranks)} {call}" for call, ranks in parts]
     return (
         f"process sets differ between ranks, and none was changed: {'; '.join(lines)}. Every rank of the world makes the same "
         "calls in the same order, also those that are not in the set"
     )
 
 
-def _said(call: Mapping[str, Any]) -> str:
+def _call_phrase(call: Mapping[str, Any]) -> str:
     if "declares" in call:
         return "declared " + (", ".join(f"{name!r} of ranks {ranks}" for name, ranks in call["declares"]) or "nothing")
     return f"split the world as {call['splits']!r}" if "splits" in call else f"removed {call['removes']!r}"

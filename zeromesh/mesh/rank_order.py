@@ -67,13 +67,13 @@ def rank_order(places: Sequence[ProcessLocation], order: Order = "topology") -> 
             return first_of_host[place.host], first_of_island[place.host, place.island], process
 
         return tuple(sorted(world, key=key))
-    given = tuple(order)
-    if sorted(given) != list(world) or given[0] != 0:
+    numbers = tuple(order)
+    if sorted(numbers) != list(world) or numbers[0] != 0:
         raise ConfigError(
-            f"order of ranks: got {list(given)}; allowed are topology, launch, or the numbers 0 to {len(places) - 1}, each once, "
+            f"order of ranks: got {list(numbers)}; allowed are topology, launch, or the numbers 0 to {len(places) - 1}, each once, "
             "of which 0 is the first (process 0 keeps the rendezvous store)"
         )
-    return given
+    return numbers
 
 
 def far_groups(shape: MeshShape, places: Sequence[ProcessLocation]) -> tuple[tuple[int, ...], ...]:

@@ -37,7 +37,7 @@ def state_word(step: int, activity: int, unit: int) -> int:
     return (((step << _ACTIVITY_BITS) | activity) << _UNIT_BITS) | (unit + 1)
 
 
-class Note(IntEnum):
+class RankNote(IntEnum):
     """The notes of a rank. Each has a stamp, which says whether it is there, and of what it is."""
 
     FAILURE = 0
@@ -51,7 +51,7 @@ class Note(IntEnum):
 
 
 _NOTE_BYTES = (1024, 256, 512, 512)
-_NOTE_STARTS = tuple(_NOTES_AT * 8 + sum(_NOTE_BYTES[:note]) for note in Note)
+_NOTE_STARTS = tuple(_NOTES_AT * 8 + sum(_NOTE_BYTES[:note]) for note in RankNote)
 ROW_WORDS = _NOTES_AT + sum(_NOTE_BYTES) // 8
 
 
@@ -113,11 +113,11 @@ class StatusBoard(Protocol):
         """Tell the others why this rank stops; the first reason stays."""
         ...
 
-    def write(self, note: Note, stamp: int, text: str = "") -> None:
+    def write(self, note: RankNote, stamp: int, text: str = "") -> None:
         """Replace a note of this rank; a stamp of 0 takes it away. One thread writes a kind of note."""
         ...
 
-    def read(self, rank: int, note: Note) -> tuple[int, str]:
+    def read(self, rank: int, note: RankNote) -> tuple[int, str]:
         """The stamp and the text of a rank's note; (0, "") where there is none."""
         ...
 
@@ -181,27 +181,27 @@ class SharedBoard:
 
     def row(self, rank: int) -> RankStatus:
         words, base = self._words, rank * ROW_WORDS
-        failure = self.read(rank, Note.FAILURE)[1]
+        failure = self.read(rank, RankNote.FAILURE)[1]
         return RankStatus.of(words[base + _PID], words[base + _PROGRESS], words[base + _STATE], failure)
 
     def progress(self, rank: int) -> int:
         return self._words[rank * ROW_WORDS + _PROGRESS]
 
     def failed(self, rank: int) -> bool:
-        return bool(self._words[rank * ROW_WORDS + _STAMPS_AT + Note.FAILURE])
+        return bool(self._words[rank * ROW_WORDS + _STAMPS_AT + RankNote.FAILURE])
 
     def fail(self, message: str) -> None:
         if not self.failed(self._rank):
-            self.write(Note.FAILURE, 1, message)
+            self.write(RankNote.FAILURE, 1, message)
 
-    def write(self, note: Note, stamp: int, text: str = "") -> None:
+    def write(self, note: RankNote, stamp: int, text: str = "") -> None:
         at, start = self._base + _STAMPS_AT + note, self._base * 8 + _NOTE_STARTS[note]
         data = text.encode(errors="replace")[: _NOTE_BYTES[note] - 1] + b"\0"
         self._words[at] = 0
         self._bytes[start : start + len(data)] = data
         self._words[at] = stamp
 
-    def read(self, rank: int, note: Note) -> tuple[int, str]:
+    def read(self, rank: int, note: RankNote) -> tuple[int, str]:
         at, start = rank * ROW_WORDS + _STAMPS_AT + note, rank * ROW_WORDS * 8 + _NOTE_STARTS[note]
         while stamp := self._words[at]:
             data = bytes(self._bytes[start : start + _NOTE_BYTES[note]])
@@ -260,7 +260,7 @@ class StoreBoard:
         self._stale_seconds = stale_seconds
         self._row = [os.getpid()] + [0] * (_EVENTS_AT + STREAMS - 1)
         self._history = [0] * (STREAMS * HISTORY)
-        self._notes = [""] * len(Note)
+        self._notes = [""] * len(RankNote)
         self._publishing = threading.Lock()
         self._seen: dict[int, tuple[int, float]] = {}
         self._rows: dict[int, str] = {}
@@ -297,28 +297,28 @@ class StoreBoard:
 
     def row(self, rank: int) -> RankStatus:
         numbers, _, notes = self._read(rank)
-        return RankStatus.of(numbers[_PID], numbers[_PROGRESS], numbers[_STATE], notes[Note.FAILURE])
+        return RankStatus.of(numbers[_PID], numbers[_PROGRESS], numbers[_STATE], notes[RankNote.FAILURE])
 
     def progress(self, rank: int) -> int:
         return self._read(rank)[0][_PROGRESS]
 
     def failed(self, rank: int) -> bool:
-        return bool(self.read(rank, Note.FAILURE)[0])
+        return bool(self.read(rank, RankNote.FAILURE)[0])
 
     def fail(self, message: str) -> None:
-        if self._row[_STAMPS_AT + Note.FAILURE]:
+        if self._row[_STAMPS_AT + RankNote.FAILURE]:
             return
-        self.write(Note.FAILURE, 1, message)
+        self.write(RankNote.FAILURE, 1, message)
         try:
             self.publish()
         except RuntimeError:
             self._store_is_gone = True  # Nobody can be told; the failure itself matters more.
 
-    def write(self, note: Note, stamp: int, text: str = "") -> None:
+    def write(self, note: RankNote, stamp: int, text: str = "") -> None:
         with self._publishing:
             self._row[_STAMPS_AT + note], self._notes[note] = stamp, text[: _NOTE_BYTES[note]]
 
-    def read(self, rank: int, note: Note) -> tuple[int, str]:
+    def read(self, rank: int, note: RankNote) -> tuple[int, str]:
         numbers, _, notes = self._read(rank)
         stamp = numbers[_STAMPS_AT + note]
         return stamp, notes[note] if stamp else ""
@@ -380,6 +380,6 @@ _NO_ROW = "|".join(
     [
         "0",
         *(",".join(["0"] * length) for length in (_EVENTS_AT + STREAMS, STREAMS * HISTORY)),
-        json.dumps([""] * len(Note)),
+        json.dumps([""] * len(RankNote)),
     ]
 )

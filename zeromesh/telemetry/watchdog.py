@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,9 +12,9 @@ from datetime import timedelta
 from enum import IntEnum
 from typing import Protocol
 
+from zeromesh.disk_calls import longest
 from zeromesh.errors import CollectiveError
-from zeromesh.telemetry.disk_heartbeat import DiskHeartbeat
-from zeromesh.telemetry.status_board import HISTORY, Note, StatusBoard, state_word
+from zeromesh.telemetry.status_board import HISTORY, RankNote, StatusBoard, state_word
 
 
 class Activity(IntEnum):
@@ -110,13 +111,13 @@ class Watchdog:
         """How many things this rank has begun together with others so far."""
         self.waited = 0.0
         """Seconds that this rank has waited for others so far."""
-        self._pulse = DiskHeartbeat(board, min(0.25, timeout_seconds / 4))
+        self._heartbeat = DiskHeartbeat(board, min(0.25, timeout_seconds / 4))
         self.in_doubt = False
         """Whether collectives may be in flight that will not end: a wait ended with an error, or this rank stopped amid a step."""
 
     def be_patient_with_disks(self, seconds: float) -> None:
         """Let this rank wait so long for a single call to a disk before the others count that as no progress."""
-        self._pulse.patience_seconds = seconds
+        self._heartbeat.patience_seconds = seconds
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
@@ -190,16 +191,16 @@ class Watchdog:
         try:
             yield
         except BaseException as error:
-            self._board.write(Note.LEFT, number, f"{type(error).__name__}: {error}".removesuffix(": "))
+            self._board.write(RankNote.LEFT, number, f"{type(error).__name__}: {error}".removesuffix(": "))
             raise
         finally:
             self._calls.remove(entry)
-            self._board.write(Note.CALL, *(self._calls[-1] if self._calls else (0, "")))
+            self._board.write(RankNote.CALL, *(self._calls[-1] if self._calls else (0, "")))
 
     def _agree_on(self, name: str, peers: Sequence[int]) -> int:
         """Wait until all peers have made the call; returns its number, counted from 1."""
         before = self._doing
-        self._board.write(Note.CALL, self._events.get(_CALLS, (-1, 0))[0] + 2, name)
+        self._board.write(RankNote.CALL, self._events.get(_CALLS, (-1, 0))[0] + 2, name)
         self.post(Activity.CALL)
         number, _ = self._append(_CALLS, zlib.crc32(name.encode()) & ((1 << _UNIT_BITS) - 1))
         self._board.publish()
@@ -221,13 +222,13 @@ class Watchdog:
         """Raise `CollectiveError` when a peer has made another call in the place of this rank's latest."""
         number, word = self._events.get(_CALLS, (-1, 0))
         for peer in peers:
-            theirs = self._board.event_of(peer, _CALLS, number) if number >= 0 else None
-            if theirs is not None and theirs != word:
+            other = self._board.event_of(peer, _CALLS, number) if number >= 0 else None
+            if other is not None and other != word:
                 self.in_doubt = True
-                calls = [(rank, self._board.read(rank, Note.CALL)[1]) for rank in sorted((self._rank, peer))]
-                said = " and ".join(f"rank {rank} called {name or 'another method'}" for rank, name in calls)
+                calls = [(rank, self._board.read(rank, RankNote.CALL)[1]) for rank in sorted((self._rank, peer))]
+                both = " and ".join(f"rank {rank} called {name or 'another method'}" for rank, name in calls)
                 raise CollectiveError(
-                    f"{said} ({_when(self._step)}). These methods are for all ranks: each of them makes the same calls in the "
+                    f"{both} ({_when(self._step)}). These methods are for all ranks: each of them makes the same calls in the "
                     "same order, whatever it then does with the result"
                 )
 
@@ -243,7 +244,7 @@ class Watchdog:
     def _called_alone(self, peers: Sequence[int], what: str) -> CollectiveError | None:
         """The error for a peer that waits in a call which this rank has not made; None where there is no such peer."""
         made = self._events.get(_CALLS, (-1, 0))[0] + 1
-        calls = {peer: self._board.read(peer, Note.CALL) for peer in peers if self._waits_for_calls(peer)}
+        calls = {peer: self._board.read(peer, RankNote.CALL) for peer in peers if self._waits_for_calls(peer)}
         ahead = {peer: name for peer, (number, name) in calls.items() if number > made}
         if not ahead:
             return None
@@ -261,7 +262,7 @@ class Watchdog:
         """Which peer has left a call that this rank is in, and why; empty where none has."""
         inside = dict(self._calls)
         for peer in peers:
-            number, why = self._board.read(peer, Note.LEFT) if inside else (0, "")
+            number, why = self._board.read(peer, RankNote.LEFT) if inside else (0, "")
             if peer != self._rank and number in inside:
                 return f"rank {peer} has left {inside[number]} with {why}"
         return ""
@@ -334,7 +335,7 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop publishing and give the board's memory back."""
-        self._pulse.end()
+        self._heartbeat.end()
         self._board.close()
 
     def state(self, rank: int) -> RankState:
@@ -349,7 +350,7 @@ class Watchdog:
     def describe(self, rank: int) -> str:
         """The same as a line."""
         state = self.state(rank)
-        call, disk = (self._board.read(rank, note)[1] for note in (Note.CALL, Note.DISK))
+        call, disk = (self._board.read(rank, note)[1] for note in (RankNote.CALL, RankNote.DISK))
         more = (f", in {call}" if call else "") + (f", and waited for a disk: {disk}" if disk else "")
         return f"rank {rank} (pid {state.pid}) was {state.doing} {_when(state.step)}{more}"
 
@@ -412,19 +413,19 @@ class Watchdog:
                 self.in_doubt = True
                 raise self._parted(peer, stream, number, word, other)
 
-    def _parted(self, peer: int, stream: int, number: int, mine: int, theirs: int) -> CollectiveError:
+    def _parted(self, peer: int, stream: int, number: int, own: int, other: int) -> CollectiveError:
         """The error for events of one number that differ. It names the first that do, as far back as both rows go."""
         for earlier in range(number - 1, -1, -1):
-            ours, its = (self._board.event_of(rank, stream, earlier) for rank in (self._rank, peer))
-            if ours is None or its is None or ours == its:
+            earlier_own, earlier_other = (self._board.event_of(rank, stream, earlier) for rank in (self._rank, peer))
+            if earlier_own is None or earlier_other is None or earlier_own == earlier_other:
                 break
-            mine, theirs = ours, its
-        if mine & _CODE != theirs & _CODE:
-            where = f"rank {self._rank} is {self._phrase(mine)} where rank {peer} was {self._phrase(theirs)}"
+            own, other = earlier_own, earlier_other
+        if own & _CODE != other & _CODE:
+            where = f"rank {self._rank} is {self._phrase(own)} where rank {peer} was {self._phrase(other)}"
         else:
             where = (
                 f"ranks {self._rank} and {peer} have gone through different units further back than the last {HISTORY} "
-                f"events, which are all that is remembered, before both were {self._phrase(mine)}"
+                f"events, which are all that is remembered, before both were {self._phrase(own)}"
             )
         return CollectiveError(
             f"ranks disagree on the order of units: {where} ({_when(self._step)}). Every rank must run the same modules "
@@ -449,6 +450,41 @@ class Watchdog:
             f"rank {self._rank}: {what} did not end within {self.timeout_seconds:g} seconds "
             f"(parallel.timeout_seconds) and no peer made progress. {lines}"
         )
+
+
+class DiskHeartbeat:
+    """Moves this rank's progress counter while the rank waits for a disk, for at most `patience_seconds` a call.
+
+    A thread of its own does so, which stops with the process: a rank that is stopped or gone has no heartbeat. What the rank waits
+    for stays on the board for as long as the call goes on, so that the error after the patience can name it.
+    """
+
+    def __init__(self, board: StatusBoard, period_seconds: float) -> None:
+        self.patience_seconds = 600.0
+        self._board = board
+        self._period = period_seconds
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="zeromesh-heartbeat", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop the thread."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        number = 0
+        while not self._ended.wait(self._period):
+            call = longest()
+            if call is None or call.in_all < self._period:
+                self._board.write(RankNote.DISK, 0)
+                continue
+            number += 1
+            late = call.seconds >= self.patience_seconds
+            limit = f", longer than checkpoint.timeout_seconds ({self.patience_seconds:g})" if late else ""
+            self._board.write(RankNote.DISK, number, f"{call.what} for {call.seconds:.0f} seconds{limit}")
+            if not late:
+                self._board.beat()
 
 
 class _Patience:

@@ -99,5 +99,5 @@ def set_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
     # `type` instead of `isinstance`, which asks the metaclass of parameters: this runs four times a step for each of them.
     kind = type(parameter)
     if issubclass(kind, AtRest):
-        parameter.__class__ = kind.kind  # type: ignore[assignment]
+        parameter.__class__ = kind.kind
     parameter.data = values

@@ -18,7 +18,7 @@ from workers import Workers
 
 from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.offload.memory.shared_segment import PAGE, SharedSegment
-from zeromesh.telemetry.status_board import HISTORY, Note, SharedBoard, StoreBoard, process_runs, state_word
+from zeromesh.telemetry.status_board import HISTORY, RankNote, SharedBoard, StoreBoard, process_runs, state_word
 from zeromesh.telemetry.watchdog import Activity, Watchdog
 
 Boards = tuple[SharedBoard, SharedBoard]
@@ -76,13 +76,13 @@ class TestBoards:
             for n in itertools.count():
                 first.event(0, 7 * n, 0)
                 first.post(state_word(n % 1000, n % 9, n % 1000))
-                first.write(Note.LEFT, n + 1, f"call {n + 1} " * 30)
+                first.write(RankNote.LEFT, n + 1, f"call {n + 1} " * 30)
         seen, deadline = 0, time.monotonic() + 1.5
         try:
             while time.monotonic() < deadline:
                 row = second.row(0)
                 assert row.step == row.unit or row.unit == -1
-                stamp, text = second.read(0, Note.LEFT)
+                stamp, text = second.read(0, RankNote.LEFT)
                 assert text == f"call {stamp} " * 30 if stamp else text == ""
                 latest = second.progress(0) // 2
                 for number in range(max(0, latest - HISTORY - 2), max(0, latest - HISTORY + 40)):
