@@ -29,12 +29,9 @@ _STAMPS_AT = 3
 _EVENTS_AT = 8
 _HISTORY_AT = 16
 _NOTES_AT = _HISTORY_AT + STREAMS * HISTORY
-_UNIT_BITS, _ACTIVITY_BITS = 28, 8
-
-
-def state_word(step: int, activity: int, unit: int) -> int:
-    """One word that says what a rank is doing. `unit` counts from 0; -1 is none."""
-    return (((step << _ACTIVITY_BITS) | activity) << _UNIT_BITS) | (unit + 1)
+UNIT_BITS, _ACTIVITY_BITS = 28, 8
+STEP_SHIFT = UNIT_BITS + _ACTIVITY_BITS
+"""What a rank is doing is one word: the step, below it the activity, and below that the unit plus 1, where 0 is no unit."""
 
 
 class RankNote(IntEnum):
@@ -71,7 +68,7 @@ class RankStatus:
     @classmethod
     def of(cls, pid: int, progress: int, state: int, failure: str) -> RankStatus:
         """The row whose state is the word `state`."""
-        rest, unit = divmod(state, 1 << _UNIT_BITS)
+        rest, unit = divmod(state, 1 << UNIT_BITS)
         step, activity = divmod(rest, 1 << _ACTIVITY_BITS)
         return cls(pid=pid, progress=progress, step=step, activity=activity, unit=unit - 1, failure=failure)
 
@@ -80,7 +77,7 @@ class StatusBoard(Protocol):
     """Rows of all ranks; a rank writes its own and reads the others'."""
 
     def post(self, state: int) -> None:
-        """Say what this rank does now, as one word (see `state_word`), and move its progress counter."""
+        """Say what this rank does now, as one word (see `STEP_SHIFT`), and move its progress counter."""
         ...
 
     def beat(self) -> None:

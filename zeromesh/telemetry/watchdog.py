@@ -14,7 +14,7 @@ from typing import Protocol
 
 from zeromesh.disk_calls import longest
 from zeromesh.errors import CollectiveError
-from zeromesh.telemetry.status_board import HISTORY, RankNote, StatusBoard, state_word
+from zeromesh.telemetry.status_board import HISTORY, STEP_SHIFT, UNIT_BITS, RankNote, StatusBoard
 
 
 class Activity(IntEnum):
@@ -52,7 +52,6 @@ _WITHOUT_UNIT = (Activity.IDLE, Activity.SAVE, Activity.LOAD, Activity.CALL)
 _GATHERS, _REDUCTIONS, _CALLS = range(3)
 """The streams of events."""
 
-_UNIT_BITS = 28
 _CODE_BITS = 31
 _CODE = (1 << _CODE_BITS) - 1
 """An event is one word: its code (activity and unit), and above it a digest of all events of its stream up to it. Rows remember
@@ -143,7 +142,7 @@ class Watchdog:
         if step is not None:
             self._step = step + 1
         self._doing = (activity, unit)
-        self._board.post(state_word(self._step, activity, unit))
+        self._board.post((self._step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1))
 
     def event(self, activity: Activity, unit: int, peers: Sequence[int], *, settled: bool = True) -> None:
         """Go through an event that all peers go through in the same order.
@@ -158,7 +157,7 @@ class Watchdog:
         self._doing = (activity, unit)
         self.begun += 1
         stream = _REDUCTIONS if activity is Activity.REDUCE else _GATHERS
-        number, word = self._append(stream, (activity << _UNIT_BITS) | (unit + 1))
+        number, word = self._append(stream, (activity << UNIT_BITS) | (unit + 1))
         if self._compare_events:
             # A peer that is not here yet compares with this rank when it is; a wait compares all streams (`examine`).
             self._compare_event(stream, peers)
@@ -172,7 +171,9 @@ class Watchdog:
         """The number and the word of a new event of this rank."""
         digest = zlib.crc32(code.to_bytes(8, "little"), self._events.get(stream, (0, 0))[1] >> _CODE_BITS) & _CODE
         word = (digest << _CODE_BITS) | code
-        found = self._events[stream] = (self._board.event(stream, word, state_word(self._step, *self._doing)), word)
+        activity, unit = self._doing
+        state = (self._step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
+        found = self._events[stream] = (self._board.event(stream, word, state), word)
         return found
 
     @contextmanager
@@ -202,7 +203,7 @@ class Watchdog:
         before = self._doing
         self._board.write(RankNote.CALL, self._events.get(_CALLS, (-1, 0))[0] + 2, name)
         self.post(Activity.CALL)
-        number, _ = self._append(_CALLS, zlib.crc32(name.encode()) & ((1 << _UNIT_BITS) - 1))
+        number, _ = self._append(_CALLS, zlib.crc32(name.encode()) & ((1 << UNIT_BITS) - 1))
         self._board.publish()
         try:
             self._wait(
@@ -433,7 +434,7 @@ class Watchdog:
         )
 
     def _phrase(self, word: int) -> str:
-        activity, unit = divmod(word & _CODE, 1 << _UNIT_BITS)
+        activity, unit = divmod(word & _CODE, 1 << UNIT_BITS)
         return f"{Activity(activity).phrase} {self._unit_name(self._rank, unit - 1)}"
 
     def progress_of(self, peers: Sequence[int]) -> int:

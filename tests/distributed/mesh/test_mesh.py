@@ -18,7 +18,15 @@ from workers import Workers
 
 from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.offload.memory.shared_segment import PAGE, SharedSegment
-from zeromesh.telemetry.status_board import HISTORY, RankNote, SharedBoard, StoreBoard, process_runs, state_word
+from zeromesh.telemetry.status_board import (
+    HISTORY,
+    STEP_SHIFT,
+    UNIT_BITS,
+    RankNote,
+    SharedBoard,
+    StoreBoard,
+    process_runs,
+)
 from zeromesh.telemetry.watchdog import Activity, Watchdog
 
 Boards = tuple[SharedBoard, SharedBoard]
@@ -43,6 +51,11 @@ def watch_of(board: SharedBoard, rank: int, timeout: float = 0.3, *, compare: bo
 def gather(watch: Watchdog, units: Sequence[int]) -> None:
     for unit in units:
         watch.event(Activity.GATHER, unit, [0, 1])
+
+
+def state_word(step: int, activity: int, unit: int) -> int:
+    """What a row says of a rank that is in this step, does this, and does it to this unit."""
+    return (step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
 
 
 class TestBoards:

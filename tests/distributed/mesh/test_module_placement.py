@@ -42,7 +42,7 @@ def test_what_cannot_be_placed_is_refused(workers: Workers) -> None:
             "placement: left.down.bias and right.down.bias are one parameter in parts of the model"
         )
     assert found[0][3] == "ran"
-    assert found[1][3].startswith("0 on process set somewhere returned 2 tensors, where its shapes tell of 1")
+    assert found[1][3].startswith("0 on process set somewhere returned 2 tensors, where its shapes promise 1")
 
 
 def _flat(value: object) -> list[float]:
