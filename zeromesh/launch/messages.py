@@ -49,19 +49,17 @@ def parsed(data: bytes) -> Message:
     return message
 
 
-def number(
-    message: Message, name: str, *, least: int = 0, most: int = (1 << 53) - 1, default: int | None = None
-) -> int:
+def number(message: Message, name: str, *, least: int = 0, most: int = (1 << 53) - 1) -> int:
     """The integer under `name`. Raises `MessageError`."""
-    value = message.get(name, default)
+    value = message.get(name)
     if type(value) is not int or not least <= value <= most:
         raise MessageError(f"{name!r} is {_shown(value)}; allowed is an integer from {least} to {most}")
     return value
 
 
-def text(message: Message, name: str, default: str | None = "") -> str:
-    """The text under `name`. Raises `MessageError`."""
-    value = message.get(name, default)
+def text(message: Message, name: str) -> str:
+    """The text under `name`, empty where there is none. Raises `MessageError`."""
+    value = message.get(name, "")
     if not isinstance(value, str):
         raise MessageError(f"{name!r} is {_shown(value)}; allowed is a text")
     return value
