@@ -28,20 +28,16 @@ class TrackedRun:
 
 
 _FRAMEWORKS = (
-    *(
-        "detect_repository",
-        "matplotlib",
-        "tensorflow",
-        "tensorboard",
-        "pytorch",
-        "xgboost",
-        "scikit",
-        "fastai",
-        "lightgbm",
-    ),
-    *("hydra", "tfdefines", "joblib", "megengine", "catboost", "gradio", "jsonargparse"),
+    "detect_repository matplotlib tensorflow tensorboard pytorch xgboost scikit fastai lightgbm hydra tfdefines joblib megengine "
+    "catboost gradio jsonargparse"
 )
 """What ClearML would watch; only all of their names keep it from the repository and from files that are saved."""
+
+
+_COMET_WATCHES = (
+    "log_code log_graph parse_args log_git_metadata log_git_patch log_env_details auto_output_logging auto_param_logging "
+    "auto_metric_logging auto_log_co2"
+)
 
 
 def arguments_of(name: str, run: TrackedRun) -> dict[str, Any]:
@@ -63,7 +59,7 @@ def _clearml(run: TrackedRun) -> dict[str, Any]:
         "tags": list(run.tags),
         "reuse_last_task_id": False,
         "auto_connect_arg_parser": False,
-        "auto_connect_frameworks": dict.fromkeys(_FRAMEWORKS, False),
+        "auto_connect_frameworks": dict.fromkeys(_FRAMEWORKS.split(), False),
         "auto_resource_monitoring": False,
         "auto_connect_streams": False,
     }
@@ -72,22 +68,12 @@ def _clearml(run: TrackedRun) -> dict[str, Any]:
 def _comet_ml(run: TrackedRun) -> dict[str, Any]:
     from comet_ml import ExperimentConfig
 
-    folder = run.directory / "comet_ml"
     settings = ExperimentConfig(
         name=run.name,
         tags=list(run.tags),
-        offline_directory=str(folder),
+        offline_directory=str(run.directory / "comet_ml"),
         display_summary_level=0,
-        log_code=False,
-        log_graph=False,
-        parse_args=False,
-        log_git_metadata=False,
-        log_git_patch=False,
-        log_env_details=False,
-        auto_output_logging=False,
-        auto_param_logging=False,
-        auto_metric_logging=False,
-        auto_log_co2=False,
+        **dict.fromkeys(_COMET_WATCHES.split(), False),
     )
     # A key has 32 characters at least.
     key = hashlib.sha256(run.ident.encode()).hexdigest()[:32]
@@ -98,13 +84,8 @@ def _comet_ml(run: TrackedRun) -> dict[str, Any]:
 def _dvclive(run: TrackedRun) -> dict[str, Any]:
     # An experiment of DVC's would be a commit of all that is in the repository. In a directory of its own, `dvc.yaml` would name
     # each file once more with every step.
-    folder = run.directory
-    return {
-        "dir": str(folder / "dvclive"),
-        "dvcyaml": str(folder / "dvc.yaml"),
-        "resume": run.step > 0,
-        "save_dvc_exp": False,
-    }
+    paths = {"dir": str(run.directory / "dvclive"), "dvcyaml": str(run.directory / "dvc.yaml")}
+    return {**paths, "resume": run.step > 0, "save_dvc_exp": False}
 
 
 def _mlflow(run: TrackedRun) -> dict[str, Any]:

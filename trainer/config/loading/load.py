@@ -12,14 +12,7 @@ from zeromesh.environment import secret_values
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.loading.machine_checks import missing_paths, tracker_problems
 from zeromesh.trainer.config.loading.sources import ConfigSource, read_source, with_translation
-from zeromesh.trainer.config.messages import (
-    allowed,
-    known_paths,
-    nearest_choice,
-    section_of,
-    shown,
-    suggestion,
-)
+from zeromesh.trainer.config.messages import allowed, known_paths, nearest_choice, section_of, shown, suggestion
 from zeromesh.trainer.config.redact import REDACTED, Redaction
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
 from zeromesh.trainer.config.sections.outputs import name_of_file

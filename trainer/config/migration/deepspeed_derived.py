@@ -26,14 +26,8 @@ _PARAMETERS: dict[str, dict[str, Any]] = {
 }
 """What DeepSpeed's optimizers take where a configuration says nothing."""
 _SHAPE_KEYS = (
-    "min_ratio",
-    "num_cycles",
-    "power",
-    "decay_steps",
-    "decay_shape",
-    "timescale",
-    "warmup_shape",
-    "start_ratio",
+    *("min_ratio", "num_cycles", "power", "decay_steps"),
+    *("decay_shape", "timescale", "warmup_shape", "start_ratio"),
 )
 _TIERS = {"none": "none", "cpu": "host", "nvme": "file"}
 _DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16", "half": "float16"}

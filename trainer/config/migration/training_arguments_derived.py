@@ -13,22 +13,19 @@ from zeromesh.trainer.config.sections.outputs import RUN_NAME
 
 _ADAMW = frozenset({"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"})
 _TRACKERS = frozenset({"wandb", "tensorboard", "trackio", "comet_ml", "mlflow", "clearml", "dvclive", "swanlab"})
-_TORCH_ADAGRAD_EPS = 1e-10
+_OTHERS = {"sgd": ("momentum", 0.0), "adagrad": ("eps", 1e-10)}
+"""Other optimizers, with the option that each has and its default in torch."""
 _POLYNOMIAL_END = 1e-7
 """The lowest rate of transformers' polynomial curve where `lr_end` is not given."""
+_MIN_LR = {"num_cycles": "num_cycles", "min_lr": "", "min_lr_rate": "min_ratio"}
 _CURVES: dict[str, dict[str, str]] = {
     "constant": {},
     "constant_with_warmup": {},
     "linear": {},
     "cosine": {"num_cycles": "num_cycles"},
     "cosine_with_restarts": {"num_cycles": "num_cycles"},
-    "cosine_with_min_lr": {"num_cycles": "num_cycles", "min_lr": "", "min_lr_rate": "min_ratio"},
-    "cosine_warmup_with_min_lr": {
-        "num_cycles": "num_cycles",
-        "min_lr": "",
-        "min_lr_rate": "min_ratio",
-        "warmup_lr_rate": "start_ratio",
-    },
+    "cosine_with_min_lr": _MIN_LR,
+    "cosine_warmup_with_min_lr": _MIN_LR | {"warmup_lr_rate": "start_ratio"},
     "polynomial": {"power": "power", "lr_end": ""},
     "inverse_sqrt": {"timescale": "timescale"},
     "warmup_stable_decay": {
@@ -161,22 +158,17 @@ def _check_stable_steps(read: Reading, options: Mapping[str, Any]) -> None:
 
 def _optimizer(read: Reading) -> Pairs:
     name, options = read("optim"), _options(read)
-    known: tuple[str, ...] = ()
+    known = tuple(options)  # transformers does not read those of AdamW either
     if name in _ADAMW:
         yield "optimizer.name", "adamw"
         yield "optimizer.eps", read("adam_epsilon")
-        known = tuple(options)  # transformers does not read them either
-    elif name == "sgd":
-        yield "optimizer.name", "sgd"
-        yield "optimizer.momentum", options.get("momentum", 0.0)
-        known = ("momentum", "weight_decay")
-    elif name == "adagrad":
-        yield "optimizer.name", "adagrad"
-        yield "optimizer.eps", options.get("eps", _TORCH_ADAGRAD_EPS)
-        known = ("eps", "weight_decay")
+    elif name in _OTHERS:
+        option, default = _OTHERS[name]
+        yield "optimizer.name", name
+        yield f"optimizer.{option}", options.get(option, default)
+        known = (option, "weight_decay")
     else:
         read.refuse("optim", f"{name} is not available; allowed are {', '.join(sorted(_ADAMW))}, sgd and adagrad")
-        known = tuple(options)
     left = [option for option in options if option not in known]
     if left:
         read.refuse("optim_args", f"{', '.join(left)} of {name} cannot be set; allowed is {known[0]}")
@@ -306,8 +298,7 @@ def _ranks(read: Reading) -> Pairs:
     for name in ("cp_size", "sp_size"):
         if (getattr(sizes, name, None) or 1) > 1:
             read.refuse(
-                "parallelism_config",
-                f"{name}: sequences are not shared out so; set it to 1, and see parallel.sequence",
+                "parallelism_config", f"{name}: sequences are not shared out so; set it to 1, and see parallel.sequence"
             )
     backend = read("ddp_backend")
     if backend in ("gloo", "nccl"):

@@ -54,18 +54,12 @@ Seed = Annotated[int, Field(ge=0, lt=2**63), Allowed("an integer >= 0 and < 2**6
 Count = Annotated[int, Field(ge=1)]
 CountOrOff = Annotated[int, Field(ge=0)]
 Bytes = Annotated[
-    int,
-    BeforeValidator(bytes_from_text),
-    Field(ge=0),
-    Allowed("a number of bytes, such as 268435456 or 256MiB"),
+    int, BeforeValidator(bytes_from_text), Field(ge=0), Allowed("a number of bytes, such as 268435456 or 256MiB")
 ]
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 Names = Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)]
 Texts = Annotated[
-    tuple[Text, ...],
-    BeforeValidator(tuple_from_list),
-    Field(min_length=1),
-    Allowed("a list of at least one text"),
+    tuple[Text, ...], BeforeValidator(tuple_from_list), Field(min_length=1), Allowed("a list of at least one text")
 ]
 
 
@@ -81,12 +75,7 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        strict=True,
-        frozen=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        hide_input_in_errors=True,
-        validate_default=True,
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True, validate_default=True
     )
 
     @model_validator(mode="before")

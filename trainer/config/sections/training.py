@@ -28,9 +28,7 @@ class OptimizerSection(Section):
     lr: NotNegative = 3.0e-4
     """Learning rate after the warm-up."""
     betas: Annotated[
-        tuple[Fraction, Fraction],
-        BeforeValidator(tuple_from_list),
-        Allowed("a list of two numbers, each >= 0 and < 1"),
+        tuple[Fraction, Fraction], BeforeValidator(tuple_from_list), Allowed("a list of two numbers, each >= 0 and < 1")
     ] = (0.9, 0.95)
     """Decay rates of the two moments of adamw and adam."""
     eps: NotNegative = 1.0e-8
