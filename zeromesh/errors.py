@@ -67,4 +67,4 @@ class CollectiveError(ZeromeshError, RuntimeError):
 
 
 class NonFiniteError(ZeromeshError, RuntimeError):
-    """A gradient or a loss is NaN or infinite and the run was told to stop then."""
+    """A gradient or a loss is NaN or infinite and the run is to stop then."""

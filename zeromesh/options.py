@@ -91,11 +91,10 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadOptions:
-    """Where states rest between uses: master weights and moments (`optimizer`), gradient shards, parameters at stage 3; and what
-    recomputed blocks keep for backward (`activations`), which is the caller's business.
+    """Where states rest between uses: master weights and moments (`optimizer`), gradient shards, and parameters at stage 3.
 
-    `gradients` None follows the optimizer. `update`: where it is computed, if states are not on the device. `staging_bytes` is what
-    all buffers on the way there take.
+    The caller itself offloads `activations`, which recomputed blocks keep for backward. `gradients` None follows the optimizer.
+    `update` is where updates are computed, if states are not on the device. `staging_bytes` bounds the buffers on the way there.
     """
 
     optimizer: TierChoice = field(default_factory=TierChoice)
@@ -132,7 +131,7 @@ class ZeroOptions:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     average: AverageSettings | None = None
-    """Of the weights, beside them."""
+    """Settings of an average of the weights, which is kept beside them; None: there is none."""
     accumulation: int = 1
     """Microbatches of a step on each rank."""
     clip_norm: float = 0.0
@@ -167,7 +166,7 @@ class ZeroOptions:
 
     @property
     def gradients_pass_through(self) -> bool:
-        """Whether a gradient shard is needed only from its reduction to its update, within one backward."""
+        """Whether a gradient shard lives only from its reduction to its update, within one backward."""
         return self.optimizer_in_backward and self.accumulation == 1
 
     def gradients_stay(self, device: torch.device) -> bool:
@@ -180,5 +179,5 @@ class ZeroOptions:
 
     @property
     def sums_before_reducing(self) -> bool:
-        """Whether microbatches before the last are summed on each rank by itself."""
+        """Whether each rank sums the gradients of its own microbatches before they are reduced, once per step."""
         return self.accumulation > 1 and self.placements.accumulating is Placement.PARTIAL

@@ -52,7 +52,7 @@ class HostState:
 
     @classmethod
     def now(cls) -> HostState:
-        """Of both generators as they are."""
+        """The present states of both generators."""
         return cls(numpy=np.random.get_state(), python=random.getstate())
 
     def restore(self) -> None:
@@ -81,7 +81,7 @@ class AllStates:
 
     @classmethod
     def now(cls) -> AllStates:
-        """Of all generators as they are."""
+        """The present states of all generators."""
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return cls(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if in_use else None, host=HostState.now())
 
@@ -95,7 +95,7 @@ class AllStates:
     def mark(self, number: int) -> None:
         """Make `torch.initial_seed()` return `number` where this state is in force; what is drawn stays the same.
 
-        The state of the CPU's generator begins with the seed that it was last given, which it does not draw from.
+        The state of the CPU's generator begins with its latest seed, from which it does not draw.
         """
         self.cpu[:8].view(torch.int64).fill_(number)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,6 +74,10 @@ class ProcessSet:
         own[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
         everyone = self._gather(joined, own, what)
         return [tensor[:length].numpy().tobytes() for tensor, length in zip(everyone, lengths, strict=True)]
+
+    def gather_json(self, value: Any, what: str) -> list[Any]:
+        """Every rank's `value`, which JSON can express, in the order of the set; tuples become lists."""
+        return [json.loads(text) for text in self.gather_bytes(json.dumps(value).encode(), what)]
 
     def sum_(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """Sum a small CPU tensor over the set, in place; bitwise the same on all ranks."""

@@ -10,7 +10,6 @@ at a time.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -233,14 +232,13 @@ class ReplicaGroups:
     def __init__(self, mesh: Mesh, buckets: Iterable[Bucket]) -> None:
         self._mesh = mesh
         self._sets: dict[_Positions, ProcessSet] = {_ALONE: mesh.replicate}
-        mine = sorted({_spec(bucket).shared_by for bucket in buckets} - {_ALONE})
         if mesh.tensor.size == mesh.pipeline.size == 1:
             return
-        rows = mesh.world.gather_bytes(json.dumps(mine).encode(), "who shares parameters")
+        shared = sorted({_spec(bucket).shared_by for bucket in buckets} - {_ALONE})
         sharers: dict[_Positions, list[int]] = {}
-        for rank, text in enumerate(rows):
-            for row in json.loads(text):
-                sharers.setdefault((tuple(row[0]), tuple(row[1])), []).append(rank)
+        for rank, rows in enumerate(mesh.world.gather_json(shared, "who shares parameters")):
+            for tensor, pipeline in rows:
+                sharers.setdefault((tuple(tensor), tuple(pipeline)), []).append(rank)
         for positions, ranks in sorted(sharers.items()):
             found = self._set_of(positions, ranks)
             if found is not None:

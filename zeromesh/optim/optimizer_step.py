@@ -1,16 +1,17 @@
 """From gradient shards to the next values of the parameters: norm, clipping and the optimizer, after backward or inside it.
 
-begin_step        takes the rates of the step
-begin_backward    for each microbatch: the order in which its buckets are reduced
-take              a bucket is summed over its shard group; in the last backward it is summed over its replicas too, and then
-                  put away, kept for `finish`, or updated at once (`optimizer_in_backward`)
-end_backward      waits for the sums over replicas
-finish            global norm, clipping, and the update of what is not updated yet
+A step calls, in this order:
+
+    begin_step        with the rates of the step
+    begin_backward    for each microbatch, with the order in which its buckets are reduced
+    take              for each bucket that is summed over its shard group; in the last backward it is summed over its replicas too,
+                      and then put away, kept for `finish`, or updated at once (`optimizer_in_backward`)
+    end_backward      to wait for the sums over replicas
+    finish            for the global norm, clipping, and the update of what is not updated yet
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -298,8 +299,7 @@ class OptimizerStep:
             for bucket in self._buckets
             if not math.isfinite(self.shards.square(bucket))
         }
-        mine = json.dumps([not loss_finite, sorted(found.items())]).encode()
-        rows = [json.loads(text) for text in self._mesh.world.gather_bytes(mine, "where gradients are not finite")]
+        rows = self._mesh.world.gather_json([not loss_finite, sorted(found.items())], "where gradients are not finite")
         names = [name for _, name in sorted({(index, name) for _, units in rows for index, name in units})]
         text = f"the gradient norm is {norm}"
         if names:

@@ -1,6 +1,6 @@
-"""Where an update is computed whose states are not in the device's memory: beside them on the CPU, or on the device.
+"""Where updates are computed when their states are not in the device's memory: on the CPU, or on the device.
 
-The CPU saves the way there and back, the device computes faster. Which wins depends on the link and on both, so both are tried.
+The CPU saves the transfer to the device and back, and the device computes faster. Both are tried, as the link decides too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class UpdateDevice:
     device_seconds: float | None = None
 
     def note(self) -> str | None:
-        """What was found, for people; None where there was nothing to choose."""
+        """A line that says where updates are computed and why; None where there was nothing to choose."""
         if self.host_seconds is None or self.device_seconds is None:
             return None
         chosen = "the CPU" if self.device.type == "cpu" else "the device"
@@ -44,17 +44,16 @@ class UpdateDevice:
 def place_updates(
     wanted: UpdateOn, mesh: Mesh, try_on: Callable[[torch.device], float], *, in_reach: bool
 ) -> UpdateDevice:
-    """The same place on all ranks, of which all call this. `in_reach`: all states are in the device's memory.
+    """Choose where to compute updates, alike on all ranks, which all call this.
 
-    `try_on(device)` gives seconds for a billion elements.
+    `in_reach`: all states are in the device's memory. `try_on(device)` gives the seconds of a billion elements there.
     """
     device = mesh.device
     if device.type == "cpu" or in_reach or wanted == "device":
         return UpdateDevice(device=device)
     if wanted == "host":
         return UpdateDevice(device=_CPU)
-    mine = [try_on(_CPU), try_on(device)]
-    rows = mesh.world.gather_integers([int(1e9 * seconds) for seconds in mine])
+    rows = mesh.world.gather_integers([int(1e9 * try_on(each)) for each in (_CPU, device)])
     host, there = (sum(row[number] for row in rows) / len(rows) / 1e9 for number in range(2))
     return UpdateDevice(device=_CPU if host <= there else device, host_seconds=host, device_seconds=there)
 

@@ -203,7 +203,7 @@ class Unit:
         return [name for spec in specs for name in (spec.fqn, *spec.aliases)]
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """The name of one of its parameters, which may also be told by its memory."""
+        """The name of one of its parameters."""
         for bucket in self.buckets:
             for slot, each in zip(bucket.layout.slots, bucket.parameters, strict=True):
                 if each is parameter:
@@ -228,12 +228,12 @@ class Unit:
         )
 
     def note_values(self) -> None:
-        """See `Bucket.note_values`."""
+        """Remember the values of all parameters, which are live; see `Bucket.note_values`."""
         for bucket in self.buckets:
             bucket.note_values()
 
     def written(self) -> str | None:
-        """See `Bucket.written`."""
+        """The name of a parameter that was changed in place; see `Bucket.written`."""
         found = [bucket.written() for bucket in self.buckets]
         return next(filter(None, found), None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -54,24 +53,14 @@ class CheckpointState:
             if _has(bucket, slot.spec, kind, reading=reading)
         ]
         found += [_spec_of(name, buffer) for name, buffer in saved_buffers(self._model).items()]
-        return self._of_all_stages(found)
-
-    def _of_all_stages(self, mine: list[TensorSpec]) -> list[TensorSpec]:
-        """What all stages of a pipeline have, each tensor once, in the order of stages."""
-        if self._mesh.pipeline.size == 1:
-            return mine
-        rows = self._mesh.pipeline.gather_bytes(_as_json(mine), "tensors of all stages")
-        found: dict[tuple[str, str], TensorSpec] = {}
-        for spec in (spec for text in rows for spec in _from_json(text)):
-            found.setdefault((spec.kind, spec.name), spec)
-        return list(found.values())
+        return [spec for stage in _of_stages(found, self._mesh.pipeline, "tensors of all stages") for spec in stage]
 
     def aliases(self) -> dict[str, str]:
         """Further names of tied parameters, to the name under which they are stored."""
         specs = [slot.spec for bucket in self._buckets for slot in bucket.layout.slots]
-        mine = {alias: spec.name for spec in specs for alias in spec.other_names}
-        rows = self._mesh.pipeline.gather_bytes(json.dumps(mine).encode(), "names of tied parameters")
-        return {alias: name for text in rows for alias, name in json.loads(text).items()}
+        aliases = {alias: spec.name for spec in specs for alias in spec.other_names}
+        rows = self._mesh.pipeline.gather_json(aliases, "names of tied parameters")
+        return {alias: name for row in rows for alias, name in row.items()}
 
     def written(self) -> list[TensorShard]:
         """What this rank writes: a share of what several ranks hold alike, so that together every element comes once."""
@@ -89,9 +78,9 @@ class CheckpointState:
     def _own_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that this rank writes: the first rank of a stage those that no earlier stage has."""
         buffers, here = saved_buffers(self._model), self._mesh.coordinate
-        mine = buffers_of_stages(self._model, self._mesh.pipeline)[here.pipeline]
+        specs = buffers_of_stages(self._model, self._mesh.pipeline)[here.pipeline]
         first = here.tensor == self._mesh.data_index == 0
-        return {spec.name: buffers[spec.name] for spec in mine if first}
+        return {spec.name: buffers[spec.name] for spec in specs if first}
 
     def wanted(self) -> list[TensorShard]:
         """What this rank needs: its whole shards, master weights rather than parameters, and all buffers."""
@@ -169,26 +158,27 @@ def _of_buffer(name: str, buffer: torch.Tensor) -> TensorShard:
 
 def buffers_of_stages(model: nn.Module, pipeline: ProcessSet) -> list[list[TensorSpec]]:
     """The persistent buffers of each stage that no earlier one has; all ranks of `pipeline` call this."""
-    mine = _as_json([_spec_of(name, buffer) for name, buffer in saved_buffers(model).items()])
-    seen: set[str] = set()
-    found = []
-    for text in pipeline.gather_bytes(mine, "buffers of all stages"):
-        specs = [spec for spec in _from_json(text) if spec.name not in seen]
-        seen.update(spec.name for spec in specs)
-        found.append(specs)
-    return found
+    specs = [_spec_of(name, buffer) for name, buffer in saved_buffers(model).items()]
+    return _of_stages(specs, pipeline, "buffers of all stages")
 
 
-def _as_json(specs: Sequence[TensorSpec]) -> bytes:
+def _of_stages(specs: list[TensorSpec], pipeline: ProcessSet, what: str) -> list[list[TensorSpec]]:
+    """The tensors of each stage of a pipeline that no earlier stage has, from those of this rank's stage."""
+    if pipeline.size == 1:
+        return [specs]
     rows = [[spec.kind, spec.name, str(spec.dtype).removeprefix("torch."), spec.shape] for spec in specs]
-    return json.dumps(rows).encode()
-
-
-def _from_json(text: bytes) -> list[TensorSpec]:
-    return [
-        TensorSpec(kind=kind, name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
-        for kind, name, dtype, shape in json.loads(text)
-    ]
+    seen: set[tuple[str, str]] = set()
+    stages = []
+    for stage in pipeline.gather_json(rows, what):
+        new = [row for row in stage if (row[0], row[1]) not in seen]
+        seen.update((kind, name) for kind, name, *_ in new)
+        stages.append(
+            [
+                TensorSpec(kind=kind, name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
+                for kind, name, dtype, shape in new
+            ]
+        )
+    return stages
 
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -15,7 +15,6 @@ A stage changes where tensors lie (`options.placements`), never which code runs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -122,9 +121,9 @@ class ZeroEngine:
     def _plan(model: nn.Module, mesh: Mesh, options: ZeroOptions, cuts: ModelCuts | None) -> ModelPlan:
         rules = GroupRules(options.optimizer)
         plan = plan_model(model, options.precision.compute, rules.group_of, cuts)
-        mine = [name for spec in plan.specs() for name in (spec.name, *spec.other_names)]
-        rows = mesh.pipeline.gather_bytes("\n".join(mine).encode(), "names of all parameters")
-        unmatched = rules.unmatched([name for row in rows for name in row.decode().split("\n")])
+        names = [name for spec in plan.specs() for name in (spec.name, *spec.other_names)]
+        stages = mesh.pipeline.gather_json(names, "names of all parameters")
+        unmatched = rules.unmatched([name for stage in stages for name in stage])
         if unmatched:
             raise ConfigError(f"optimizer.no_decay: {', '.join(unmatched)} matches no parameter of the model")
         return plan
@@ -388,9 +387,8 @@ class ZeroEngine:
 
 
 def _names_by_rank(mesh: Mesh, units: Sequence[Unit]) -> dict[int, list[str]]:
-    """What unit numbers stand for on every rank: stages of a pipeline have units of their own."""
-    mine = json.dumps([f"unit {unit.name}" for unit in units]).encode()
-    stages = [json.loads(text) for text in mesh.pipeline.gather_bytes(mine, "names of units")]
+    """The names of units by their numbers, for every rank: stages of a pipeline have units of their own."""
+    stages = mesh.pipeline.gather_json([f"unit {unit.name}" for unit in units], "names of units")
     return {rank: stages[mesh.shape.coordinate(rank).pipeline] for rank in mesh.world.ranks}
 
 

@@ -1,10 +1,11 @@
-"""Where backward enters a unit: at the outputs of its calls, which are hooked, or aside of them. Reads autograd's graph.
+"""What is checked when forward has run: entries of backward into units, and parameters that were changed in place.
 
-A call makes the nodes whose sequence numbers lie between those at its begin and its end. An edge from any other node to one of
-these is an entrance. Tensors that a block keeps on itself, puts into objects that nobody knows, or makes under `vmap` give
-entrances without a hook: backward would read parameters there that nobody has gathered for it.
+`UnitCalls` reads autograd's graph. A call of a unit makes the nodes whose sequence numbers lie between those at its begin and its
+end, and an edge from any other node to one of these is an entry. Outputs of calls are hooked. Tensors that a block keeps on itself,
+puts into objects of unknown classes, or makes under `vmap` give entries without a hook, where backward would read parameters that
+are not gathered for it.
 
-Parameters that user code changes in place: kept where that is what a plain loop does, refused by name where it would be lost.
+`InplaceWrites` lets user code change parameters where a plain loop would keep the change, and refuses it where it would be lost.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from zeromesh.units.unit import Phase, Unit
 Edge = tuple[Node, int]
 """The gradient of an output of a node, by the output's number."""
 _KINDS = 16
-"""Of each unit, so many kinds of calls are looked at; blocks that make another graph every time are then trusted."""
+"""Kinds of calls of a unit that are looked at; a block that makes another graph every time is trusted afterwards."""
 _VIEWS = frozenset(
     """
     AliasBackward0 AsStridedBackward0 DetachBackward0 DiagonalBackward0 ExpandBackward0 PermuteBackward0 ReshapeAliasBackward0
@@ -47,7 +48,7 @@ class UnitCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardEntry:
-    """An edge without a hook. `parameter`: what is read there is a view of this one, and no result."""
+    """An edge without a hook. `parameter` is set where the tensor that is read there is a view of it, and no result."""
 
     unit: int
     parameter: torch.Tensor | None
@@ -62,16 +63,16 @@ class UnitCalls:
         self._new: list[UnitCall] = []
 
     def reset(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self._begun = []
         self._new = []
 
     def begin(self, unit: int) -> None:
-        """A call begins."""
+        """Begin a call of a unit."""
         self._begun.append((unit, sequence_number()))
 
     def end(self, unit: int, hooked: Sequence[torch.Tensor]) -> bool:
-        """It ends, with hooks on these of its outputs; whether it is of a new kind."""
+        """End a call of a unit, whose outputs `hooked` have hooks; returns whether it is of a new kind."""
         first = sequence_number()
         while self._begun:  # Calls inside it may have ended with an exception.
             begun, first = self._begun.pop()
@@ -88,13 +89,13 @@ class UnitCalls:
         return True
 
     def entrances(self, roots: Iterable[Edge]) -> list[BackwardEntry]:
-        """Entrances of the new calls, in the graph behind `roots`, where backward begins."""
+        """Entries into the new calls, in the graph behind `roots`, where backward begins."""
         new, self._new = self._new, []
         return find_entrances(roots, new) if new else []
 
 
 def sequence_number() -> int:
-    """That the next node of autograd's graph will have."""
+    """The sequence number of the next node of autograd's graph."""
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     return number
 
@@ -141,15 +142,15 @@ _FIRST = 2
 
 
 class InplaceWrites:
-    """What is looked for: version counters in every pass; digests of values, which show writes through `.data` as well, of all
-    units in the first two microbatches, of one unit in turn later, and of whatever is read between steps."""
+    """Finds changed parameters by version counters in every pass, and by digests of values, which show writes through `.data` too:
+    of all units in the first two microbatches, of one unit in turn later, and of parameters that are read between steps."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._alone = mesh.data.size == 1
         self._forwards = 0
 
     def look_at(self, unit: Unit, units: int) -> None:
-        """A unit, of so many, is about to run forward in training."""
+        """Note the values of a unit, of `units` in all, that is about to run forward in training, where its turn has come."""
         if self._forwards < _FIRST or self._forwards % units == unit.index:
             unit.note_values()
 
@@ -165,7 +166,7 @@ class InplaceWrites:
                 )
 
     def end_forward(self, units: Iterable[Unit]) -> None:
-        """A training forward is over; see `refuse_in_pass`."""
+        """End a training forward; raises as `refuse_in_pass`."""
         self._forwards += 1
         self.refuse_in_pass(units)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,7 +71,7 @@ class FullState:
 
     def _known_by_stages(self) -> list[list[_Known]]:
         """What each stage of a pipeline has, a parameter that several have with the first of them alone."""
-        mine = [
+        own = [
             [
                 slot.spec.name,
                 slot.spec.other_names,
@@ -83,13 +82,13 @@ class FullState:
             for bucket in all_buckets(self._units)
             for slot, trained in zip(bucket.layout.slots, bucket.training, strict=True)
         ]
-        rows = self._mesh.pipeline.gather_bytes(json.dumps(mine).encode(), "parameters of all stages")
+        rows = self._mesh.pipeline.gather_json(own, "parameters of all stages")
         seen: set[str] = set()
         stages = []
         for row in rows:
             known = [
                 _Known(name=name, other_names=tuple(others), shape=tuple(shape), dtype=dtype, trainable=trainable)
-                for name, others, shape, dtype, trainable in json.loads(row)
+                for name, others, shape, dtype, trainable in row
                 if name not in seen
             ]
             seen.update(each.name for each in known)
@@ -98,15 +97,15 @@ class FullState:
 
     def _regions_of_ranks(self) -> dict[str, list[Region]]:
         """What each rank of the tensor axis has of the parameters of this stage that are divided."""
-        mine = {
+        divided = {
             slot.spec.name: [[(each.start, each.end) for each in dim] for dim in slot.spec.region.dims]
             for _, slot in self._slots
             if slot.spec.part is not None and not slot.spec.region.is_whole
         }
-        rows = self._mesh.tensor.gather_bytes(json.dumps(mine).encode(), "parts of tensor ranks")
+        rows = self._mesh.tensor.gather_json(divided, "parts of tensor ranks")
         found: dict[str, list[Region]] = {}
         for row in rows:
-            for name, dims in json.loads(row).items():
+            for name, dims in row.items():
                 intervals = tuple(tuple(Interval(start=start, end=end) for start, end in dim) for dim in dims)
                 found.setdefault(name, []).append(Region(shape=self._canonical[name][1].shape, dims=intervals))
         return found
@@ -123,17 +122,17 @@ class FullState:
     def parameters(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """`(name, tensor)` of every parameter: master weights in fp32 whatever the model computes in, on CPU or the device.
 
-        Of those in `names` alone, if given: buckets without them are not gathered. A tensor may be a view of this rank's own
+        With `names`, only these: buckets without them are not gathered. A tensor may be a view of this rank's own
         weights, which the next step changes: copy it to keep it.
         """
         return self._of_all_stages(lambda known: names is None or known.name in names, self._weights, None)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """`(name, tensor)` of every persistent buffer of the whole model; one that several stages have is the first one's."""
-        mine, pipeline = saved_buffers(self._model), self._mesh.pipeline
+        buffers, pipeline = saved_buffers(self._model), self._mesh.pipeline
         for stage, specs in enumerate(buffers_of_stages(self._model, pipeline)):
             for spec in specs:
-                here = mine[spec.name].detach() if stage == pipeline.index else None
+                here = buffers[spec.name].detach() if stage == pipeline.index else None
                 value = torch.empty(spec.shape, dtype=spec.dtype, device=self._mesh.device) if here is None else here
                 yield spec.name, pipeline.broadcast_(value.contiguous(), stage, f"reading of {spec.name}")
 
@@ -268,8 +267,7 @@ class FullState:
                 continue
             for each in chosen:
                 found = next(own, None) if own is not None else None
-                given = [row[0] for row in pipeline.gather_integers([int(found is not None)])]
-                if not given[stage]:
+                if not pipeline.gather_integers([int(found is not None)])[stage][0]:
                     return
                 value = each.empty(dtype, self._mesh.device) if found is None else found[1].contiguous()
                 yield each.name, pipeline.broadcast_(value, stage, f"reading of {each.name}")

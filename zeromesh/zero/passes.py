@@ -48,7 +48,7 @@ class Forward:
     microbatch: MicrobatchPosition
     outputs: Sequence[torch.Tensor | GradientEdge]
     """The outputs that need a gradient, from which backward starts."""
-    walk: PassProgress
+    progress: PassProgress
     held: list[tuple[Bucket, int, torch.Tensor]] = field(default_factory=list)
     """Gradients of parameters that came with those of inputs, and wait for `backward_weight`."""
 
@@ -79,7 +79,7 @@ class Passes:
         self._entry: nn.Module | None = None
         self._calls = UnitCalls()
         self.writes = InplaceWrites(mesh)
-        self._walk = PassProgress()
+        self._progress = PassProgress()
         self._holding: Forward | None = None
         self._weights_alone = False
         """Whether the running backward computes gradients of weights from kept tensors, and reads no parameter."""
@@ -107,7 +107,7 @@ class Passes:
                 forward.close()
                 self._end_forward([loss])
                 outputs, seeds = ([loss], [torch.full_like(loss, seed)]) if loss.requires_grad else ([], [])
-                done = Forward(chunk=0, microbatch=position, outputs=outputs, walk=self._walk)
+                done = Forward(chunk=0, microbatch=position, outputs=outputs, progress=self._progress)
                 self.mode = PassMode.BACKWARD
                 self._reduce_during(done, lambda: self._run_backward(done, seeds))
 
@@ -128,22 +128,22 @@ class Passes:
             self._end_forward(made)
         # The edges alone: what was sent on need not stay until backward.
         outputs = [get_gradient_edge(tensor) for tensor in made if tensor.requires_grad]
-        done = Forward(chunk=chunk, microbatch=microbatch, outputs=outputs, walk=self._walk)
+        done = Forward(chunk=chunk, microbatch=microbatch, outputs=outputs, progress=self._progress)
         self.end()
         return made, done
 
     def backward(self, forward: Forward, gradients: Tensors) -> None:
         """Run backward of a microbatch from the gradients of its outputs."""
-        self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward.walk)
+        self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward.progress)
         with own_randomness():
             self._reduce_during(forward, lambda: self._run_backward(forward, gradients))
         self.end()
 
     def backward_input(self, forward: Forward, gradients: Tensors) -> None:
         """Run the part of backward that other stages wait for: gradients of inputs. Those of parameters are held meanwhile."""
-        self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward.walk)
+        self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward.progress)
         self._holding = forward
-        forward.walk.begin_backward(dict.fromkeys(range(len(self.units)), 0))
+        forward.progress.begin_backward(dict.fromkeys(range(len(self.units)), 0))
         self._need_held()
         try:
             with own_randomness(), self._recorder.span(StepPhase.BACKWARD):
@@ -154,7 +154,7 @@ class Passes:
 
     def backward_weight(self, forward: Forward, run: Callable[[], None]) -> None:
         """Run the rest of backward: `run()` brings the gradients of parameters that have not come yet."""
-        self._begin(PassMode.BACKWARD, f"weights of chunk {forward.chunk}", forward.walk)
+        self._begin(PassMode.BACKWARD, f"weights of chunk {forward.chunk}", forward.progress)
 
         def deliver() -> None:
             for bucket, index, gradient in forward.held:
@@ -180,18 +180,20 @@ class Passes:
             return
         # The loss is a constant, as of a microbatch without targets, and gradients are zeros. Peers still gather units around their
         # backward, and this rank takes part.
-        for index, place in reversed(self._walk.calls):
+        for index, place in reversed(self._progress.calls):
             self.before_backward(self.units[index], place)
 
     def _reduce_during(self, forward: Forward, bring: Callable[[], None]) -> None:
         """Call `bring()`, which brings the gradients of a microbatch, and reduce them meanwhile and afterwards."""
         microbatch, units = forward.microbatch, self._chunks[forward.chunk]
         reduce = microbatch.last or self._options.placements.accumulating is Placement.SHARDED
-        order = [index for index in forward.walk.reduction_order(range(len(self.units))) if self.units[index] in units]
+        order = [
+            index for index in forward.progress.reduction_order(range(len(self.units))) if self.units[index] in units
+        ]
         self._reductions_settled = order == self._last_reductions.get(forward.chunk)
         self._last_reductions[forward.chunk] = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
-        forward.walk.begin_backward({unit.index: len(unit.trainable) for unit in self.units})
+        forward.progress.begin_backward({unit.index: len(unit.trainable) for unit in self.units})
         self._updater.begin_backward(buckets, first=microbatch.first, last=microbatch.last)
         self.gradients.begin(buckets, reduce=reduce, first=microbatch.first)
         with self._recorder.span(StepPhase.BACKWARD):
@@ -221,27 +223,27 @@ class Passes:
     @contextmanager
     def drawing(self, streams: Streams | None) -> Iterator[None]:
         """Inside the block, one of several microbatches of an evaluation, forward draws from `streams`."""
-        before, self._walk.streams = self._walk.streams, streams
+        before, self._progress.streams = self._progress.streams, streams
         with streams.in_force() if streams is not None else nullcontext():
             yield
-        self._walk.streams = before
+        self._progress.streams = before
 
     def begin_without_root(self) -> None:
         """Begin the root's random numbers where a stage of a pipeline runs its part without calling the root."""
-        if self._walk.streams is not None:
-            self._walk.streams.begin(self.units[0].name)
+        if self._progress.streams is not None:
+            self._progress.streams.begin(self.units[0].name)
 
     def _begin_forward(self, kind: str, microbatch: MicrobatchPosition) -> Streams:
         streams = Streams(self._options.seed, microbatch.step, microbatch.first_sample)
         self._begin(PassMode.FORWARD, kind, PassProgress(streams))
         return streams
 
-    def _begin(self, mode: PassMode, kind: str, walk: PassProgress | None = None) -> None:
+    def _begin(self, mode: PassMode, kind: str, progress: PassProgress | None = None) -> None:
         if self._entry is not None:
             self.end()  # A call of the user's own that failed half-way.
         self.require_idle()
         self.mode = mode
-        self._walk = walk or PassProgress()
+        self._progress = progress or PassProgress()
         self._calls.reset()
         if mode is not PassMode.BACKWARD:
             self.writes.refuse_between_passes(self.units)
@@ -272,23 +274,23 @@ class Passes:
         """Prepare a unit that is about to run: in a pass, recomputed during backward, or because the user called the model."""
         if self.mode is PassMode.BACKWARD:
             self._need_in_backward(unit)
-            if self._walk.streams is not None:
-                self._walk.streams.enter(unit.name, again=True)
+            if self._progress.streams is not None:
+                self._progress.streams.enter(unit.name, again=True)
             return
         if self.mode is PassMode.IDLE:
             self._begin_users_pass(unit.module)
         fault_injection.visit("forward")
-        self._walk.visit(unit.index)
+        self._progress.visit(unit.index)
         if self.gathers.keeps(unit):
-            self._walk.held.add(unit.index)
+            self._progress.held.add(unit.index)
         self.gathers.need(unit)
         if self.mode is PassMode.FORWARD:
             self.writes.look_at(unit, len(self.units))
             if self._sharded and unit.index != 0:
                 self._calls.begin(unit.index)
         self._mesh.post(Activity.FORWARD, unit.index)
-        if self._walk.streams is not None:
-            self._walk.streams.enter(unit.name, again=False)
+        if self._progress.streams is not None:
+            self._progress.streams.enter(unit.name, again=False)
         if self._recorder.profiling:
             self._recorder.begin_range("forward of", unit.name)
 
@@ -325,7 +327,7 @@ class Passes:
     def _hold(self, unit: Unit) -> None:
         """Keep a unit live until the pass is over, and in backward, also in later passes of this kind from its first call on."""
         self.gathers.keep(unit)
-        self._walk.held.add(unit.index)
+        self._progress.held.add(unit.index)
         if self.mode is PassMode.BACKWARD:
             self._need_in_backward(unit)
         else:
@@ -333,7 +335,7 @@ class Passes:
 
     def _need_held(self) -> None:
         """Gather the units that backward may need at any time, as it begins."""
-        for index in sorted(self._walk.held):
+        for index in sorted(self._progress.held):
             self._need_in_backward(self.units[index])
 
     def _begin_users_pass(self, module: nn.Module) -> None:
@@ -352,8 +354,8 @@ class Passes:
 
     def after_forward(self, unit: Unit, output: Any) -> None:
         """Hook the outputs of a unit that has run, for backward, and release it."""
-        if self._walk.streams is not None:
-            self._walk.streams.leave(unit.name)
+        if self._progress.streams is not None:
+            self._progress.streams.leave(unit.name)
         if self.mode is PassMode.BACKWARD:
             return
         if self._recorder.profiling:
@@ -363,7 +365,7 @@ class Passes:
         if self._sharded:
             self._keep_returned(unit, tensors)
         self._hook_backward(unit, tensors)
-        if self._sharded and unit.index not in (0, *self._walk.held) and unit.phase is Phase.LIVE:
+        if self._sharded and unit.index not in (0, *self._progress.held) and unit.phase is Phase.LIVE:
             unit.release()
             unit.enter(Phase.RESTING)
         if self._entry is unit.module:
@@ -381,10 +383,10 @@ class Passes:
                 self._hold(each)
 
     def _hook_backward(self, unit: Unit, tensors: Tensors) -> None:
-        place = self._walk.call_number
+        place = self._progress.call_number
         hooked = on_gradient_of(tensors, lambda: self.before_backward(unit, place))
         if hooked:
-            self._walk.calls.append((unit.index, place))
+            self._progress.calls.append((unit.index, place))
         looked_at = self.mode is PassMode.FORWARD and self._sharded and unit.index != 0
         if looked_at and self._calls.end(unit.index, hooked) and any(map(unit.has_memory_of, tensors_on(unit.module))):
             self._hold(unit)
@@ -395,7 +397,7 @@ class Passes:
         roots = [(tensor.grad_fn, tensor.output_nr) for tensor in made if tensor.grad_fn is not None]
         for entrance in self._calls.entrances(roots):
             unit = self.units[entrance.unit]
-            if unit.index in self._walk.held:
+            if unit.index in self._progress.held:
                 continue
             if entrance.parameter is not None:
                 raise PhaseError(
@@ -413,9 +415,9 @@ class Passes:
         if self.mode is not PassMode.BACKWARD:
             self._hold(unit)  # This is the user's own `autograd.grad`, whose graph may be part of the loss.
             return
-        for index in self._walk.leave_passed(place):
+        for index in self._progress.leave_passed(place):
             self._leave_backward(self.units[index])
-        if not self._walk.reach(unit.index):
+        if not self._progress.reach(unit.index):
             return
         self._need_in_backward(unit)
         if self._recorder.profiling:
@@ -425,7 +427,7 @@ class Passes:
         self._mesh.post(Activity.BACKWARD, unit.index)
 
     def _need_in_backward(self, unit: Unit) -> None:
-        if self._walk.enter(unit.index):
+        if self._progress.enter(unit.index):
             for bucket in unit.trainable:
                 self._updater.shards.expect(bucket)
             self.gathers.need(unit)
@@ -465,7 +467,7 @@ class Passes:
 
     def on_complete(self, bucket: Bucket) -> None:
         """All gradients of a bucket have arrived."""
-        self._walk.complete(self._unit_of[id(bucket)].index)
+        self._progress.complete(self._unit_of[id(bucket)].index)
 
     def on_reduced(self, bucket: Bucket) -> None:
         """A bucket is summed over its group."""

@@ -7,7 +7,6 @@ parameters without a gradient: trained again, it goes on from its own moments an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -28,7 +27,7 @@ from zeromesh.zero.hooks import Hooks
 
 
 class RequiresGradFlags:
-    """Of one engine. All ranks call its methods alike."""
+    """Which parameters an engine trains. All ranks call its methods alike."""
 
     def __init__(
         self,
@@ -48,10 +47,10 @@ class RequiresGradFlags:
         self._buckets = [(unit, bucket) for unit in built.units for bucket in unit.buckets]
         self._slot_bytes = self._needed_bytes()
         self._wider: Transport | None = None
-        """Has larger gradient buckets than there were at the start."""
+        """A transport with larger gradient slots than there were at the start."""
 
     def follow(self) -> None:
-        """Train from now on what `requires_grad` says.
+        """Train from now on the parameters with `requires_grad`.
 
         Raises:
             LayoutError: where ranks say different things, for parameters that stages of a pipeline share, and for one that is wider
@@ -87,10 +86,9 @@ class RequiresGradFlags:
                 )
             flags[spec.name] = bucket.parameters[index].requires_grad
         for group in (self._mesh.data, self._mesh.tensor):
-            rows = group.gather_bytes(json.dumps(flags).encode(), "parameters whose requires_grad was changed")
+            rows = group.gather_json(flags, "parameters whose requires_grad was changed")
             for rank, row in zip(group.ranks, rows, strict=True):
-                theirs = json.loads(row)
-                for name in flags.keys() ^ theirs.keys() or {name for name in flags if flags[name] != theirs[name]}:
+                for name in flags.keys() ^ row.keys() or {name for name in flags if flags[name] != row[name]}:
                     raise LayoutError(
                         f"requires_grad of {name} was changed on rank {self._mesh.rank if name in flags else rank}, and not so on "
                         f"rank {rank if name in flags else self._mesh.rank}; change it on all ranks alike"
@@ -100,7 +98,7 @@ class RequiresGradFlags:
         return slot_bytes([bucket.layout for _, bucket in self._buckets if bucket.trainable], self._options)
 
     def _widen(self) -> None:
-        """Reduce through larger slots, if a bucket that is trained now does not fit into those that there are."""
+        """Reduce through larger slots where a bucket that is trained now does not fit into the present ones."""
         needed, before = self._needed_bytes(), self._slot_bytes
         name = self._built.reduction.name
         if needed <= before or name == "local":
@@ -114,30 +112,30 @@ class RequiresGradFlags:
         self._built.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, copies * slots * needed)
 
     def close(self) -> None:
-        """Give back what was opened."""
+        """Close the transport with larger slots."""
         if self._wider is not None:
             self._wider.close()
 
     # Over processes
 
     def changes(self) -> dict[str, tuple[bool, int]]:
-        """Parameters that are not trained as they were built, or not in all updates: whether they are, and in how many
+        """Parameters that are not trained as the model was built, or not in all updates: whether they are, and in how many updates
         they were."""
-        mine = {
+        changed = {
             slot.spec.name: (trained, steps)
             for _, bucket in self._buckets
             if (optimizer := self._updater.optimizer_of(bucket)) is not None
             for slot, trained, steps in zip(bucket.layout.slots, bucket.training, optimizer.steps, strict=True)
             if bucket.learned(slot.spec.fqn) and (trained, steps) != (slot.spec.requires_grad, self._updater.updates)
         }
-        rows = self._mesh.pipeline.gather_bytes(json.dumps(mine).encode(), "changes of requires_grad")
-        return {name: (trained, steps) for row in rows for name, (trained, steps) in json.loads(row).items()}
+        rows = self._mesh.pipeline.gather_json(changed, "changes of requires_grad")
+        return {name: (trained, steps) for row in rows for name, (trained, steps) in row.items()}
 
     def restore(self, changes: Mapping[str, Sequence[int]], updates: int) -> None:
         """Train what was trained after `updates` updates, when `changes` was taken; the flags of the model follow.
 
         Raises:
-            CheckpointError: for parameters that there are not, on all ranks of a data group.
+            CheckpointError: for names of parameters that the model does not have.
         """
         wanted: list[tuple[nn.Parameter, bool]] = []
         steps: dict[str, int] = {}
