@@ -136,6 +136,16 @@ class BucketLayout:
         return sum(slot.where.length for slot in self.slots)
 
     @property
+    def first(self) -> ParameterSpec:
+        """The first parameter: all have its dtype, are trained or not like it, and are shared by the same ranks."""
+        return self.slots[0].spec
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered parameters, padding included."""
+        return self.padded * self.first.dtype.itemsize
+
+    @property
     def shard_length(self) -> int:
         return self.padded // self.parts
 

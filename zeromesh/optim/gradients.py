@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from zeromesh.errors import PhaseError
-from zeromesh.flat.layout import ParameterSpec
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.offload import Purpose, Tier, Tiers, Transfer, allocate_lasting
 from zeromesh.options import ScalerSettings, ZeroOptions
@@ -234,7 +233,7 @@ class ReplicaGroups:
         self._sets: dict[_Positions, ProcessSet] = {_ALONE: mesh.replicate}
         if mesh.tensor.size == mesh.pipeline.size == 1:
             return
-        shared = sorted({_spec(bucket).shared_by for bucket in buckets} - {_ALONE})
+        shared = sorted({bucket.layout.first.shared_by for bucket in buckets} - {_ALONE})
         sharers: dict[_Positions, list[int]] = {}
         for rank, rows in enumerate(mesh.world.gather_json(shared, "who shares parameters")):
             for tensor, pipeline in rows:
@@ -261,22 +260,17 @@ class ReplicaGroups:
 
     def counts(self, bucket: Bucket) -> bool:
         """Whether this rank counts and writes a bucket's shard, of the tensor and pipeline ranks that hold it."""
-        spec, here = _spec(bucket), self._mesh.coordinate
+        spec, here = bucket.layout.first, self._mesh.coordinate
         first = spec.holders[0] if spec.holders else 0
         stage = here.pipeline if spec.copies is None else spec.copies.ranks[0]
         return (here.tensor, here.pipeline) == (first, stage)
 
     def over_stages(self, bucket: Bucket) -> bool:
         """Whether other stages of a pipeline have a bucket's parameters too."""
-        return _spec(bucket).copies is not None
+        return bucket.layout.first.copies is not None
 
     def start_sum(self, bucket: Bucket, gradient: torch.Tensor) -> Callable[[], None] | None:
         """Begin to sum a gradient shard in place over the ranks that share it. The returned call waits for the sum; None: no other
         rank shares it."""
-        found = self._sets[_spec(bucket).shared_by]
+        found = self._sets[bucket.layout.first.shared_by]
         return found.start_sum(gradient, f"sum of gradients over {found.name}") if found.size > 1 else None
-
-
-def _spec(bucket: Bucket) -> ParameterSpec:
-    """Any parameter of a bucket: all of them are shared by the same ranks."""
-    return bucket.layout.slots[0].spec

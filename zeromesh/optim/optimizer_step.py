@@ -225,7 +225,7 @@ class OptimizerStep:
 
     def end_backwards(self) -> None:
         """Sum what stages share, when all backwards of the step are over and no other rank waits for one of this rank."""
-        tied, self._tied = sorted(self._tied, key=lambda bucket: bucket.layout.slots[0].spec.name), []
+        tied, self._tied = sorted(self._tied, key=lambda bucket: bucket.layout.first.name), []
         for bucket in tied:
             self._share(bucket)
         if tied:

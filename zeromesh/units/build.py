@@ -1,9 +1,4 @@
-"""Building the runtime units of a model: layouts, memory, initial values, parameters that look into flat buffers.
-
-Before anything moves: do all data-parallel ranks build the same buckets, under the same options?
-
-Ranks that differ would sum gradients of different parameters, or map memory past its end.
-"""
+"""Builds the runtime units of a model: layouts, memory, initial values, and parameters that are views of flat buffers."""
 
 from __future__ import annotations
 
@@ -29,7 +24,9 @@ from zeromesh.weight_init.weight_sources import ParameterSource
 
 
 def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], options: ZeroOptions) -> None:
-    """Compare with the other ranks of `group`; all of them call this.
+    """Compare the buckets and options of all ranks of `group`, which all call this, before anything is allocated.
+
+    Ranks that differ would sum gradients of different parameters, or map memory past its end.
 
     Raises:
         LayoutError: on every rank, naming the options and parameters that differ.
@@ -77,7 +74,7 @@ def plan_layouts(plan: ModelPlan, parts: int) -> list[list[BucketLayout]]:
 
 
 def open_tiers(mesh: Mesh, options: ZeroOptions) -> Tiers:
-    """The memory of this rank. Whoever opens it closes it: an engine that is built on it does so."""
+    """Open the memory tiers of this rank. An engine that is built on them closes them, else whoever has opened them."""
     files = options.offload.files
     files = replace(files, label=f"{files.label}-rank{mesh.rank}")
     return Tiers(device=mesh.device, ledger=Ledger(), files=files)
@@ -100,7 +97,7 @@ def build_units(
     _require_master_weights([slot.spec for layout in flat for slot in layout.slots if slot.spec.requires_grad], options)
     kind = choose_transport(options.transport, mesh.shard, mesh.device)
     keep = _persistent(layouts, mesh, options, kind)
-    trained = [layout for layout in flat if layout.slots[0].spec.requires_grad]
+    trained = [layout for layout in flat if layout.first.requires_grad]
     ring = RingRequest(slots=options.gradient_slots, nbytes=slot_bytes(trained, options))
     transport, reduction = _open(kind, flat, keep, ring, mesh, options)
     _count_buffers(tiers.ledger, flat, keep, transport, reduction, ring)
@@ -114,7 +111,7 @@ def build_units(
 
 
 def _require_master_weights(specs: Sequence[ParameterSpec], options: ZeroOptions) -> None:
-    """Raises LayoutError when a parameter that is trained would be rounded to its master weight, or lose its imaginary part."""
+    """Raise LayoutError when a parameter that is trained would be rounded to its master weight, or lose its imaginary part."""
     master = options.precision.master
     for spec in specs:
         if not spec.dtype.is_floating_point:
@@ -138,7 +135,7 @@ def _open(
     options: ZeroOptions,
 ) -> tuple[Transport, Transport]:
     requests = [
-        BufferRequest(name=layout.name, padded=layout.padded, dtype=layout.slots[0].spec.dtype, persistent=kept)
+        BufferRequest(name=layout.name, padded=layout.padded, dtype=layout.first.dtype, persistent=kept)
         for layout, kept in zip(layouts, keep, strict=True)
     ]
     if options.placements.optimizer is Placement.SHARDED:
@@ -152,12 +149,12 @@ def _open(
 def slot_bytes(trained: Sequence[BucketLayout], options: ZeroOptions) -> int:
     """Bytes of one gradient slot: the largest bucket in the dtype that travels."""
     reduce = options.precision.reduce if options.sums_before_reducing else None
-    return max((each.padded * (reduce or each.slots[0].spec.dtype).itemsize for each in trained), default=0)
+    return max((each.padded * (reduce or each.first.dtype).itemsize for each in trained), default=0)
 
 
 def _persistent(layouts: Sequence[Sequence[BucketLayout]], mesh: Mesh, options: ZeroOptions, kind: str) -> list[bool]:
     """Which buffers keep their memory. All ranks of the data axes decide the same."""
-    sizes = [sum(each.padded * each.slots[0].spec.dtype.itemsize for each in unit) for unit in layouts]
+    sizes = [sum(each.nbytes for each in unit) for unit in layouts]
     away = options.offload.parameters.leaves(mesh.device)
     if options.placements.parameters is Placement.REPLICATED or (kind == "local" and not away):
         budget = sum(sizes)
@@ -217,8 +214,8 @@ def _bucket(
 def _weights(
     layout: BucketLayout, buffer: GatherBuffer, length: int, options: ZeroOptions, tiers: Tiers
 ) -> tuple[TieredTensor, TieredTensor | None]:
-    """Master weights, and the copy of them that is gathered, where that is not they themselves."""
-    spec, offload = layout.slots[0].spec, options.offload
+    """Master weights, and the copy of them that is gathered, where they are not gathered themselves."""
+    spec, offload = layout.first, options.offload
     dtype = options.precision.master if spec.requires_grad and spec.dtype.is_floating_point else spec.dtype
     what = f"weights of {layout.name}"
     if dtype == spec.dtype:  # What is gathered is the master weights.
@@ -284,11 +281,7 @@ def _count_buffers(
     reduction: Transport,
     ring: RingRequest,
 ) -> None:
-    kept = sum(
-        layout.padded * layout.slots[0].spec.dtype.itemsize
-        for layout, persistent in zip(layouts, keep, strict=True)
-        if persistent
-    )
+    kept = sum(layout.nbytes for layout, persistent in zip(layouts, keep, strict=True) if persistent)
     ledger.add(Tier.DEVICE, Purpose.PARAMETERS, int(kept * transport.share))
     if reduction.name != "local":
         copies = 2 if reduction.name == "gloo" else 1  # gloo receives into buffers of its own

@@ -95,7 +95,7 @@ class Bucket:
         self.grad: torch.Tensor | None = None
         self.grad_rest: TieredTensor | None = None
         self.partial: torch.Tensor | None = None
-        dtype = layout.slots[0].spec.dtype
+        dtype = layout.first.dtype
         poison = torch.full((), float("nan"), dtype=dtype) if dtype.is_floating_point else torch.zeros((), dtype=dtype)
         poison = poison.to(buffer.full.device)
         flat = buffer.carve([slot.where for slot in layout.slots])
@@ -114,7 +114,7 @@ class Bucket:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.layout.slots[0].spec.dtype
+        return self.layout.first.dtype
 
     def learned(self, fqn: str) -> bool:
         """Whether a parameter has master weights and moments of its own."""
@@ -129,7 +129,7 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         """Bytes of the gathered parameters."""
-        return self.layout.padded * self.dtype.itemsize
+        return self.layout.nbytes
 
     def show(self) -> None:
         """Parameters become views of the gathered buffer."""

@@ -25,7 +25,7 @@ from zeromesh.units.unit import Bucket
 
 
 class BucketArrivals:
-    """One bucket in one backward: which gradients have arrived, and which of them lie in the slot already."""
+    """One bucket in one backward: which gradients have arrived, and which of them wait to be copied into its slot."""
 
     def __init__(self, bucket: Bucket, sequence: int) -> None:
         self.bucket = bucket
@@ -86,7 +86,7 @@ class GradientReducer:
         self._first = False
 
     def use(self, reducer: Reducer) -> None:
-        """Reduce by another reducer, which has launched nothing yet; between two backwards."""
+        """Reduce by another reducer, which has launched nothing yet. Allowed between two backwards."""
         self._reducer, self._next_sequence = reducer, 0
 
     def begin(self, buckets: Sequence[Bucket], *, reduce: bool, first: bool) -> None:
@@ -144,7 +144,7 @@ class GradientReducer:
             self._finish_one()
 
     def keep_up(self) -> None:
-        """Backward has left a unit: launch what is complete and next in order, waiting for peers until its slots are free.
+        """Launch what is complete and next in order when backward leaves a unit, waiting for peers until slots are free.
 
         Gradients that wait for a slot stay where autograd has put them, so a rank that ran ahead of its peers would hold all
         of its gradients at once. The wait cannot be circular: all ranks launch in one order, what a slot waits for was
@@ -155,7 +155,7 @@ class GradientReducer:
             self._launch_next()
 
     def flush(self) -> None:
-        """Backward is over: launch all that is left, missing gradients as zeros, and finish everything."""
+        """End a backward: launch all that is left, missing gradients as zeros, and finish everything."""
         if not self._reduce:
             for arrivals in self._queue:
                 if not arrivals.launched:
@@ -173,13 +173,13 @@ class GradientReducer:
         self._arrivals = {}
 
     def _launch_next(self) -> None:
-        """Launch what is next in order, as soon as its slot is free."""
+        """Launch the next bucket in order, as soon as its slot is free."""
         arrivals = self._queue.popleft()
         while self._slot_of(arrivals) is None:
             if self._flying:
                 self._finish_one()
             else:
-                arrivals.filled = self._typed(arrivals.bucket, self._acquire(arrivals.sequence, block=True))
+                arrivals.filled = self._typed(arrivals.bucket, self._reducer.acquire(arrivals.sequence, block=True))
         self._launch(arrivals)
 
     def _hand_on(self) -> None:
@@ -211,31 +211,24 @@ class GradientReducer:
                     _place(target, slot).zero_()
 
     def _own_sum(self, bucket: Bucket) -> torch.Tensor:
+        fresh = self._direct and bucket.grad is None
+        if fresh:
+            self._sink.make_room(bucket)
         target = bucket.grad if self._direct else bucket.partial
-        if target is None and self._direct:
-            target = self._room_for(bucket)
         if target is None:
             raise PhaseError(f"bucket {bucket.name} has no memory for gradients")
+        if fresh:
+            _zero_gaps(target, bucket)
         return target
-
-    def _room_for(self, bucket: Bucket) -> torch.Tensor | None:
-        self._sink.make_room(bucket)
-        if bucket.grad is not None:
-            _zero_gaps(bucket.grad, bucket)
-        return bucket.grad
 
     def _slot_of(self, arrivals: BucketArrivals) -> torch.Tensor | None:
         if arrivals.filled is None:
-            slot = self._acquire(arrivals.sequence, block=False)
-            if slot is not None:
-                arrivals.filled = self._typed(arrivals.bucket, slot)
+            slot = self._reducer.acquire(arrivals.sequence, block=False)
+            arrivals.filled = self._typed(arrivals.bucket, slot)
         return arrivals.filled
 
-    def _acquire(self, sequence: int, *, block: bool) -> torch.Tensor | None:
-        return self._reducer.acquire(sequence, block=block)
-
     def _typed(self, bucket: Bucket, slot: torch.Tensor | None) -> torch.Tensor | None:
-        """A slot's bytes as this bucket's gradients: in their own dtype, or in the sum's where earlier sums join."""
+        """A slot as gradients of a bucket, `[padded]`: in their own dtype, or in that of the sum where earlier sums join them."""
         if slot is None:
             return None
         dtype = bucket.dtype if bucket.partial is None else self._grad_dtype
@@ -249,7 +242,7 @@ class GradientReducer:
         parameter.grad = None
 
     def _add_again(self, arrivals: BucketArrivals, index: int, parameter: nn.Parameter) -> None:
-        """A second gradient for a parameter whose first one is in the slot; one that still waits has been added to by autograd."""
+        """Add a second gradient of a parameter to the first one in the slot. Autograd has added it to one that still waits."""
         if index not in arrivals.waiting and arrivals.filled is not None and parameter.grad is not None:
             _place(arrivals.filled, arrivals.bucket.layout.slots[index]).add_(parameter.grad)
             parameter.grad = None
@@ -291,6 +284,6 @@ def _place(flat: torch.Tensor, slot: ParameterSlot) -> torch.Tensor:
 
 
 def _zero_gaps(flat: torch.Tensor, bucket: Bucket) -> None:
-    """What belongs to no parameter adds nothing to norms and moves no master weight."""
+    """Zero what belongs to no parameter, so that it adds nothing to norms and moves no master weight."""
     for gap in bucket.layout.gaps():
         flat[gap.start : gap.end].zero_()

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeromesh.flat.layout import BucketLayout, ParameterSpec
+from zeromesh.flat.layout import BucketLayout
 from zeromesh.flat.placement import Placement
 from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
 from zeromesh.optim.fused_optimizer import moment_names
@@ -102,16 +102,14 @@ def predict_memory(
     kept = _kept(layouts, options, transport, budget)
     setting = _Setting(options=options, parts=parts, transport=transport, kept=kept)
     buckets = [(layout, stays) for unit, stays in zip(layouts, kept, strict=True) for layout in unit]
-    trained = [layout for layout, _ in buckets if _spec(layout).requires_grad]
+    trained = [layout for layout, _ in buckets if layout.first.requires_grad]
     resting = [rest for layout, stays in buckets for rest in _resting(layout, setting, stays=stays)]
     memory: Counter[Purpose] = Counter()
     files: Counter[Purpose] = Counter()
     for rest in resting:
         files[rest.purpose] += rest.nbytes(Tier.FILE)
         memory[rest.purpose] += rest.nbytes(Tier.DEVICE) + rest.nbytes(Tier.HOST)
-    memory[Purpose.PARAMETERS] += int(
-        setting.share * sum(_gathered_bytes(layout) for layout, stays in buckets if stays)
-    )
+    memory[Purpose.PARAMETERS] += int(setting.share * sum(layout.nbytes for layout, stays in buckets if stays))
     if options.gradients_pass_through:
         memory[Purpose.GRADIENTS] += _passing_gradients(layouts, setting)
     memory[Purpose.PARTIAL_GRADIENTS] += sum(_partial_bytes(layout, setting) for layout in trained)
@@ -141,7 +139,7 @@ class _Rest:
 
 def _resting(layout: BucketLayout, setting: _Setting, *, stays: bool) -> Iterator[_Rest]:
     """What a bucket's shard has for itself, as `build_units` allocates it."""
-    spec, own, options = _spec(layout), setting.own(layout), setting.options
+    spec, own, options = layout.first, setting.own(layout), setting.options
     offload = options.offload
     trained = spec.requires_grad and spec.dtype.is_floating_point
     dtype = options.precision.master if trained else spec.dtype
@@ -180,7 +178,7 @@ def _staging_bytes(buckets: Sequence[tuple[BucketLayout, bool]], setting: _Setti
     width = longest = 0
     offload, device = setting.options.offload, setting.device
     for layout, stays in buckets:
-        if not _spec(layout).requires_grad:
+        if not layout.first.requires_grad:
             continue
         own = setting.own(layout)
         rests = list(_resting(layout, setting, stays=stays))
@@ -190,20 +188,11 @@ def _staging_bytes(buckets: Sequence[tuple[BucketLayout, bool]], setting: _Setti
     return staging + (offload.files.staging_bytes if on_files else 0)
 
 
-def _spec(layout: BucketLayout) -> ParameterSpec:
-    """Any parameter of a bucket: all have one dtype, and are trained or not together."""
-    return layout.slots[0].spec
-
-
-def _gathered_bytes(layout: BucketLayout) -> int:
-    return layout.padded * _spec(layout).dtype.itemsize
-
-
 def _kept(
     layouts: Sequence[Sequence[BucketLayout]], options: ZeroOptions, transport: str, budget: int | None
 ) -> tuple[bool, ...]:
     """Whether each unit's parameters stay gathered."""
-    sizes = [sum(_gathered_bytes(layout) for layout in unit) for unit in layouts]
+    sizes = [sum(layout.nbytes for layout in unit) for unit in layouts]
     away = options.offload.parameters.leaves(torch.device("cuda" if transport == "nccl" else "cpu"))
     if options.placements.parameters is Placement.REPLICATED or (transport == "local" and not away):
         return (True,) * len(sizes)
@@ -215,7 +204,7 @@ def _kept(
 def _passing_gradients(layouts: Sequence[Sequence[BucketLayout]], setting: _Setting) -> int:
     """Gradient shards that live from reduction to update: those in flight, and beside them those of the root, which are updated
     last. With nothing to reduce, those of the root and of the unit that backward is in. Stage 0 completes them all at the end."""
-    root, *units = [[setting.own(layout) for layout in unit if _spec(layout).requires_grad] for unit in layouts]
+    root, *units = [[setting.own(layout) for layout in unit if layout.first.requires_grad] for unit in layouts]
     largest = max((length for unit in units for length in unit), default=0)
     if setting.parts == 1:
         count = sum(root) + max(map(sum, units), default=0)
@@ -239,7 +228,7 @@ def _ring_bytes(trained: Sequence[BucketLayout], setting: _Setting) -> int:
         return 0
     options = setting.options
     sizes = [
-        layout.padded * (options.precision.reduce if options.sums_before_reducing else _spec(layout).dtype).itemsize
+        layout.padded * (options.precision.reduce if options.sums_before_reducing else layout.first.dtype).itemsize
         for layout in trained
     ]
     return (2 if setting.transport == "gloo" else 1) * options.gradient_slots * max(sizes, default=0)
@@ -248,7 +237,7 @@ def _ring_bytes(trained: Sequence[BucketLayout], setting: _Setting) -> int:
 def _passing_bytes(layouts: Sequence[Sequence[BucketLayout]], setting: _Setting) -> int:
     """The root, and the largest `prefetch` + 1 units that follow each other, of those that are not kept."""
     root, *others = [
-        0 if stays else int(setting.share * sum(_gathered_bytes(layout) for layout in unit))
+        0 if stays else int(setting.share * sum(layout.nbytes for layout in unit))
         for unit, stays in zip(layouts, setting.kept, strict=True)
     ]
     window = setting.options.prefetch + 1
