@@ -44,7 +44,7 @@ from zeromesh.trainer.setup.first_batch_checks import check_first_batches
 from zeromesh.trainer.setup.memory_check import kept_input_bytes, require_memory
 from zeromesh.trainer.setup.rank_agreement import share_weights
 from zeromesh.units.build import open_tiers
-from zeromesh.weight_init.meta_init import BuiltModel, build_deferred, hooked_parameters, take_given
+from zeromesh.weight_init.meta_init import BuiltModel, build_deferred, hooked_parameters, wrap_passed_model
 from zeromesh.weight_init.weight_sources import ParameterSource, materialize_buffers
 from zeromesh.zero.engine import ZeroEngine
 
@@ -194,7 +194,7 @@ def _build_without_lora(model: Any, config: TrainerConfig, tokenizer: Tokenizer 
         )
     if isinstance(model, nn.Module):
         inside = unwrap(model)
-        return replace(take_given(inside.model, seed), compile=inside.compile)
+        return replace(wrap_passed_model(inside.model, seed), compile=inside.compile)
     if not callable(model):
         shown = f"{model!r}" if isinstance(model, str | PathLike) else f"a {type(model).__name__}"
         raise ConfigError(

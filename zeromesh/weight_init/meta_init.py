@@ -1,4 +1,4 @@
-"""A model without its memory: built on the meta device where that loses nothing, else whole on CPU; or passed on meta."""
+"""Models without memory: built on the meta device where that loses nothing, else whole on CPU; or passed on meta."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BuiltModel:
     source: ParameterSource
     notes: tuple[str, ...] = ()
     compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    """How it was compiled as a whole when it was given; None: it was not."""
+    """How the user has compiled it as a whole before; None: not at all."""
 
 
 def build_deferred(
@@ -68,8 +68,8 @@ def build_deferred(
     return BuiltModel(model=model, source=source)
 
 
-def take_given(model: nn.Module, seed: int) -> BuiltModel:
-    """A model that was passed as it is: built, or on the meta device (partly or wholly).
+def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
+    """Wrap a model that the user has passed: built, or on the meta device (partly or wholly).
 
     What construction did to weights on meta cannot be seen any more: a note names the modules that are drawn again by
     `reset_parameters`, unless Hugging Face's `_init_weights`, which decides alone, draws them.

@@ -1,4 +1,4 @@
-"""What this rank's shards hold of the tensors that a checkpoint is made of, to be written or to be filled."""
+"""The tensors that a checkpoint is made of, and this rank's part of each, to be written or to be filled."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CheckpointState:
         return {alias: name for row in rows for alias, name in row.items()}
 
     def written(self) -> list[TensorShard]:
-        """What this rank writes: a share of what several ranks hold alike, so that together every element comes once."""
+        """The parts that this rank writes: of what several ranks hold alike a share each, so that every element is written once."""
         replicated = self._options.placements.optimizer is Placement.REPLICATED
         holders, index = self._mesh.replicate.size, self._mesh.replicate.index
         if replicated:
@@ -83,7 +83,7 @@ class CheckpointState:
         return {spec.name: buffers[spec.name] for spec in specs if first}
 
     def wanted(self) -> list[TensorShard]:
-        """What this rank needs: its whole shards, master weights rather than parameters, and all buffers."""
+        """The parts that this rank reads: its whole shards, with master weights rather than parameters, and all buffers."""
         found: list[TensorShard] = []
         for bucket in self._buckets:
             found += self._of(bucket, bucket.interval, reading=True)
@@ -94,7 +94,7 @@ class CheckpointState:
         return {self.owner_of(bucket): place for place, bucket in enumerate(self._updater.last_order)}
 
     def owner_of(self, bucket: Bucket) -> int:
-        """The number of a bucket."""
+        """The number of a bucket, by which a saver knows who owns a part."""
         return self._numbers[id(bucket)]
 
     def _kinds(self, bucket: Bucket, *, reading: bool = False) -> list[tuple[str, torch.dtype, TieredTensor]]:

@@ -80,9 +80,9 @@ class ZeroEngine:
         self._optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers)
         self._passes = Passes(built, mesh, options, self._optimizer_step, _chunks(self.units, cuts or ModelCuts()))
         self._exchanged = False
-        """Whether averaged weights and master weights have changed places."""
+        """Whether averaged weights and master weights have been exchanged."""
         self._mixed = False
-        """Whether some weights may be of one state and some of another."""
+        """Whether some weights may be older than others, because an update or a load was cut short."""
         if mesh.watch is not None:
             mesh.watch.name_units(_names_by_rank(mesh, self.units))
         self._hooks = Hooks(self.units, self._passes)
@@ -140,7 +140,7 @@ class ZeroEngine:
 
     @property
     def averaged_state(self) -> FullState:
-        """The same with averaged weights, which are the weights themselves where no average is kept."""
+        """Whole averaged weights and gradients by name. Where no average is kept, these are the weights themselves."""
         return self._access(averaged=True)
 
     def _access(self, *, averaged: bool) -> FullState:
@@ -269,7 +269,7 @@ class ZeroEngine:
         return outcome
 
     def abandon_pass(self) -> bool:
-        """Forget what an exception has cut short, so that the next pass can begin; for a rank without peers.
+        """Forget what an exception has cut short, so that the next pass can begin. Only for a rank without peers.
 
         Returns False where weights are mixed: an update had begun, or loading a checkpoint.
         """
@@ -287,7 +287,7 @@ class ZeroEngine:
         return True
 
     def _next_generation(self) -> None:
-        """Parameters are out of date everywhere: units rest, and replicated ones start to gather again."""
+        """Let all units rest after an update, as their parameters are out of date, and start to gather replicated ones again."""
         for unit in self.units:
             if unit.phase is Phase.GATHERING:
                 unit.wait()  # Nothing has used it, such as the root of a stage whose body alone runs.

@@ -1,4 +1,4 @@
-"""Reading whole parameters and gradients of a model by name, whatever ranks have of them: one bucket is gathered at a time."""
+"""Reads whole parameters and gradients of a model by name, whatever ranks have of them: one bucket is gathered at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Whole = Callable[[Bucket], torch.Tensor | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Known:
-    """A whole parameter, as the stage that has it knows it."""
+    """What all ranks know of a whole parameter, from the stage of the pipeline that has it."""
 
     name: str
     other_names: tuple[str, ...]
@@ -36,7 +36,7 @@ class _Known:
     trainable: bool
 
     def empty(self, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
-        """Memory for it."""
+        """Memory for the whole parameter."""
         return torch.empty(self.shape, dtype=dtype or getattr(torch, self.dtype), device=device)
 
 
@@ -70,7 +70,7 @@ class FullState:
         self._regions = self._regions_of_ranks()
 
     def _known_by_stages(self) -> list[list[_Known]]:
-        """What each stage of a pipeline has, a parameter that several have with the first of them alone."""
+        """The parameters of each stage of a pipeline; one that several stages have counts for the first of them alone."""
         own = [
             [
                 slot.spec.name,
@@ -96,7 +96,7 @@ class FullState:
         return stages
 
     def _regions_of_ranks(self) -> dict[str, list[Region]]:
-        """What each rank of the tensor axis has of the parameters of this stage that are divided."""
+        """The regions that each rank of the tensor axis has of the divided parameters of this stage, by name."""
         divided = {
             slot.spec.name: [[(each.start, each.end) for each in dim] for dim in slot.spec.region.dims]
             for _, slot in self._slots
@@ -137,7 +137,7 @@ class FullState:
                 yield spec.name, pipeline.broadcast_(value.contiguous(), stage, f"reading of {spec.name}")
 
     def stored_specs(self) -> list[TensorSpec]:
-        """What `stored` gives: of parameters the dtype of their master weights, or the model's where they are frozen."""
+        """The tensors that `stored` yields: parameters in the dtype of their master weights; frozen ones in that of the model."""
         found = [
             TensorSpec(kind=MODEL, name=each.name, dtype=getattr(torch, each.dtype), shape=each.shape)
             for known in self._stages
@@ -151,12 +151,12 @@ class FullState:
         yield from self.buffers()
 
     def parameter(self, fqn: str) -> torch.Tensor:
-        """One parameter whole."""
+        """One whole parameter, a copy in the dtype of its master weights."""
         known = self._find(fqn)[1]
         return next(self._of_all_stages(lambda each: each is known, self._weights, None))[1].clone()
 
     def gradient(self, fqn: str) -> torch.Tensor | None:
-        """One gradient whole, in the dtype of the sum, between backward and update; None for a frozen parameter.
+        """One whole gradient, in the dtype of the sum, between backward and update; None for a frozen parameter.
 
         It is scaled as the last backward left it: a loss scale is still in it, clipping is not.
 
@@ -214,7 +214,7 @@ class FullState:
     def _show(
         self, known: _Known, value: torch.Tensor, dtype: torch.dtype, restore: list[Callable[[], None]]
     ) -> nn.Parameter:
-        """Let the model's parameter, or one that stands in for it, hold a copy of `value`; `restore` gets what undoes that."""
+        """Let the model's parameter, or a stand-in, hold a copy of `value`; a call that undoes that is added to `restore`."""
         names = (known.name, *known.other_names)
         modules = [(self._model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
         here, *others = [module._parameters.get(leaf) for module, leaf in modules]
@@ -257,7 +257,10 @@ class FullState:
     def _of_all_stages(
         self, wanted: Callable[[_Known], bool], whole: _Whole, dtype: torch.dtype | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """What `whole` makes of buckets, as whole tensors on all ranks. `dtype` None is that of the parameter's master weights."""
+        """Whole tensors of the wanted parameters, on all ranks, cut from what `whole(bucket)` gathers.
+
+        `dtype` None is the dtype of the master weights.
+        """
         pipeline = self._mesh.pipeline
         for stage, known in enumerate(self._stages):
             chosen = [each for each in known if wanted(each)]
@@ -281,7 +284,7 @@ class FullState:
                     yield slot.spec.name, self._joined(slot, full[slot.where.start : slot.where.end])
 
     def _joined(self, slot: ParameterSlot, local: torch.Tensor) -> torch.Tensor:
-        """The whole tensor, of what the ranks of the tensor axis have of it."""
+        """The whole tensor, joined from the parts that the ranks of the tensor axis have."""
         regions = self._regions.get(slot.spec.name)
         if regions is None:
             return local.view(slot.spec.shape)

@@ -63,7 +63,7 @@ class MemoryModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Setting:
-    """What the terms depend on beside the layout. `kept` tells of each unit whether its parameters stay gathered."""
+    """What the terms depend on beside the layout. `kept`: whether the parameters of each unit stay gathered."""
 
     options: ZeroOptions
     parts: int
@@ -138,7 +138,7 @@ class _Rest:
 
 
 def _resting(layout: BucketLayout, setting: _Setting, *, stays: bool) -> Iterator[_Rest]:
-    """What a bucket's shard has for itself, as `build_units` allocates it."""
+    """The tensors of a bucket's shard, as `build_units` allocates them."""
     spec, own, options = layout.first, setting.own(layout), setting.options
     offload = options.offload
     trained = spec.requires_grad and spec.dtype.is_floating_point
@@ -161,7 +161,7 @@ def _resting(layout: BucketLayout, setting: _Setting, *, stays: bool) -> Iterato
 
 
 def _leaving_bytes(trained: Sequence[BucketLayout], setting: _Setting) -> int:
-    """Gradient shards that are summed in memory before they go to rest elsewhere: those that leave, and the next one."""
+    """Bytes of gradient shards that are in memory on their way to another tier: those that leave, and the next one."""
     options = setting.options
     lengths = sorted((setting.own(layout) for layout in trained), reverse=True)
     if (
@@ -174,7 +174,7 @@ def _leaving_bytes(trained: Sequence[BucketLayout], setting: _Setting) -> int:
 
 
 def _staging_bytes(buckets: Sequence[tuple[BucketLayout, bool]], setting: _Setting, *, on_files: bool) -> int:
-    """Buffers of the stream, and those of the threads of the file tier."""
+    """Bytes of the buffers of the update stream, and of the threads of the file tier."""
     width = longest = 0
     offload, device = setting.options.offload, setting.device
     for layout, stays in buckets:
@@ -235,7 +235,7 @@ def _ring_bytes(trained: Sequence[BucketLayout], setting: _Setting) -> int:
 
 
 def _passing_bytes(layouts: Sequence[Sequence[BucketLayout]], setting: _Setting) -> int:
-    """The root, and the largest `prefetch` + 1 units that follow each other, of those that are not kept."""
+    """Bytes of the root, and of the largest `prefetch` + 1 units that follow each other, of those that are not kept."""
     root, *others = [
         0 if stays else int(setting.share * sum(layout.nbytes for layout in unit))
         for unit, stays in zip(layouts, setting.kept, strict=True)

@@ -23,7 +23,7 @@ from zeromesh.trainer.losses.trial import InFloat64
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.lora import add_lora
 from zeromesh.trainer.models.peft import adapter_names, is_adapted, pretrained_of
-from zeromesh.weight_init.meta_init import BuiltModel, take_given
+from zeromesh.weight_init.meta_init import BuiltModel, wrap_passed_model
 
 RANK = 3
 PAIRS = 2 * len(TARGETS)
@@ -182,7 +182,7 @@ def test_adapters_over_weights_that_are_nowhere_yet() -> None:
 def test_adapters_do_not_depend_on_how_the_model_was_built() -> None:
     section = LoraSection(rank=2, targets="all-linear")
     deferred = add_lora(built(), section, "causal_lm", 3).model
-    whole = add_lora(take_given(llama(), 3), section, "causal_lm", 3).model
+    whole = add_lora(wrap_passed_model(llama(), 3), section, "causal_lm", 3).model
     found = {name: p for name, p in deferred.named_parameters() if p.requires_grad}
     wanted = {name: p for name, p in whole.named_parameters() if p.requires_grad}
     assert found.keys() == wanted.keys()
@@ -245,12 +245,12 @@ def test_what_cannot_have_adapters_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match=r"model\.lora: no adapters can be added: .*no_such_layer"):
         add_lora(built(), section, "causal_lm", 0)
     with pytest.raises(ConfigError, match="adapters are for models of transformers, and this is a Linear"):
-        add_lora(take_given(nn.Linear(2, 2), 0), section, "base", 0)
+        add_lora(wrap_passed_model(nn.Linear(2, 2), 0), section, "base", 0)
     twice = llama()
     twice.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
     for model in (adapted(), twice):
         with pytest.raises(ConfigError, match=r"model\.lora: the model has adapters already; leave this out"):
-            add_lora(take_given(model, 0), LoraSection(rank=2), "causal_lm", 0)
+            add_lora(wrap_passed_model(model, 0), LoraSection(rank=2), "causal_lm", 0)
     prompts = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(ConfigError, match="adapters that learn prompts make targets of their own"):
         make_loss(prompts)

@@ -13,7 +13,7 @@ import transformers as tf
 from torch import nn
 
 from zeromesh.errors import LayoutError
-from zeromesh.weight_init.meta_init import build_deferred, take_given
+from zeromesh.weight_init.meta_init import build_deferred, wrap_passed_model
 from zeromesh.weight_init.weight_sources import (
     BuiltSource,
     LostValuesError,
@@ -264,5 +264,5 @@ def test_partly_built_models_keep_what_they_have() -> None:
     source = source_for(model, seed=0)
     assert torch.equal(source.read("0.weight", 0, 4), model[0].weight.detach().reshape(-1))
     assert not source.read("1.weight", 0, 4).isnan().any()
-    (note,) = take_given(model, seed=0).notes
+    (note,) = wrap_passed_model(model, seed=0).notes
     assert "weights of 1 are drawn by `reset_parameters`" in note
