@@ -30,7 +30,7 @@ _CONVERTED = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierChoice:
-    """Where something rests: `fraction` of it on `tier`, the rest on the device. `none` is the device alone.
+    """The place where something rests: `fraction` of it on `tier`, the rest on the device. `none` is the device alone.
 
     Raises:
         ConfigError: for a tier that there is not, or a fraction that is none.
@@ -51,22 +51,22 @@ class TierChoice:
         return self.tier != "none" and self.fraction > 0
 
     def leaves(self, device: torch.device) -> bool:
-        """Whether any of it leaves the memory of `device`. A CPU's own memory is the host's."""
+        """Tell whether any of it leaves the memory of `device`. A CPU's own memory is the host's."""
         return self.away and (self.tier == "file" or device.type != "cpu")
 
     def on(self, tier: Tier, numel: int) -> int:
-        """How many of `numel` elements rest on a tier."""
+        """Return how many of `numel` elements rest on a tier."""
         cut = self.cut(numel)
         if tier is Tier.DEVICE:
             return numel - cut
         return cut if tier.value == self.tier else 0
 
     def in_reach(self, numel: int, device: torch.device) -> bool:
-        """Whether `numel` elements lie in one piece of the memory of `device`."""
+        """Tell whether `numel` elements lie in one piece of the memory of `device`."""
         return self.cut(numel) == 0 or (self.cut(numel) == numel and not self.leaves(device))
 
     def cut(self, numel: int) -> int:
-        """How many of `numel` elements rest on the tier: the first ones."""
+        """Return how many of `numel` elements rest on the tier: the first ones."""
         if not self.away:
             return 0
         return numel if self.fraction >= 1 else min(numel, -(-int(numel * self.fraction) // GRAIN) * GRAIN)
@@ -93,7 +93,7 @@ class TieredTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> TieredTensor:
-        """One that looks at a flat tensor."""
+        """Make one that views a flat tensor."""
         return cls(tensor.dtype, [TieredPart(start=0, end=tensor.numel(), tier=tier, memory=tensor)])
 
     @property
@@ -102,7 +102,7 @@ class TieredTensor:
         return self.numel * self.dtype.itemsize
 
     def bytes_on(self, tier: Tier) -> int:
-        """Bytes of one tier."""
+        """Sum the bytes on one tier."""
         return sum((part.end - part.start) * self.dtype.itemsize for part in self.parts if part.tier is tier)
 
     def view(self, start: int, end: int, device: torch.device) -> torch.Tensor | None:

@@ -105,11 +105,11 @@ class Tiers:
         return () if self._file is None else (self._file,)
 
     def waited(self) -> dict[Tier, WaitTime]:
-        """How long callers have waited for each tier that makes them wait."""
+        """Return how long callers have waited for each tier that makes them wait."""
         return dict.fromkeys([Tier.FILE], self._file.waits) if self._file is not None else {}
 
     def seconds_waited(self) -> float:
-        """How long callers have waited for all tiers so far."""
+        """Return the seconds that callers have waited for all tiers so far."""
         return self._file.waits.total if self._file is not None else 0.0
 
     def check(self) -> None:

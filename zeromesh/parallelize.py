@@ -80,7 +80,7 @@ def divide(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Divided:
     cut = plan_cut(model, anatomy, count, options.stages, options.balance) if anatomy is not None else None
     outside = copies_outside(model, anatomy) if anatomy is not None else None
     tensor = _divide_layers(model, mesh, options) if mesh.tensor.size > 1 else None
-    parts, notes = (tensor.parts, tensor.notes) if tensor is not None else ({}, ())
+    parts, notes = (tensor.parts, tensor.plan.notes) if tensor is not None else ({}, ())
     if anatomy is None or cut is None:
         return Divided(cuts=ModelCuts(parts=parts), tensor=tensor, notes=notes)
     ranks = mesh.pipeline.size

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
@@ -173,29 +174,28 @@ class PinnedCopy(SavedTensor):
         return tensor, copied
 
 
+@dataclass(eq=False, slots=True)
 class PendingWrite:
     """A write from memory to a slot, which begins when `copied` has happened. `sources` has the memory until it has ended.
 
     The room in the file lasts as long as this, and as whatever reads from it. The writer keeps this until that is over.
     """
 
-    def __init__(self, source: Reservation, slot: FileSlot, room: Reservation, copied: torch.cuda.Event | None) -> None:
-        self.sources = [source]
-        self.copied = copied
-        self._slot, self._room = slot, room
-        self._transfer: Transfer | None = None
+    sources: list[Reservation]
+    slot: FileSlot
+    room: Reservation
+    copied: torch.cuda.Event | None
+    _transfer: Transfer | None = None
 
     def advance(self) -> None:
         """Begin, if that has not been done and the bytes are there. Raises `StorageError`."""
         copied = self.copied is None or self.copied.query()  # type: ignore[no-untyped-call]
         if copied and self._transfer is None:
-            self._transfer = self._slot.write(0, self.sources[0].memory)
-            self._transfer.on_end(
-                self.sources.clear
-            )  # A method of the list: one of this object would keep itself alive.
+            self._transfer = self.slot.write(0, self.sources[0].memory)
+            self._transfer.on_end(self.sources.clear)  # Of the list: a method of this object would keep itself alive.
 
     def over(self) -> bool:
-        """Whether `finish` would return at once."""
+        """Tell whether `finish` would return at once."""
         return self._transfer is not None and self._transfer.done()
 
     def finish(self) -> None:
@@ -210,8 +210,8 @@ class PendingWrite:
     def read(self, out: torch.Tensor) -> Transfer:
         """Start to fill `out` from the file. Raises `StorageError` where the file has not got the bytes."""
         self.finish()
-        read = self._slot.read(0, out)
-        read.on_end(partial(_let_go, self._room))
+        read = self.slot.read(0, out)
+        read.on_end(partial(_let_go, self.room))
         return read
 
 

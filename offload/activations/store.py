@@ -114,7 +114,7 @@ class ActivationStore:
         return self._reserved - self._free.free
 
     def away_of(self, blocks: int) -> int:
-        """How many of a pass's `blocks` have inputs that leave: the first ones."""
+        """Return how many of a pass's `blocks` have inputs that leave: the first ones."""
         return max(1, round(blocks * self._choice.fraction)) if self._choice.away else 0
 
     @contextmanager
@@ -133,7 +133,7 @@ class ActivationStore:
             call.end()
 
     def moves(self, value: object) -> bool:
-        """Whether the store keeps copies of a value: of hidden states, and neither of parameters nor of masks."""
+        """Tell whether the store keeps copies of a value: of hidden states, and neither of parameters nor of masks."""
         if type(value) is not torch.Tensor or value.layout is not torch.strided or not value.numel():
             return False  # Subclasses and sparse tensors are more than their bytes.
         return value.requires_grad and not value.is_leaf and value.device.type == self._tiers.device.type
@@ -193,7 +193,7 @@ class ActivationStore:
         slot, room = self._take_room(meta.nbytes)
         source = self._on_host(meta.nbytes)
         copied = self._copy_out(tensor, meta.view(source.memory))
-        write = PendingWrite(source, slot, room, copied)
+        write = PendingWrite([source], slot, room, copied)
         self._writes.append(write)
         write.advance()
         return FileCopy(self._on_host, write, meta)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
@@ -50,17 +50,17 @@ class Transfer:
 
     @classmethod
     def failing(cls, error: StorageError) -> Transfer:
-        """One that has failed before it began."""
+        """Make a transfer that has failed before it began."""
         piece: Future[None] = Future()
         piece.set_exception(error)
         return cls([piece])
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Tell whether `wait` would return, or raise, at once."""
         return all(piece.done() for piece in self._pieces)
 
     def failed(self) -> bool:
-        """Whether a piece that has ended went wrong."""
+        """Tell whether a piece that has ended went wrong."""
         return any(piece.done() and (piece.cancelled() or piece.exception() is not None) for piece in self._pieces)
 
     def wait(self) -> None:
@@ -76,7 +76,7 @@ class Transfer:
             piece.result()
 
     def ordering(self) -> AbstractContextManager[None]:
-        """Inside the block, what is launched on a device comes after these bytes; what was launched before goes on beside them.
+        """Have what is launched on a device inside the block come after these bytes, beside which what was launched before goes on.
 
         Raises as `wait` does.
         """
@@ -95,22 +95,17 @@ class Transfer:
 
     def on_end(self, call: Callable[[], None]) -> None:
         """Call once when all pieces have ended, well or not; from another thread, or now if that is past."""
-        left = len(self._pieces)
-        if not left:
+        if not self._pieces:
             call()
             return
-        lock = threading.Lock()
+        ended, last = itertools.count(1), len(self._pieces)  # No two threads get the same number.
 
-        def one(_piece: Future[None]) -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                last = left == 0
-            if last:
+        def count(_piece: Future[None]) -> None:
+            if next(ended) == last:
                 call()
 
         for piece in self._pieces:
-            piece.add_done_callback(one)
+            piece.add_done_callback(count)
 
 
 DONE = Transfer()

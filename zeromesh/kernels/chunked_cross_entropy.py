@@ -29,7 +29,7 @@ _ROW_ELEMENTS_ACCELERATOR = 2**24  # there a block has to be worth its kernel la
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitChange:
-    """What a model does to each logit z before its loss: `scale * z`, or `cap * tanh(scale * z / cap)` unless `cap` is 0.
+    """A change that a model makes to each logit z before its loss: `scale * z`, or `cap * tanh(scale * z / cap)` unless `cap` is 0.
 
     Gemma 2 and 3 cap their logits (arXiv:2408.00118); Cohere and Granite scale them.
     """
@@ -42,7 +42,7 @@ class LogitChange:
         return f"a factor of {self.scale:g}{cap}"
 
     def close_to(self, other: LogitChange) -> bool:
-        """Whether it is the same but for rounding to 16 bits."""
+        """Tell whether it is the same but for rounding to 16 bits."""
         return math.isclose(self.scale, other.scale, rel_tol=1e-2) and math.isclose(self.cap, other.cap, rel_tol=1e-2)
 
     def apply_(self, logits: torch.Tensor) -> torch.Tensor | None:
@@ -71,7 +71,7 @@ def chunked_cross_entropy(
     change: LogitChange = UNCHANGED,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Sum of the cross entropy losses of `hidden @ weight.T + bias`, changed by `change`, over the targets that are
+    """Sum the cross entropy losses of `hidden @ weight.T + bias`, changed by `change`, over the targets that are
     not `ignore_index`.
 
     Args:
@@ -137,7 +137,7 @@ def summed_loss(
 
 
 def chunk_for(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> int:
-    """The number of tokens in a chunk that needs the least memory, in elements of [tokens, hidden] x [vocab,
+    """Choose the number of tokens in a chunk that needs the least memory, in elements of [tokens, hidden] x [vocab,
     hidden].
 
     In fp32 and wider, chunks add into the gradient itself: small ones are best, and 256 tokens are enough for

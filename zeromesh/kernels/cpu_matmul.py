@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import functional
@@ -184,24 +184,21 @@ wide_linear.register_autograd(_gradients, setup_context=_keep)
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`torch.nn.functional.linear`, in the dtype in which it is fastest."""
     if _is_widened(x, weight):
-        wide: torch.Tensor = wide_linear(x, weight, bias)
-        return wide
+        return cast(torch.Tensor, wide_linear(x, weight, bias))
     return functional.linear(x, weight, bias)
 
 
 def linear_grad_x(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`grad @ weight`, the gradient of the input of `linear`; nothing is recorded for autograd."""
     if _is_widened(grad, weight):
-        wide: torch.Tensor = _grad_x(grad, weight)
-        return wide
+        return cast(torch.Tensor, _grad_x(grad, weight))
     return torch.matmul(grad, weight)
 
 
 def linear_grad_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """`grad.T @ x` over all dims but the last, the gradient of the weight of `linear`; nothing is recorded for autograd."""
     if _is_widened(grad, x):
-        wide: torch.Tensor = _grad_weight(grad, x)
-        return wide
+        return cast(torch.Tensor, _grad_weight(grad, x))
     return torch.mm(grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
 
 

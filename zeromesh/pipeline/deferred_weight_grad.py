@@ -1,4 +1,4 @@
-"""Gradients of linear weights, computed apart from the rest of backward: the W of zero-bubble schedules.
+"""Computes gradients of linear weights apart from the rest of backward: the W of zero-bubble schedules.
 
 Backward computes the gradient of a linear layer's input at once, as the stage before waits for it, and queues the two factors of
 the weight's gradient. Later these are multiplied, and a backward through the parameter alone accumulates the product: it reaches
@@ -122,7 +122,7 @@ class _DeferredLinear(torch.autograd.Function):
 def defer_weights(model: nn.Module, blocks: Iterable[nn.Module], queue: WeightQueue) -> Callable[[], None]:
     """Have the linear layers in `blocks` use a queue; returns a call that puts them back.
 
-    Only weights of which nothing else in `model` has a share: another's gradient would come at another time. Layers that are
+    Only weights that nothing else in `model` shares are deferred: another's gradient would come at another time. Layers that are
     computed otherwise than `torch.nn.Linear` and GPT-2's transposed ones stay as they are; their gradients come at once.
     """
     holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())

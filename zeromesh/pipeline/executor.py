@@ -26,7 +26,7 @@ class StageRunner(Protocol):
     """Computes actions. Tensors that it returns are sent, its arguments have been received; at the ends there are none."""
 
     def signature(self, microbatch: int) -> Hashable:
-        """What the shapes of activations depend on; equal on all ranks (the shapes of the batch, and whether it trains)."""
+        """Return what the shapes of activations depend on (the batch's shapes, whether it trains); equal on all ranks."""
 
     def forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run a microbatch through a chunk. Of what is received, tensors that need a gradient require one."""
@@ -43,7 +43,7 @@ class StageRunner(Protocol):
 
 
 def signature_of(batch: Mapping[str, Any]) -> Hashable:
-    """The `StageRunner.signature` of a microbatch: its tensors by name, shape and dtype, and whether gradients are wanted."""
+    """Return the signature of a microbatch: its tensors by name, shape and dtype, and whether gradients are wanted."""
     shapes = [
         (name, tuple(value.shape), str(value.dtype))
         for name, value in sorted(batch.items())
@@ -53,7 +53,7 @@ def signature_of(batch: Mapping[str, Any]) -> Hashable:
 
 
 def take_gradient(received: torch.Tensor) -> torch.Tensor:
-    """The gradient that backward left at what a stage received, and leaves there no longer; zeros where nothing depends on it."""
+    """Take away the gradient that backward left at what a stage received; zeros where nothing depends on it."""
     gradient, received.grad = received.grad, None
     return torch.zeros_like(received) if gradient is None else gradient
 
@@ -172,7 +172,7 @@ def _spans(actions: Sequence[Action], moments: Sequence[float]) -> tuple[ActionT
 
 
 def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubble:
-    """The bubble, predicted and measured. `times` has start and end of each action of each rank, in seconds."""
+    """Compute the bubble, predicted and measured. `times` has start and end of each action of each rank, in seconds."""
     timeline = Timeline(spans=tuple(map(_spans, schedule.actions, times)))
     kinds: dict[tuple[int, Kind, int], list[float]] = {}
     for rank, each in enumerate(timeline.spans):

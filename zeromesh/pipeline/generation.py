@@ -1,4 +1,4 @@
-"""The forward of a model in stages as a loop over tokens calls it; each stage keeps the keys and values of its own blocks.
+"""Runs the forward of a model in stages for a loop over tokens; each stage keeps the keys and values of its own blocks.
 
 Every rank of the pipeline runs the same loop and is given the same logits, so that all of them choose the same tokens.
 """

@@ -42,11 +42,11 @@ class Pipeline:
         return self.stages.is_last(self._chunks - 1)
 
     def schedule(self, microbatches: int) -> PipelineSchedule:
-        """The order in which a step of so many microbatches runs."""
+        """Return the order in which a step of so many microbatches runs."""
         return make_schedule(self._name, ranks=self._ranks, microbatches=microbatches, chunks=self._chunks)
 
     def train(self, passes: Passes, work: Sequence[MicrobatchWork], loss: LossOf) -> list[torch.Tensor]:
-        """Forward and backward of a step's microbatches; returns their losses on the last stage, zeros elsewhere.
+        """Run forward and backward of a step's microbatches; returns their losses on the last stage, zeros elsewhere.
 
         Raises:
             CollectiveError: when a neighbour is gone or late.
@@ -69,7 +69,7 @@ class Pipeline:
         return StagedForward(self._executor, self.stages, microbatches=microbatches, call=call)
 
     def bubble(self) -> Bubble | None:
-        """How much of the latest step ranks have stood still, predicted and measured; None before the first."""
+        """Return how much of the latest step ranks have stood still, predicted and measured; None before the first."""
         return self._executor.bubble(self._measured) if self._measured is not None else None
 
     def restore(self) -> None:

@@ -18,7 +18,7 @@ from zeromesh.tensor.autograd_collectives import uncompiled
 
 
 class ShardedRandomness:
-    """What is drawn between `enter` and `leave` is this rank's own. `active` is false for a model that draws nothing."""
+    """Makes what is drawn between `enter` and `leave` this rank's own. `active` is false for a model that draws nothing."""
 
     def __init__(self, rank: int, device: torch.device, *, active: bool = True) -> None:
         self.active = active
@@ -34,7 +34,7 @@ class ShardedRandomness:
 
     @uncompiled
     def enter(self) -> None:
-        """Activations are divided from here on. Does nothing where they already are."""
+        """Draw this rank's own numbers from here on, for activations that are divided. Does nothing where that is so already."""
         if not self.active or self.entered:
             return
         common = int(torch.randint(2**62, (), device="cpu"))
@@ -47,7 +47,7 @@ class ShardedRandomness:
 
     @uncompiled
     def leave(self) -> None:
-        """All ranks have the same activations again. Does nothing where they already do."""
+        """Draw the same numbers on all ranks again, for equal activations. Does nothing where that is so already."""
         if not self.active or not self.entered:
             return
         torch.set_rng_state(self._states[0])
@@ -57,7 +57,7 @@ class ShardedRandomness:
 
     @contextmanager
     def sharded(self) -> Iterator[None]:
-        """Inside the block activations are divided."""
+        """Draw this rank's own numbers inside the block, for activations that are divided."""
         self.enter()
         try:
             yield

@@ -46,7 +46,7 @@ class _Linear(nn.Module):
 
 
 class ColumnParallelLinear(_Linear):
-    """Some outputs of a linear layer, of all of its input.
+    """Computes some outputs of a linear layer, of all of its input.
 
     Args:
         source: hands out the input, together with other layers that read it.
@@ -69,7 +69,7 @@ class ColumnParallelLinear(_Linear):
         self._gathered = gathered
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [..., in] to [..., this rank's outputs], or to [..., all outputs] where they are gathered."""
+        """Project `x` [..., in] to [..., this rank's outputs], or to [..., all outputs] where they are gathered."""
         out = self._source.project(x, self._number, self.weight, self.bias)
         if self._gathered is not None:
             return autograd_collectives.gather(out, -1, self._source.exchange, self._gathered)
@@ -79,7 +79,7 @@ class ColumnParallelLinear(_Linear):
 
 
 class SlicedColumnLinear(_Linear):
-    """All of a linear layer's weight, of which `rows` of outputs are computed; its gradient is partial.
+    """Has all of a linear layer's weight and computes `rows` of its outputs, so that the weight's gradient is partial.
 
     For fused projections where ranks share rows: the key and value heads of multi-query attention.
     """
@@ -94,7 +94,7 @@ class SlicedColumnLinear(_Linear):
         self._randomness = randomness
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [..., in] to [..., this rank's outputs]."""
+        """Project `x` [..., in] to [..., this rank's outputs]."""
         whole, _ = self._source.take(x)
         weight = self._some(self.weight.t() if self.transposed else self.weight)
         out = linear(whole, weight, None if self.bias is None else self._some(self.bias))
@@ -134,7 +134,7 @@ class RowParallelLinear(_Linear):
         self._splits = splits
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [..., this rank's inputs] to [..., out]; along the sequence, a share of it."""
+        """Project `x` [..., this rank's inputs] to [..., out]; along the sequence, a share of it."""
         if self._splits is not None:
             x = autograd_collectives.split(x, -1, self._exchange, self._splits)
         if self._source is not None:
@@ -150,7 +150,7 @@ class RowParallelLinear(_Linear):
 def lookup_own(
     lookup: Callable[[torch.Tensor], torch.Tensor], tokens: Interval, exchange: Exchange, ids: torch.Tensor
 ) -> torch.Tensor:
-    """Vectors `[*ids.shape, features]` of integer `ids`, the same on all ranks.
+    """Return vectors `[*ids.shape, features]` of integer `ids`, the same on all ranks.
 
     `lookup` makes this rank's, of the numbers that its `tokens` have here; vectors of other tokens come from the other ranks.
     """
@@ -174,7 +174,7 @@ class VocabParallelEmbedding(nn.Module):
         self._exchange = exchange
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Integer `ids` of any shape to `[*ids.shape, features]`, the same on all ranks."""
+        """Look up integer `ids` of any shape; returns `[*ids.shape, features]`, the same on all ranks."""
         return lookup_own(self._own, self._tokens, self._exchange, ids)
 
     def _own(self, local: torch.Tensor) -> torch.Tensor:
@@ -242,7 +242,7 @@ def divided_experts(
 def latent_and_rotary(
     forward: Callable[[torch.Tensor], torch.Tensor], latent: int, exchange: Exchange, x: torch.Tensor
 ) -> torch.Tensor:
-    """Outputs [..., latent + rotary] of a projection that is whole on all ranks (multi-head latent attention, DeepSeek-V2 2024).
+    """Compute outputs [..., latent + rotary] of a projection that is whole on all ranks (multi-head latent attention, DeepSeek-V2).
 
     Keys are made of the latent ones by column layers, which sum the gradient; the rotary ones go to this rank's heads as they are.
     """

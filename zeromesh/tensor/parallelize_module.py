@@ -1,4 +1,4 @@
-"""Changes a model in place so that this rank has and computes its part of it, as a `TensorPlan` says.
+"""Changes a model in place so that this rank has and computes its part of it, by a `TensorPlan`.
 
 Modules keep their names, and so do parameters; code of the model stays as it is. With `sequence`, blocks of the model pass on
 shares of the sequence:
@@ -42,7 +42,7 @@ from zeromesh.tensor.shared_input import SequenceShares, SharedInput
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallelized:
-    """What `parallelize` made of a model."""
+    """A model after `parallelize`: the parts that this rank has, and what puts the whole model back."""
 
     plan: TensorPlan
     parts: Mapping[str, ParameterPart]
@@ -53,7 +53,6 @@ class Parallelized:
     randomness: ShardedRandomness
     shares: SequenceShares | None
     """The shares of the sequence that blocks pass on; None where they pass on all of it."""
-    notes: tuple[str, ...]
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def restore(self) -> None:
@@ -143,7 +142,6 @@ class _Application:
             head=head,
             randomness=self.randomness,
             shares=self.shares,
-            notes=self.plan.notes,
             _undo=self.undo,
         )
 
@@ -234,7 +232,7 @@ class _Application:
 
 
 def _with_biases(forward: Callable[..., Any], own: Interval, heads: int, *args: Any, **kwargs: Any) -> Any:
-    """The forward of an attention that is given position biases of all heads, and maybe a mask with them.
+    """Run an attention whose arguments have position biases of all heads, and maybe a mask with them, on this rank's heads.
 
     `alibi` is [batch x heads, 1, sequence] or [batch, heads, 1, sequence], a mask with them [batch, heads, sequence, sequence].
     """

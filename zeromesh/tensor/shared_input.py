@@ -22,7 +22,7 @@ from zeromesh.tensor.autograd_collectives import Gradients, share_of_dim, uncomp
 
 
 class SequenceShares:
-    """How the residual stream of a model lies on the ranks: equal shares of the sequence, or all of it on each.
+    """The residual stream of a model on the ranks: equal shares of the sequence, or all of it on each.
 
     Where gradients are recorded it is always shared out. Elsewhere (`generate` takes single tokens) a sequence whose length is no
     multiple of the ranks stays whole.
@@ -37,7 +37,7 @@ class SequenceShares:
         return self._shared or torch.is_grad_enabled()
 
     def enter(self, length: int) -> bool:
-        """Decide for a sequence of `length` that enters the blocks; whether it is to be shared out.
+        """Decide for a sequence of `length` that enters the blocks, and return whether it is to be shared out.
 
         Raises:
             LayoutError: when it cannot be shared out while gradients are recorded.
@@ -51,7 +51,7 @@ class SequenceShares:
         return self._shared
 
     def whole(self, length: int) -> int:
-        """The length of the sequence of which blocks pass on `length`."""
+        """Return the length of the sequence of which blocks pass on `length`."""
         return length * self.exchange.size if self.active else length
 
 
@@ -101,21 +101,18 @@ class _Seen:
     left: int
 
 
+@dataclass(eq=False, slots=True)
 class SharedInput:
-    """Hands the same input to all layers that read it.
+    """Hands the same input to all layers that read it."""
 
-    Args:
-        shares: the input is a share of the sequence, and the layers need all of it. None: every rank has all of it.
-        before: the shares are put together before the input is read (`joined`), since code around the layers reads its shape.
-    """
-
-    def __init__(self, exchange: Exchange, shares: SequenceShares | None = None, *, before: bool = False) -> None:
-        self.exchange = exchange
-        self.shares = shares
-        self.before = before
-        self._members: list[Any] = []
-        self._seen: _Seen | None = None
-        self._joined: tuple[torch.Tensor, torch.Tensor] | None = None
+    exchange: Exchange
+    shares: SequenceShares | None = None
+    """The input is a share of the sequence, and the layers need all of it. None: every rank has all of it."""
+    before: bool = False
+    """The shares are put together before the input is read (`joined`), since code around the layers reads its shape."""
+    _members: list[Any] = field(default_factory=list)
+    _seen: _Seen | None = None
+    _joined: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def join(self, member: nn.Module) -> int:
         """Add a layer that will read the input, whose `weight` is `[in, out]` if it is `transposed`; returns its number."""

@@ -27,7 +27,7 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 class Kind(Enum):
-    """What an action does with a microbatch in a chunk."""
+    """The kinds of work that a rank does for a microbatch in a chunk."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -76,7 +76,7 @@ class PipelineSchedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """What one action sends to another rank: activations to the stage after, or gradients to the stage before."""
+    """The message of one action to another rank: activations to the stage after, or gradients to the stage before."""
 
     source: int
     target: int
@@ -91,7 +91,7 @@ class Message:
 
 
 def sent_by(schedule: PipelineSchedule, rank: int, action: Action) -> Message | None:
-    """What an action sends; None at the ends of the pipeline and for gradients of weights. Source and target may be one rank."""
+    """Return what an action sends; None at the ends of the pipeline and for gradients of weights. Both ranks may be one."""
     stage = schedule.stage(rank, action.chunk)
     if action.kind is Kind.FORWARD and stage + 1 < schedule.stages:
         return _message(schedule, stage, stage + 1, action.microbatch)
@@ -101,7 +101,7 @@ def sent_by(schedule: PipelineSchedule, rank: int, action: Action) -> Message | 
 
 
 def received_by(schedule: PipelineSchedule, rank: int, action: Action) -> Message | None:
-    """What an action waits for, as `sent_by` has it."""
+    """Return what an action waits for; None where it waits for nothing."""
     stage = schedule.stage(rank, action.chunk)
     if action.kind is Kind.FORWARD and stage > 0:
         return _message(schedule, stage - 1, stage, action.microbatch)
@@ -122,7 +122,7 @@ def _message(schedule: PipelineSchedule, source: int, target: int, microbatch: i
 
 
 def make_schedule(name: ScheduleName, *, ranks: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
-    """The schedule of that name.
+    """Make the schedule of that name.
 
     Raises:
         LayoutError: for a name that does not exist, a number below 1, or chunks with a schedule that takes one.
@@ -139,7 +139,7 @@ def make_schedule(name: ScheduleName, *, ranks: int, microbatches: int, chunks: 
 
 
 def gpipe(*, ranks: int, microbatches: int) -> PipelineSchedule:
-    """All forwards, then all backwards (Huang et al., "GPipe", 2019). All microbatches are in flight at once."""
+    """Run all forwards, then all backwards (Huang et al., "GPipe", 2019). All microbatches are in flight at once."""
 
     def actions(_rank: int) -> Iterator[Action]:
         return chain(_each(Kind.FORWARD, microbatches), _each(Kind.BACKWARD, microbatches))
@@ -148,7 +148,7 @@ def gpipe(*, ranks: int, microbatches: int) -> PipelineSchedule:
 
 
 def forward_only(*, ranks: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
-    """All forwards: evaluation, and one token of generation. Microbatches take turns on the chunks, as in `interleaved`."""
+    """Run all forwards: for evaluation, and one token of generation. Microbatches take turns on the chunks, as in `interleaved`."""
 
     def actions(_rank: int) -> Iterator[Action]:
         yield from (Action(kind=Kind.FORWARD, chunk=c, microbatch=m) for c, m in _turns(ranks, microbatches, chunks))
@@ -157,7 +157,7 @@ def forward_only(*, ranks: int, microbatches: int, chunks: int = 1) -> PipelineS
 
 
 def one_f_one_b(*, ranks: int, microbatches: int) -> PipelineSchedule:
-    """Forwards until the last rank can begin backwards, then one of each in turn (Narayanan et al., "PipeDream", 2019, flushed
+    """Run forwards until the last rank can begin backwards, then one of each in turn (Narayanan et al., "PipeDream", 2019, flushed
     at the end of a step). Rank r has at most `ranks - r` microbatches in flight."""
 
     def actions(rank: int) -> Iterator[Action]:
@@ -168,9 +168,9 @@ def one_f_one_b(*, ranks: int, microbatches: int) -> PipelineSchedule:
 
 
 def interleaved(*, ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
-    """1F1B with several chunks per rank, whose bubble is `chunks` times smaller (Narayanan et al., "Efficient large-scale language
-    model training on GPU clusters", 2021). Rounds of microbatches, as many as ranks or up to twice that if they do not divide,
-    go through a chunk after the other."""
+    """Run 1F1B with several chunks per rank, whose bubble is `chunks` times smaller (Narayanan et al., "Efficient large-scale
+    language model training on GPU clusters", 2021). Rounds of microbatches, as many as ranks or up to twice that if they do not
+    divide, go through a chunk after the other."""
 
     def actions(rank: int) -> Iterator[Action]:
         turns = list(_turns(ranks, microbatches, chunks))
@@ -187,7 +187,7 @@ def interleaved(*, ranks: int, microbatches: int, chunks: int) -> PipelineSchedu
 
 
 def zero_bubble(*, ranks: int, microbatches: int) -> PipelineSchedule:
-    """Backward in halves; gradients of weights, which no other rank waits for, fill what is a bubble in 1F1B. At most `ranks`
+    """Run backward in halves; gradients of weights, which no other rank waits for, fill what is a bubble in 1F1B. At most `ranks`
     microbatches are in flight, as on the first rank of 1F1B (ZB-H1 of Qi et al., "Zero bubble pipeline parallelism", 2023)."""
 
     def actions(rank: int) -> Iterator[Action]:

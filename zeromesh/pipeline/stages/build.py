@@ -54,8 +54,8 @@ Balance = Literal["parameters", "flops"]
 def block_costs(
     model: nn.Module, anatomy: Anatomy, balance: Balance = "parameters"
 ) -> tuple[list[float], float, float]:
-    """The cost of each block, of what comes before the blocks, and of what comes after them, as `cut_by_cost` takes them. A tied
-    weight counts at both ends: both stages hold it.
+    """Compute the cost of each block, of what comes before the blocks, and of what comes after them, as `cut_by_cost` takes them. A
+    tied weight counts at both ends: both stages hold it.
 
     Multiplications are counted from the weights: each element of a matrix once, of experts as many as a token meets, of an
     embedding, which is looked up, none; those between tokens (attention) are left out, which are the same in all blocks.
@@ -90,8 +90,8 @@ def _products(model: nn.Module, module: nn.Module) -> float:
 def plan_cut(
     model: nn.Module, anatomy: Anatomy, stages: int, counts: Sequence[int] = (), balance: Balance = "parameters"
 ) -> Cut:
-    """Which blocks each stage has: as many as `counts` says, else so that stages cost about as much. All ranks decide the same,
-    since a cut depends on the model alone.
+    """Decide which blocks each stage has: as many as `counts` says, else so that stages cost about as much. All ranks decide
+    the same, since a cut depends on the model alone.
 
     Raises:
         LayoutError: for counts that are not the model's, or more stages than blocks.
@@ -103,12 +103,12 @@ def plan_cut(
 
 
 def copies_outside(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
-    """Copies without memory of the modules outside the blocks, which tell what other stages do not compute."""
+    """Copy the modules outside the blocks without memory, for the shapes of what other stages compute."""
     return {name: meta_copy(model.get_submodule(name)) for name in (*anatomy.before, *anatomy.after)}
 
 
 class Stages:
-    """The chunks of one rank, made from a model that is not on other hands meanwhile.
+    """The chunks of one rank, made from a model that nobody else uses meanwhile.
 
     `own` has the stage of each chunk, in order. Outside of `chunk` all modules of all own chunks are in the model.
     """
@@ -146,7 +146,7 @@ class Stages:
         self._remove_foreign()
 
     def _find_places(self, outside: Mapping[str, nn.Module]) -> list[_ModuleSite]:
-        """Every module that belongs to one stage."""
+        """Find every module that belongs to one stage."""
         anatomy, places = self._anatomy, []
         for stage, blocks in enumerate(self._ranges):
             for index in blocks:
@@ -165,7 +165,7 @@ class Stages:
         return _ModuleSite(parent=self.model.get_submodule(parent), leaf=leaf, module=module, stub=stub, stage=stage)
 
     def stage_of(self, name: str) -> int:
-        """The stage that a parameter's name belongs to, whatever rank has it. Raises LayoutError for a name without one."""
+        """Find the stage that a parameter's name belongs to, whatever rank has it. Raises LayoutError for a name without one."""
         anatomy = self._anatomy
         if name.startswith(f"{anatomy.blocks}."):
             index = int(name[len(anatomy.blocks) + 1 :].partition(".")[0])
@@ -186,7 +186,7 @@ class Stages:
         return tuple(ties)
 
     def _remove_foreign(self) -> None:
-        """What no own chunk has leaves the model, and its memory."""
+        """Remove what no own chunk has from the model, with its memory."""
         meta: dict[int, nn.Parameter] = {}
         for place in self._places:
             if place.stage in self.own:
@@ -199,7 +199,7 @@ class Stages:
 
     @contextmanager
     def chunk(self, chunk: int, received: Sequence[torch.Tensor] = (), *, balance: bool = True) -> Iterator[None]:
-        """Inside the block the model runs as this chunk, from what the stage before has sent; none for the first stage.
+        """Have the model run as this chunk inside the block, from what the stage before has sent; none for the first stage.
         `balance`: the experts' loss is wanted, if the model has it.
 
         Raises:
@@ -230,7 +230,7 @@ class Stages:
             self._arrange(None)
 
     def _arrange(self, stage: int | None) -> None:
-        """Put into place what a stage runs; None: what all own stages have."""
+        """Put into the model the modules that a stage runs; None: those of all own stages."""
         if len(self.own) > 1:
             for place in self._places:
                 if place.stage in self.own:

@@ -91,18 +91,18 @@ _RUN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, 
 
 
 def body_inputs(model: nn.Module, body: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a batch the body takes: not what the model's forward names and the body's does not (labels)."""
+    """Return what of a batch the body takes: not what the model's forward names and the body's does not (labels)."""
     if body is model:
         return dict(batch)
     named = inspect.signature(body.forward).parameters
     if not any(each.kind is each.POSITIONAL_OR_KEYWORD for each in named.values()):
-        return dict(batch)  # a wrapper that hands on whatever it is given
+        return dict(batch)  # A wrapper, which hands on all of its arguments.
     own = set(inspect.signature(model.forward).parameters) - set(named)
     return {name: value for name, value in batch.items() if name not in own}
 
 
 def _refuse_by_configuration(model: nn.Module, kind: str) -> None:
-    """What a model's configuration says that a pipeline cannot do."""
+    """Refuse a model whose configuration asks for what a pipeline cannot do."""
     config = getattr(model, "config", None)
     reasons = {
         "is_encoder_decoder": "every decoder block needs the encoder's output",
@@ -193,14 +193,11 @@ def _is_marked(leaf: Any) -> bool:
 
 
 class _Recorder:
-    """One trial run."""
+    """One trial run of the model, and what it has shown."""
 
     def __init__(self, model: nn.Module, body: str, blocks: str, outside: Sequence[str]) -> None:
-        self._model = model
-        self._body = body
-        self._blocks = blocks
+        self._model, self._body, self._blocks, self._outside = model, body, blocks, outside
         self._list = list(model.get_submodule(blocks).children())
-        self._outside = outside
         self._places: list[int | str] = []
         """Where blocks found what the one before had returned."""
         self._outputs: list[Any] = []
@@ -223,7 +220,7 @@ class _Recorder:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Modules tell when they run. Their `forward` is wrapped, as recomputation does it: hooks stay as they are."""
+        """Record when modules run. Their `forward` is wrapped, as recomputation does it: hooks stay as they are."""
         wraps = [(module, self._of_block(index, module.forward)) for index, module in enumerate(self._list)]
         for name in self._outside:
             module = self._model.get_submodule(name)
@@ -252,7 +249,7 @@ class _Recorder:
         return wrapped
 
     def _enter(self, index: int, arguments: Mapping[int | str, Any]) -> None:
-        """A later block begins: the hidden state may depend on what runs before the blocks, nothing else."""
+        """Check the arguments of a later block: the hidden state may depend on what runs before the blocks, nothing else."""
         returned = [id(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in pytree.tree_leaves(self._outputs[-1])]
         places = [place for place, value in arguments.items() if id(value) in returned]
         if not places:
@@ -281,7 +278,7 @@ class _Recorder:
         return wrapped
 
     def conclude(self, output: Any) -> Anatomy:
-        """What the run has shown."""
+        """Return what the run has shown, or refuse the model."""
         count = len(self._list)
         if self._order != list(range(count)):
             raise self._refusal(f"its blocks run in the order {self._order}, instead of each once")
@@ -314,7 +311,7 @@ class _Recorder:
 
 
 def _tolerant(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A module inside a block; where it cannot run without values, it is taken to return something like its first argument."""
+    """Wrap a module inside a block: where it cannot run without values, its result is assumed to be like its first argument."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -48,7 +48,7 @@ class ExpertBalance:
         return cls(model) if getattr(getattr(model, "config", None), "output_router_logits", False) else None
 
     def _agrees(self, function: Callable[..., torch.Tensor]) -> bool:
-        """Whether the model's own function gives the same for two layers of arbitrary logits."""
+        """Tell whether the model's own function gives the same for two layers of arbitrary logits."""
         generator = torch.Generator().manual_seed(0)
         logits = tuple(torch.randn(6, self._experts, generator=generator) for _ in range(2))
         mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
@@ -61,7 +61,7 @@ class ExpertBalance:
     def add(
         self, terms: torch.Tensor | None, logits: Sequence[torch.Tensor], mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """The sums so far and those of more layers, each `[batch x sequence, experts]`, added in order."""
+        """Add more layers to the sums so far, each `[batch x sequence, experts]`, added in order."""
         if terms is None:
             terms = torch.zeros(2 * self._experts + 1, device=logits[0].device)
         counts, probabilities, rows = self._parts(terms)
@@ -87,7 +87,7 @@ class ExpertBalance:
 
     @contextmanager
     def continuing(self, terms: torch.Tensor | None) -> Iterator[None]:
-        """Inside the block the model's own balance loss is over the layers of earlier stages, whose sums are `terms`, as well."""
+        """Count the layers of earlier stages, whose sums are `terms`, in the model's own balance loss inside the block."""
         if terms is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""Where a model is cut: how many blocks each stage has. Pure."""
+"""Decides where a model is cut: how many blocks each stage has. Pure."""
 
 from __future__ import annotations
 

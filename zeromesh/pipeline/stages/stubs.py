@@ -35,7 +35,7 @@ class Shares(Protocol):
 
 
 class StageSlot:
-    """What passes in and out of the stage that is running. Stubs of a model share one."""
+    """Holds what passes in and out of the stage that is running. Stubs of a model share one."""
 
     def __init__(self, last: int, shares: Shares | None) -> None:
         self.last = last
@@ -50,7 +50,7 @@ class StageSlot:
 
 
 class Stub(nn.Module):
-    """Attributes that it has not are those of the module that it stands for."""
+    """Stands for a module of another stage: attributes that it has not are those of that module."""
 
     def __init__(self, foreign: nn.Module) -> None:
         super().__init__()

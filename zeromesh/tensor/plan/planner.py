@@ -1,4 +1,4 @@
-"""From a model to a plan: which layer is divided how among the ranks of the tensor axis. Pure: nothing is changed or moved.
+"""Makes a plan from a model: which layer is divided how among the ranks of the tensor axis. Pure: nothing is changed or moved.
 
 Rules come from the user, from `builtin_plans.py`, or from the model (`model.tp_plan` of transformers), in this order. A rule has
 one of these styles (those of transformers, and some more):
@@ -56,7 +56,7 @@ _ACTIVATION = re.compile(r"act(ivation)?(_fn)?")
 
 
 def plan_tensor(model: nn.Module, size: int, rules: Mapping[str, str] | None = None) -> TensorPlan:
-    """How to divide `model`, which may be on the meta device, among `size` ranks.
+    """Plan how to divide `model`, which may be on the meta device, among `size` ranks.
 
     Args:
         rules: a user's own, pattern of FQNs -> style; they go before all others.
@@ -90,7 +90,7 @@ class _Planner:
         self.notes: list[str] = []
 
     def choose(self, rules: Mapping[str, str]) -> None:
-        """The style of every module that a rule names."""
+        """Note the style of every module that a rule names."""
         config = getattr(self.model, "config", None)
         kind = str(getattr(config, "model_type", ""))
         builtin = OWN.get(kind, {})
@@ -125,7 +125,7 @@ class _Planner:
         return bool(found)
 
     def embeddings(self) -> None:
-        """Input and output embedding are divided by tokens, whatever other rules say but `replicate`."""
+        """Divide the input and output embedding by tokens, whatever other rules say but `replicate`."""
         for getter, style in (("get_input_embeddings", Style.EMBEDDING), ("get_output_embeddings", Style.HEAD)):
             try:
                 target = getattr(self.model, getter, lambda: None)()
@@ -302,7 +302,7 @@ class _Planner:
         return self.modules[name].weight
 
     def check_ties(self) -> None:
-        """Modules that hold the same parameter must divide it alike; where they do not, embeddings stay whole."""
+        """Check that modules that hold the same parameter divide it alike; where they do not, embeddings stay whole."""
         owners: dict[int, list[str]] = {}
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):

@@ -19,7 +19,7 @@ from zeromesh.tensor.plan.attention_split import AttentionDivision, Shares, expe
 
 
 class Style(Enum):
-    """What becomes of a module."""
+    """The ways in which a module may be divided."""
 
     COLUMN = "outputs divided"
     COLUMN_GATHERED = "outputs divided, then gathered"
@@ -41,7 +41,7 @@ WHOLE = (Style.PARTIAL, Style.LATENT, Style.SINKS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
-    """What becomes of one module. Raises `LayoutError` when a rank would have nothing of it."""
+    """How one module is divided. Raises `LayoutError` when a rank would have nothing of it."""
 
     module: str
     """FQN."""
