@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from zeromesh.errors import LayoutError
 from zeromesh.pipeline.schedule.actions import Action, Kind, Message, PipelineSchedule, received_by, sent_by
@@ -61,20 +62,15 @@ class Timeline:
         return sum(self.bubbles) / len(self.bubbles)
 
 
-def _in_flight(actions: Sequence[Action]) -> list[int]:
-    """How many chunks' microbatches are in flight after each action: forward has begun, and not all of backward is over."""
-    split = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
-    last = Kind.BACKWARD_WEIGHT if split else Kind.BACKWARD
-    flying, found = 0, []
-    for action in actions:
-        flying += (action.kind is Kind.FORWARD) - (action.kind is last)
-        found.append(flying)
-    return found
-
-
 def peak_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
-    """The most activations that each rank keeps: microbatches of its chunks between forward and the end of backward."""
-    return tuple(max(_in_flight(actions), default=0) for actions in schedule.actions)
+    """Return the most activations that each rank keeps: microbatches of its chunks between forward and the end of backward."""
+    peaks = []
+    for actions in schedule.actions:
+        split = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
+        last = Kind.BACKWARD_WEIGHT if split else Kind.BACKWARD
+        changes = ((action.kind is Kind.FORWARD) - (action.kind is last) for action in actions)
+        peaks.append(max(accumulate(changes), default=0))
+    return tuple(peaks)
 
 
 def validate(schedule: PipelineSchedule, *, most_in_flight: int | None = None) -> None:
@@ -91,10 +87,9 @@ def validate(schedule: PipelineSchedule, *, most_in_flight: int | None = None) -
         raise ScheduleError(
             f"{_title(schedule)} has actions for {len(schedule.actions)} ranks instead of {schedule.ranks}"
         )
-    for rank, actions in enumerate(schedule.actions):
+    for rank, (actions, flying) in enumerate(zip(schedule.actions, peak_in_flight(schedule), strict=True)):
         _check_once(schedule, rank, actions)
         _check_own_order(schedule, rank, actions)
-        flying = max(_in_flight(actions), default=0)
         if most_in_flight is not None and flying > most_in_flight:
             raise ScheduleError(
                 f"{_title(schedule)}: rank {rank} keeps activations of {flying} microbatches at once, allowed are {most_in_flight}"
