@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from transformers.modelcard import TrainingSummary
@@ -41,20 +41,9 @@ class DescribedTrainer(Protocol):
     def eval_dataset(self) -> Any: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Described:
-    """What transformers reads of a trainer for a card."""
-
-    args: Any
-    model: Any
-    state: Any
-    train_dataset: Any
-    eval_dataset: Any
-
-
 def write_model_card(trainer: DescribedTrainer, directory: Path, values: Mapping[str, Any]) -> None:
     """Write `README.md`. `values` are what the user says of the model, by transformers' names."""
-    described = _Described(
+    described = SimpleNamespace(  # What transformers reads of a trainer for a card.
         args=trainer.training_arguments or arguments_of(trainer.run_config),
         model=trainer.model,
         state=trainer.state,
