@@ -16,6 +16,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import structure_report
+from structure_report import circles, crowded, duplicate_classes, folder_circles, short_modules
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -295,6 +297,31 @@ def _at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _at_import([*statement.body, *statement.orelse])
         elif isinstance(statement, ast.Try | ast.With | ast.ClassDef):
             yield from _at_import(statement.body)
+
+
+HOUSE = structure_report.sources(ROOT)
+
+
+def test_the_graph_of_folders_has_no_circle() -> None:
+    """Imports inside functions and for type checkers count."""
+    assert folder_circles(HOUSE) == []
+
+
+def test_a_circle_is_found() -> None:
+    graph = {"mesh": {"flat"}, "flat": {"zero"}, "zero": {"mesh", "optim"}, "optim": set[str]()}
+    assert circles(graph) == [["flat", "mesh", "zero"]]
+
+
+def test_a_folder_has_at_most_twelve_modules() -> None:
+    assert crowded(HOUSE) == {}
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    assert duplicate_classes(HOUSE) == {}
+
+
+def test_a_module_is_long_or_has_several_importers() -> None:
+    assert short_modules(HOUSE) == []
 
 
 @pytest.mark.parametrize(
