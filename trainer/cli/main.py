@@ -15,7 +15,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from zeromesh import __version__
 from zeromesh.environment import (
@@ -27,12 +28,11 @@ from zeromesh.environment import (
     python_arguments,
     read_environment,
 )
-from zeromesh.errors import ConfigError, ZeromeshError, printable, printable_lines
+from zeromesh.errors import ConfigError, StorageError, ZeromeshError, printable, printable_lines
 from zeromesh.trainer.cli.checkpoint import add_checkpoint_command, run_checkpoint
 from zeromesh.trainer.cli.completion import add_completion_command, run_completion
 from zeromesh.trainer.cli.doctor import add_doctor_command, run_doctor
 from zeromesh.trainer.cli.evaluate import Subject, add_evaluate_command, evaluate, find_subject
-from zeromesh.trainer.cli.init import add_init_command, run_init
 from zeromesh.trainer.cli.launch import add_launch_command, check_mesh, natural, nodes, positive, run_launch
 from zeromesh.trainer.cli.report import add_report_command, run_report
 from zeromesh.trainer.config.loading.load import load_config
@@ -42,6 +42,50 @@ from zeromesh.trainer.monitoring.start_times import StartTimes, now, process_beg
 if TYPE_CHECKING:
     from zeromesh.launch.local import WorkersFailed
     from zeromesh.launch.ssh import HostFailure
+
+
+_EXAMPLES = Path(__file__).resolve().parent.parent / "configs"
+
+
+def add_init_command(commands: Any) -> None:
+    """Add `init` to the subparsers of `zeromesh`."""
+    parser = commands.add_parser("init", help="write an example configuration here; without a name, list them")
+    parser.set_defaults(worker=False)
+    parser.add_argument("name", nargs="?", choices=sorted(_examples()), metavar="NAME", help="the name of an example")
+
+
+def run_init(options: argparse.Namespace) -> int:
+    """List the examples, or write one; returns the exit code.
+
+    Raises:
+        StorageError: when the file exists or cannot be written; an existing file is never replaced.
+    """
+    examples = _examples()
+    if options.name is None:
+        width = max(map(len, examples))
+        sys.stdout.writelines(f"{name:{width}}  {_about(path)}\n" for name, path in sorted(examples.items()))
+        sys.stdout.write("zeromesh init NAME writes one of them here\n")
+        return 0
+    path = Path(examples[options.name].name)
+    text = examples[options.name].read_text(encoding="utf-8").replace("configs/", "")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise StorageError(f"{str(path)!r} was not written: {error.strerror or error}; move it away first") from error
+    sys.stdout.write(f"wrote {path}; train it with: zeromesh train {path}\n")
+    return 0
+
+
+def _examples() -> dict[str, Path]:
+    """The example files by their names without the suffix."""
+    return {path.stem: path for path in _EXAMPLES.iterdir()}
+
+
+def _about(path: Path) -> str:
+    """The comment in the first line of an example. JSON has no comments."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("# ") if first.startswith("# ") else f"in JSON: {path.name}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
