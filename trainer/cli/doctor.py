@@ -6,16 +6,18 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeromesh.errors import printable
 
 if TYPE_CHECKING:
-    from zeromesh.trainer.tools.doctor.findings import MachinePart
+    from zeromesh.trainer.tools.doctor.findings import Finding
 
 _RUNS = Path("runs")
-"""Where runs are written that say nothing else: the default of run.output_dir."""
+"""The default of run.output_dir."""
 
 
 def add_doctor_command(commands: Any) -> None:
@@ -33,46 +35,39 @@ def add_doctor_command(commands: Any) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Look at everything and say what was found; returns 1 where there is a problem."""
-    from zeromesh.trainer.tools.doctor.findings import Level
+    """Look at every part and print its findings; returns 1 where there is a problem."""
+    from zeromesh.trainer.tools.doctor.findings import Level, report_lines
 
-    parts = []
-    for part in _parts(options.directory or [_RUNS]):
-        parts.append(part)
+    found: list[tuple[str, Finding]] = []
+    for part, findings in _parts(options.directory or [_RUNS]):
+        found.extend((part, finding) for finding in findings)
         if not options.json:
-            sys.stdout.write("".join(f"{printable(line)}\n" for line in part.lines()))
+            sys.stdout.write("".join(f"{printable(line)}\n" for line in report_lines(part, findings)))
             sys.stdout.flush()
-    counts = {level: sum(part.count(level) for part in parts) for level in Level}
-    problems, warnings = counts[Level.PROBLEM], counts[Level.WARNING]
+    problems = sum(finding.level is Level.PROBLEM for _, finding in found)
+    warnings = sum(finding.level is Level.WARNING for _, finding in found)
     if options.json:
-        findings = [values for part in parts for values in part.values()]
-        sys.stdout.write(
-            json.dumps({"problems": problems, "warnings": warnings, "findings": findings}, indent=1) + "\n"
-        )
+        values = [{"part": part, **asdict(finding)} for part, finding in found]
+        sys.stdout.write(json.dumps({"problems": problems, "warnings": warnings, "findings": values}, indent=1) + "\n")
     else:
         sys.stdout.write(f"{_counted(problems, 'problem')}, {_counted(warnings, 'warning')}\n")
     return 1 if problems else 0
 
 
-def _parts(directories: list[Path]) -> Iterator[MachinePart]:
-    """One after the other, so that what is known is shown while the next is looked at."""
-    from zeromesh.trainer.tools.doctor import packages
-    from zeromesh.trainer.tools.doctor.findings import MachinePart
+def _parts(directories: list[Path]) -> Iterator[tuple[str, list[Finding]]]:
+    """The findings of one part after the other, so that they are shown while the next part is looked at."""
+    from zeromesh.trainer.tools.doctor import software
 
-    found = list(packages.look())
-    yield MachinePart(name="packages", findings=found)
-    if any(finding.what == "torch" and finding.found == "not installed" for finding in found):
+    yield "packages", list(software.packages())
+    if find_spec("torch") is None:
         return
-    from zeromesh.trainer.tools.doctor import accelerators, disks, launches, machine, network
+    from zeromesh.trainer.tools.doctor import hardware
 
-    cuda = accelerators.look()
-    yield MachinePart(name="machine", findings=list(machine.judge(machine.look(has_cuda=bool(cuda.devices)))))
-    yield MachinePart(name="accelerators", findings=list(accelerators.judge(cuda)))
-    yield MachinePart(name="launch", findings=list(launches.look()))
-    yield MachinePart(
-        name="disks", findings=[finding for each in directories for finding in disks.judge(disks.look(each))]
-    )
-    yield MachinePart(name="network", findings=list(network.judge(network.look())))
+    yield "machine", list(hardware.machine())
+    yield "accelerators", list(hardware.accelerators())
+    yield "launch", list(software.launch())
+    yield "disks", [finding for each in directories for finding in hardware.directory(each)]
+    yield "network", list(software.network())
 
 
 def _counted(count: int, word: str) -> str:

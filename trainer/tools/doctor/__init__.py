@@ -1,4 +1,5 @@
-"""`zeromesh doctor`: what of a machine would keep a run from working, or from working well, and what to do about it.
+"""`zeromesh doctor`: what on a machine would keep a run from working, or from working well, and what to do about it.
 
-Each file looks at one part. What it finds out from the system is a value, and a function without side effects judges it.
+`software` and `hardware` have a generator for each part of the report. It takes its measurements and judges them; where a
+judgement has to be tested without such a machine, the measured values are arguments.
 """

@@ -1,24 +1,24 @@
-"""What a look at one thing has found: a verdict, and words for it."""
+"""A finding of `zeromesh doctor`: what was looked at, how it is, and what to do about it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Self
 
 
 class Level(StrEnum):
-    """A `PROBLEM` keeps runs from working, a `WARNING` keeps some runs from it, or from working well."""
+    """A `PROBLEM` keeps runs from working; a `WARNING` keeps some runs from it, or from working well."""
 
     OK = "ok"
     WARNING = "warning"
     PROBLEM = "problem"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
-    """`what` was looked at and `found`. What is not ok says what that `means`, and what to `do`."""
+    """`what` was looked at and `found`. A finding that is not ok also says what that `means` and what to `do`."""
 
     what: str
     found: str
@@ -26,34 +26,25 @@ class Finding:
     means: str = ""
     do: str = ""
 
-    def __post_init__(self) -> None:
-        if self.level is not Level.OK and not (self.means and self.do):
-            raise ValueError(f"{self.what} is a {self.level} without what it means and what to do")
+    @classmethod
+    def warning(cls, what: str, found: str, means: str, do: str, *, when: bool = True) -> Self:
+        """A finding that is a warning where `when` is true, and ok otherwise."""
+        return cls(what, found, Level.WARNING, means, do) if when else cls(what, found)
+
+    @classmethod
+    def problem(cls, what: str, found: str, means: str, do: str, *, when: bool = True) -> Self:
+        """A finding that is a problem where `when` is true, and ok otherwise."""
+        return cls(what, found, Level.PROBLEM, means, do) if when else cls(what, found)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MachinePart:
-    """The findings of one part of the machine."""
-
-    name: str
-    findings: Sequence[Finding]
-
-    def count(self, level: Level) -> int:
-        """How many findings are of this level."""
-        return sum(finding.level is level for finding in self.findings)
-
-    def lines(self) -> Iterator[str]:
-        """The findings in plain text."""
-        width = max((len(finding.what) for finding in self.findings), default=0)
-        yield self.name
-        for finding in self.findings:
-            mark = {Level.OK: "ok", Level.WARNING: "WARNING", Level.PROBLEM: "PROBLEM"}[finding.level]
-            yield f"  {mark:<8} {finding.what:<{width}}  {finding.found}"
-            if finding.level is not Level.OK:
-                indent = " " * (width + 13)
-                yield f"{indent}{finding.means}"
-                yield f"{indent}-> {finding.do}"
-
-    def values(self) -> list[dict[str, Any]]:
-        """The same for JSON."""
-        return [{"part": self.name, **asdict(finding), "level": finding.level.value} for finding in self.findings]
+def report_lines(part: str, findings: Sequence[Finding]) -> Iterator[str]:
+    """The findings of one part of the machine as lines of plain text."""
+    width = max((len(finding.what) for finding in findings), default=0)
+    yield part
+    for finding in findings:
+        mark = finding.level.value if finding.level is Level.OK else finding.level.value.upper()
+        yield f"  {mark:<8} {finding.what:<{width}}  {finding.found}"
+        if finding.level is not Level.OK:
+            indent = " " * (width + 13)
+            yield f"{indent}{finding.means}"
+            yield f"{indent}-> {finding.do}"
