@@ -72,7 +72,9 @@ def test_a_run_of_wandb_has_every_step_once_with_its_figures(run: Path) -> None:
     written = read_metrics(run / "metrics.jsonl")
     trained = [row for row in rows if "train/loss" in row]
     for row, line in zip(trained, written, strict=True):
-        assert row.keys() >= FIGURES
+        # The evaluation after steps 3 and 6 has gathered the parameters that the next step reads.
+        gathered_before = {"communication/shard/all-gather/bytes"} if line["step"] in (4, 7) else set()
+        assert row.keys() >= FIGURES - gathered_before
         for name, field in (("loss", "loss"), ("learning_rate", "lr"), ("grad_norm", "grad_norm")):
             assert row[f"train/{name}"] == line[field]
         assert row["perf/mfu"] == line["mfu"] > 0

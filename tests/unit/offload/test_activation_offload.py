@@ -387,7 +387,7 @@ def test_memory_is_lower_by_what_is_kept(tmp_path: Path) -> None:
         peaks.append(_high_water() - before)
         tiers.close()
     inputs = blocks * nbytes
-    assert peaks[0] > inputs
+    assert peaks[0] > inputs - (1 << 20)  # The kernel counts resident pages up to a few of them late.
     # One is being written while another waits; backward has one and the next one.
     assert peaks[1] < peaks[0] - inputs + 4.5 * nbytes, peaks
 
