@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.utils import collect_env
 
 from zeromesh.environment import available_cores
 from zeromesh.errors import StorageError
@@ -31,7 +30,7 @@ from zeromesh.trainer.tools.doctor.findings import Finding
 _LEAST_MEMORY = 2 << 30
 _LEAST_SHARED = 1 << 30
 _LEAST_LOCKED = 64 << 20
-_LEAST_FILES = _LEAST_PROCESSES = 4096
+_LEAST_COUNT = 4096  # Of open files and of processes.
 _BUSY = 0.1  # The part of a device's memory that is in use although no run has begun.
 _LEAST_ROOM = 10 << 30
 _LEAST_INODES = 1000
@@ -145,39 +144,37 @@ def limits(*, locked: int | None, files: int | None, processes: int | None, has_
         "Set ulimit -l unlimited (containers: --ulimit memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK).",
         when=has_cuda and locked is not None and locked < _LEAST_LOCKED,
     )
-    yield Finding.warning(
-        "open files",
-        "no limit" if files is None else f"up to {files:,}",
-        "Ranks hold a connection for each peer and group, and a file for each shard that they read.",
-        "Set ulimit -n 65536 (containers: --ulimit nofile=65536).",
-        when=files is not None and files < _LEAST_FILES,
-    )
-    yield Finding.warning(
-        "processes",
-        "no limit" if processes is None else f"up to {processes:,}",
-        "Each rank has tens of threads, which count as processes here.",
-        "Set ulimit -u unlimited, or allow the container more (--pids-limit=-1).",
-        when=processes is not None and processes < _LEAST_PROCESSES,
-    )
+    connections = "Ranks hold a connection for each peer and group, and a file for each shard that they read."
+    threads = "Each rank has tens of threads, which count as processes here."
+    for what, limit, means, do in (
+        ("open files", files, connections, "Set ulimit -n 65536 (containers: --ulimit nofile=65536)."),
+        ("processes", processes, threads, "Set ulimit -u unlimited, or allow the container more (--pids-limit=-1)."),
+    ):
+        found = "no limit" if limit is None else f"up to {limit:,}"
+        yield Finding.warning(what, found, means, do, when=limit is not None and limit < _LEAST_COUNT)
 
 
 def accelerators() -> Iterator[Finding]:
     """Whether torch, the driver and the CUDA devices fit together. Devices hold some memory until this process ends."""
-    module = collect_env.get_nvidia_driver_version(collect_env.run)  # type: ignore[no-untyped-call]
-    if not module and Path("/proc/driver/nvidia/version").exists():  # A container without devices has no nvidia-smi.
-        module = "of an unknown version"
+    module = ""
+    with contextlib.suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text(
+            encoding="ascii"
+        )  # Also in a container without nvidia-smi.
+        match = re.search(r"(?:Kernel Module|x86_64|aarch64)\s+([\d.]+)", text)
+        module = match[1] if match else "of an unknown version"
     devices, apart, error = [], [], "torch sees none"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         for index in range(torch.cuda.device_count()):
-            memory_free, memory_total = torch.cuda.mem_get_info(index)
-            named = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-            devices.append(device(index, *named, memory_free, memory_total, torch.cuda.get_arch_list()))
+            free, total = torch.cuda.mem_get_info(index)
+            name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+            devices.append(device(index, name, capability, free, total, torch.cuda.get_arch_list()))
         pairs = list(combinations(range(len(devices)), 2))
         apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     except (RuntimeError, AssertionError) as failure:
         devices, error = [], (str(failure).splitlines() or [error])[0]
-    yield from cuda(torch.version.cuda, _driver_cuda(), module or "", has_devices=bool(devices), error=error)
+    yield from cuda(torch.version.cuda, _driver_cuda(), module, has_devices=bool(devices), error=error)
     yield from devices
     if devices:
         yield Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
@@ -256,13 +253,11 @@ def device(index: int, name: str, capability: tuple[int, int], free: int, total:
 
 def has_kernels(built: Sequence[str], major: int, minor: int) -> bool:
     """Whether code for `built`, such as `sm_90` and `compute_90`, runs on a device of this compute capability."""
-    for each in built:
-        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", each)
-        if match and match[1] == "sm" and int(match[2]) == major and int(match[3]) <= minor:
-            return True
-        if match and match[1] == "compute" and (int(match[2]), int(match[3])) <= (major, minor):
-            return True
-    return False
+    versions = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(built))
+    return any(
+        (int(first), int(second)) <= (major, minor) and (kind == "compute" or int(first) == major)
+        for kind, first, second in versions
+    )
 
 
 def peer_access(apart: Sequence[tuple[int, int]], pairs: int) -> Finding:
@@ -314,11 +309,9 @@ def directory(path: Path) -> Iterator[Finding]:
 
 def _measure(path: Path) -> DiskTimes:
     with PositionalFile(path, write=True) as file:
-        with path.open("rb") as opened:
-            try:
-                locks = try_lock(opened.fileno())
-            except OSError:
-                locks = False
+        locks = False
+        with path.open("rb") as opened, contextlib.suppress(OSError):
+            locks = try_lock(opened.fileno())
         piece, small = pages(_PIECE), pages(4096)
         piece.random_()  # Some disks compress.
         nbytes, began = 0, time.perf_counter()
@@ -344,21 +337,15 @@ def _measure(path: Path) -> DiskTimes:
 
 def file_system(where: str, kind: str, there: str = "") -> Finding:
     """Judge the kind of a directory's file system; `there` says which directory is there in its place."""
-    found = f"{kind or 'an unknown file system'}{there}"
+    means = "A network file system is good for checkpoints of several hosts, and bad for swap files of offload."
+    do = "Set offload.directory to a local disk, if parameters or states rest on files."
     if kind in IN_MEMORY:
-        return Finding.warning(
-            where,
-            found,
-            "That is memory and no disk: checkpoints there are lost with the machine, and offload to it frees nothing.",
-            "Give a directory on a disk.",
+        means = (
+            "That is memory and no disk: checkpoints there are lost with the machine, and offload to it frees nothing."
         )
-    return Finding.warning(
-        where,
-        found,
-        "A network file system is good for checkpoints of several hosts, and bad for swap files of offload.",
-        "Set offload.directory to a local disk, if parameters or states rest on files.",
-        when=kind in _NETWORKS,
-    )
+        do = "Give a directory on a disk."
+    bad = kind in IN_MEMORY or kind in _NETWORKS
+    return Finding.warning(where, f"{kind or 'an unknown file system'}{there}", means, do, when=bad)
 
 
 def room(free: int, inodes: int | None) -> Finding:
@@ -377,9 +364,7 @@ def disk(times: DiskTimes) -> Iterator[Finding]:
     """Judge the speed of a disk, the time of a sync, and whether files can be locked."""
     cache = "past the page cache" if times.direct else "through the page cache (no O_DIRECT)"
     slow = "One thread moves little here: offload to files and checkpoints wait for the disk."
-    cached = (
-        "Swap files of offload would fill memory with copies of themselves; the speed above is partly that of memory."
-    )
+    cached = "Swap files of offload would fill memory with copies of themselves; the speed is partly that of memory."
     kind = "local NVMe disk" if times.direct else "disk with ext4 or xfs"
     yield Finding.warning(
         "  speed",

@@ -61,9 +61,9 @@ def packages() -> Iterator[Finding]:
             "zeromesh is not installed as a package, and has no pyproject.toml beside it: versions cannot be checked.",
             "Install it: pip install -e DIRECTORY",
         )
-    yield from (
-        requirement(text) for text in needed if ";" not in text
-    )  # A condition stands for an extra or another platform.
+    for text in needed:
+        if ";" not in text:  # What follows a semicolon limits a requirement to an extra or to another platform.
+            yield requirement(text)
 
 
 def requirement(text: str, version: str | None = None) -> Finding:
@@ -154,7 +154,12 @@ def network() -> Iterator[Finding]:
         )
         several = "; on several hosts the one that leads to the first host" if len({*present} - {"lo"}) > 1 else ""
         yield Finding("gloo takes", taken + several)
-    refused = _loopback_error()
+    refused = ""
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        refused = f"cannot be connected: {error.strerror or error}"
     yield Finding.problem(
         "loopback",
         refused or "connects",
@@ -208,16 +213,6 @@ def chosen_interfaces(variables: Mapping[str, str | None], present: Collection[s
             f"Unset it, or set it to one of {', '.join(present)}.",
             when=missing,
         )
-
-
-def _loopback_error() -> str:
-    """Why two sockets on the loopback cannot be connected; empty where they can."""
-    try:
-        with socket.create_server((LOOPBACK, 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=5).close()
-    except OSError as error:
-        return f"cannot be connected: {error.strerror or error}"
-    return ""
 
 
 def exchange(trial: Trial) -> Finding:
