@@ -5,10 +5,11 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from zeromesh.rng import seed_generators
+from zeromesh.rng import AllStates, Streams, own_randomness, seed_all, seed_generators
 
 
 def test_seeds_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +27,51 @@ def test_seeds_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.initial_seed() == 2**62 + 5
     finally:
         torch.set_rng_state(before)
+
+
+def _drawn(count: int) -> list[float]:
+    return [*np.random.random(count), *np.random.standard_normal(3)]
+
+
+@pytest.mark.parametrize("before", [0, 1, 312, 1000])
+def test_numpy_goes_on_where_it_was(before: int) -> None:
+    """A state that is kept as a seed, before anything was drawn, is as good as a whole one; 312 doubles are one round of it."""
+    with own_randomness():
+        seed_all(2**40 + 7)
+        expected = _drawn(before) + _drawn(2) if before else _drawn(2)
+        seed_all(2**40 + 7)
+        found = _drawn(before) if before else []
+        state = AllStates.now()
+        seed_all(5)
+        _drawn(1)
+        state.restore()
+        assert found + _drawn(2) == expected
+        state.restore()
+        assert _drawn(2) == expected[-5:]
+
+
+def test_a_unit_does_not_disturb_what_its_caller_draws_from_numpy() -> None:
+    def microbatch(caller_first: bool) -> dict[str, list[float]]:
+        streams = Streams(3, 1, 8)
+        found: dict[str, list[float]] = {"loss": [], "block": []}
+        with streams.in_force():
+            for _ in range(2):
+                found["loss"] += _drawn(1) if caller_first else []
+                streams.enter("block", again=False)
+                found["block"] += _drawn(4)
+                streams.leave("block")
+            found["loss"] += [] if caller_first else _drawn(1) + _drawn(1)
+        return found
+
+    assert microbatch(True) == microbatch(False)
+
+
+def test_numpy_is_put_back_whatever_seeded_it() -> None:
+    with own_randomness():
+        seed_all(3)
+        np.random.seed(4)
+        state = AllStates.now()
+        expected = _drawn(2)
+        seed_all(3)
+        state.restore()
+        assert _drawn(2) == expected
