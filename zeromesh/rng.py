@@ -77,7 +77,9 @@ class _NumpyGenerator:
     def _memory() -> bytes | None:
         """The 624 numbers and the position of a Mersenne Twister; None for another kind, which a program may have set."""
         generator = np.random.get_bit_generator()
-        return ctypes.string_at(generator.ctypes.state_address, 625 * 4) if type(generator) is np.random.MT19937 else None
+        return (
+            ctypes.string_at(generator.ctypes.state_address, 625 * 4) if type(generator) is np.random.MT19937 else None
+        )
 
 
 _numpy = _NumpyGenerator()

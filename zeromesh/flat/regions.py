@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 
@@ -57,6 +57,8 @@ class StridedRows:
     count: int
     width: int
     columns: tuple[Interval, ...]
+    taken: int = field(init=False, repr=False, compare=False)
+    """Elements of a local row."""
 
     def __post_init__(self) -> None:
         ordered = all(one.end <= other.start for one, other in pairwise(self.columns))
@@ -65,11 +67,7 @@ class StridedRows:
             raise LayoutError(
                 f"columns {self.columns} of rows of {self.width}: they are to be in order, and inside of a row"
             )
-
-    @property
-    def taken(self) -> int:
-        """Elements of a local row."""
-        return sum(column.length for column in self.columns)
+        object.__setattr__(self, "taken", sum(column.length for column in self.columns))
 
     def before(self, logical: int) -> int:
         """How many local elements come before a logical position, which is also the place of the first one from there on."""

@@ -51,7 +51,8 @@ Between = Callable[[Any, Any], float | None]
 """`between(end, begin)` returns seconds; None where the end has not come yet."""
 BACKWARD_RANGE = "backward of "
 """The names of ranges that `next_range` begins start with this: such a range ends amid an operator of autograd's."""
-_NOTHING: AbstractContextManager[object] = nullcontext()
+NOTHING: AbstractContextManager[object] = nullcontext()
+"""A block of which nothing is recorded."""
 
 
 class StepRecorder:
@@ -89,7 +90,7 @@ class StepRecorder:
     def span(self, phase: StepPhase, name: str = "") -> AbstractContextManager[object]:
         """A block that belongs to `phase`; where ranges are recorded, it is one called `name`."""
         if not self.enabled and not self.profiling:
-            return _NOTHING
+            return NOTHING
         return _Span(self, phase, name or phase.value).ranged()
 
     def take_seconds(self) -> dict[str, float]:
@@ -145,7 +146,7 @@ class StepRecorder:
 
     def range(self, what: str, of: str = "") -> AbstractContextManager[object]:
         """A block, named by what is done and to what."""
-        return record_function(f"{what} {of}".rstrip()) if self.profiling else _NOTHING
+        return record_function(f"{what} {of}".rstrip()) if self.profiling else NOTHING
 
     def begin_range(self, what: str, of: str) -> None:
         """Begin a range that `end_range` ends."""
@@ -249,7 +250,7 @@ class CommAccount:
         if recorder.profiling:
             return self._spans[collective].ranged()
         if not recorder.enabled:
-            return _NOTHING
+            return NOTHING
         self.used = True
         return self._spans[collective]
 

@@ -282,8 +282,8 @@ class Watchdog:
     def _wait(
         self, done: Callable[[], bool], patience: _Patience, pause: Callable[[float], None] | None = None
     ) -> None:
-        seconds = 0.0
-        with self._waiting():
+        seconds, began = 0.0, time.perf_counter()
+        try:
             while not done():
                 if pause is not None:
                     pause(self.PAUSE_SECONDS)
@@ -291,6 +291,11 @@ class Watchdog:
                     time.sleep(seconds)
                     seconds = min(seconds + 2e-6, 2e-4)
                 patience.check()
+        except BaseException:
+            self.in_doubt = True
+            raise
+        finally:
+            self.waited += time.perf_counter() - began
 
     def wait_work(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
         """Wait for a collective that runs in the background.
@@ -300,8 +305,8 @@ class Watchdog:
         """
         self.begun += 1
         patience = _Patience(self, peers, what, lambda: self.late(peers, what))
-        piece = timedelta(seconds=self.SLICE_SECONDS)
-        with self._waiting():
+        piece, began = timedelta(seconds=self.SLICE_SECONDS), time.perf_counter()
+        try:
             while True:
                 try:
                     work.wait(piece)
@@ -311,12 +316,6 @@ class Watchdog:
                         self._finish(work, peers, what)
                         return
                 patience.check(force=True)
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
         except BaseException:
             self.in_doubt = True
             raise

@@ -20,7 +20,7 @@ from torch import nn
 from zeromesh.comm.transport import Reducer, Reduction
 from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import ParameterSlot
-from zeromesh.telemetry.step_recorder import StepRecorder
+from zeromesh.telemetry.step_recorder import NOTHING, StepRecorder
 from zeromesh.units.unit import Bucket
 
 
@@ -262,7 +262,7 @@ class GradientReducer:
         if bucket.partial is not None and not self._first:
             filled.add_(bucket.partial)
         add = bucket.partial is None and not self._first
-        with self._recorder.range("reduce", bucket.name):
+        with self._recorder.range("reduce", bucket.name) if self._recorder.profiling else NOTHING:
             reduction = self._reducer.launch(arrivals.sequence, filled, bucket.grad, add=add)
         arrivals.launched = True
         self._flying.append((bucket, reduction))
@@ -271,7 +271,7 @@ class GradientReducer:
 
     def _finish_one(self) -> None:
         bucket, reduction = self._flying.popleft()
-        with self._recorder.range("finish reducing", bucket.name):
+        with self._recorder.range("finish reducing", bucket.name) if self._recorder.profiling else NOTHING:
             reduction.finish()
         if bucket.interval.length == bucket.layout.shard_length:
             self._sink.on_reduced(bucket)

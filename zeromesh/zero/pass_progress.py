@@ -17,6 +17,7 @@ from enum import Enum
 
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import Streams
+from zeromesh.telemetry.step_recorder import NOTHING
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.units.unit import Phase, Unit
 
@@ -140,7 +141,8 @@ class Prefetcher:
         if unit.phase is Phase.RESTING:
             self.start(unit, settled=self._on_record)
         if unit.phase is Phase.GATHERING:
-            with self._mesh.recorder.range("wait for", unit.name):
+            recorder = self._mesh.recorder
+            with recorder.range("wait for", unit.name) if recorder.profiling else NOTHING:
                 unit.wait()
         for index in self._recorded[place + 1 : place + 1 + self._prefetch] if self._on_record else ():
             if self._units[index].phase is Phase.RESTING:
@@ -149,7 +151,8 @@ class Prefetcher:
     def start(self, unit: Unit, *, settled: bool) -> None:
         """Begin to gather a unit; `settled` where that follows a recorded order."""
         self.announce(Activity.GATHER, unit, settled=settled)
-        with self._mesh.recorder.range("gather", unit.name):
+        recorder = self._mesh.recorder
+        with recorder.range("gather", unit.name) if recorder.profiling else NOTHING:
             unit.gather()
 
     def announce(self, activity: Activity, unit: Unit, *, settled: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,14 @@ class FileSlice:
     dtype: torch.dtype
     rows: StridedRows
     interval: Interval
+    hull: Interval = field(init=False, repr=False, compare=False)
+    """The bytes of the file from the first to the last element; other elements may lie between them."""
+
+    def __post_init__(self) -> None:
+        size = self.dtype.itemsize
+        found = self.rows.hull(self.interval) if self.interval.length else Interval(start=0, end=0)
+        hull = Interval(start=self.origin + found.start * size, end=self.origin + found.end * size)
+        object.__setattr__(self, "hull", hull)
 
     @classmethod
     def contiguous(cls, path: str, begin: int, dtype: torch.dtype, numel: int) -> FileSlice:
@@ -54,13 +62,6 @@ class FileSlice:
     @property
     def nbytes(self) -> int:
         return self.interval.length * self.dtype.itemsize
-
-    @property
-    def hull(self) -> Interval:
-        """The bytes of the file from the first to the last element; other elements may lie between them."""
-        size = self.dtype.itemsize
-        found = self.rows.hull(self.interval) if self.interval.length else Interval(start=0, end=0)
-        return Interval(start=self.origin + found.start * size, end=self.origin + found.end * size)
 
     def cut(self, window: Interval) -> FileSlice:
         """The elements that lie in bytes `window` of the file, which must cut no element."""
