@@ -60,12 +60,12 @@ class _NumpyGenerator:
         memory = self._memory()
         self._seeded = None if memory is None else (number, memory)
 
-    def state(self) -> int | tuple[Any, ...]:
+    def state(self) -> Any:
         """Its seed where nothing has drawn from it since, else what `numpy.random.get_state` returns."""
         seeded = self._seeded
         return seeded[0] if seeded is not None and seeded[1] == self._memory() else np.random.get_state()
 
-    def restore(self, state: int | tuple[Any, ...]) -> None:
+    def restore(self, state: Any) -> None:
         """Put it into a state that `state` has returned."""
         if isinstance(state, int):
             self.seed(state)
@@ -76,7 +76,7 @@ class _NumpyGenerator:
     @staticmethod
     def _memory() -> bytes | None:
         """The 624 numbers and the position of a Mersenne Twister; None for another kind, which a program may have set."""
-        generator = np.random.get_bit_generator()
+        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
         return (
             ctypes.string_at(generator.ctypes.state_address, 625 * 4) if type(generator) is np.random.MT19937 else None
         )
@@ -89,7 +89,7 @@ _numpy = _NumpyGenerator()
 class HostState:
     """The states of NumPy's and Python's global generators, which `torch.utils.checkpoint` does not restore."""
 
-    numpy: int | tuple[Any, ...]
+    numpy: Any
     python: tuple[Any, ...]
 
     @classmethod
