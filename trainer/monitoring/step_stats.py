@@ -81,7 +81,7 @@ class RankStats:
         on_device = mesh.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(mesh.device) if on_device else peak_bytes()
         rows = mesh.world.gather_integers([peak, int(1e6 * busy)])
-        return cls(peak_bytes=max(row[0] for row in rows), busy=tuple(row[1] / 1e6 for row in rows))
+        return cls(peak_bytes=max(rows)[0], busy=tuple([row[1] / 1e6 for row in rows]))
 
 
 class Stragglers:
@@ -114,9 +114,9 @@ class Stragglers:
         if not made:
             return None
         self._looks.append((made, busy))
-        while sum(steps for steps, _ in self._looks) - self._looks[0][0] >= _WINDOW:
+        while sum([steps for steps, _ in self._looks]) - self._looks[0][0] >= _WINDOW:
             self._looks.popleft()
-        steps = sum(steps for steps, _ in self._looks)
+        steps = sum([steps for steps, _ in self._looks])
         if len(busy) < 2 or steps < _WINDOW:
             return None
         mean = [sum(made * row[rank] for made, row in self._looks) / steps for rank in range(len(busy))]

@@ -218,8 +218,7 @@ class GroupExchange:
         kept = [moved] if isinstance(moved, torch.Tensor) else list(moved)
         group, traffic = self._group, self._group.traffic
         group.require_member()
-        traffic.count(collective, sum(each.nbytes for each in kept))
-        with traffic.timed(collective):
+        with traffic.timed(collective, sum(each.nbytes for each in kept)):
             works = start()
 
         def arrive() -> torch.Tensor:

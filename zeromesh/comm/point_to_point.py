@@ -156,8 +156,7 @@ class _Line:
         while self._flying and self._flying[0][1].is_completed():
             _tensor, work, earlier = self._flying.popleft()
             self.wait(work, earlier)  # It may have failed.
-        self._traffic.count(Collective.POINT_TO_POINT, tensor.nbytes)
-        with self._traffic.timed(Collective.POINT_TO_POINT):
+        with self._traffic.timed(Collective.POINT_TO_POINT, tensor.nbytes):
             work = _broadcast(tensor, self._source, self._group)
         self._flying.append((tensor, work, what))
 

@@ -183,8 +183,7 @@ class _Exchange:
     def settle(self) -> None:
         group, own = self._reducer.group, self._own_part()
         if own.numel() != self._out.numel():
-            group.traffic.count(Collective.ALL_GATHER, self._out.nbytes)
-            with group.traffic.timed(Collective.ALL_GATHER):
+            with group.traffic.timed(Collective.ALL_GATHER, self._out.nbytes):
                 work = _start_gather(self._out, own, group, group.reduce_group)
                 wait_for(work, self._reducer.watch, group, "all-gather of summed gradients")
 

@@ -97,8 +97,7 @@ class ProcessSet:
         if joined is None:
             return lambda: None
         link, watch = joined
-        self.traffic.count(Collective.ALL_REDUCE, tensor.nbytes)
-        with self.traffic.timed(Collective.ALL_REDUCE):
+        with self.traffic.timed(Collective.ALL_REDUCE, tensor.nbytes):
             work = dist.all_reduce(tensor, group=link.data, async_op=True)
 
         def finish() -> None:
@@ -117,8 +116,7 @@ class ProcessSet:
             full.copy_(shard)
             return
         link, watch = joined
-        self.traffic.count(Collective.ALL_GATHER, full.nbytes)
-        with self.traffic.timed(Collective.ALL_GATHER):
+        with self.traffic.timed(Collective.ALL_GATHER, full.nbytes):
             work = dist.all_gather(list(full.chunk(self.size)), shard, group=link.data, async_op=True)
             watch.wait_work(work, self.ranks, what)
 
@@ -127,8 +125,7 @@ class ProcessSet:
         joined = self._joined()
         if joined is not None:
             link, watch = joined
-            self.traffic.count(Collective.BROADCAST, tensor.nbytes)
-            with self.traffic.timed(Collective.BROADCAST):
+            with self.traffic.timed(Collective.BROADCAST, tensor.nbytes):
                 work = dist.broadcast(tensor, src=self.ranks[source], group=link.data, async_op=True)
                 watch.wait_work(work, self.ranks, what)
         return tensor
@@ -150,8 +147,7 @@ class ProcessSet:
     def _gather(self, joined: tuple[SetGroups, Watchdog], own: torch.Tensor, what: str) -> list[torch.Tensor]:
         link, watch = joined
         everyone = [torch.empty_like(own) for _ in self.ranks]
-        self.traffic.count(Collective.AGREEMENT, own.nbytes * self.size)
-        with self.traffic.timed(Collective.AGREEMENT):
+        with self.traffic.timed(Collective.AGREEMENT, own.nbytes * self.size):
             watch.wait_work(dist.all_gather(everyone, own, group=link.control, async_op=True), self.ranks, what)
         return everyone
 
@@ -159,8 +155,7 @@ class ProcessSet:
         joined = self._joined()
         if joined is not None:
             link, watch = joined
-            self.traffic.count(Collective.AGREEMENT, tensor.nbytes * self.size)
-            with self.traffic.timed(Collective.AGREEMENT):
+            with self.traffic.timed(Collective.AGREEMENT, tensor.nbytes * self.size):
                 watch.wait_work(dist.all_reduce(tensor, op=op, group=link.control, async_op=True), self.ranks, what)
         return tensor
 

@@ -244,9 +244,11 @@ class CommAccount:
             figures[0] += 1
             figures[1] += whole * self._factors[collective]
 
-    def timed(self, collective: Collective) -> AbstractContextManager[object]:
-        """A block whose duration counts for `collective`."""
+    def timed(self, collective: Collective, whole: int = -1) -> AbstractContextManager[object]:
+        """A block whose duration counts for `collective`; one with `whole` is also counted, as by `count`."""
         recorder = self._recorder
+        if whole >= 0 and recorder.enabled:
+            self.count(collective, whole)
         if recorder.profiling:
             return self._spans[collective].ranged()
         if not recorder.enabled:

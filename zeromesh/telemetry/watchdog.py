@@ -144,8 +144,10 @@ class Watchdog:
         self._doing = (activity, unit)
         self._board.post((self._step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1))
 
-    def event(self, activity: Activity, unit: int, peers: Sequence[int], *, settled: bool = True) -> None:
-        """Go through an event that all peers go through in the same order.
+    def event(
+        self, activity: Activity, unit: int, peers: Sequence[int], *, settled: bool = True, call: str = ""
+    ) -> None:
+        """Go through an event that all peers go through in the same order; `call` is the name of one that is `Activity.CALL`.
 
         On one host every event is compared, since looking is free there. Across hosts only one that is not `settled`
         (not as recorded in an earlier pass) is: this rank then publishes it and waits for the peers' before it goes
@@ -155,9 +157,16 @@ class Watchdog:
             CollectiveError: when a peer has gone through another one in its place.
         """
         self._doing = (activity, unit)
-        self.begun += 1
-        stream = _REDUCTIONS if activity is Activity.REDUCE else _GATHERS
-        number, word = self._append(stream, (activity << UNIT_BITS) | (unit + 1))
+        state = (activity << UNIT_BITS) | (unit + 1)
+        if activity is Activity.CALL:
+            stream, code = _CALLS, zlib.crc32(call.encode()) & ((1 << UNIT_BITS) - 1)
+        else:
+            stream, code = _REDUCTIONS if activity is Activity.REDUCE else _GATHERS, state
+            self.begun += 1
+        digest = zlib.crc32(code.to_bytes(8, "little"), self._events.get(stream, (0, 0))[1] >> _CODE_BITS) & _CODE
+        word = (digest << _CODE_BITS) | code
+        number = self._board.event(stream, word, (self._step << STEP_SHIFT) | state)
+        self._events[stream] = (number, word)
         if self._compare_events:
             # A peer that is not here yet compares with this rank when it is; a wait compares all streams (`examine`).
             self._compare_event(stream, peers)
@@ -166,15 +175,6 @@ class Watchdog:
             what = f"agreement on {self._phrase(word)}"
             self.wait(lambda: all(self._board.reached(peer, stream, number) for peer in peers), peers, what)
             self._compare(peers)
-
-    def _append(self, stream: int, code: int) -> tuple[int, int]:
-        """The number and the word of a new event of this rank."""
-        digest = zlib.crc32(code.to_bytes(8, "little"), self._events.get(stream, (0, 0))[1] >> _CODE_BITS) & _CODE
-        word = (digest << _CODE_BITS) | code
-        activity, unit = self._doing
-        state = (self._step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
-        found = self._events[stream] = (self._board.event(stream, word, state), word)
-        return found
 
     @contextmanager
     def call(self, name: str, peers: Sequence[int]) -> Iterator[None]:
@@ -202,8 +202,8 @@ class Watchdog:
         """Wait until all peers have made the call; returns its number, counted from 1."""
         before = self._doing
         self._board.write(RankNote.CALL, self._events.get(_CALLS, (-1, 0))[0] + 2, name)
-        self.post(Activity.CALL)
-        number, _ = self._append(_CALLS, zlib.crc32(name.encode()) & ((1 << UNIT_BITS) - 1))
+        self.event(Activity.CALL, -1, (), call=name)
+        number, _ = self._events[_CALLS]
         self._board.publish()
         try:
             self._wait(
@@ -304,7 +304,7 @@ class Watchdog:
             CollectiveError: also when the collective itself failed, with what the board knows of the peers.
         """
         self.begun += 1
-        patience = _Patience(self, peers, what, lambda: self.late(peers, what))
+        patience = None  # Most waits end within the first piece.
         piece, began = timedelta(seconds=self.SLICE_SECONDS), time.perf_counter()
         try:
             while True:
@@ -315,6 +315,7 @@ class Watchdog:
                     if work.is_completed():
                         self._finish(work, peers, what)
                         return
+                patience = patience or _Patience(self, peers, what, lambda: self.late(peers, what))
                 patience.check(force=True)
         except BaseException:
             self.in_doubt = True
