@@ -67,7 +67,9 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
                 Tracking.open(
                     config, mesh, directory.path, step=progress.step, known=progress.tracker, note=run.console.note
                 ) as tracking,
-                Profile(config.profile, directory.path, mesh, run.console.note) as profile,
+                Profile(
+                    config.profile, directory.path, mesh, run.model.require_engine().settle, run.console.note
+                ) as profile,
             ):
                 run.start_times.end("files and trackers")
                 loop = TrainingLoop(

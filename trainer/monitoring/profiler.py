@@ -27,15 +27,24 @@ _ROW = re.compile(r'(?<="tid": )[^,\s]+')
 
 
 class Profile:
-    """The profile of one run on one rank, a context manager: a run that ends early, in order, writes what there is. `note` shows a
-    line.
+    """The profile of one run on one rank, a context manager: a run that ends early, in order, writes what there is.
+
+    `settle` waits for the collectives that still run in the background, and `note` shows a line.
     """
 
-    def __init__(self, section: ProfileSection, directory: Path, mesh: Mesh, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        section: ProfileSection,
+        directory: Path,
+        mesh: Mesh,
+        settle: Callable[[], None],
+        note: Callable[[str], None],
+    ) -> None:
         self._first, self._last = section.steps or (0, -1)
         self._memory = section.memory
         self._folder = directory / FOLDER
         self._mesh = mesh
+        self._settle = settle
         self._note = note
         self._recorded: list[int] = []
         self._open: ExitStack | None = None
@@ -47,7 +56,10 @@ class Profile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop(write=error is None)
+        if error is None:
+            self._stop()
+        elif self._open is not None and self._mesh.world_size == 1:
+            self._open.close()
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -74,15 +86,19 @@ class Profile:
         )
         self._open.enter_context(self._mesh.recorder.profiling_ranges())
 
-    def _stop(self, *, write: bool = True) -> None:
-        """End recording, and write what there is. A full disk is no reason to end a run."""
+    def _stop(self) -> None:
+        """End recording, and write what there is. A full disk is no reason to end a run.
+
+        A collective that was begun under torch's profiler writes its end into the profiler's memory, from a thread of gloo's, even
+        after the profiler has ended and freed it: so it has to end before. After an error with peers nobody can wait for that,
+        and recording is left to end with the process.
+        """
         opened, profiler = self._open, self._profiler
         if opened is None or profiler is None:
             return
         self._open = self._profiler = None
+        self._settle()
         opened.close()
-        if not write:
-            return
         path = self._folder / f"steps-{self._recorded[0]}-{self._recorded[-1]}-rank-{self._mesh.rank}.json.gz"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

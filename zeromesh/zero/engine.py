@@ -332,6 +332,11 @@ class ZeroEngine:
         for unit in self.units:
             self._passes.gathers.start(unit, settled=True)
 
+    def settle(self) -> None:
+        """Wait for the gathers that run in the background, such as those that an update has begun."""
+        for bucket in all_buckets(self.units):
+            bucket.buffer.wait()
+
     # Passes over the model
 
     def evaluation(self, streams: Streams | None = None) -> AbstractContextManager[Passes]:

@@ -6,6 +6,7 @@ import gzip
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from zeromesh.telemetry.step_recorder import StepPhase, StepRecorder
 from zeromesh.trainer.config.loading.load import load_config
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
 from zeromesh.trainer.monitoring.memory import ran_out
+from zeromesh.trainer.monitoring.profiler import Profile
 
 CASES = "profiling_cases"
 
@@ -258,6 +260,27 @@ def test_a_trace_that_cannot_be_written_is_a_warning(workers: Workers, tmp_path:
     found = workers.run(1, f"{CASES}:profiled", folder=str(tmp_path), sections={"profile": {"steps": [1, 2]}})[0]
     assert "steps-1-2-rank-0.json.gz was not written: " in " ".join(found["said"].split())
     assert len(found["losses"]) == 4
+
+
+def test_collectives_end_before_the_profiler_does(tmp_path: Path) -> None:
+    recorded: list[bool] = []
+
+    def settle() -> None:
+        with torch.profiler.record_function("settled"):
+            recorded.append(torch.autograd._profiler_enabled())
+
+    mesh: Any = SimpleNamespace(
+        rank=0, world_size=1, device=torch.device("cpu"), recorder=StepRecorder(), meet=lambda what: None
+    )
+    section = load_config({"profile": {"steps": [1, 2]}}).profile
+    with Profile(section, tmp_path, mesh, settle, print) as profile:
+        for number in (1, 2):
+            with profile.step(number):
+                torch.ones(3).sum()
+    assert recorded == [True]
+    assert not torch.autograd._profiler_enabled()
+    [path] = (tmp_path / "profile").iterdir()
+    assert "settled" in {event["name"] for event in trace(path)}
 
 
 def test_steps_that_end_before_they_begin_are_refused() -> None:
