@@ -6,7 +6,8 @@ says what was given, what is allowed, where, and what to do next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import islice
 
 
 def printable(text: str) -> str:
@@ -19,6 +20,18 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """The same of a text of several lines."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def some(names: Collection[object], shown: int = 3) -> str:
+    """Join the first `shown` names for a message, and say how many more there are."""
+    text = ", ".join(str(name) for name in islice(names, shown))
+    return text + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
+def summary(error: BaseException, lines: int = 1) -> str:
+    """Return the class of an error and the first `lines` of its text that are not empty."""
+    text = " ".join(islice(filter(None, map(str.strip, str(error).splitlines())), lines))
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class ZeromeshError(Exception):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zeromesh.errors import DataError
+from zeromesh.errors import DataError, some
 from zeromesh.trainer.data.forked_children import ending_children
 
 IGNORED_LABEL = -100
@@ -144,7 +144,7 @@ def check_batch(batch: Mapping[str, Any], *, vocab_size: int | None, causal: boo
     inputs, labels = batch.get("input_ids"), batch.get("labels")
     if causal and isinstance(inputs, Tensor) and isinstance(labels, Tensor) and inputs.shape != labels.shape:
         raise DataError(
-            f"labels of samples {_span(indices)} have shape {list(labels.shape)}, and input_ids {list(inputs.shape)}; a causal "
+            f"labels of samples {some(indices, 8)} have shape {list(labels.shape)}, and input_ids {list(inputs.shape)}; a causal "
             f"model has a label for every input ({IGNORED_LABEL} where nothing is to be learnt), and shifts them itself"
         )
     if vocab_size is None:
@@ -154,14 +154,14 @@ def check_batch(batch: Mapping[str, Any], *, vocab_size: int | None, causal: boo
         if not isinstance(ids, Tensor) or ids.numel() == 0:
             continue
         if ids.is_floating_point():
-            raise DataError(f"{field} of samples {_span(indices)} are {ids.dtype}; token ids are integers")
+            raise DataError(f"{field} of samples {some(indices, 8)} are {ids.dtype}; token ids are integers")
         wrong = (ids < 0) | (ids >= vocab_size)
         if field == "labels":
             wrong &= ids != IGNORED_LABEL
         if bool(wrong.any()):
             where = tuple(int(coordinate) for coordinate in wrong.nonzero()[0])
             known = ids.ndim > 1 and ids.shape[0] == len(indices)
-            sample = f"sample {indices[where[0]]}" if known else f"one of samples {_span(indices)}"
+            sample = f"sample {indices[where[0]]}" if known else f"one of samples {some(indices, 8)}"
             raise DataError(
                 f"{sample}: {field}{list(where[1:] if known else where)} is {int(ids[where])}, but the "
                 f"model's vocabulary has {vocab_size} tokens (ids 0 to {vocab_size - 1}"
@@ -193,7 +193,7 @@ class BatchRules:
             batch: Any = default_collate(samples, indices=indices) if self.collate is None else self.collate(samples)
         if not isinstance(batch, Mapping):
             raise DataError(
-                f"data_collator gave a {type(batch).__name__} for samples {_span(indices)}; it should give a "
+                f"data_collator gave a {type(batch).__name__} for samples {some(indices, 8)}; it should give a "
                 "mapping of the model's argument names to tensors"
             )
         check_batch(batch, vocab_size=self.vocab_size, causal=self.causal, indices=indices)
@@ -218,12 +218,6 @@ def require_targets(targets: int, *, indices: Iterable[int]) -> None:
     """Raise `DataError` where a global batch (`indices`: its dataset indices) has 0 targets."""
     if targets == 0:
         raise DataError(
-            f"every label of the global batch is {IGNORED_LABEL} (samples {_span(list(indices))}): its loss "
+            f"every label of the global batch is {IGNORED_LABEL} (samples {some(list(indices), 8)}): its loss "
             "is the mean of nothing; check how the dataset or the data_collator masks labels"
         )
-
-
-def _span(indices: Sequence[int]) -> str:
-    """Indices for a message: all of them, or the first few."""
-    shown = ", ".join(map(str, indices[:8]))
-    return f"{shown} and {len(indices) - 8} more" if len(indices) > 8 else shown

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from zeromesh.errors import DataError
+from zeromesh.errors import DataError, summary
 
 STDLIB = "stdlib"
 STDLIB_BYTES = 16 << 20  # more than every CPython so far; a bound, should one grow
@@ -214,8 +214,7 @@ def _rows(file: SourceFile, text_field: str) -> Iterator[Document]:
     except DataError:
         raise
     except (ValueError, TypeError, KeyError, OSError, csv.Error, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise DataError(f"{str(file.path)!r} cannot be read as {file.form}: {reason[0]}") from error
+        raise DataError(f"{str(file.path)!r} cannot be read as {file.form}: {summary(error)}") from error
 
 
 def _library_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:

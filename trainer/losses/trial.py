@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 
-from zeromesh.errors import PhaseError
+from zeromesh.errors import PhaseError, summary
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange
 from zeromesh.trainer.data.collate import count_targets
 from zeromesh.trainer.losses.chunked_head import ChunkedHead, Route
@@ -150,8 +150,7 @@ def _try(small: Any, run: Callable[..., torch.Tensor], *, causal: bool) -> str |
             own = _gradients(small, lambda: small(**inputs).loss * count)
             found = _gradients(small, lambda: run(inputs, targets=targets, count=count))
     except _ERRORS as error:
-        line = (str(error).splitlines() or [""])[0]
-        return line if isinstance(error, PhaseError) else f"{type(error).__name__}: {line}"
+        return str(error) if isinstance(error, PhaseError) else summary(error)
     finally:
         small.eval()
     # Some gradients are zero but for rounding (attention does not see a bias of its keys).

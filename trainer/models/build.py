@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig
 from transformers.activations import ACT2FN
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, summary
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection
 from zeromesh.trainer.models.forward_inputs import integer, text_part
 from zeromesh.trainer.models.hub_download import directory_of
@@ -118,8 +118,7 @@ def _library_errors(where: str, before: str = "") -> Iterator[None]:
     except ConfigError:
         raise
     except _CONFIG_ERRORS as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        text = f"{type(error).__name__}: {' '.join(lines[:2])}"
+        text = summary(error, lines=2)
         if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
             text = str(error.__cause__)  # It holds what the field's own check found.
         raise ConfigError(before + text, where=where) from error

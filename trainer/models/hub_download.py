@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from transformers import AutoConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, summary
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.trainer.config.sections.base import REPOSITORY
@@ -116,10 +116,9 @@ def _snapshot(source: str, revision: str | None, files: Sequence[str], *, where:
     except Exception as error:
         at = f" at {revision}" if revision else ""
         offline = " (HF_HUB_OFFLINE is set, so that it was not asked)" if constants.HF_HUB_OFFLINE else ""
-        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         raise ConfigError(
             f"{source!r} is neither a directory here ({Path(source).expanduser().absolute()}) nor a model{at} that can be had from "
-            f"the cache {constants.HF_HUB_CACHE} or from the Hub{offline}: {type(error).__name__}: {line}",
+            f"the cache {constants.HF_HUB_CACHE} or from the Hub{offline}: {summary(error)}",
             where=where,
         ) from error
     return Path(found)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zeromesh.environment import secret_values
-from zeromesh.errors import StorageError, ZeromeshError
+from zeromesh.errors import StorageError, ZeromeshError, summary
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Ledger, Tier, available_bytes, peak_bytes, resident_bytes
@@ -43,8 +43,7 @@ def explained(error: BaseException, engine: ZeroEngine | None, mesh: Mesh, direc
     if not ran_out(error):
         return error
     path = directory / f"memory-rank-{mesh.rank}.json"
-    cause = (str(error).strip().splitlines() or [""])[0]
-    what = f"{type(error).__name__}: {cause}".removesuffix(": ")
+    what = summary(error)
     text = f"rank {mesh.rank} ran out of memory after {step} whole steps ({what})"
     found = snapshot(engine, mesh)
     purposes = sorted(found["purposes"].get("device", {}).items(), key=lambda item: -item[1])

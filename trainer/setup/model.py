@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from zeromesh.comm.select import choose_transport
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import settle_heap
 from zeromesh.options import ZeroOptions
@@ -274,9 +274,8 @@ def _notes_on_modules(model: nn.Module) -> list[str]:
     ]
     if not names:
         return []
-    some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return [
-        f"BatchNorm ({some}): means and variances are those of each rank's own microbatch, not of the global batch; every "
+        f"BatchNorm ({some(names)}): means and variances are those of each rank's own microbatch, not of the global batch; every "
         "rank keeps running statistics of its own, and rank 0's are saved"
     ]
 

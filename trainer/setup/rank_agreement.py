@@ -9,7 +9,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from zeromesh.errors import ConfigError, LayoutError
+from zeromesh.errors import ConfigError, LayoutError, some
 from zeromesh.mesh.agreement import require_same
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -57,8 +57,7 @@ def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
     if not differing:
         return []
     others = ", ".join(str(rank) for rank, row in enumerate(rows) if row != rows[0])
-    some = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
-    return [f"initial weights differed on ranks {others} ({some}): every rank begins with those of rank 0"]
+    return [f"initial weights differed on ranks {others} ({some(differing)}): every rank begins with those of rank 0"]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from zeromesh.errors import CheckpointError
+from zeromesh.errors import CheckpointError, some, summary
 from zeromesh.weight_init.recompute_init import INITIALISER_ERRORS
 
 Tensors = Mapping[str, torch.Tensor]
@@ -70,7 +70,9 @@ class HubNames:
             with torch.device("meta"):
                 return cls(config)
         except INITIALISER_ERRORS as error:
-            raise CheckpointError(f"{cls.__name__} cannot be built from config.json: {_short(error)}") from error
+            raise CheckpointError(
+                f"{cls.__name__} cannot be built from config.json: {summary(error, lines=2)}"
+            ) from error
 
     def groups(self, tensors: Tensors) -> list[Group]:
         """Return every tensor, which is on the meta device, in the group that it is reverted with.
@@ -97,9 +99,8 @@ class HubNames:
         try:
             reverted: dict[str, torch.Tensor] = revert_weight_conversion(self._model, dict(tensors))
         except (*INITIALISER_ERRORS, NotImplementedError) as error:
-            names = ", ".join([*tensors][:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
             raise CheckpointError(
-                f"{names} cannot be brought into the form of the hub: {_short(error)}; the checkpoint itself can "
+                f"{some(tensors)} cannot be brought into the form of the hub: {summary(error, lines=2)}; the checkpoint itself can "
                 "be loaded with from_pretrained"
             ) from error
         return reverted
@@ -110,14 +111,9 @@ def read_class(directory: Path) -> tuple[Any, Any, str]:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (*INITIALISER_ERRORS, OSError) as error:
-        return None, None, f"config.json is of no model that transformers knows ({_short(error)})"
+        return None, None, f"config.json is of no model that transformers knows ({summary(error, lines=2)})"
     name = next(iter(config.architectures or ()), "")
     cls = getattr(transformers, name, None) if name else None
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         return None, None, f"{name or 'the model'} is no class of transformers"
     return cls, config, ""
-
-
-def _short(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])}"

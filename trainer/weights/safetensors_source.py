@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.errors import ConfigError, LayoutError
+from zeromesh.errors import ConfigError, LayoutError, some
 from zeromesh.trainer.weights.key_mapping import Conversion, Matched, match
 from zeromesh.trainer.weights.safetensors_reader import TensorFiles
 from zeromesh.weight_init.recompute_init import Skeleton
@@ -133,9 +133,9 @@ class SafetensorsSource:
     def _describe(self) -> tuple[str, ...]:
         notes = []
         if self._matched.new:
-            notes.append(f"not in {self._files.directory}, so newly initialised: {_some(self._matched.new)}")
+            notes.append(f"not in {self._files.directory}, so newly initialised: {some(self._matched.new, 6)}")
         if self._matched.unused:
-            notes.append(f"in {self._files.directory} and not used by this model: {_some(self._matched.unused)}")
+            notes.append(f"in {self._files.directory} and not used by this model: {some(self._matched.unused, 6)}")
         return tuple(notes)
 
 
@@ -147,7 +147,3 @@ def _origins(model: Any, matched: Matched) -> dict[str, str]:
         if matched.provides(name) and not matched.provides(first):
             stored.setdefault(first, name)
     return {name: stored.get(first, first) for name, first in canonical.items()}
-
-
-def _some(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

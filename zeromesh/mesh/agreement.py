@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 
-from zeromesh.errors import ZeromeshError
+from zeromesh.errors import ZeromeshError, some
 from zeromesh.mesh.process_set import ProcessSet
 
 _ABSENT = "(absent)"
@@ -43,8 +43,7 @@ def differences(rows: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {some(ranks, _SHOWN)}"
 
 
 def _short(value: str) -> str:

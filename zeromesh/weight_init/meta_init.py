@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.errors import LayoutError
+from zeromesh.errors import LayoutError, some
 from zeromesh.weight_init.recompute_init import INITIALISER_ERRORS, Skeleton, WriteLog, is_pretrained_model, seeded_cpu
 from zeromesh.weight_init.weight_sources import (
     BuiltSource,
@@ -54,7 +54,7 @@ def build_deferred(
     hooked = hooked_parameters(model)
     if hooked:
         # Copies in memory would not have the hooks, and what these refer to, such as a mask, has no values on meta.
-        return _build_on_cpu(build, seed, f"it registers hooks on the gradients of {_some(hooked)}")
+        return _build_on_cpu(build, seed, f"it registers hooks on the gradients of {some(hooked)}")
     source = SeededSource(model, seed)
     kept = frozenset[str]() if stored is None else stored(model)
     for find, reason in (
@@ -64,7 +64,7 @@ def build_deferred(
     ):
         names = tuple(name for name in find() if name not in kept)
         if names:
-            return _build_on_cpu(build, seed, reason.format(_some(names)))
+            return _build_on_cpu(build, seed, reason.format(some(names)))
     return BuiltModel(model=model, source=source)
 
 
@@ -81,7 +81,7 @@ def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
     hooked = [name for name in hooked_parameters(model) if model.get_parameter(name).is_meta]
     if hooked:
         raise LayoutError(
-            f"{_some(tuple(hooked))}: the model was passed on the meta device with hooks on gradients, which cannot be kept; "
+            f"{some(tuple(hooked))}: the model was passed on the meta device with hooks on gradients, which cannot be kept; "
             "pass it built, or pass a callable that builds it"
         )
     source = source_for(model, seed)
@@ -89,7 +89,7 @@ def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
     owners = dict.fromkeys(name.rpartition(".")[0] for name, p in model.named_parameters() if p.is_meta)
     drawn = tuple(owner or type(model).__name__ for owner in owners if not skeleton.managed_by_pretrained(owner))
     notes = (
-        f"the model was passed on the meta device: weights of {_some(drawn)} are drawn by `reset_parameters`, and what "
+        f"the model was passed on the meta device: weights of {some(drawn)} are drawn by `reset_parameters`, and what "
         "`__init__` may have set otherwise is lost; a callable that builds the model keeps it",
     )
     return BuiltModel(model=model, source=source, notes=notes if drawn else ())
@@ -120,10 +120,6 @@ def _build_on_cpu(build: Callable[[], nn.Module], seed: int, reason: str) -> Bui
         model = build()
     note = f"the model is built whole on CPU by every rank, because {reason}"
     return BuiltModel(model=model, source=BuiltSource(model), notes=(note,))
-
-
-def _some(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _initialised_otherwise(model: nn.Module, construction: WriteLog, seed: int) -> tuple[str, ...]:

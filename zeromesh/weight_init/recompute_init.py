@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeromesh.errors import summary
 from zeromesh.rng import number_of
 
 Table = Literal["_parameters", "_buffers"]
@@ -135,7 +136,6 @@ class Skeleton:
         shapes = {name: tensor for name, tensor in before.items() if tensor is not None}
         inexact = all(tensor.is_floating_point() or tensor.is_complex() for tensor in shapes.values())
         runs: list[dict[str, torch.Tensor]] = []
-        reason = "nothing set them again"
         try:
             # A NaN left over marks a value that nothing set. Integers and booleans have no NaN: what nothing set still differs
             # after two identical computations over two different fillings.
@@ -146,12 +146,11 @@ class Skeleton:
                         initialiser()
                 runs.append({name: tensor.detach() for name in shapes if (tensor := owner[name]) is not None})
         except INITIALISER_ERRORS as error:
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            return Recomputed(values={}, lost=tuple(names), reason=reason)
+            return Recomputed(values={}, lost=tuple(names), reason=summary(error))
         finally:
             owner.update(before)
         lost = tuple(name for name in shapes if not _was_set(shapes[name], [run.get(name) for run in runs]))
-        return Recomputed(values=runs[0], lost=lost, reason=reason)
+        return Recomputed(values=runs[0], lost=lost, reason="nothing set them again")
 
 
 def _initialiser(path: Sequence[nn.Module]) -> Initialiser | None:

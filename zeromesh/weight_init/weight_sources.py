@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zeromesh.errors import LayoutError
+from zeromesh.errors import LayoutError, some
 from zeromesh.weight_init.recompute_init import INITIALISER_ERRORS, Skeleton, WriteLog, seeded_cpu
 
 
@@ -25,9 +25,8 @@ class LostValuesError(LayoutError):
 
     def __init__(self, names: tuple[str, ...], reason: str) -> None:
         self.names = names
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         super().__init__(
-            f"initial values of {shown} are not known after building on the meta device ({reason}); "
+            f"initial values of {some(names, 8)} are not known after building on the meta device ({reason}); "
             "build the model on CPU, or set them in `reset_parameters` (Hugging Face: `_init_weights`)"
         )
 

@@ -19,7 +19,7 @@ from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manif
 from zeromesh.checkpoint.format.safetensors_layout import parse_json
 from zeromesh.checkpoint.io.blocks import GRID, Extents, overlapping
 from zeromesh.checkpoint.io.tensor_shard import FileSlice
-from zeromesh.errors import CheckpointError, ZeromeshError
+from zeromesh.errors import CheckpointError, ZeromeshError, some
 from zeromesh.files import read_whole
 from zeromesh.flat.regions import StridedRows
 from zeromesh.intervals import Interval
@@ -235,8 +235,7 @@ class CheckpointReader(OpenedCheckpoint):
             for tensor in self.manifest.tensors
             if tensor.path == piece.path and tensor.begin < piece.end and tensor.end > piece.begin
         ]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"; they hold {', '.join(names[:3])}{more}" if names else ""
+        return f"; they hold {some(names)}" if names else ""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Files that are not plain files of their sizes, or that hold weights and come from elsewhere: each path, and what it is.

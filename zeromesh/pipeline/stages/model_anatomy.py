@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeromesh.errors import LayoutError
+from zeromesh.errors import LayoutError, summary
 from zeromesh.overrides import override
 
 
@@ -80,9 +80,8 @@ def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anato
     except LayoutError:
         raise
     except _RUN_ERRORS as error:
-        reason = next(iter(str(error).splitlines()), "")
         raise LayoutError(
-            f"{kind} cannot be cut into pipeline stages: it could not be run for a trial ({type(error).__name__}: {reason})"
+            f"{kind} cannot be cut into pipeline stages: it could not be run for a trial ({summary(error)})"
         ) from error
     return recorder.conclude(output)
 
