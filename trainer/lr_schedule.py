@@ -7,7 +7,6 @@ those of DeepSpeed's schedulers. As a function of the step, a schedule has no st
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -15,9 +14,6 @@ from functools import cache
 from typing import Any
 
 from zeromesh.errors import ConfigError
-
-DECAY_SHAPES = ("linear", "cosine", "1-sqrt")
-WARMUP_SHAPES = ("linear", "log", "cosine", "1-sqrt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +35,9 @@ tenth of the run), `decay_shape` (cosine, linear, 1-sqrt), `num_cycles` |
 
     `min_ratio` is a fraction of the base learning rate. `constant` here heeds `warmup_steps`, which
     transformers' ignores. All warm-ups rise from `start_ratio` (0 if not given) in the form of `warmup_shape`,
-    linear if not given; log is DeepSpeed's: log(step + 1) / log(warmup steps). Raises `ConfigError` for a name
-    that does not exist, an option out of range, or one that the schedule does not have.
+    linear if not given; log is DeepSpeed's: log(step + 1) / log(warmup steps). The section `schedule` of the
+    configuration has checked each value by itself. Raises `ConfigError` for an option that the schedule does not
+    have, and for values that do not go together.
     """
 
     name: str
@@ -56,16 +53,30 @@ tenth of the run), `decay_shape` (cosine, linear, 1-sqrt), `num_cycles` |
     start_ratio: float | None = None
 
     def __post_init__(self) -> None:
-        problems = [*_name_problems(self), *_range_problems(self)]
+        allowed = _OPTIONS[self.name] | _WARMUP_OPTIONS
+        problems = [
+            f"schedule.{option.name} has no effect on {self.name}; remove it"
+            for option in fields(self)[3:]
+            if option.name not in allowed and getattr(self, option.name) is not None
+        ]
+        if self.name.endswith("_with_min_lr") and self.min_ratio is None:
+            problems.append(f"schedule.min_ratio is missing; {self.name} needs the fraction it falls to")
+        room = max(0, self.total_steps - self.warmup_steps)
+        if self.decay_steps is not None and self.decay_steps > room:
+            problems.append(
+                f"schedule.decay_steps is {self.decay_steps}; give 0 to {room}, what the warm-up of {self.warmup_steps} leaves "
+                f"of {self.total_steps} steps"
+            )
+        if self.num_cycles is not None and self.decay_shape in ("linear", "1-sqrt"):
+            problems.append(f"schedule.num_cycles has no effect on decay_shape {self.decay_shape}; remove it")
         if problems:
             raise ConfigError(problems)
 
     def factor(self, step: int) -> float:
         """The factor of step `step`, counted from 0; the first step of a warm-up has factor 0."""
         if self.name == "polynomial" and step >= self.total_steps:
-            return (
-                self.min_ratio or 0.0
-            )  # transformers divides by the steps after the warm-up, of which there may be none.
+            # transformers divides by the steps after the warm-up, of which there may be none.
+            return self.min_ratio or 0.0
         if step >= self.warmup_steps:
             return _curve_of(self)(step)
         start = self.start_ratio
@@ -145,51 +156,3 @@ _WARMUP_OPTIONS = frozenset({"warmup_shape", "start_ratio"})
 SCHEDULE_NAMES = tuple(_OPTIONS)
 STEADY = ("constant", "constant_with_warmup", "inverse_sqrt")
 """Curves that do not depend on the length of the run."""
-
-
-def _name_problems(schedule: LRSchedule) -> list[str]:
-    if schedule.name not in _OPTIONS:
-        near = difflib.get_close_matches(schedule.name, SCHEDULE_NAMES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return [f"schedule.name {schedule.name!r} is not one of {', '.join(SCHEDULE_NAMES)}{hint}"]
-    allowed = _OPTIONS[schedule.name] | _WARMUP_OPTIONS
-    problems = [
-        f"schedule.{option.name} has no effect on {schedule.name}; remove it"
-        for option in fields(schedule)[3:]
-        if option.name not in allowed and getattr(schedule, option.name) is not None
-    ]
-    if schedule.name.endswith("_with_min_lr") and schedule.min_ratio is None:
-        problems.append(f"schedule.min_ratio is missing; {schedule.name} needs the fraction it falls to")
-    return problems
-
-
-def _range_problems(schedule: LRSchedule) -> list[str]:
-    problems = []
-    if schedule.warmup_steps < 0:
-        problems.append(f"schedule.warmup_steps is {schedule.warmup_steps}; give 0 or more")
-    if schedule.total_steps < 1:
-        problems.append(f"a schedule of {schedule.total_steps} steps; give 1 or more (run.max_steps)")
-    for name, value in (("min_ratio", schedule.min_ratio), ("start_ratio", schedule.start_ratio)):
-        if value is not None and not 0.0 <= value <= 1.0:
-            problems.append(f"schedule.{name} is {value}; give 0 to 1, a part of optimizer.lr")
-    for name, value in (("num_cycles", schedule.num_cycles), ("power", schedule.power)):
-        if value is not None and not 0.0 < value < math.inf:
-            problems.append(f"schedule.{name} is {value}; give a finite number above 0")
-    for name, word, allowed in (
-        ("decay_shape", schedule.decay_shape, DECAY_SHAPES),
-        ("warmup_shape", schedule.warmup_shape, WARMUP_SHAPES),
-    ):
-        if word is not None and word not in allowed:
-            problems.append(f"schedule.{name} {word!r} is not one of {', '.join(allowed)}")
-    if schedule.timescale is not None and schedule.timescale < 1:
-        problems.append(f"schedule.timescale is {schedule.timescale}; give a number of steps, 1 or more")
-    if schedule.decay_steps is not None:
-        room = schedule.total_steps - schedule.warmup_steps
-        if not 0 <= schedule.decay_steps <= max(0, room):
-            problems.append(
-                f"schedule.decay_steps is {schedule.decay_steps}; give 0 to {max(0, room)}, what the warm-up "
-                f"of {schedule.warmup_steps} leaves of {schedule.total_steps} steps"
-            )
-    if schedule.num_cycles is not None and schedule.decay_shape in ("linear", "1-sqrt"):
-        problems.append(f"schedule.num_cycles has no effect on decay_shape {schedule.decay_shape}; remove it")
-    return problems

@@ -62,8 +62,6 @@ def load_datasets(
     `DataError` for a path, file or tokenizer that cannot be used, and for text of less than one sequence.
     """
     fraction, length = section.eval_fraction, section.sequence_length
-    if not 0.0 <= fraction < 1.0:
-        raise DataError(f"data.eval_fraction is {fraction}; give 0 (nothing held out) to below 1")
     tokenizer = load_tokenizer(section.tokenizer) if tokenizer is None else tokenizer
     separator = tokenizer.end_of_text if section.separate_documents else None
     source = find_text(section.train, text_field=section.text_field, where="data.train")

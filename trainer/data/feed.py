@@ -170,7 +170,11 @@ def require_same_data(mesh: Mesh, sets: Mapping[str, Any], others: Mapping[str, 
     require_same(mesh.world, {**kinds, **others}, DataError, advice=advice)
 
 
-def require_same_batches(batches: Sequence[Mapping[str, Any]], mesh: Mesh) -> None:
+def require_same_batches(
+    batches: Sequence[Mapping[str, Any]],
+    mesh: Mesh,
+    cure: str = "datasets and collators must give the same samples for the same index on every rank",
+) -> None:
     """Raise `DataError` where ranks of a tensor group or of a pipeline, which compute one batch together, have others."""
     if mesh.shape.tensor == mesh.shape.pipeline == 1:
         return
@@ -180,18 +184,21 @@ def require_same_batches(batches: Sequence[Mapping[str, Any]], mesh: Mesh) -> No
     if others:
         raise DataError(
             f"rank{'s' if len(others) > 1 else ''} {', '.join(others)} got other data than rank {mesh.rank}, and they "
-            "compute one batch together (parallel.tensor, parallel.pipeline); datasets and collators must give the same "
-            "samples for the same index on every rank"
+            f"compute one batch together (parallel.tensor, parallel.pipeline); {cure}"
         )
 
 
 def _digest(batches: Sequence[Mapping[str, Any]]) -> int:
-    """32 bits of the names, shapes, dtypes and first values of the tensors of batches."""
+    """32 bits of the names, shapes, dtypes and first values of the tensors of batches, and of numbers and texts beside them."""
     found = 0
     for batch in batches:
         for name, value in sorted(batch.items()):
             if isinstance(value, Tensor):
                 found = crc32(f"{name} {list(value.shape)} {value.dtype}".encode(), found)
-                first = value.detach().reshape(-1)[:_COMPARED].contiguous()
+                first = value.detach().reshape(-1)[:_COMPARED].cpu().contiguous()
                 found = crc32(first.view(torch.uint8).numpy().tobytes(), found)
+            elif all(
+                isinstance(each, int | float | str) for each in (value if isinstance(value, list | tuple) else [value])
+            ):
+                found = crc32(f"{name} {value!r}".encode(), found)
     return found

@@ -20,15 +20,13 @@ from zeromesh.trainer.data.tokenizer import TokenArray, Tokenizer
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 4 << 20
 _PAIRS_AT_ONCE = 1 << 18
-_PAIR_VOCABULARY = 1024  # a table of pairs takes 8 bytes x its square
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedDataset:
     """Sequences of `sequence_length` tokens, cut from one text; a map-style dataset.
 
-    `tokens` is a flat array of `len(self) * sequence_length` ids, uint8, uint16 or int32. Raises `DataError` at birth for sequences
-    of fewer than 2 tokens, where there is nothing to predict, and for tokens that do not fill whole sequences.
+    `tokens` is a flat array of `len(self) * sequence_length` ids, uint8, uint16 or int32.
     """
 
     tokens: TokenArray
@@ -39,17 +37,6 @@ class PackedDataset:
     separator: int | None = None
     """The token that ends a document, if documents are to be apart: positions begin anew after it, by which transformers' attention
     knows documents, and what comes first in a document is no target."""
-
-    def __post_init__(self) -> None:
-        if self.sequence_length < 2:
-            raise DataError(
-                f"data.sequence_length is {self.sequence_length}; give 2 or more: a token is predicted from "
-                "those before"
-            )
-        if self.tokens.ndim != 1 or self.tokens.size % self.sequence_length:
-            raise DataError(
-                f"packed tokens of shape {self.tokens.shape} are not whole sequences of {self.sequence_length}"
-            )
 
     def __len__(self) -> int:
         return self.tokens.size // self.sequence_length
@@ -106,7 +93,7 @@ class PackedDataset:
 
 def pack(tokens: TokenArray, sequence_length: int, **of_text: Any) -> PackedDataset:
     """Cut tokens into sequences; those at the end that are no whole sequence are left out. `of_text` are more fields."""
-    whole = tokens.size - (tokens.size % sequence_length if sequence_length > 0 else 0)
+    whole = tokens.size - tokens.size % sequence_length
     return PackedDataset(tokens=tokens[:whole], sequence_length=sequence_length, **of_text)
 
 
@@ -134,14 +121,9 @@ def byte_pair_entropy(tokens: TokenArray) -> float:
     """Return the conditional entropy H(next token | token) of a text, in nats per token.
 
     It is the loss, on this text, of the best model that sees one token back: what a model that has learned anything beyond letter
-    pairs is below. It is for small vocabularies such as bytes: raises `DataError` for ids of 1024 and above, and for fewer than two
-    tokens.
+    pairs is below. It is for small vocabularies such as bytes, as a table of all pairs is in memory, and for two tokens or more.
     """
-    if tokens.size < 2:
-        raise DataError(f"a text of {tokens.size} tokens has no pairs")
     size = int(tokens.max()) + 1
-    if size > _PAIR_VOCABULARY or int(tokens.min()) < 0:
-        raise DataError(f"pairs are counted for ids 0 to {_PAIR_VOCABULARY - 1}; the text has {size - 1}")
     counts = np.zeros(size * size, dtype=np.int64)
     for start in range(0, tokens.size - 1, _PAIRS_AT_ONCE):
         piece = tokens[start : start + _PAIRS_AT_ONCE + 1].astype(np.int64)

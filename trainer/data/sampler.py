@@ -50,7 +50,7 @@ class BatchPlan:
     `epoch_size`: samples of an epoch, if that is known. `last`: a global batch goes on from one epoch into the next (carry), or
     ends with the epoch (partial), or is left out where it would be smaller (drop).
 
-    Raises `ConfigError` for a size below 1, a microbatch that is larger than the global batch, and epochs without any global batch.
+    Raises `ConfigError` for a microbatch that is larger than the global batch, and for epochs without any global batch.
     """
 
     global_size: int
@@ -62,27 +62,16 @@ class BatchPlan:
     """What a loss is a mean over: the targets of a global batch, or its samples, where a mean counts by its microbatch's."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} is {value}; give 1 or more"
-            for name, value in (
-                ("batch.global_size", self.global_size),
-                ("batch.micro_size", self.micro_size),
-                ("data-parallel size", self.data_ranks),
-            )
-            if value < 1
-        ]
-        if self.micro_size > self.global_size >= 1:
-            problems.append(
+        if self.micro_size > self.global_size:
+            raise ConfigError(
                 f"batch.micro_size {self.micro_size} is larger than batch.global_size {self.global_size}; "
                 "lower the first or raise the second"
             )
-        if not problems and self.steps_per_epoch == 0:
-            problems.append(
+        if self.steps_per_epoch == 0:
+            raise ConfigError(
                 f"an epoch of {self.epoch_size} samples has no whole global batch of {self.global_size} (batch.last: drop); "
                 "lower batch.global_size, or set batch.last: partial"
             )
-        if problems:
-            raise ConfigError(problems)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -170,19 +159,14 @@ class BatchPlan:
         return line + (f" - {idle} zero-weight sample{'s' if idle > 1 else ''}" if idle else "")
 
     def microbatches(self, step: int, data_rank: int) -> tuple[Microbatch, ...]:
-        """The `accumulation` microbatches of one rank in step `step` (from 0). Raises as `microbatch` does."""
+        """The `accumulation` microbatches of one rank in step `step` (from 0)."""
         return tuple(self.microbatch(step, data_rank, turn) for turn in range(self.accumulation))
 
     def microbatch(self, step: int, data_rank: int, turn: int) -> Microbatch:
         """Return number `turn` of them, in a time that does not depend on how many there are.
 
-        It is a block of the step's samples, or the first one again with weight 0 where there is no such block. Raises `ConfigError`
-        for a step or rank that does not exist.
+        It is a block of the step's samples, or the first one again with weight 0 where there is no such block.
         """
-        if step < 0 or not 0 <= data_rank < self.data_ranks:
-            raise ConfigError(
-                f"step {step} of data rank {data_rank}: steps start at 0 and data ranks are 0 to {self.data_ranks - 1}"
-            )
         samples = self.samples_of(step)
         start = (turn * self.data_ranks + data_rank) * self.micro_size
         weight = 1 if start < len(samples) else 0
@@ -200,7 +184,7 @@ class SampleOrder:
     PyTorch, whose generators may change; a run that resumes years later sees the same data.
 
     `endless`: the dataset is a stream, dealt by the number of a sample since the start of training, and each `length` of them have
-    an order of their own. Raises `ConfigError` for a length below 1.
+    an order of their own.
     """
 
     length: int
@@ -208,14 +192,8 @@ class SampleOrder:
     shuffle: bool = True
     endless: bool = False
 
-    def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ConfigError(f"a dataset of {self.length} samples has no order; give 1 sample or more")
-
     def dataset_index(self, sample: int) -> int:
-        """The dataset index of global sample `sample`, in [0, length) unless endless. Raises `ConfigError` below 0."""
-        if sample < 0:
-            raise ConfigError(f"global sample index {sample}: indices start at 0")
+        """The dataset index of global sample `sample`, in [0, length) unless endless."""
         epoch, position = divmod(sample, self.length)
         if self.shuffle and self.length > 1:
             position = _permute(position, self.length, _round_keys(self.seed, epoch))

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import transformers
@@ -142,8 +142,6 @@ def _read_configuration(
     end_of_text: int | None = None,
 ) -> tuple[Any, Any]:
     """Return the library's configuration of a model, and the class that builds it; `directory` is where `source` is here."""
-    if head not in get_args(Head):
-        raise ConfigError(f"{head!r} is not one of {', '.join(get_args(Head))}", where="model.head")
     settings = dict(config or {})
     if directory is None:
         made = _from_fields(settings, vocab_size, end_of_text)

@@ -8,7 +8,6 @@ call they agree that some rank goes on, and those that are done take part in it 
 from __future__ import annotations
 
 import copy
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -22,10 +21,11 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.flat.placement import Placement
-from zeromesh.mesh.process_mesh import Mesh, ProcessSet
+from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.generation import CACHE, StagedForward
 from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.rng import own_randomness
+from zeromesh.trainer.data.feed import require_same_batches
 from zeromesh.trainer.models.prepare import in_evaluation_mode
 from zeromesh.zero.engine import ZeroEngine
 
@@ -112,7 +112,7 @@ def generate(
         name: value.to(mesh.device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
     }
     if engine is not None:
-        _require_same_arguments((mesh.tensor, mesh.pipeline), arguments)
+        require_same_batches([arguments], mesh, "give all of them the same prompts and arguments of generate")
     calls = _GenerationCalls(model, mesh, arguments, engine, pipeline)
     with in_evaluation_mode(model), torch.no_grad(), own_randomness(), _calls_of(model, calls.call):
         seed()
@@ -120,28 +120,6 @@ def generate(
     with in_evaluation_mode(model), torch.no_grad():
         calls.end()
     return tokens
-
-
-def _require_same_arguments(sets: tuple[ProcessSet, ...], arguments: Mapping[str, Any]) -> None:
-    """Raise `DataError` where ranks that compute one model together, and so wait for each other, have other arguments."""
-    found = 0
-    for name, value in sorted(arguments.items()):
-        found = zlib.crc32(_content(value), zlib.crc32(name.encode(), found))
-    for each in sets:
-        rows = each.gather_integers([found])
-        if any(row != [found] for row in rows):
-            raise DataError(
-                f"generate: ranks {', '.join(map(str, each.ranks))} compute one model together ({each.name}), and were given other "
-                "prompts or arguments; give them the same"
-            )
-
-
-def _content(value: Any) -> bytes:
-    """What ranks compare of an argument: numbers, text and tensors; of other objects nothing."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    each = value if isinstance(value, list | tuple) else [value]
-    return repr(value).encode() if all(isinstance(one, int | float | str | None) for one in each) else b""
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def test_what_the_layout_does_not_allow(workers: Workers, tmp_path: Path) -> Non
             wanted = [
                 "beam_search is not", f"output_hidden_states {where}", "max_time ends ranks", "synced_gpus is decided here",
                 f"inputs_embeds {where}", "assisted_generation is not", f"cache_implementation: static {where}",
-                "pad prompts on the left", "ranks 0, 1 compute one model together (pipeline), and were given other prompts",
+                "pad prompts on the left", "compute one batch together (parallel.tensor, parallel.pipeline); give all",
             ]  # fmt: skip
             for message, text in zip(messages, wanted, strict=True):
                 assert text in message
