@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeromesh.errors import CheckpointError, NonFiniteError
-from zeromesh.telemetry.comm_stats import Figures, added, traffic_table
+from zeromesh.telemetry.step_recorder import Figures, added, traffic_table
 from zeromesh.trainer.monitoring.step_metrics import StepMetrics, strict, unstrict
 from zeromesh.trainer.monitoring.step_result import StepResult
 

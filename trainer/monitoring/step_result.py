@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zeromesh.telemetry.comm_stats import Figures
+from zeromesh.telemetry.step_recorder import Figures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.process_mesh import ProcessSet
-from zeromesh.telemetry.comm_stats import Collective
+from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.telemetry.watchdog import AsyncWork, Watchdog
 
 _CHUNK = 1 << 15

@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.process_mesh import ProcessSet
-from zeromesh.telemetry.comm_stats import Collective
-from zeromesh.telemetry.step_recorder import CommAccount
+from zeromesh.telemetry.step_recorder import Collective, CommAccount
 from zeromesh.telemetry.watchdog import AsyncWork, Watchdog
 
 HEADER_WORDS = 64

@@ -32,11 +32,11 @@ from zeromesh.comm.activation_collectives import (
     shared_along,
     sum_in_ranks,
 )
-from zeromesh.comm.shm_counters import LINE, Counters
+from zeromesh.comm.shm_transport import LINE, Counters
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.offload.memory.shared_segment import PAGE, SharedSegment
-from zeromesh.telemetry.comm_stats import Collective
+from zeromesh.telemetry.step_recorder import Collective
 
 IN_FLIGHT = 64
 """Exchanges that may be under way at once. With more, starting one waits for the result of the oldest."""

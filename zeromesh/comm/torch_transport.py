@@ -13,18 +13,18 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from zeromesh.comm.shm_transport import sum_in_order
 from zeromesh.comm.transport import (
     BufferRequest,
     GatherBuffer,
     Reducer,
     Reduction,
     RingRequest,
-    sum_in_order,
 )
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.offload import DONE, ReleasableBuffer, TieredTensor, Transfer, allocate_lasting
-from zeromesh.telemetry.comm_stats import Collective
+from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.telemetry.watchdog import AsyncWork, Watchdog
 
 # torch 2.13 deprecates the names that torch 2.11 has alone.

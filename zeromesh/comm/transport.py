@@ -141,19 +141,6 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-def sum_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool) -> None:
-    """`out = parts[0] + parts[1] + ...` (after `out` itself when `add`), in this order, in the dtype of `out`."""
-    remaining = list(parts)
-    if not add:
-        first = remaining.pop(0)
-        if remaining and first.dtype == out.dtype and remaining[0].dtype == out.dtype:
-            torch.add(first, remaining.pop(0), out=out)
-        else:
-            out.copy_(first)
-    for part in remaining:
-        out.add_(part)
-
-
 class LocalBuffer:
     """Private memory that holds everything, all the time or around its use."""
 

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.process_groups import SetGroups
-from zeromesh.telemetry.comm_stats import Collective
-from zeromesh.telemetry.step_recorder import CommAccount, StepRecorder
+from zeromesh.telemetry.step_recorder import Collective, CommAccount, StepRecorder
 from zeromesh.telemetry.watchdog import Watchdog
 
 

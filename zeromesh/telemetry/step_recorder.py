@@ -22,7 +22,7 @@ from __future__ import annotations
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from types import TracebackType
@@ -30,7 +30,19 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from zeromesh.telemetry.comm_stats import Collective
+Figures = Mapping[str, Mapping[str, Mapping[str, float]]]
+"""By axis and collective: `calls`, `bytes` and `seconds`."""
+
+
+class Collective(StrEnum):
+    """What ranks do together. An agreement is a small exchange between hosts' memories: sums of the loss, the norm, barriers."""
+
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_REDUCE = "all-reduce"
+    BROADCAST = "broadcast"
+    POINT_TO_POINT = "point to point"
+    AGREEMENT = "agreement"
 
 
 class StepPhase(StrEnum):
@@ -266,3 +278,31 @@ class CommAccount:
                 figures[:3] = 0, 0.0, 0.0
                 found[collective.value] = {"calls": int(calls), "bytes": round(nbytes), "seconds": round(seconds, 6)}
         return found
+
+
+def added(total: Figures, more: Figures) -> dict[str, dict[str, dict[str, float]]]:
+    """The sum of two results of `StepRecorder.take_traffic`."""
+    out = {axis: {name: dict(row) for name, row in rows.items()} for axis, rows in total.items()}
+    for axis, rows in more.items():
+        for name, row in rows.items():
+            sums = out.setdefault(axis, {}).setdefault(name, {})
+            for key, value in row.items():
+                sums[key] = sums.get(key, 0) + value
+    return out
+
+
+def traffic_table(figures: Figures, *, steps: int = 1) -> str:
+    """A table of `figures`, which are sums over `steps` steps: calls, MiB and milliseconds of one step on average."""
+    rows = [("axis", "collective", "calls", "MiB", "ms")]
+    for axis, collectives in figures.items():
+        for name, row in collectives.items():
+            calls, nbytes, seconds = (row[key] / max(1, steps) for key in ("calls", "bytes", "seconds"))
+            rows.append((axis, name, f"{calls:,.1f}", f"{nbytes / 2**20:,.2f}", f"{seconds * 1e3:,.2f}"))
+    if len(rows) == 1:
+        return "no communication"
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(cells))
+        for cells in (zip(row, widths, strict=True) for row in rows)
+    )
+    return "\n".join(lines)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from workers import PoolOptions, Workers
 
-from zeromesh.telemetry.comm_stats import Collective, added, traffic_table
-from zeromesh.telemetry.step_recorder import StepRecorder
+from zeromesh.telemetry.step_recorder import Collective, StepRecorder, added, traffic_table
 
 
 def test_sets_of_all_axes(workers: Workers) -> None:

@@ -19,8 +19,7 @@ from torch import nn
 from workers import PoolOptions, Workers
 
 from zeromesh.errors import CollectiveError, ConfigError, StorageError
-from zeromesh.telemetry.comm_stats import Collective
-from zeromesh.telemetry.step_recorder import StepPhase, StepRecorder
+from zeromesh.telemetry.step_recorder import Collective, StepPhase, StepRecorder
 from zeromesh.trainer.config.loading.load import load_config
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
 from zeromesh.trainer.monitoring.memory import ran_out

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from zeromesh.comm.shm_counters import Futex
+from zeromesh.comm.shm_transport import Futex
 
 
 @pytest.fixture
