@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ from zeromesh.checkpoint.format.manifest import StoredTensor
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint, ReadTarget
 from zeromesh.checkpoint.io.tensor_shard import TensorShard
+from zeromesh.checkpoint.multi_host.agreement import together
 from zeromesh.checkpoint.multi_host.merge import check_parts
 from zeromesh.checkpoint.multi_host.partial_reader import PartsReader
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CheckpointError, LayoutError, StorageError, ZeromeshError
+from zeromesh.errors import CheckpointError, LayoutError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.watchdog import Activity
 
@@ -32,11 +32,8 @@ class Loader:
 
     def candidates(self, store: CheckpointStore) -> list[int]:
         """Steps of the checkpoints that some rank sees, newest first: a host that has joined may see none."""
-        steps: list[int] = []
-        with self._together(f"looking into {store.root}"):
-            steps.extend(store.steps())
-        texts = self._mesh.world.gather_bytes(",".join(map(str, steps)).encode(), "choice of a checkpoint")
-        return sorted({int(word) for text in texts for word in text.decode().split(",") if word}, reverse=True)
+        rows = together(self._mesh.world, f"looking into {store.root}", store.steps)
+        return sorted(set().union(*rows), reverse=True)
 
     def open(self, directory: Path) -> OpenedCheckpoint:
         """The checkpoint in a directory that all ranks see, or of which each host's directory has a part.
@@ -44,13 +41,15 @@ class Loader:
         Raises:
             CheckpointError: when it is not whole, or ranks see different ones.
         """
-        found: list[CheckpointReader] = []
-        with self._together(f"opening {directory}"):
-            if directory.is_dir():
-                found.append(CheckpointReader(directory, parts=True))
-        reader, world, rank = (found[0] if found else None), self._mesh.world, self._mesh.rank
-        identity = "" if reader is None else f"{reader.manifest.part[1]} {reader.digest}"
-        identities = [text.decode() for text in world.gather_bytes(identity.encode(), "comparison of checkpoints")]
+        world, rank = self._mesh.world, self._mesh.rank
+        reader: CheckpointReader | None = None
+
+        def look() -> str:
+            nonlocal reader
+            reader = CheckpointReader(directory, parts=True) if directory.is_dir() else None
+            return "" if reader is None else f"{reader.manifest.part[1]} {reader.digest}"
+
+        identities = together(world, f"opening {directory}", look)
         holders: dict[str, list[int]] = {}
         for other, text in enumerate(identities):
             holders.setdefault(text, []).append(other)
@@ -60,7 +59,7 @@ class Loader:
             raise CheckpointError(f"rank {blind[0]} sees no {directory}; give all hosts the same directory")
         if reader is not None and len(holders) == 1 and not in_parts:
             return reader
-        leads = reader is not None and holders[identity][0] == rank
+        leads = reader is not None and holders[identities[rank]][0] == rank
         texts = world.gather_bytes(reader.manifest.to_json() if reader and leads else b"", "manifests of the parts")
         # Leaders are in rank order here and in `holders`, so each manifest meets the ranks that see it.
         parts = [manifests.parse(directory / manifests.NAME, text) for text in texts if text]
@@ -77,8 +76,7 @@ class Loader:
     def document(self, opened: OpenedCheckpoint, path: str) -> dict[str, Any]:
         """A JSON object among the files. Raises `CheckpointError` on all ranks where one cannot read it."""
         found: list[dict[str, Any]] = []
-        with self._together(f"reading {opened.directory / path}"):
-            found.append(opened.document(path))
+        together(self._mesh.world, f"reading {opened.directory / path}", lambda: found.append(opened.document(path)))
         return found[0]
 
     def fill(self, reader: OpenedCheckpoint, tensors: Sequence[TensorSpec], shards: Sequence[TensorShard]) -> None:
@@ -89,31 +87,17 @@ class Loader:
             CheckpointError: when some rank found damage; part of the shards has the checkpoint's values then.
         """
         targets: list[ReadTarget] = []
-        with self._together("comparison with the checkpoint"):
+
+        def compare() -> None:
             _compare(reader, tensors)
             targets.extend(_targets(reader, shards))
-        with self._together(f"reading {reader.directory}"):
-            reader.read(targets, lambda: self._mesh.post(Activity.LOAD))
 
-    @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """Run a block on all ranks; where it fails on one, all raise its error, since no rank may go on alone."""
-        failure: ZeromeshError | None = None
-        try:
-            yield
-        except ZeromeshError as error:
-            failure = error
-        except OSError as error:
-            failure = StorageError(f"{error.filename or what}: {error.strerror or error}")
-        problem = f"{int(isinstance(failure, LayoutError))}{failure}" if failure else ""
-        answers = self._mesh.world.gather_bytes(problem.encode(errors="backslashreplace"), what)
-        every = [text.decode() for text in answers]
-        found = [(rank, text) for rank, text in enumerate(every) if text]
-        if not found:
-            return
-        rank, text = next((pair for pair in found if pair[1][0] == "1"), found[0])
-        kind = LayoutError if text[0] == "1" else CheckpointError
-        raise kind(text[1:] if len(found) == len(every) else f"rank {rank}: {text[1:]}") from failure
+        together(self._mesh.world, "comparison with the checkpoint", compare)
+        together(
+            self._mesh.world,
+            f"reading {reader.directory}",
+            lambda: reader.read(targets, lambda: self._mesh.post(Activity.LOAD)),
+        )
 
 
 def _compare(reader: OpenedCheckpoint, tensors: Sequence[TensorSpec]) -> None:

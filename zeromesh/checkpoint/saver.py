@@ -11,13 +11,13 @@ Background threads never take part in collectives: ranks agree between steps, in
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,10 @@ from zeromesh.checkpoint.io.interleaved import check_interleaved, collect_digest
 from zeromesh.checkpoint.io.tensor_shard import TensorShard
 from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner
 from zeromesh.checkpoint.io.writer import ShardWriter
-from zeromesh.checkpoint.multi_host.shared_storage import find_sharing
+from zeromesh.checkpoint.multi_host.agreement import find_sharing, together
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.disk_calls import disk_call
-from zeromesh.errors import CheckpointError, StorageError, ZeromeshError
+from zeromesh.errors import CheckpointError, LayoutError, StorageError
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.watchdog import Activity
@@ -68,43 +68,16 @@ class Saved:
     warning: str = ""
 
 
-class _Task:
-    """Work of this rank in a background thread."""
-
-    def __init__(self, name: str, path: Path, work: Callable[[], object]) -> None:
-        self.problem = ""
-        """Why the work could not be done."""
-
-        def run() -> None:
-            with disk_call(name, path):
-                self.problem = _attempt(work)
-
-        self.thread = threading.Thread(target=run, name=f"zeromesh-{name}")
-        self.thread.start()
-
-
 _Stages = Generator[None, None, Saved]
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Save:
-    """A save in flight: its writer, then its tasks one after the other."""
+    """A save in flight."""
 
     step: int
-    plan: WritePlan
     writer: ShardWriter
-    task: _Task | None = None
-    stages: _Stages | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether this rank still works on the present stage."""
-        return self.task.thread.is_alive() if self.task is not None else self.writer.running
-
-    def start(self, name: str, path: Path, work: Callable[[], object], *, here: bool = True) -> _Task:
-        """Begin a task, which is empty where there is no work `here`."""
-        self.task = _Task(name, path, work if here else lambda: None)
-        return self.task
+    stages: _Stages
 
 
 class Saver:
@@ -117,6 +90,8 @@ class Saver:
         self.sharing = find_sharing(store.root, mesh)
         self._mesh = mesh
         self._save: _Save | None = None
+        self._task: threading.Thread | None = None
+        """What this rank does for the present stage, once it has written."""
 
     def require_room(self, tensors: Sequence[TensorSpec]) -> None:
         """Raise `StorageError` on all ranks where a checkpoint of these tensors would not fit on some disk.
@@ -124,10 +99,10 @@ class Saver:
         Of several disks, each gets about as much as it has ranks.
         """
         nbytes = sum(spec.nbytes for spec in tensors) * len(self.sharing.ranks) // self._mesh.world_size
-        problem = _attempt(partial(self.store.require_room, nbytes)) if self.sharing.leads else ""
-        failure = self._failure_of_any(problem)
-        if failure:
-            raise StorageError(failure)
+        try:
+            self._together(lambda: self.store.require_room(nbytes) if self.sharing.leads else None)
+        except CheckpointError as error:
+            raise StorageError(str(error)) from error
 
     @property
     def in_flight(self) -> int | None:
@@ -148,24 +123,23 @@ class Saver:
         if len(self.sharing.places) > 1:
             written = self._mesh.world.gather_integers([plan.nbytes])
             part_nbytes = sum(written[rank][0] for rank in self.sharing.ranks)
-        failure = self._failure_of_any(self._create(step, content, files, part_nbytes) if self.sharing.leads else "")
-        if failure:
+        try:
+            self._together(lambda: self._create(step, content, files, part_nbytes) if self.sharing.leads else None)
+        except CheckpointError as error:
             if self.sharing.leads:
                 self.store.abandon(step)
-            raise CheckpointError(f"the checkpoint of step {step} was not written: {failure}")
+            raise CheckpointError(f"the checkpoint of step {step} was not written: {error}") from error
         pieces = plan.pieces(self._exchange(plan.bytes_for_others()), content.order)
-        layout = self._layout(content)
         writer = ShardWriter(self.store.temporary(step), pieces, self._mesh.rank)
-        save = _Save(step=step, plan=plan, writer=writer)
-        save.stages = self._stages(save, content, layout)
-        self._save = save
-        next(save.stages)
+        stages = self._stages(step, plan, writer, content, self._layout(content))
+        self._save, self._task = _Save(step=step, writer=writer, stages=stages), None
+        next(stages)
 
     def _plan(self, files: Sequence[FileLayout], shards: Sequence[TensorShard]) -> WritePlan:
         """What this rank writes. Ranks may write a block together where they see one directory from one host."""
         mesh, places = self._mesh, self.sharing.places
         planner = WritePlanner(files, shards, mesh.rank)
-        descriptions = mesh.world.gather_bytes(planner.describe(), "who has what of divided tensors")
+        descriptions = mesh.world.gather_json(planner.describe(), "who has what of divided tensors")
         names = [place.host for place in mesh.places]
         # Where all hosts have one name but no memory in common, a name does not tell which ranks share a page cache.
         unknown = len(set(names)) == 1 and not mesh.one_host
@@ -173,69 +147,60 @@ class Saver:
         hosts = [(place_of[rank], str(rank) if unknown else name) for rank, name in enumerate(names)]
         return planner.plan(descriptions, hosts)
 
-    def _create(self, step: int, content: SaveContent, files: Sequence[FileLayout], part_nbytes: int | None) -> str:
-        """Make the directory with its small files; returns why that cannot be done, or an empty text."""
-        try:
-            with disk_call("creation", self.store.temporary(step)):
-                directory = self.store.create(step, files, part_nbytes)
-                if self._mesh.rank == 0:
-                    content.documents(directory)
-                    for path, text in index_files(files).items():
-                        write_whole(directory / path, text, sync=False)
-        except ZeromeshError as error:
-            return str(error)
-        except Exception as error:  # noqa: BLE001 - other people's `save_pretrained` among them; all ranks have to know
-            return f"{str(self.store.temporary(step))!r} cannot be written: {type(error).__name__}: {error}"
-        return ""
+    def _create(self, step: int, content: SaveContent, files: Sequence[FileLayout], part_nbytes: int | None) -> None:
+        """Make the directory with its small files."""
+        with disk_call("creation", self.store.temporary(step)):
+            directory = self.store.create(step, files, part_nbytes)
+            if self._mesh.rank == 0:
+                content.documents(directory)
+                for path, text in index_files(files).items():
+                    write_whole(directory / path, text, sync=False)
 
     def _exchange(self, own: Sequence[tuple[str, int, bytes]]) -> list[tuple[str, int, bytes]]:
         """Send all ranks the bytes (file, first byte, data) that this rank has of others' blocks; returns what others sent."""
-        head = json.dumps([[path, begin, len(data)] for path, begin, data in own]).encode()
-        message = len(head).to_bytes(8, "little") + head + b"".join(data for _, _, data in own)
+        world, what = self._mesh.world, "exchange of shared blocks"
+        heads = world.gather_json([[path, begin, len(data)] for path, begin, data in own], what)
         received = []
-        for rank, text in enumerate(self._mesh.world.gather_bytes(message, "exchange of shared blocks")):
-            if rank == self._mesh.rank:
-                continue
-            at = 8 + int.from_bytes(text[:8], "little")
-            for path, begin, length in json.loads(text[8:at]):
-                received.append((path, begin, text[at : at + length]))
-                at += length
+        for rank, data in enumerate(world.gather_bytes(b"".join(data for _, _, data in own), what)):
+            if rank != self._mesh.rank:
+                stream = BytesIO(data)
+                received += [(path, begin, stream.read(length)) for path, begin, length in heads[rank]]
         return received
 
     def _layout(self, content: SaveContent) -> Mapping[str, Any]:
         """The layout to note. In parts it names the save, since parts of two saves of one step are not one checkpoint."""
         if len(self.sharing.places) == 1:
             return content.layout
-        token = self._mesh.world.gather_bytes(secrets.token_hex(8).encode(), "the name of the save")[0].decode()
-        return {**content.layout, "save": token}
+        return {**content.layout, "save": self._mesh.world.gather_json(secrets.token_hex(8), "the name of the save")[0]}
 
-    def _stages(self, save: _Save, content: SaveContent, layout: Mapping[str, Any]) -> _Stages:
+    def _stages(
+        self, step: int, plan: WritePlan, writer: ShardWriter, content: SaveContent, layout: Mapping[str, Any]
+    ) -> _Stages:
         """All stages of a save. Each `yield` ends when every rank has done its work of the stage, and all ranks go on together."""
-        plan, store, sharing, directory = save.plan, self.store, self.sharing, self.store.temporary(save.step)
-        nbytes = sum(file.nbytes for file in plan.files)
+        store, sharing, directory = self.store, self.sharing, self.store.temporary(step)
+        saved = Saved(step=step, nbytes=sum(file.nbytes for file in plan.files))
         committing = False
         try:
-            save.writer.start()
+            writer.start()
             yield
             pieces: list[ChecksumPiece] = []
-            problem = _attempt(lambda: pieces.extend(save.writer.join(self._post_progress)))
 
+            def written() -> list[tuple[int, int, str]]:
+                pieces.extend(writer.join(self._post_progress))
+                return writer.digests
+
+            rows = self._together(written, "checksums of interleaved blocks")
+            read_back: Callable[[], list[ChecksumPiece]] = list
             if plan.any_interleaved:
-                rows = self._collect(problem, save.writer.digests, "checksums of interleaved blocks")
                 digests = collect_digests(plan.blocks, rows)
-
-                def check() -> None:
-                    pieces.extend(check_interleaved(directory, plan.blocks, digests, self._mesh.rank))
-
-                checking = save.start("checking", directory, check)
+                read_back = self._start(
+                    "checking", directory, lambda: check_interleaved(directory, plan.blocks, digests, self._mesh.rank)
+                )
                 yield
-                checking.thread.join()
-                problem = checking.problem
-
-            rows = self._collect(problem, _rows_by_file(pieces), "checksums of the checkpoint")
+            rows = self._together(lambda: _rows_by_file([*pieces, *read_back()]), "checksums of the checkpoint")
             committing = True
             manifest = Manifest(
-                step=save.step,
+                step=step,
                 files=_records(plan.files, [rows[rank] for rank in sharing.ranks]),
                 tensors=tuple(
                     StoredTensor(spec=spec, path=file.path, begin=at) for file in plan.files for spec, at in file.places
@@ -244,25 +209,39 @@ class Saver:
                 layout=layout,
                 part=(sharing.place, len(sharing.places)),
             )
-            commit = save.start("committing", directory, partial(store.commit, save.step, manifest), here=sharing.leads)
+            commit = self._start("committing", directory, lambda: store.commit(step, manifest), here=sharing.leads)
             yield
-            commit.thread.join()
-            self._collect(commit.problem, None, "end of saving")
+            self._together(commit)
         except CheckpointError as error:
             if sharing.leads:
-                store.abandon(save.step)
+                store.abandon(step)
                 if committing and len(sharing.places) > 1:
-                    store.remove(save.step)  # A part is of no use without the others.
-            return Saved(step=save.step, nbytes=nbytes, failure=str(error))
+                    store.remove(step)  # A part is of no use without the others.
+            return replace(saved, failure=str(error))
         try:
-            keep = self._steps_to_keep(save.step, content.keep)
-            retire = save.start("retiring", store.root, partial(store.retire, keep), here=sharing.leads)
+            keep = self._steps_to_keep(step, content.keep)
+            retire = self._start("retiring", store.root, lambda: store.retire(keep), here=sharing.leads)
             yield
-            retire.thread.join()
-            self._collect(retire.problem or store.trash.problems(), None, "end of saving")
+            self._together(retire)
+            self._together(self._require_removed)
         except CheckpointError as error:
-            return Saved(step=save.step, nbytes=nbytes, warning=str(error))
-        return Saved(step=save.step, nbytes=nbytes)
+            return replace(saved, warning=str(error))
+        return saved
+
+    def _start(self, name: str, path: Path, work: Callable[[], Any], *, here: bool = True) -> Callable[[], Any]:
+        """Do work in the background, if it is to be done `here`; the returned call waits for its result, or raises its error."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                with disk_call(name, path):
+                    future.set_result(work() if here else None)
+            except Exception as error:  # noqa: BLE001 - whatever it is, all ranks have to know
+                future.set_exception(error)
+
+        self._task = threading.Thread(target=run, name=f"zeromesh-{name}")
+        self._task.start()
+        return future.result
 
     def release(self, owner: int) -> float:
         """Return when bucket `owner` may be updated; the seconds that were waited."""
@@ -275,8 +254,9 @@ class Saver:
         """Between two steps: go on with the save in flight if all ranks can; returns how it ended, once it has."""
         if self._save is None:
             return None
-        busy = self._mesh.world.max_(torch.tensor([int(self._save.busy)]), "progress of the checkpoint")
-        return None if int(busy[0]) else self._advance(self._save)
+        busy = self._task.is_alive() if self._task is not None else self._save.writer.running
+        busy_anywhere = self._mesh.world.max_(torch.tensor([int(busy)]), "progress of the checkpoint")
+        return None if int(busy_anywhere[0]) else self._advance(self._save)
 
     def finish(self) -> Saved | None:
         """Wait until the save in flight has ended, if there is one; returns how it ended."""
@@ -287,13 +267,12 @@ class Saver:
 
     def _advance(self, save: _Save) -> Saved | None:
         """Go to the next stage, with all ranks; returns how the save ended, if it has."""
-        if save.stages is not None:
-            try:
-                next(save.stages)
-            except StopIteration as end:
-                self._save = None
-                saved: Saved | None = end.value
-                return saved
+        try:
+            next(save.stages)
+        except StopIteration as end:
+            self._save = None
+            saved: Saved = end.value
+            return saved
         return None
 
     def give_up(self) -> None:
@@ -302,71 +281,66 @@ class Saver:
         if save is None:
             return
         save.writer.end()
-        if save.task is not None:
-            save.task.thread.join()
+        if self._task is not None:
+            self._task.join()
         if self.sharing.leads:
             self.store.abandon(save.step)
             self.store.trash.wait()
 
     def amend(self, step: int, name: str, data: bytes, keep: Callable[[], set[int]]) -> Saved:
         """Put a small file into a checkpoint that is there, then remove those that `keep`, as in `SaveContent`, no longer names."""
-        problem = ""
-        if self._mesh.rank == 0:
-            with disk_call("amending", self.store.path(step)):
-                problem = _attempt(partial(self.store.amend, step, name, data))
-        failure = self._failure_of_any(problem)
-        if failure:
-            return Saved(step=step, nbytes=0, failure=failure)
+        saved = Saved(step=step, nbytes=0)
+
+        def change() -> None:
+            if self._mesh.rank == 0:
+                with disk_call("amending", self.store.path(step)):
+                    self.store.amend(step, name, data)
+
+        def retire() -> None:
+            if self.sharing.leads:
+                with disk_call("retiring", self.store.root):
+                    self.store.retire(steps)
+
+        try:
+            self._together(change)
+        except CheckpointError as error:
+            return replace(saved, failure=str(error))
         try:
             steps = self._steps_to_keep(step, keep)
-            with disk_call("retiring", self.store.root):
-                problem = _attempt(partial(self.store.retire, steps)) if self.sharing.leads else ""
-            self._collect(problem, None, "end of saving")
+            self._together(retire)
         except CheckpointError as error:
-            return Saved(step=step, nbytes=0, warning=str(error))
-        return Saved(step=step, nbytes=0)
+            return replace(saved, warning=str(error))
+        return saved
 
     def remove_old(self, seconds: float) -> str:
         """Wait at most `seconds` until old checkpoints are removed; returns what ranks could not remove, the same on all."""
         deadline = time.monotonic() + seconds
         while not self.store.trash.wait(seconds=1.0) and time.monotonic() < deadline:
             self._post_progress()
-        return self._failure_of_any(self.store.trash.problems())
-
-    def _steps_to_keep(self, step: int, keep: Callable[[], set[int]]) -> list[int]:
-        """The steps whose checkpoints stay, which rank 0 decides. Raises `CheckpointError` on all ranks where it cannot."""
-        steps: list[int] = []
-        problem = _attempt(lambda: steps.extend(sorted({step, *keep()}))) if self._mesh.rank == 0 else ""
-        found: list[int] = self._collect(problem, steps, "the checkpoints that stay")[0]
-        return found
-
-    def _collect(self, problem: str, rows: Any, what: str) -> list[Any]:
-        """Every rank's JSON value `rows`. Raises `CheckpointError` on all ranks where some rank has a problem."""
-        text = json.dumps([problem.encode(errors="backslashreplace").decode(), rows])
-        answers = [json.loads(answer) for answer in self._mesh.world.gather_bytes(text.encode(), what)]
-        failed = [f"rank {rank}: {answer[0]}" for rank, answer in enumerate(answers) if answer[0]]
-        if failed:
-            raise CheckpointError(failed[0] + (f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""))
-        return [answer[1] for answer in answers]
-
-    def _failure_of_any(self, problem: str) -> str:
-        """What ranks could not do, the same on all of them; empty where no rank has a problem."""
         try:
-            self._collect(problem, None, "end of saving")
+            self._together(self._require_removed)
         except CheckpointError as error:
             return str(error)
         return ""
 
+    def _require_removed(self) -> None:
+        """Raise `StorageError` where old checkpoints could not be removed."""
+        problem = self.store.trash.problems()
+        if problem:
+            raise StorageError(problem)
 
-def _attempt(task: Callable[[], object]) -> str:
-    """Run a task; returns why it failed, or an empty text."""
-    try:
-        task()
-    except ZeromeshError as error:
-        return str(error)
-    except Exception as error:  # noqa: BLE001 - all ranks have to know
-        return f"{type(error).__name__}: {error}"
-    return ""
+    def _steps_to_keep(self, step: int, keep: Callable[[], set[int]]) -> list[int]:
+        """The steps whose checkpoints stay, which rank 0 decides. Raises `CheckpointError` on all ranks where it cannot."""
+        rows = self._together(lambda: sorted({step, *keep()}) if self._mesh.rank == 0 else [])
+        steps: list[int] = rows[0]
+        return steps
+
+    def _together(self, work: Callable[[], Any], what: str = "end of saving") -> list[Any]:
+        """As `together`, with a `CheckpointError` for whatever fails."""
+        try:
+            return together(self._mesh.world, what, work)
+        except LayoutError as error:
+            raise CheckpointError(str(error)) from error
 
 
 def _rows_by_file(pieces: Sequence[ChecksumPiece]) -> dict[str, list[Any]]:

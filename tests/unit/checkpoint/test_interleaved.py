@@ -14,12 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored_cases import KINDS, bits, manifest_of, plans_of, spec, targets_of, tell, write, writers_of, written
-from test_blocks import Member
 from test_regions import Slices, intervals_of, oracle, regions
 
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, plan_files
 from zeromesh.checkpoint.io import blocks
-from zeromesh.checkpoint.io.blocks import Extents, merged, minus
+from zeromesh.checkpoint.io.blocks import merged, minus
 from zeromesh.checkpoint.io.interleaved import check_interleaved, collect_digests
 from zeromesh.checkpoint.io.tensor_shard import TensorShard
 from zeromesh.checkpoint.io.write_plan import WritePlan
@@ -76,15 +75,6 @@ def test_stretches_are_sets(some: list[Interval], others: list[Interval]) -> Non
         assert covered(found) == wanted
         assert all(each.length for each in found)
         assert all(one.end < other.start for one, other in pairwise(found))
-
-
-@given(some=few_intervals, begin=st.integers(0, 50), length=st.integers(1, 9))
-def test_what_overlaps_is_found_among_what_overlaps(some: list[Interval], begin: int, length: int) -> None:
-    members = [Member(begin=each.start, end=each.end) for each in some if each.length]
-    found = list(Extents(members).touching(begin, begin + length))
-    wanted = [each for each in members if each.begin < begin + length and each.end > begin]
-    assert sorted(map(repr, found)) == sorted(map(repr, wanted))
-    assert [each.begin for each in found] == sorted(each.begin for each in found)
 
 
 # Interleaved blocks

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 from operator import attrgetter
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from zeromesh.intervals import Interval, round_up
 from zeromesh.offload.io.direct_io import BLOCK
@@ -91,23 +90,3 @@ def overlapping(members: Sequence[_Member], begin: int, end: int) -> Iterator[_M
         if members[at].end > begin:
             yield members[at]
         at += 1
-
-
-class Extents(Generic[_Member]):
-    """Members in order of their first byte; they may overlap."""
-
-    def __init__(self, members: Iterable[_Member]) -> None:
-        self._members = sorted(members, key=attrgetter("begin"))
-        self._ends = list(accumulate((member.end for member in self._members), max))
-        """For each member the largest end of it and of the members before it."""
-
-    def __iter__(self) -> Iterator[_Member]:
-        return iter(self._members)
-
-    def touching(self, begin: int, end: int) -> Iterator[_Member]:
-        """The members that have a byte in [begin, end), in order of their first byte."""
-        for at in range(bisect_right(self._ends, begin), len(self._members)):
-            if self._members[at].begin >= end:
-                break
-            if self._members[at].end > begin:
-                yield self._members[at]

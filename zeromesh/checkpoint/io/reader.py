@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from zeromesh.checkpoint.format import manifest as manifests
-from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest, StoredTensor, checksum
+from zeromesh.checkpoint.format.manifest import ChecksumPiece, Manifest, StoredTensor, checksum
 from zeromesh.checkpoint.format.safetensors_layout import parse_json
-from zeromesh.checkpoint.io.blocks import GRID, Extents, overlapping
+from zeromesh.checkpoint.io.blocks import GRID, overlapping
 from zeromesh.checkpoint.io.tensor_shard import FileSlice
 from zeromesh.errors import CheckpointError, ZeromeshError, some
 from zeromesh.files import read_whole
@@ -98,24 +98,46 @@ class OpenedCheckpoint(ABC):
         """A stored tensor, under its own name or that of a tied one."""
         return self._tensors.get((kind, name)) or self._tensors.get((kind, self.manifest.aliases.get(name, name)))
 
+    def pieces(self) -> list[ChecksumPiece]:
+        """Every piece of every file, those of a file in order."""
+        return [piece for record in self.manifest.files.values() for piece in record.pieces]
+
+    def content(self, path: str) -> bytes:
+        """All bytes of a small file, verified. Raises `CheckpointError`."""
+        record = self.manifest.files.get(path)
+        if record is None:
+            raise CheckpointError(f"{self.directory} has no {path}")
+        if record.nbytes > MAX_CONTENT_BYTES:
+            raise CheckpointError(
+                f"{self.directory / path} has {record.nbytes:,} bytes; at most {MAX_CONTENT_BYTES:,} are read at once"
+            )
+        found: dict[int, bytes] = {}
+        self.stream(record.pieces, lambda piece, data: found.update({piece.begin: data.numpy().tobytes()}))
+        return b"".join(found[begin] for begin in sorted(found))
+
     def document(self, path: str) -> dict[str, Any]:
         """A JSON object among the files, verified. Raises `CheckpointError`."""
         return parse_json(self.directory / path, self.content(path))
 
-    def record(self, path: str) -> FileRecord:
-        """What the manifest has of a file. Raises `CheckpointError` where there is no such file."""
-        found = self.manifest.files.get(path)
-        if found is None:
-            raise CheckpointError(f"{self.directory} has no {path}")
-        return found
-
-    @abstractmethod
-    def content(self, path: str) -> bytes:
-        """All bytes of a small file, verified. Raises `CheckpointError`."""
-
-    @abstractmethod
     def read(self, targets: Iterable[ReadTarget], on_progress: Callable[[], None]) -> None:
-        """Fill all targets, only with bytes that were verified. `on_progress` is called after every piece.
+        """Fill all targets, only with bytes that were verified. `on_progress` is called after every piece. Raises as `stream`."""
+        users: dict[ChecksumPiece, list[ReadTarget]] = {}
+        for target in targets:
+            if target.values.numel:
+                pieces = self.manifest.files[target.tensor.path].pieces
+                for piece in overlapping(pieces, target.begin, target.end):
+                    users.setdefault(piece, []).append(target)
+
+        def use(piece: ChecksumPiece, data: torch.Tensor) -> None:
+            for target in users[piece]:
+                target.fill_from(piece, data)
+            on_progress()
+
+        self.stream(sorted(users, key=lambda piece: (piece.path, piece.begin)), use)
+
+    @abstractmethod
+    def stream(self, pieces: Sequence[ChecksumPiece], use: Callable[[ChecksumPiece, torch.Tensor], None]) -> None:
+        """Read and verify pieces, and hand each to `use`, 1-D uint8.
 
         Raises:
             CheckpointError: naming the file, the bytes and a tensor in them, when a piece is not what was written.
@@ -136,8 +158,8 @@ class CheckpointReader(OpenedCheckpoint):
     def __init__(self, directory: Path, *, checked: bool = True, parts: bool = False) -> None:
         self.digest, manifest = manifest_of(directory)
         super().__init__(directory, manifest)
-        if checked and not parts and manifest.part[1] > 1:
-            index, count = manifest.part
+        index, count = manifest.part
+        if checked and not parts and count > 1:
             raise CheckpointError(
                 f"{directory} is part {index + 1} of {count}, one of each host; put them together first: "
                 "`zeromesh checkpoint merge PART PART ... --out DIR`"
@@ -146,44 +168,9 @@ class CheckpointReader(OpenedCheckpoint):
             for _, problem in self.problems():
                 raise CheckpointError(problem)
 
-    def pieces(self) -> list[ChecksumPiece]:
-        """Every piece of every file, those of a file in order."""
-        return [piece for record in self.manifest.files.values() for piece in record.pieces]
-
-    def content(self, path: str) -> bytes:
-        record = self.record(path)
-        if record.nbytes > MAX_CONTENT_BYTES:
-            raise CheckpointError(
-                f"{self.directory / path} has {record.nbytes:,} bytes; at most {MAX_CONTENT_BYTES:,} are read at once"
-            )
-        parts: list[bytes] = []
-        self.stream(record.pieces, lambda piece, data: parts.append(data.numpy().tobytes()))
-        return b"".join(parts)
-
-    def read(self, targets: Iterable[ReadTarget], on_progress: Callable[[], None]) -> None:
-        by_file = targets_by_file(targets)
-        needed = [piece for path, members in by_file.items() for piece in self._covering(path, members)]
-
-        def use(piece: ChecksumPiece, data: torch.Tensor) -> None:
-            for target in by_file[piece.path].touching(piece.begin, piece.end):
-                target.fill_from(piece, data)
-            on_progress()
-
-        self.stream(needed, use)
-
     def verify(self) -> None:
-        """Read and verify everything. Raises as `read` does."""
+        """Read and verify everything. Raises as `stream`."""
         self.stream(self.pieces(), lambda piece, data: None)
-
-    def _covering(self, path: str, targets: Iterable[ReadTarget]) -> Iterator[ChecksumPiece]:
-        """The pieces of a file that hold a byte of the targets, which are in order."""
-        pieces = self.manifest.files[path].pieces
-        last: ChecksumPiece | None = None
-        for target in targets:
-            for piece in overlapping(pieces, target.begin, target.end):
-                if last is None or piece.begin > last.begin:
-                    yield piece
-                    last = piece
 
     def stream(
         self,
@@ -191,37 +178,43 @@ class CheckpointReader(OpenedCheckpoint):
         use: Callable[[ChecksumPiece, torch.Tensor], None],
         failed: Callable[[ChecksumPiece, ZeromeshError], None] | None = None,
     ) -> None:
-        """Read and verify pieces in order, a few ahead, and hand each to `use`, 1-D uint8.
-
-        Raises as `read` does, unless `failed` takes the pieces that are not what was written, with the error of each.
-        """
+        """As `OpenedCheckpoint.stream`, in order, a few ahead; `failed` takes the pieces that are not what was written, and why."""
         for piece in pieces:
             if piece.end - piece.begin > GRID:
                 raise CheckpointError(
                     f"{self.directory / piece.path} has a piece of {piece.end - piece.begin:,} bytes; the format's grid is {GRID:,}"
                 )
         pool = StagingPool(_STAGING_BUFFERS, GRID)
-        files: dict[str, PositionalFile] = {}
         in_flight: deque[tuple[ChecksumPiece, torch.Tensor, Future[None]]] = deque()
+
+        def finish_oldest() -> None:
+            piece, buffer, future = in_flight.popleft()
+            try:
+                future.result()
+            except ZeromeshError as error:
+                if failed is None:
+                    raise
+                failed(piece, error)
+            else:
+                use(piece, buffer[: piece.end - piece.begin])
+            pool.give(buffer)
+
         with ThreadPoolExecutor(_IO_THREADS) as threads:
             try:
                 for piece in pieces:
                     if len(in_flight) == _STAGING_BUFFERS:
-                        _finish(in_flight, pool, use, failed)
-                    if piece.path not in files:
-                        _close_all_but({each.path for each, _, _ in in_flight}, files)
-                        files[piece.path] = PositionalFile(self.directory / piece.path)
+                        finish_oldest()
                     buffer = pool.take()
-                    in_flight.append((piece, buffer, threads.submit(self._fetch, files[piece.path], piece, buffer)))
+                    in_flight.append((piece, buffer, threads.submit(self._fetch, piece, buffer)))
                 while in_flight:
-                    _finish(in_flight, pool, use, failed)
+                    finish_oldest()
             finally:
                 threads.shutdown(cancel_futures=True)
-                _close_all_but(set(), files)
 
-    def _fetch(self, file: PositionalFile, piece: ChecksumPiece, buffer: torch.Tensor) -> None:
+    def _fetch(self, piece: ChecksumPiece, buffer: torch.Tensor) -> None:
         data = buffer[: piece.end - piece.begin]
-        file.read(data, piece.begin)
+        with PositionalFile(self.directory / piece.path) as file:
+            file.read(data, piece.begin)
         found = checksum(data)
         if found != piece.checksum:
             raise CheckpointError(
@@ -290,37 +283,3 @@ def _has_weights(path: str) -> bool:
 def _files_in(directory: Path) -> Iterator[str]:
     for folder, _, names in os.walk(directory, followlinks=False):
         yield from ((Path(folder) / name).relative_to(directory).as_posix() for name in names)
-
-
-def _close_all_but(used: set[str], files: dict[str, PositionalFile]) -> None:
-    """A large checkpoint has more files than a process may have open."""
-    for path in files.keys() - used:
-        files.pop(path).close()
-
-
-def _finish(
-    in_flight: deque[tuple[ChecksumPiece, torch.Tensor, Future[None]]],
-    pool: StagingPool,
-    use: Callable[[ChecksumPiece, torch.Tensor], None],
-    failed: Callable[[ChecksumPiece, ZeromeshError], None] | None,
-) -> None:
-    """Wait for the oldest read, use it, and hand its buffer back."""
-    piece, buffer, future = in_flight.popleft()
-    try:
-        future.result()
-    except ZeromeshError as error:
-        if failed is None:
-            raise
-        failed(piece, error)
-    else:
-        use(piece, buffer[: piece.end - piece.begin])
-    pool.give(buffer)
-
-
-def targets_by_file(targets: Iterable[ReadTarget]) -> dict[str, Extents[ReadTarget]]:
-    """The targets that have elements, by the path of their file."""
-    found: dict[str, list[ReadTarget]] = {}
-    for target in targets:
-        if target.values.numel:
-            found.setdefault(target.tensor.path, []).append(target)
-    return {path: Extents(found[path]) for path in sorted(found)}

@@ -12,9 +12,9 @@ What a rank writes is cut at multiples of `GRID` bytes of the file into pieces w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -176,21 +176,20 @@ class WritePlanner:
                 where = FileSlice(path=path, origin=begin, dtype=shard.spec.dtype, rows=rows, interval=shard.interval)
             self._slices.append((shard, (path, begin), where))
 
-    def describe(self) -> bytes:
-        """What other ranks need to know: slices for interleaved blocks, and tensors that cannot be in any."""
+    def describe(self) -> list[list[Any]]:
+        """What other ranks need to know, as JSON: slices for interleaved blocks, and tensors that cannot be in any."""
         slices = [where.to_row() for *_, where in self._slices if where is not None]
         excluded = [
             place
             for shard, place, where in self._slices
             if where is None and shard.interval.length and is_interleaved(shard)
         ]
-        return json.dumps([slices, excluded]).encode()
+        return [slices, excluded]
 
-    def plan(self, descriptions: Sequence[bytes], hosts: Sequence[Hashable]) -> WritePlan:
+    def plan(self, descriptions: Sequence[list[list[Any]]], hosts: Sequence[Hashable]) -> WritePlan:
         """What this rank writes, given each rank's description and, in `hosts`, what tells its host."""
-        rows = [json.loads(text) for text in descriptions]
-        slices = [(rank, FileSlice.from_row(row)) for rank, (own, _) in enumerate(rows) for row in own]
-        excluded = [(path, begin) for _, tensors in rows for path, begin in tensors]
+        slices = [(rank, FileSlice.from_row(row)) for rank, (own, _) in enumerate(descriptions) for row in own]
+        excluded = [(path, begin) for _, tensors in descriptions for path, begin in tensors]
         blocks = plan_interleaved(slices, excluded, hosts, self._rank)
         by_tensor: dict[TensorPlace, list[InterleavedBlock]] = {}
         for block in blocks:
