@@ -22,7 +22,7 @@ from zeromesh.trainer.checkpoints.transformers_links import renew_links
 from zeromesh.trainer.config.sections.outputs import CheckpointSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.formatting import human_bytes
-from zeromesh.trainer.models.peft import is_adapted
+from zeromesh.trainer.models.adapters import is_adapted
 from zeromesh.trainer.models.save_pretrained import gathered_adapter, save_configuration
 from zeromesh.zero.checkpoint_state import AVERAGE, WEIGHTS
 from zeromesh.zero.engine import EngineProgress, ZeroEngine

@@ -17,7 +17,7 @@ from zeromesh.checkpoint.format.safetensors_layout import check_plain, is_number
 from zeromesh.errors import CheckpointError
 from zeromesh.trainer.config.sections.training import default_warmup
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.models.peft import description_of_adapters, is_adapted
+from zeromesh.trainer.models.adapters import description_of_adapters, is_adapted
 
 NAME = "trainer_state.json"
 EVALUATED = "trainer_state_evaluated.json"

@@ -13,7 +13,7 @@ from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.callbacks.transformers_views import arguments_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.models.peft import is_adapted
+from zeromesh.trainer.models.adapters import is_adapted
 
 
 class DescribedTrainer(Protocol):

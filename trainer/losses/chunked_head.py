@@ -21,7 +21,7 @@ from torch import nn
 from zeromesh.errors import PhaseError
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunk_for, chunked_cross_entropy
 from zeromesh.tensor.layers import VocabParallelHead
-from zeromesh.trainer.models.peft import output_layer
+from zeromesh.trainer.models.adapters import output_layer
 
 Route = Literal["loss_function", "logits"]
 """Where the model's logits end: in its replaced `loss_function`, or in what a call without labels returns."""

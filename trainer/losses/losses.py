@@ -23,7 +23,7 @@ from zeromesh.kernels.chunked_cross_entropy import UNCHANGED
 from zeromesh.trainer.data.collate import IGNORED_LABEL, count_targets
 from zeromesh.trainer.losses.chunked_head import ChunkedHead
 from zeromesh.trainer.losses.trial import Verdict, examine, shifted
-from zeromesh.trainer.models.peft import is_adapted, learns_prompts, pretrained_of
+from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
 from zeromesh.trainer.weights.library_logging import quiet_library
 
 ComputeLoss = Callable[

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zeromesh.errors import DataError
-from zeromesh.trainer.models.peft import pretrained_of
+from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.weight_init.recompute_init import is_pretrained_model
 
 _LABELS = frozenset({"labels", "label", "label_ids"})

@@ -11,7 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.models.peft import is_adapted, pretrained_of
+from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes a compiled function of a function."""

@@ -30,10 +30,10 @@ from zeromesh.trainer.loop.progress import RunProgress
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import make_loss
+from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.flops import ModelFlops, parameters_of
 from zeromesh.trainer.models.forward_inputs import ForwardInputs
-from zeromesh.trainer.models.lora import add_lora
 from zeromesh.trainer.models.prepare import KeptAttributes, prepare_model
 from zeromesh.trainer.models.user_model import Compile, require_adapters_that_fit, require_no_layer_drop, unwrap
 from zeromesh.trainer.monitoring.console import RunConsole

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zeromesh.errors import ConfigError, LayoutError, some
-from zeromesh.trainer.weights.key_mapping import Conversion, Matched, match
+from zeromesh.trainer.weights.hub_names import Conversion, Matched, match
 from zeromesh.trainer.weights.safetensors_reader import TensorFiles
 from zeromesh.weight_init.recompute_init import Skeleton
 from zeromesh.weight_init.weight_sources import (

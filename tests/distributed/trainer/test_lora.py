@@ -20,9 +20,8 @@ from zeromesh.trainer.config.loading.load import load_config
 from zeromesh.trainer.config.sections.model import LoraSection
 from zeromesh.trainer.losses.losses import LabelLoss, make_loss
 from zeromesh.trainer.losses.trial import InFloat64
+from zeromesh.trainer.models.adapters import adapter_names, add_lora, is_adapted, pretrained_of
 from zeromesh.trainer.models.build import build_model
-from zeromesh.trainer.models.lora import add_lora
-from zeromesh.trainer.models.peft import adapter_names, is_adapted, pretrained_of
 from zeromesh.weight_init.meta_init import BuiltModel, wrap_passed_model
 
 RANK = 3

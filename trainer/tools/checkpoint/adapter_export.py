@@ -14,7 +14,7 @@ from zeromesh.checkpoint.format.manifest import StoredTensor
 from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.offload import TensorSlice
-from zeromesh.trainer.models.lora import import_peft
+from zeromesh.trainer.models.adapters import import_peft
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_MODEL
 from zeromesh.trainer.weights.hub_names import read_class
 from zeromesh.weight_init.weight_sources import canonical_names
