@@ -8,20 +8,20 @@ Useful by itself; knows no rank and no model.
 """
 
 from zeromesh.offload.io.file_tier import FileSlot, FileTier
-from zeromesh.offload.io.swap_file import remove_leftovers
 from zeromesh.offload.io.transfer import DONE, Transfer, WaitTime
 from zeromesh.offload.memory.allocation import PinnedBudget, ReleasableBuffer, allocate_lasting, pinned_limit
 from zeromesh.offload.memory.glibc_malloc import reuse_freed_memory, settle_heap
-from zeromesh.offload.memory.ledger import Ledger, Purpose, Tier
-from zeromesh.offload.memory.memory_usage import (
+from zeromesh.offload.memory.ledger import (
+    Ledger,
+    Purpose,
+    Tier,
     available_bytes,
     peak_bytes,
     proportional_bytes,
     resident_bytes,
     swap_bytes,
 )
-from zeromesh.offload.tiered_tensor import TensorSlice, TierChoice, TieredTensor, TierName
-from zeromesh.offload.tiers import STAGING_BYTES, FileSettings, Tiers
+from zeromesh.offload.tiers import STAGING_BYTES, FileSettings, TierChoice, TieredTensor, TierName, Tiers
 from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, stream_bytes
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "ReleasableBuffer",
     "StreamOperand",
     "StreamRow",
-    "TensorSlice",
     "Tier",
     "TierChoice",
     "TierName",
@@ -51,7 +50,6 @@ __all__ = [
     "peak_bytes",
     "pinned_limit",
     "proportional_bytes",
-    "remove_leftovers",
     "resident_bytes",
     "reuse_freed_memory",
     "settle_heap",

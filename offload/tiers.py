@@ -1,4 +1,11 @@
-"""`Tiers`: one place to ask for memory of any tier. Every byte that it hands out is in the ledger."""
+"""Flat tensors that rest on a tier, or partly on one and partly on the device, and the memory of one process that holds them.
+
+    | elements on a tier                          | elements on the device   |
+    0                                             cut                     numel
+
+What is in memory can be looked at (`view`); what is not has to be read and written, which goes on beside other work. Every byte
+that `Tiers` hands out is in the ledger.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +13,243 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 
-from zeromesh.errors import StorageError
-from zeromesh.offload.io.file_tier import PIECE, THREADS, FileTier
-from zeromesh.offload.io.transfer import WaitTime, pages
+from zeromesh.errors import ConfigError, StorageError
+from zeromesh.offload.io.file_tier import PIECE, THREADS, FileSlot, FileTier
+from zeromesh.offload.io.transfer import DONE, Transfer, TransferGroup, WaitTime, copy_streams_of, pages
 from zeromesh.offload.memory.allocation import PinnedBudget, allocate_lasting, pinned_pages
 from zeromesh.offload.memory.ledger import Ledger, Purpose, Tier
-from zeromesh.offload.tiered_tensor import TierChoice, TieredPart, TieredTensor
 
 STAGING_BYTES = 64 << 20
+TierName = Literal["none", "host", "file"]
+GRAIN = 2048
+"""Elements. A part begins at a multiple of it: whole blocks of a file in any dtype, and whole vectors of a processor."""
+_CONVERTED = 1 << 20
+"""Elements that are converted to another dtype at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TierChoice:
+    """The place where something rests: `fraction` of it on `tier`, the rest on the device. `none` is the device alone.
+
+    Raises:
+        ConfigError: for a tier that there is not, or a fraction that is none.
+    """
+
+    tier: TierName = "none"
+    fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.tier not in get_args(TierName):
+            raise ConfigError(f"tier is {self.tier!r}; allowed are {', '.join(get_args(TierName))}")
+        if not 0 <= self.fraction <= 1:
+            raise ConfigError(f"fraction of tier {self.tier} is {self.fraction}; it must be from 0 to 1")
+
+    @property
+    def away(self) -> bool:
+        """Whether any of it leaves the device."""
+        return self.tier != "none" and self.fraction > 0
+
+    def leaves(self, device: torch.device) -> bool:
+        """Tell whether any of it leaves the memory of `device`. A CPU's own memory is the host's."""
+        return self.away and (self.tier == "file" or device.type != "cpu")
+
+    def on(self, tier: Tier, numel: int) -> int:
+        """Return how many of `numel` elements rest on a tier."""
+        cut = self.cut(numel)
+        if tier is Tier.DEVICE:
+            return numel - cut
+        return cut if tier.value == self.tier else 0
+
+    def in_reach(self, numel: int, device: torch.device) -> bool:
+        """Tell whether `numel` elements lie in one piece of the memory of `device`."""
+        return self.cut(numel) == 0 or (self.cut(numel) == numel and not self.leaves(device))
+
+    def cut(self, numel: int) -> int:
+        """Return how many of `numel` elements rest on the tier: the first ones."""
+        if not self.away:
+            return 0
+        return numel if self.fraction >= 1 else min(numel, -(-int(numel * self.fraction) // GRAIN) * GRAIN)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TieredPart:
+    """Elements [start, end): in `memory`, or in the `slot` of a file from element `first` on."""
+
+    start: int
+    end: int
+    tier: Tier
+    memory: torch.Tensor | None = None
+    slot: FileSlot | None = None
+    first: int = 0
+
+
+class TieredTensor:
+    """`[numel]` of `dtype`, in parts that follow each other."""
+
+    def __init__(self, dtype: torch.dtype, parts: Sequence[TieredPart]) -> None:
+        self.dtype = dtype
+        self.parts = tuple(parts)
+        self.numel = parts[-1].end if parts else 0
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> TieredTensor:
+        """Make one that views a flat tensor."""
+        length = tensor.numel()
+        return cls(tensor.dtype, [TieredPart(start=0, end=length, tier=tier, memory=tensor)] if length else [])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes over all tiers."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All elements, where they are in one piece of the memory of the CPU. Raises `ValueError` where they are not."""
+        found = self.whole(torch.device("cpu"))
+        if found is None:
+            raise ValueError("these elements are not in memory")
+        return found
+
+    def bytes_on(self, tier: Tier) -> int:
+        """Sum the bytes on one tier."""
+        return sum((part.end - part.start) * self.dtype.itemsize for part in self.parts if part.tier is tier)
+
+    def whole(self, device: torch.device) -> torch.Tensor | None:
+        """All elements where they are, if that is one piece of the device's own memory."""
+        return self.view(0, self.numel, device)
+
+    def view(self, start: int, end: int, device: torch.device) -> torch.Tensor | None:
+        """Elements [start, end) where they are, if that is one piece of the device's own memory."""
+        if end - start < self.numel:
+            return self.slice(start, end).whole(device)
+        if not self.parts:
+            return torch.empty(0, dtype=self.dtype, device=device)
+        memory = self.parts[0].memory if len(self.parts) == 1 else None
+        return memory if memory is not None and memory.device.type == device.type else None
+
+    def slice(self, start: int, end: int) -> TieredTensor:
+        """Elements [start, end) as a tensor, which views these. Raises `ValueError` where they are others'."""
+        self._require(start, end)
+        parts = []
+        for part in self.parts:
+            begin, last = max(start, part.start), min(end, part.end)
+            if begin < last:
+                skipped = begin - part.start
+                memory = None if part.memory is None else part.memory[skipped : last - part.start]
+                parts.append(
+                    TieredPart(
+                        start=begin - start,
+                        end=last - start,
+                        tier=part.tier,
+                        memory=memory,
+                        slot=part.slot,
+                        first=part.first + skipped,
+                    )
+                )
+        return TieredTensor(self.dtype, parts)
+
+    def _require(self, start: int, end: int) -> None:
+        if not 0 <= start <= end <= self.numel:
+            raise ValueError(f"elements [{start}, {end}) do not lie in {self.numel}")
+
+    def read(self, start: int, out: torch.Tensor) -> Transfer:
+        """Start to fill `out`, 1-D, from element `start` on, converted to its dtype.
+
+        Raises:
+            StorageError: now or at the transfer's `wait`.
+        """
+        return self._move(start, out, write=False)
+
+    def write(self, start: int, data: torch.Tensor) -> Transfer:
+        """Start to replace the elements from `start` on by `data`, 1-D, which must stay as it is until that is done.
+
+        Raises as `read` does.
+        """
+        return self._move(start, data, write=True)
+
+    def _move(self, start: int, data: torch.Tensor, *, write: bool) -> Transfer:
+        end = start + data.numel()
+        self._require(start, end)
+        moves = []
+        for part in self.parts:
+            first, last = max(start, part.start), min(end, part.end)
+            if first < last:
+                move = _move(self.dtype, part, first - part.start, data[first - start : last - start], write=write)
+                if move is not DONE:
+                    moves.append(move)
+        return TransferGroup(moves) if len(moves) > 1 else moves[0] if moves else DONE
+
+    def settle(self) -> None:
+        """Return when all that was written is where it rests. Raises `StorageError` where it is not."""
+        for part in self.parts:
+            if part.slot is not None:
+                part.slot.settle()
+
+    def load(self, device: torch.device) -> torch.Tensor:
+        """All elements on `device`, `[numel]`: where they rest if they do so there, else read into new memory."""
+        found = self.whole(device)
+        if found is None:
+            found = torch.empty(self.numel, dtype=self.dtype, device=device)
+            self.read(0, found).wait()
+        return found
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        """Fill `out`, 1-D of `numel` elements, converted to its dtype. Raises `StorageError`."""
+        self._require_all(out.numel())
+        transfer = self.read(0, out)
+        transfer.end(counted=False)  # A checkpoint's thread waits beside training.
+        transfer.wait()
+
+    def copy_from(self, other: TieredTensor | torch.Tensor) -> None:
+        """Become a copy of `other`, of as many elements, converted. Raises `StorageError`."""
+        if isinstance(other, torch.Tensor):
+            self._require_all(other.numel())
+            self.write(0, other).wait()
+            return
+        self._require_all(other.numel)
+        here, there = self.parts[0].memory if self.parts else None, other.parts[0].memory if other.parts else None
+        if len(self.parts) == len(other.parts) == 1 and here is not None and there is not None:
+            here.copy_(there)
+            return
+        for first in range(0, self.numel, _CONVERTED):
+            passing = torch.empty(min(_CONVERTED, self.numel - first), dtype=other.dtype)
+            other.read(first, passing).wait()
+            self.write(first, passing).wait()
+
+    def _require_all(self, count: int) -> None:
+        """Raise `ValueError` where others' elements would be copied, or not all of these."""
+        if count != self.numel:
+            raise ValueError(f"{count} elements to copy, for a tensor of {self.numel}")
+
+
+def _move(dtype: torch.dtype, part: TieredPart, at: int, data: torch.Tensor, *, write: bool) -> Transfer:
+    """Start to move `data` to or from the elements of a part from `at` on, which are of `dtype`."""
+    if part.memory is not None:
+        here = part.memory[at : at + data.numel()]
+        return _copy(data, here) if write else _copy(here, data)
+    if part.slot is None:
+        raise ValueError("a part is either in memory or in a slot")
+    move, at = part.slot.write if write else part.slot.read, part.first + at
+    if data.dtype == dtype:
+        return move(at * dtype.itemsize, data.view(torch.uint8))
+    for number, piece in enumerate(torch.split(data, _CONVERTED)):
+        passing = piece.to(device="cpu", dtype=dtype) if write else torch.empty(piece.numel(), dtype=dtype)
+        move((at + number * _CONVERTED) * dtype.itemsize, passing.view(torch.uint8)).wait()
+        if not write:
+            piece.copy_(passing)
+    return DONE
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> Transfer:
+    if source.device.type != target.device.type:
+        return copy_streams_of(source.device if source.is_cuda else target.device).copy(source, target)
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source)
+    return DONE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,13 +271,15 @@ class FileSettings:
 class Tiers:
     """The memory of one process. `device` is where it computes.
 
-    Its file tier is opened when something first rests there; `close` removes its files.
+    Its file tier is opened when something first rests there; `close` frees its files.
     """
 
     device: torch.device
     ledger: Ledger
     files: FileSettings = field(default_factory=FileSettings)
     pinned: PinnedBudget = field(default_factory=PinnedBudget)
+    waits: WaitTime = field(default_factory=WaitTime)
+    """How long callers have waited for tiers."""
     _file: FileTier | None = None
 
     def allocate(
@@ -94,30 +329,17 @@ class Tiers:
                 self.files.label,
                 checksums=self.files.checksums,
                 threads=self.files.threads,
+                waits=self.waits,
                 memory=partial(self.buffer, device=torch.device("cpu")),
             )
             self.ledger.add(Tier.HOST, Purpose.STAGING, self.files.staging_bytes)
         return self._file
 
-    @property
-    def in_use(self) -> Sequence[FileTier]:
-        """The file tiers that are open."""
-        return () if self._file is None else (self._file,)
-
-    def waited(self) -> dict[Tier, WaitTime]:
-        """Return how long callers have waited for each tier that makes them wait."""
-        return dict.fromkeys([Tier.FILE], self._file.waits) if self._file is not None else {}
-
-    def seconds_waited(self) -> float:
-        """Return the seconds that callers have waited for all tiers so far."""
-        return self._file.waits.total if self._file is not None else 0.0
-
-    def check(self) -> None:
-        """Raise `StorageError` where a file has been removed or shortened."""
-        for file in self.in_use:
-            file.check()
+    def waited(self) -> dict[Tier, float]:
+        """Return the seconds that callers have waited since this was last called, for each tier that makes them wait."""
+        return {Tier.FILE: self.waits.take()} if self._file is not None else {}
 
     def close(self) -> None:
-        """Remove the files of the file tier; what rests there is lost."""
-        for file in self.in_use:
-            file.close()
+        """Free the files of the file tier; what rests there is lost."""
+        if self._file is not None:
+            self._file.close()

@@ -17,7 +17,7 @@ from itertools import islice, pairwise
 import torch
 
 from zeromesh.offload.io.transfer import DONE, PAGE, Memory, StagingPool, Transfer, WaitTime, pages
-from zeromesh.offload.tiered_tensor import GRAIN, TieredTensor
+from zeromesh.offload.tiers import GRAIN, TieredTensor
 
 _DEPTH = 2
 """Rows that are read ahead of the one that is computed."""
@@ -61,12 +61,12 @@ class StreamRow:
 
 @dataclass(kw_only=True, slots=True)
 class _RowInFlight:
-    """A row on its way in: for each operand a tensor, the buffer that it views (None: the operand's own memory), and its read."""
+    """A row on its way in: a tensor for each operand, and by the operand's number the buffer that it views, and its read."""
 
     row: StreamRow
     tensors: list[torch.Tensor] = field(default_factory=list)
-    buffers: list[torch.Tensor | None] = field(default_factory=list)
-    reads: list[Transfer] = field(default_factory=list)
+    buffers: dict[int, torch.Tensor] = field(default_factory=dict)
+    reads: dict[int, Transfer] = field(default_factory=dict)
 
 
 def buffer_bytes(width: int, longest: int, nbytes: int) -> int:
@@ -97,31 +97,23 @@ class UpdateStream:
         waits: WaitTime,
         memory: Memory = pages,
     ) -> None:
-        """`memory` makes buffers on `device`."""
-        self._device = device
+        """`memory` makes buffers on `device`, and `waits` counts what is waited for them."""
+        self.device = device
         self._waits = waits
         self._width = width
         self._buffer_bytes = buffer_bytes(width, longest, nbytes)
         self._pool = StagingPool(width * _IN_FLIGHT, self._buffer_bytes, memory)
+        self.nbytes = self._pool.total
+        """Bytes of all buffers."""
         self._flights: deque[_RowInFlight] = deque()
         self._crossing: list[Transfer] = []
 
-    @property
-    def device(self) -> torch.device:
-        """Where rows are computed."""
-        return self._device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return self._pool.total
-
     def rows(self, key: int, length: int, operands: Sequence[StreamOperand]) -> Iterator[StreamRow]:
         """Cut [0, length) into rows as long as buffers allow, each of which has a tensor's elements on one tier."""
-        away = [operand.tensor for operand in operands if operand.tensor.whole(self._device) is None]
-        widest = max((tensor.dtype.itemsize for tensor in away), default=0)
+        away = [each.tensor for each in operands if each.tensor.whole(self.device) is None] if self._width else []
+        widest = max([tensor.dtype.itemsize for tensor in away], default=0)
         step = self._buffer_bytes // widest // GRAIN * GRAIN if away else length
-        cuts = sorted({0, length, *(part.end for tensor in away for part in tensor.parts if part.end < length)})
+        cuts = sorted({0, length, *[part.end for tensor in away for part in tensor.parts if part.end < length]})
         for first, last in pairwise(cuts):
             for start in range(first, last, max(1, step)):
                 yield StreamRow(key=key, start=start, end=min(start + step, last), operands=tuple(operands))
@@ -142,6 +134,10 @@ class UpdateStream:
         Raises:
             StorageError: when something cannot be read; for what cannot be written, whoever reads it next gets the error.
         """
+        if not self._width:
+            for row in rows:
+                compute(row, self._in_reach(row))
+            return
         planned = [*rows, *islice(ahead, _DEPTH)]
         if any(flight.row.identity != row.identity for flight, row in zip(self._flights, planned, strict=False)):
             self.forget()
@@ -151,9 +147,11 @@ class UpdateStream:
                 if not self._flights:
                     self._start(coming.popleft())
                 flight = self._flights[0]
-                for read in flight.reads:
+                for read in flight.reads.values():
                     read.wait()
-                self._read_ahead(coming)
+                # While buffers are free; those of writes in flight are not waited for.
+                while coming and len(self._flights) <= _DEPTH and self._missing(coming[0]) <= self._pool.free:
+                    self._start(coming.popleft())
                 compute(row, [*flight.tensors])
                 self._write(flight)
                 self._flights.popleft()
@@ -179,46 +177,47 @@ class UpdateStream:
         """Give back the buffers of rows that were read ahead and will not be computed."""
         while self._flights:
             flight = self._flights.popleft()
-            for buffer, read in zip(flight.buffers, flight.reads, strict=True):
-                if buffer is not None:
-                    read.on_end(partial(self._pool.give, buffer))
+            for number, buffer in flight.buffers.items():
+                flight.reads.get(number, DONE).on_end(partial(self._pool.give, buffer))
 
-    def _read_ahead(self, coming: deque[StreamRow]) -> None:
-        """Start to read what comes after the row at hand, while buffers are free: those of writes in flight are not waited for."""
-        while coming and len(self._flights) <= _DEPTH and self._missing(coming[0]) <= self._pool.free:
-            self._start(coming.popleft())
+    def _in_reach(self, row: StreamRow) -> list[torch.Tensor]:
+        """The tensors of a row that needs no buffer."""
+        views = [each.tensor.view(row.start, row.end, self.device) for each in row.operands]
+        found = [view for view in views if view is not None]
+        if len(found) < len(views):
+            raise self._too_wide(len(views) - len(found))
+        return found
 
     def _missing(self, row: StreamRow) -> int:
         """How many buffers a row needs."""
-        return sum(operand.tensor.view(row.start, row.end, self._device) is None for operand in row.operands)
+        return sum(each.tensor.view(row.start, row.end, self.device) is None for each in row.operands)
+
+    def _too_wide(self, missing: int) -> ValueError:
+        return ValueError(f"a row of {missing} tensors out of reach, in a stream of width {self._width}")
 
     def _start(self, row: StreamRow) -> None:
-        if self._missing(row) > self._width:  # It would wait for buffers that there are not.
-            raise ValueError(f"a row of {self._missing(row)} tensors out of reach, in a stream of width {self._width}")
+        missing = self._missing(row)
+        if missing > self._width:  # It would wait for buffers that there are not.
+            raise self._too_wide(missing)
         flight = _RowInFlight(row=row)
         self._flights.append(flight)
-        for operand in row.operands:
+        for number, operand in enumerate(row.operands):
             rest = operand.tensor
-            tensor, buffer = rest.view(row.start, row.end, self._device), None
+            tensor = rest.view(row.start, row.end, self.device)
             if tensor is None:
                 began = time.perf_counter()
-                buffer = self._pool.take()
+                buffer = flight.buffers[number] = self._pool.take()
                 self._waits.add(began)
                 tensor = buffer[: (row.end - row.start) * rest.dtype.itemsize].view(rest.dtype)
-            # All three lists are as long as each other even where the read fails to start.
+                if operand.mode is not Access.WRITE:
+                    flight.reads[number] = rest.read(row.start, tensor)
             flight.tensors.append(tensor)
-            flight.buffers.append(buffer)
-            flight.reads.append(DONE)
-            if buffer is not None and operand.mode is not Access.WRITE:
-                flight.reads[-1] = rest.read(row.start, tensor)
 
     def _write(self, flight: _RowInFlight) -> None:
-        for number, (operand, tensor) in enumerate(zip(flight.row.operands, flight.tensors, strict=True)):
-            buffer = flight.buffers[number]
-            if buffer is None:
-                continue
+        """Start to write what was computed; each buffer comes back when it has arrived."""
+        for number in list(flight.buffers):
+            operand, tensor = flight.row.operands[number], flight.tensors[number]
             write = DONE if operand.mode is Access.READ else operand.tensor.write(flight.row.start, tensor)
-            flight.buffers[number] = None
             if write.crosses:
                 self._crossing.append(write)
-            write.on_end(partial(self._pool.give, buffer))
+            write.on_end(partial(self._pool.give, flight.buffers.pop(number)))

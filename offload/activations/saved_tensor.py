@@ -18,9 +18,8 @@ from queue import SimpleQueue
 import torch
 
 from zeromesh.errors import StorageError
-from zeromesh.offload.io.copy_streams import CopyStreams
 from zeromesh.offload.io.file_tier import FileSlot
-from zeromesh.offload.io.transfer import DONE, Transfer
+from zeromesh.offload.io.transfer import DONE, CopyStreams, Transfer
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 

@@ -32,13 +32,12 @@ from zeromesh.offload.activations.saved_tensor import (
     UnmovedTensor,
     require_unchanged,
 )
-from zeromesh.offload.io.copy_streams import copy_streams_of
 from zeromesh.offload.io.direct_io import whole_blocks
 from zeromesh.offload.io.file_tier import FileSlot
+from zeromesh.offload.io.transfer import copy_streams_of
 from zeromesh.offload.memory.allocation import allocate_lasting
 from zeromesh.offload.memory.ledger import Purpose, Tier
-from zeromesh.offload.tiered_tensor import TierChoice
-from zeromesh.offload.tiers import Tiers
+from zeromesh.offload.tiers import TierChoice, Tiers
 
 
 class FreeRanges:
@@ -244,7 +243,7 @@ class ActivationStore:
             begin = self._free.take(length)
         if begin is None:
             raise RuntimeError(f"{length} bytes were reserved in the file and cannot be found")
-        slot = FileSlot(tier, begin, nbytes, _LABEL, checksums=self._tiers.files.checksums)
+        slot = FileSlot(tier, begin, nbytes, _LABEL)
         return slot, Reservation(self._ended, partial(self._free.give, begin, begin + length))
 
     def _settle(self) -> None:

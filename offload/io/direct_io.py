@@ -3,14 +3,18 @@
     O_DIRECT      needs addresses, offsets and lengths in whole blocks, and moves bytes at the disk's own speed
     buffered      for a file's tail that is no whole block, and where the file system refuses O_DIRECT
 
-Transfers release the interpreter's lock, so a few threads keep a disk busy while others compute.
+Transfers release the interpreter's lock, so a few threads keep a disk busy while others compute. The last functions tell what disk
+a directory lies on.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -22,11 +26,23 @@ from zeromesh.files import open_regular
 
 BLOCK = 4096
 """Bytes. Offsets, lengths and addresses that are multiples of it go past the page cache."""
+IN_MEMORY = ("tmpfs", "ramfs")
+"""Kinds of file systems that are memory and no disk."""
 
 
 def whole_blocks(nbytes: int) -> int:
     """`nbytes` rounded up to a multiple of `BLOCK`."""
     return -(-nbytes // BLOCK) * BLOCK
+
+
+@contextmanager
+def _refusals(call: str, path: str, what: str) -> Iterator[None]:
+    """Wait for the disk in the block. An `OSError` becomes a `StorageError` that the file cannot be `what`, with the reason."""
+    try:
+        with disk_call(call, path):
+            yield
+    except OSError as error:
+        raise StorageError(f"{path!r} cannot be {what}: {error.strerror or error}") from error
 
 
 class PositionalFile:
@@ -41,7 +57,7 @@ class PositionalFile:
         path: str | os.PathLike[str],
         *,
         write: bool = False,
-        size: int | None = None,
+        size: int = 0,
         sparse: bool = False,
         direct: bool = True,
     ) -> None:
@@ -51,21 +67,17 @@ class PositionalFile:
         self.path = os.fspath(path)
         flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
         self._direct = -1
+        with _refusals("opening", self.path, "opened"):
+            self._buffered = open_regular(self.path, flags)
         try:
-            with disk_call("opening", self.path):
-                self._buffered = open_regular(self.path, flags)
-        except OSError as error:
-            raise _failed("opened", self.path, error) from error
-        try:
-            if write and size:
-                if sparse:
+            if write and size and sparse:
+                with _refusals("truncate", self.path, f"given {size:,} bytes"):
                     os.ftruncate(self._buffered, size)
-                else:
-                    with disk_call("fallocate", self.path):
-                        os.posix_fallocate(self._buffered, 0, size)
-        except OSError as error:
+            elif write and size:
+                self.reserve(0, size)
+        except StorageError:
             self.close()
-            raise _failed(f"given {size:,} bytes", self.path, error) from error
+            raise
         self._direct = _open_direct(self.path, flags) if direct else -1
 
     @property
@@ -78,6 +90,11 @@ class PositionalFile:
         """Bytes of the file."""
         return os.fstat(self._buffered).st_size
 
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Have the disk hold `nbytes` bytes from `offset` on, which read as zeros where nothing was written."""
+        with _refusals("fallocate", self.path, f"given {nbytes:,} bytes more"):
+            os.posix_fallocate(self._buffered, offset, nbytes)
+
     def write(self, data: torch.Tensor, offset: int) -> None:
         """Write all bytes of `data`, 1-D uint8 on CPU, at `offset`."""
         self._move("write", "written", os.pwritev, data, offset)
@@ -89,18 +106,15 @@ class PositionalFile:
     def _move(self, name: str, done_to: str, move: Callable[..., int], data: torch.Tensor, offset: int) -> None:
         """Move all bytes of `data` by `move`; `done_to` says in errors what cannot be done to the file."""
         view = memoryview(data.numpy().data)
-        try:
-            with disk_call(name, self.path):
-                done = self._direct_part(move, view, data.data_ptr(), offset)
-                while done < len(view):
-                    count = move(self._buffered, [view[done:]], offset + done)
-                    if count == 0:
-                        raise StorageError(
-                            f"{self.path!r} ends after {offset + done:,} bytes; {len(view):,} were to be {done_to} at {offset:,}"
-                        )
-                    done += count
-        except OSError as error:
-            raise _failed(f"{done_to} ({len(view):,} bytes at {offset:,})", self.path, error) from error
+        with _refusals(name, self.path, f"{done_to} ({len(view):,} bytes at {offset:,})"):
+            done = self._direct_part(move, view, data.data_ptr(), offset)
+            while done < len(view):
+                count = move(self._buffered, [view[done:]], offset + done)
+                if count == 0:
+                    raise StorageError(
+                        f"{self.path!r} ends after {offset + done:,} bytes; {len(view):,} were to be {done_to} at {offset:,}"
+                    )
+                done += count
 
     def write_rows(self, data: torch.Tensor, offset: int, *, rows: int, length: int, step: int, stride: int) -> None:
         """Write `rows` runs of `length` bytes, which begin every `step` bytes of `data`, 1-D uint8 on CPU, to every `stride` bytes
@@ -109,16 +123,11 @@ class PositionalFile:
         They go through the page cache: other processes of this host may write the bytes between them at the same time.
         """
         view = memoryview(data.numpy().data)
-        try:
-            with disk_call("write", self.path):
-                for row in range(rows):
-                    at, end = row * step, row * step + length
-                    while at < end:
-                        at += os.pwrite(self._buffered, view[at:end], offset + row * (stride - step) + at)
-        except OSError as error:
-            raise _failed(
-                f"written ({rows:,} runs of {length:,} bytes from {offset:,} on)", self.path, error
-            ) from error
+        with _refusals("write", self.path, f"written ({rows:,} runs of {length:,} bytes from {offset:,} on)"):
+            for row in range(rows):
+                at, end = row * step, row * step + length
+                while at < end:
+                    at += os.pwrite(self._buffered, view[at:end], offset + row * (stride - step) + at)
 
     def forget(self, offset: int, length: int) -> None:
         """Let the page cache go of bytes that are on the disk and will not be read soon."""
@@ -144,11 +153,8 @@ class PositionalFile:
 
     def sync(self) -> None:
         """Return when what was written is on the disk."""
-        try:
-            with disk_call("fsync", self.path):
-                os.fsync(self._buffered)
-        except OSError as error:
-            raise _failed("brought to the disk", self.path, error) from error
+        with _refusals("fsync", self.path, "brought to the disk"):
+            os.fsync(self._buffered)
 
     def close(self) -> None:
         """Close the file; closing twice is allowed."""
@@ -176,16 +182,34 @@ def _open_direct(path: str, flags: int) -> int:
 
 def sync_directory(path: str | os.PathLike[str]) -> None:
     """Return when the names in a directory are on the disk. Raises `StorageError`."""
+    with _refusals("fsync", os.fspath(path), "brought to the disk"):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def nearest_directory(directory: Path) -> Path:
+    """The directory, or the nearest one above it that is there."""
+    return next(path for path in (directory, *directory.parents) if path.is_dir())
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that may still be written into a directory that is there."""
+    return shutil.disk_usage(directory).free
+
+
+def file_system_of(directory: Path) -> str:
+    """The kind of file system that a directory lies on, or will, such as `ext4`; empty where the system does not tell."""
+    path, best, kind = os.path.realpath(nearest_directory(directory)), "", ""
     try:
-        with disk_call("fsync", path):
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-    except OSError as error:
-        raise _failed("brought to the disk", os.fspath(path), error) from error
-
-
-def _failed(what: str, path: str, error: OSError) -> StorageError:
-    return StorageError(f"{path!r} cannot be {what}: {error.strerror or error}")
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        _, point, name, *_ = line.split(" ")
+        # Of several at one place the last one mounted is seen.
+        if len(point) >= len(best) and (path == point or path.startswith(point.rstrip("/") + "/")):
+            best, kind = point, name
+    return kind

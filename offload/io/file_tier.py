@@ -3,17 +3,21 @@
     FileTier    files and threads        |  slot  |  slot  | ...
     FileSlot    one range                |piece|piece|piece|..|      a piece is moved by one thread
 
-Offsets need not be whole blocks: what is not goes through a small buffer of the thread. With checksums every piece is verified when
-it is read, so that a byte that has changed on the disk is an error and no wrong number.
+A swap file loses its name as soon as it is open: nobody else can touch it, and the system frees it when the process ends, however
+it does. Offsets need not be whole blocks: what is not goes through a small buffer of the thread. With checksums every piece is
+verified when it is read, so that a byte that has changed on the disk is an error and no wrong number.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -21,13 +25,13 @@ import torch
 import xxhash
 
 from zeromesh.errors import StorageError
-from zeromesh.offload.io.copy_streams import copy_streams_of
-from zeromesh.offload.io.direct_io import BLOCK, whole_blocks
-from zeromesh.offload.io.swap_file import Stripes, remove_leftovers
-from zeromesh.offload.io.transfer import Memory, Transfer, WaitTime, pages
+from zeromesh.offload.io.direct_io import BLOCK, PositionalFile, whole_blocks
+from zeromesh.offload.io.transfer import Memory, Transfer, WaitTime, copy_streams_of, pages
 
 PIECE = 1 << 20
 """Bytes that one thread moves at a time, and that one checksum covers."""
+STRIPE = 1 << 20
+"""Bytes that lie together in one directory before the next one's turn comes."""
 THREADS = 4
 _Copy = Callable[[torch.Tensor, torch.Tensor], object]
 """Copies from the first tensor to the second."""
@@ -35,10 +39,25 @@ _UNWRITTEN = 0
 """In the place of a checksum: zeros, as the file was made."""
 
 
-class FileTier:
-    """Swap files in one or several directories, and the threads that read and write them.
+def _open_swap_file(directory: Path, label: str) -> PositionalFile:
+    """An empty file of this process alone; `label` is part of the name that errors show."""
+    path = directory / f"zeromesh-{label}-{secrets.token_hex(8)}.swap"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        try:
+            return PositionalFile(path, write=True)
+        finally:
+            path.unlink()
+    except (OSError, StorageError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise StorageError(
+            f"swap files cannot be made in {str(directory)!r}: {reason}; give a directory that can be written"
+        ) from error
 
-    What dead processes have left in the directories is removed first. `close` removes the files of this one.
+
+class FileTier:
+    """Swap files in one or several directories, stripe by stripe each in turn, and the threads that read and write them.
 
     Raises:
         StorageError: where a directory cannot be used.
@@ -51,48 +70,52 @@ class FileTier:
         *,
         checksums: bool = False,
         threads: int = THREADS,
+        waits: WaitTime | None = None,
         memory: Memory = pages,
     ) -> None:
-        """`label` becomes part of the files' names: letters, digits, `.`, `_` and `-`. `memory` makes the threads' own buffers."""
-        self.freed = sum(remove_leftovers(directory) for directory in directories)
-        self.waits = WaitTime()
-        self._checksums = checksums
+        """`label` becomes part of the files' names, `memory` makes the threads' own buffers, `waits` counts what callers wait."""
+        if not directories:
+            raise ValueError("swap files need a directory, none is given")
+        self.waits = waits or WaitTime()
+        self.checksums = checksums
+        self.nbytes = 0
+        """Bytes that are reserved."""
         self._memory = memory
-        with _named():
-            self._stripes = Stripes(directories, label)
+        with ExitStack() as opened, _named():
+            self._files = [opened.enter_context(_open_swap_file(directory, label)) for directory in directories]
+            self._close_files = weakref.finalize(self, opened.pop_all().close)  # Also where nobody calls `close`.
+        self._reserved = [0] * len(directories)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zeromesh-swap")
         self._local = threading.local()
 
     @property
     def direct(self) -> bool:
-        """Whether bytes go past the page cache."""
-        return self._stripes.direct
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are reserved."""
-        return self._stripes.nbytes
+        """Whether bytes go past the page cache of every directory."""
+        return all(file.direct for file in self._files)
 
     @property
     def paths(self) -> list[str]:
-        """The swap files."""
-        return self._stripes.paths
+        """The names that the swap files were made with."""
+        return [file.path for file in self._files]
 
     def allocate(self, nbytes: int, label: str) -> FileSlot:
         """Reserve a range, which reads as zeros. Raises `StorageError` where a disk is full."""
-        with _named(label):
-            begin = self._stripes.take(nbytes)
-        return FileSlot(self, begin, nbytes, label, checksums=self._checksums)
-
-    def check(self) -> None:
-        """Raise `StorageError` where a file has been removed or shortened."""
-        with _named():
-            self._stripes.check()
+        begin, count = self.nbytes, len(self._files)
+        end = begin + whole_blocks(nbytes)
+        stripes = -(-end // STRIPE)
+        for number, file in enumerate(self._files):
+            length = end if count == 1 else (stripes - number + count - 1) // count * STRIPE
+            if length > self._reserved[number]:
+                with _named(label):
+                    file.reserve(self._reserved[number], length - self._reserved[number])
+                self._reserved[number] = length
+        self.nbytes = end
+        return FileSlot(self, begin, nbytes, label)
 
     def close(self) -> None:
-        """Wait for what threads are at, give up what they have not begun, and remove the files; closing twice is allowed."""
+        """Wait for what threads are at, give up what they have not begun, and free the files; closing twice is allowed."""
         self._threads.shutdown(wait=True, cancel_futures=True)
-        self._stripes.close()
+        self._close_files()
 
     def submit(self, work: Callable[[int, torch.Tensor], None], at: int, data: torch.Tensor) -> Future[None]:
         """Have a thread do `work(at, data)`. Where there is none, after `close` say, the future is cancelled."""
@@ -111,12 +134,27 @@ class FileTier:
         return buffer
 
     def read(self, data: torch.Tensor, offset: int) -> None:
-        """Fill `data` from the files, now. Raises `StorageError`."""
-        self._stripes.read(data, offset)
+        """Fill `data`, 1-D uint8, from the files, now. Raises `StorageError`."""
+        for file, at, part in self._parts(data, offset):
+            file.read(part, at)
 
     def write(self, data: torch.Tensor, offset: int) -> None:
-        """Write `data` to the files, now. Raises `StorageError`."""
-        self._stripes.write(data, offset)
+        """Write `data`, 1-D uint8, to the files, now. Raises `StorageError`."""
+        for file, at, part in self._parts(data, offset):
+            file.write(part, at)
+
+    def _parts(self, data: torch.Tensor, offset: int) -> Iterator[tuple[PositionalFile, int, torch.Tensor]]:
+        """Where the bytes of `data` lie, which begin at `offset`: file, offset in it, and which of `data`."""
+        if len(self._files) == 1:
+            yield self._files[0], offset, data
+            return
+        done = 0
+        while done < data.numel():
+            stripe, inside = divmod(offset + done, STRIPE)
+            length = min(STRIPE - inside, data.numel() - done)
+            row, number = divmod(stripe, len(self._files))
+            yield self._files[number], row * STRIPE + inside, data[done : done + length]
+            done += length
 
 
 class FileSlot:
@@ -125,15 +163,15 @@ class FileSlot:
     Threads may share a slot: a checkpoint is written beside training.
     """
 
-    def __init__(self, tier: FileTier, offset: int, nbytes: int, label: str, *, checksums: bool) -> None:
+    def __init__(self, tier: FileTier, offset: int, nbytes: int, label: str) -> None:
         self.tier = tier
         self.nbytes = nbytes
         self.label = label
         self._offset = offset
         self._room = whole_blocks(nbytes)
-        self._grain = PIECE if checksums else BLOCK
-        count = -(-nbytes // PIECE) if checksums else 0
-        self._checksums = [_UNWRITTEN] * count if checksums else None
+        self._grain = PIECE if tier.checksums else BLOCK
+        count = -(-nbytes // PIECE) if tier.checksums else 0
+        self._checksums = [_UNWRITTEN] * count
         self._locks = [threading.Lock() for _ in range(count)]
         self._order = threading.Lock()
         self._writing: list[tuple[int, int, Transfer]] = []
@@ -215,7 +253,7 @@ class FileSlot:
     def _fetch(self, begin: int, data: torch.Tensor) -> None:
         with _named(self.label):
             self.tier.read(data, self._offset + begin)
-        if self._checksums is not None:
+        if self._checksums:
             recorded = self._checksums[begin // PIECE]
             found = _checksum(data)
             if recorded != found and (recorded != _UNWRITTEN or bool(data.any())):
@@ -225,7 +263,7 @@ class FileSlot:
                 )
 
     def _put(self, begin: int, data: torch.Tensor) -> None:
-        if self._checksums is not None:
+        if self._checksums:
             self._checksums[begin // PIECE] = _checksum(data)
         with _named(self.label):
             self.tier.write(data, self._offset + begin)

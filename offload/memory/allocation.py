@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zeromesh.offload.io.transfer import pages
-from zeromesh.offload.memory.memory_usage import available_bytes
+from zeromesh.offload.memory.ledger import available_bytes
 
 _LEAST_BYTES = 1 << 16
 """Below this a mapping of its own is not worth its page table; such blocks are too small to matter on the heap."""

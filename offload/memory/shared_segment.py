@@ -45,7 +45,7 @@ def require_memory(label: str, nbytes: int) -> None:
     if nbytes > available > 0:
         raise StorageError(
             f"shared memory for {label}: {nbytes:,} bytes cannot be reserved, {available:,} are available; "
-            "more ranks, a smaller model or zero.stage: 3 need less"
+            "more ranks, a smaller model or stage 3 of ZeRO need less"
         )
 
 
@@ -79,7 +79,7 @@ class SharedSegment:
             os.close(descriptor)
             raise StorageError(
                 f"shared memory for {label}: {nbytes:,} bytes cannot be reserved ({os.strerror(error.errno or errno.EIO)}); "
-                "free memory or set parallel.transport: gloo"
+                "free memory, or choose the transport gloo"
             ) from error
 
     @classmethod
@@ -91,7 +91,7 @@ class SharedSegment:
         except OSError as error:
             raise StorageError(
                 f"shared memory for {label}: {path} cannot be opened ({error.strerror}); "
-                "ranks of one host must run as one user in one process namespace, or set parallel.transport: gloo"
+                "ranks of one host must run as one user in one process namespace; or choose the transport gloo"
             ) from error
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

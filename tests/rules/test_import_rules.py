@@ -187,7 +187,7 @@ def test_files_are_written_in_one_file() -> None:
     """Where links are not followed, nothing waits for a pipe, and the umask sets permissions."""
     allowed = (
         "zeromesh/files.py",
-        "offload/io/swap_file.py",
+        "offload/io/file_tier.py",
         "trainer/monitoring/profiler.py",
         "zeromesh/fault_injection.py",
     )

@@ -25,7 +25,7 @@ from zeromesh.checkpoint.loader import _targets
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.flat.regions import Region
 from zeromesh.intervals import Interval
-from zeromesh.offload import TensorSlice
+from zeromesh.offload import TieredTensor
 from zeromesh.offload.io.direct_io import BLOCK
 
 Values = Mapping[TensorSpec, torch.Tensor]
@@ -99,7 +99,7 @@ def split(values: Values, ranks: int, rng: random.Random) -> list[list[TensorSha
                 interval = Interval(start=start, end=end)
                 memory = local[start:end].clone()
                 holding = TensorShard(
-                    spec=spec, region=region, interval=interval, values=TensorSlice.of(memory), owner=rng.randrange(3)
+                    spec=spec, region=region, interval=interval, values=TieredTensor.of(memory), owner=rng.randrange(3)
                 )
                 rng.choice(dealt).append(holding)
     return dealt

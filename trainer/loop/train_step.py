@@ -99,7 +99,7 @@ class Stepper:
         engine, mesh = self._require_engine(), self._mesh
         began, waited = time.perf_counter(), mesh.waited
         mesh.recorder.take_traffic()  # What was sent since the last step is no part of this one.
-        mesh.recorder.begin_step(engine.seconds_waited)
+        mesh.recorder.begin_step(engine.waits)
 
         # The batches of all microbatches, and how many targets all ranks have in them.
         microbatches, rounds = feed.microbatches(step, mesh.data_index), feed.rounds(step)

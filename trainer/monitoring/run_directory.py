@@ -20,7 +20,7 @@ from zeromesh.environment import secret_values
 from zeromesh.errors import StorageError
 from zeromesh.files import open_regular, remove_unfinished, try_lock, write_whole
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload.memory.memory_usage import cpu_name
+from zeromesh.offload.memory.ledger import cpu_name
 from zeromesh.telemetry.status_file import NAME as RANKS
 from zeromesh.telemetry.status_file import StateMonitor
 from zeromesh.trainer.config.redact import Redaction

@@ -12,8 +12,8 @@ from torch import nn
 
 from zeromesh.errors import StorageError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Purpose, TierChoice, available_bytes, remove_leftovers, swap_bytes
-from zeromesh.offload.io.swap_file import IN_MEMORY, file_system_of, free_bytes, nearest_directory
+from zeromesh.offload import Purpose, TierChoice, available_bytes, swap_bytes
+from zeromesh.offload.io.direct_io import IN_MEMORY, file_system_of, free_bytes, nearest_directory
 from zeromesh.optim.fused_optimizer import GroupRules
 from zeromesh.options import ZeroOptions
 from zeromesh.trainer.formatting import human_bytes, human_count
@@ -153,9 +153,6 @@ def require_memory(
         )
     if not disk:
         return []
-    for directory in directories:
-        remove_leftovers(directory)
-    room = replace(room, disk=_free_on_disks(directories))
     where = ", ".join(map(str, directories))
     shown, terms = human_bytes(disk), need.listed(options, on_disk=True)
     if disk > room.disk:

@@ -35,7 +35,6 @@ from zeromesh.offload import (
     TieredTensor,
     Tiers,
     UpdateStream,
-    WaitTime,
 )
 from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules, Rates
 from zeromesh.optim.gradients import GradientShards, LossScaler, ReplicaGroups, clip_factor, global_norm, gradient_of
@@ -144,7 +143,7 @@ class OptimizerStep:
             width=self._missing(device),
             longest=max((bucket.master.nbytes for bucket in self._buckets), default=0),
             nbytes=self._options.offload.staging_bytes,
-            waits=tiers.waited().get(Tier.FILE, WaitTime()),
+            waits=tiers.waits,
             memory=partial(tiers.buffer, device=device),
         )
         tiers.ledger.add(Tier.HOST if device.type == "cpu" else Tier.DEVICE, Purpose.STAGING, stream.nbytes)
@@ -266,7 +265,7 @@ class OptimizerStep:
         if finite:
             self._end_averages()
         self.updates += finite
-        waited = {tier: waits.take() for tier, waits in self._tiers.waited().items()}
+        waited = self._tiers.waited()
         return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale, cause=cause, waited=waited)
 
     @property

@@ -30,6 +30,8 @@ from typing import Any
 
 from torch.profiler import record_function
 
+from zeromesh.offload import WaitTime
+
 Figures = Mapping[str, Mapping[str, Mapping[str, float]]]
 """By axis and collective: `calls`, `bytes` and `seconds`."""
 
@@ -81,7 +83,7 @@ class StepRecorder:
         """Whether ranges are recorded: inside `profiling_ranges`."""
         self._mark = mark
         self._between = between
-        self._seconds_waited: Callable[[], float] = float
+        self._waits = WaitTime()
         self._waited_before = 0.0
         self._pieces: deque[tuple[StepPhase, Any, Any, float]] = deque()
         self._open: list[StepPhase] = []
@@ -92,11 +94,11 @@ class StepRecorder:
 
     # Seconds
 
-    def begin_step(self, seconds_waited: Callable[[], float] = float) -> None:
-        """Begin a step. `seconds_waited()` returns how long this rank has waited for bytes of another tier so far."""
+    def begin_step(self, waits: WaitTime | None = None) -> None:
+        """Begin a step. `waits` counts how long this rank waits for bytes of another tier."""
         self._open = [StepPhase.OTHER] if self.enabled else []
-        self._seconds_waited = seconds_waited
-        self._waited_before = seconds_waited()
+        self._waits = waits or self._waits
+        self._waited_before = self._waits.total
         self._last = self._mark() if self.enabled else None
 
     def span(self, phase: StepPhase, name: str = "") -> AbstractContextManager[object]:
@@ -124,7 +126,7 @@ class StepRecorder:
 
     def _lap(self) -> None:
         """Count what was since the last mark for the innermost span."""
-        now, waited = self._mark(), self._seconds_waited()
+        now, waited = self._mark(), self._waits.total
         self._pieces.append((self._open[-1], self._last, now, waited - self._waited_before))
         self._last, self._waited_before = now, waited
 

@@ -14,7 +14,7 @@ from zeromesh.flat.placement import Placement
 from zeromesh.flat.regions import Region, share_of
 from zeromesh.intervals import ALIGNMENT, Interval
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
-from zeromesh.offload import TensorSlice, TieredTensor
+from zeromesh.offload import TieredTensor
 from zeromesh.optim.optimizer_step import OptimizerStep
 from zeromesh.options import ZeroOptions
 from zeromesh.units.unit import Bucket, Unit, all_buckets
@@ -129,7 +129,7 @@ def _has(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool) -> bo
     return kind == MODEL or (reading and kind in (MASTER, AVERAGE)) or bucket.learned(spec.fqn)
 
 
-def _of_piece(kind: str, dtype: torch.dtype, values: TensorSlice, piece: ShardPiece, owner: int) -> TensorShard:
+def _of_piece(kind: str, dtype: torch.dtype, values: TieredTensor, piece: ShardPiece, owner: int) -> TensorShard:
     region = piece.spec.region
     return TensorShard(
         spec=TensorSpec(kind=kind, name=piece.spec.name, dtype=dtype, shape=region.shape),
@@ -152,7 +152,7 @@ def _of_buffer(name: str, buffer: torch.Tensor) -> TensorShard:
         spec=spec,
         region=Region.whole(spec.shape),
         interval=Interval(start=0, end=buffer.numel()),
-        values=TensorSlice.of(buffer.detach().reshape(-1)),
+        values=TieredTensor.of(buffer.detach().reshape(-1)),
     )
 
 

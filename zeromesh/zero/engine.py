@@ -74,6 +74,8 @@ class ZeroEngine:
         self.units = built.units
         self._tiers = built.tiers
         self.ledger = built.ledger
+        self.waits = built.tiers.waits
+        """How long this rank has stood still for bytes of other tiers."""
         self.transport = built.transport
         self._reduction = built.reduction
         self._sharded = options.placements.parameters is Placement.SHARDED
@@ -171,10 +173,6 @@ class ZeroEngine:
         """The optimizer of a bucket's shard, with its moments; None for a bucket that was never trained."""
         return self._optimizer_step.optimizer_of(bucket)
 
-    def seconds_waited(self) -> float:
-        """Seconds in which this rank has stood still for bytes of other tiers, since it began."""
-        return self._tiers.seconds_waited()
-
     def on_before_update(self, call: Callable[[Bucket], None]) -> None:
         """Have `call(bucket)` run before a bucket's states change, so that whoever reads them beside training ends first."""
         self._optimizer_step.before_change = call
@@ -206,7 +204,6 @@ class ZeroEngine:
 
         What `requires_grad` of parameters says now holds for the whole step.
         """
-        self._tiers.check()
         self._flags.follow()
         self._optimizer_step.begin_step(rates)
         self.mesh.post(Activity.FORWARD, 0, step=step)
@@ -260,7 +257,6 @@ class ZeroEngine:
             with self.mesh.recorder.span(StepPhase.OPTIMIZER):
                 outcome = self._optimizer_step.finish(self.units, factor, loss_finite=loss_finite)
                 self._next_generation()
-            self._tiers.check()  # Before anything is saved of it.
         except BaseException as error:
             self._mixed = self.options.optimizer_in_backward or not isinstance(error, NonFiniteError)
             self.mesh.fail(error)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from checkpoint_cases import trained
 
 from zeromesh import Callback, Trainer
@@ -35,19 +35,14 @@ class Vandal(Callback):
     def _strike(self, trainer: Trainer) -> None:
         engine = trainer.engine
         assert engine is not None
-        (path,) = engine._tiers.file().paths
-        if self._how == "removed":
-            Path(path).unlink()
-        elif self._how.startswith("short"):
-            os.truncate(path, 4096)
+        tier = engine._tiers.file()
+        if self._how.startswith("short"):
+            os.ftruncate(tier._files[0]._buffered, 4096)
         else:
-            size = Path(path).stat().st_size
-            with Path(path).open("rb+") as file:
-                for at in range(0, size, 4096):
-                    file.seek(at)
-                    byte = file.read(1)[0]
-                    file.seek(at)
-                    file.write(bytes([byte ^ 64]))
+            for at in range(0, tier.nbytes, 4096):
+                byte = torch.zeros(1, dtype=torch.uint8)
+                tier.read(byte, at)
+                tier.write(byte ^ 64, at)
 
 
 def vandalised(mesh: Mesh, *, how: str, step: int, rank: int, **arguments: Any) -> dict[str, Any]:
@@ -64,7 +59,7 @@ def full_disk(mesh: Mesh, *, room: int, **arguments: Any) -> dict[str, Any]:
         os.posix_fallocate(descriptor, offset, length)
 
     system = SimpleNamespace(**{**vars(os), "posix_fallocate": limited})
-    with patch("zeromesh.offload.io.swap_file.os", system):
+    with patch("zeromesh.offload.io.direct_io.os", system):
         return trained(mesh, **arguments)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -99,7 +98,7 @@ def test_waits_are_in_the_metrics_and_the_console_says_what_rests_where(
     config = settings(str(tmp_path), offload=FILES, precision=BF16)
     with Trainer(llama(), config, sentences()) as trainer:
         trainer.fit()
-        assert [path.suffix for path in swap_files(tmp_path)] == [".swap"]
+        assert swap_files(tmp_path) == []  # They have no names.
         assert trainer.engine is not None  # Whole, it would be in memory.
     said = capsys.readouterr().out
     assert "of swap files (" in said
@@ -138,20 +137,13 @@ def test_kept_inputs_of_blocks_rest_elsewhere_bit_by_bit(
 # Faults
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("removed", "was removed while the run was using it"),
-        ("short", "has 4,096 bytes|was shortened"),  # The latter, where a write was still on its way.
-        ("short inside", "ends after|has 4,096 bytes|was shortened"),
-    ],
-)
-def test_a_swap_file_that_somebody_damages_is_a_named_error(fresh: Any, tmp_path: Path, how: str, says: str) -> None:
+@pytest.mark.parametrize("how", ["short", "short inside"])
+def test_a_swap_file_that_has_lost_its_end_is_a_named_error(fresh: Any, tmp_path: Path, how: str) -> None:
     outcomes = fresh(
         "offload_cases:vandalised", how=how, step=2, rank=1, folder=str(tmp_path), steps=4, sections={"offload": FILES}
     )
     assert outcomes[1].error == "StorageError"
-    assert re.search(says, outcomes[1].message)
+    assert "ends after" in outcomes[1].message
     assert "zeromesh-run-rank1-" in outcomes[1].message
     assert outcomes[0].error == "CollectiveError"
     assert "StorageError" in outcomes[0].message
@@ -172,7 +164,7 @@ def test_a_disk_that_fills_up_before_training_is_a_named_error(fresh: Any, tmp_p
         "offload_cases:full_disk", room=100_000, folder=str(tmp_path), steps=4, sections={"offload": FILES}
     )
     assert [outcome.error for outcome in outcomes] == ["CollectiveError", "StorageError"]
-    assert "the disk is full" in outcomes[1].message
+    assert "No space left on device" in outcomes[1].message
     assert swap_files(tmp_path) == []
 
 
@@ -193,8 +185,7 @@ def test_a_kill_inside_a_step_resumes_cleanly(
         sections=sections,
     )
     assert outcomes[1].error == "died"
-    left = swap_files(tmp_path / "b")
-    assert [path.name.rpartition("-")[0] for path in left] == ["zeromesh-run-rank1"]
+    assert swap_files(tmp_path / "b") == []
     found = workers.run(2, "checkpoint_cases:trained", folder=f"{tmp_path}/b", steps=10, sections=sections)[0]
     assert found["all"] == straight["all"]
     assert unequal(step(tmp_path / "a", 10), step(tmp_path / "b", 10)) == []
@@ -278,7 +269,7 @@ def test_a_directory_that_cannot_be_made_is_a_named_error(tmp_path: Path) -> Non
     place = tmp_path / "file"
     place.write_text("no directory")
     config = settings(str(tmp_path), offload={"optimizer": "file", "directory": str(place / "swap")})
-    with pytest.raises(StorageError, match=r"swap files cannot be made in .*file/swap.*offload\.directory"):
+    with pytest.raises(StorageError, match=r"swap files cannot be made in .*file/swap.*give a directory"):
         Trainer(llama(), config, sentences()).fit()
 
 

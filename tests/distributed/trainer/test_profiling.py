@@ -19,6 +19,7 @@ from torch import nn
 from workers import PoolOptions, Workers
 
 from zeromesh.errors import CollectiveError, ConfigError, StorageError
+from zeromesh.offload import WaitTime
 from zeromesh.telemetry.step_recorder import Collective, StepPhase, StepRecorder
 from zeromesh.trainer.config.loading.load import load_config
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
@@ -34,17 +35,17 @@ class Hand:
     """A clock that is moved by hand, and seconds that a tier was waited for."""
 
     def __init__(self) -> None:
-        self.now, self.waited = 0.0, 0.0
+        self.now, self.waits = 0.0, WaitTime()
         self.recorder = StepRecorder(lambda: self.now)
 
     def go(self, seconds: float, *, waiting: float = 0.0) -> None:
         self.now += seconds
-        self.waited += waiting
+        self.waits.total += waiting
 
 
 def test_a_moment_belongs_to_the_innermost_span() -> None:
     hand = Hand()
-    hand.recorder.begin_step(lambda: hand.waited)
+    hand.recorder.begin_step(hand.waits)
     with hand.recorder.span(StepPhase.DATA):
         hand.go(1)
     hand.go(2)

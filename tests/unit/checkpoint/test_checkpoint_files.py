@@ -39,7 +39,7 @@ from zeromesh.checkpoint.io.write_plan import WritePiece, WritePlan, WriteSource
 from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
-from zeromesh.offload import TensorSlice
+from zeromesh.offload import TieredTensor
 from zeromesh.offload.io.direct_io import BLOCK, PositionalFile
 
 FEW = settings(max_examples=20)
@@ -105,7 +105,7 @@ def test_pieces_of_the_real_grid_are_written_and_read(tmp_path: Path) -> None:
     memory = torch.zeros(1_200_000)
     tensor = reader.tensor("model", "a")
     assert tensor is not None
-    reader.read([ReadTarget(tensor=tensor, first=400_000, values=TensorSlice.of(memory))], tell)
+    reader.read([ReadTarget(tensor=tensor, first=400_000, values=TieredTensor.of(memory))], tell)
     assert torch.equal(memory, values[spec("a", (1700, 1000))].reshape(-1)[400_000:1_600_000])
 
 
@@ -119,7 +119,7 @@ def test_memory_of_another_dtype_is_converted_on_both_ways(tmp_path: Path) -> No
     memory = torch.zeros(45, dtype=torch.float64)
     tensor = reader.tensor("model", "w")
     assert tensor is not None
-    reader.read([ReadTarget(tensor=tensor, first=0, values=TensorSlice.of(memory))], tell)
+    reader.read([ReadTarget(tensor=tensor, first=0, values=TieredTensor.of(memory))], tell)
     assert torch.equal(memory, wide.to(BF16).double().reshape(-1))
 
 
@@ -142,7 +142,7 @@ def test_a_piece_is_read_once_and_only_where_something_of_it_is_wanted(
     monkeypatch.setattr(PositionalFile, "read", noted)
     wanted = [(7000, 5), (1030, 7), (6998, 2), (1100, 900), (7005, 100)]
     targets = [
-        ReadTarget(tensor=tensor, first=first, values=TensorSlice.of(torch.zeros(length))) for first, length in wanted
+        ReadTarget(tensor=tensor, first=first, values=TieredTensor.of(torch.zeros(length))) for first, length in wanted
     ]
     reader.read(targets, tell)
     for target in targets:
@@ -161,7 +161,7 @@ def test_elements_that_are_wanted_twice_are_given_twice(tmp_path: Path) -> None:
     memory = [torch.full((count,), -1.0) for _, count in wanted]
     reader.read(
         [
-            ReadTarget(tensor=tensor, first=first, values=TensorSlice.of(each))
+            ReadTarget(tensor=tensor, first=first, values=TieredTensor.of(each))
             for (first, _), each in zip(wanted, memory, strict=True)
         ],
         tell,
@@ -308,7 +308,7 @@ def test_what_no_reader_would_take_is_not_committed(tmp_path: Path) -> None:
 
 def source(path: str, begin: int, memory: torch.Tensor, owner: int | None = None) -> WriteSource:
     where = FileSlice.contiguous(path, begin, memory.dtype, memory.numel())
-    return WriteSource(where=where, values=TensorSlice.of(memory), owner=owner)
+    return WriteSource(where=where, values=TieredTensor.of(memory), owner=owner)
 
 
 def test_a_writer_without_the_others_edges_says_which_bytes_are_nobodys(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_what_is_released_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
     reader = CheckpointReader(store.path(1))
     tensor = reader.tensor("model", "w")
     assert tensor is not None
-    reader.read([ReadTarget(tensor=tensor, first=0, values=TensorSlice.of(found))], tell)
+    reader.read([ReadTarget(tensor=tensor, first=0, values=TieredTensor.of(found))], tell)
     assert torch.equal(found, torch.arange(3000.0))
     assert (memory == -1).all()
 

@@ -20,7 +20,7 @@ from stored_cases import bits, tell, values_of
 from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
 from zeromesh.errors import CheckpointError
-from zeromesh.offload import TensorSlice
+from zeromesh.offload import TieredTensor
 
 
 def test_what_nobody_touched_is_read(original: Path, copy: Path) -> None:
@@ -208,11 +208,11 @@ def test_only_what_a_reader_needs_has_to_be_whole(copy: Path) -> None:
     (expected,) = (value for spec, value in values_of(SPECS, 1).items() if spec == tensor.spec)
     after = torch.zeros(tensor.spec.numel - end)
     assert after.numel()
-    reader.read([ReadTarget(tensor=tensor, first=end, values=TensorSlice.of(after))], tell)
+    reader.read([ReadTarget(tensor=tensor, first=end, values=TieredTensor.of(after))], tell)
     assert bits(after) == bits(expected.reshape(-1)[end:])
     memory = torch.full((tensor.spec.numel,), -7.0)
     with pytest.raises(CheckpointError, match=rf"{FILE}: bytes \[{damaged.begin:,}, .*they hold .*embed"):
-        reader.read([ReadTarget(tensor=tensor, first=0, values=TensorSlice.of(memory))], tell)
+        reader.read([ReadTarget(tensor=tensor, first=0, values=TieredTensor.of(memory))], tell)
     assert (memory[start:end] == -7).all()  # What was not verified has gone nowhere.
 
 

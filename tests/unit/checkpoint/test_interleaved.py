@@ -26,7 +26,7 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.flat.regions import Region
 from zeromesh.intervals import Interval
-from zeromesh.offload import TensorSlice
+from zeromesh.offload import TieredTensor
 from zeromesh.offload.io.direct_io import BLOCK
 
 FEW = settings(max_examples=20)
@@ -102,7 +102,7 @@ def dealt(
                     spec=each,
                     region=region,
                     interval=Interval(start=start, end=end),
-                    values=TensorSlice.of(local[start:end].clone()),
+                    values=TieredTensor.of(local[start:end].clone()),
                     owner=shard,
                 )
                 ranks[shard * tensor + number].append(holding)
@@ -188,7 +188,7 @@ def test_columns_that_are_not_in_order_are_not_interleaved(tmp_path: Path) -> No
                 spec=wide,
                 region=region,
                 interval=Interval(start=0, end=local.numel()),
-                values=TensorSlice.of(local.reshape(-1)),
+                values=TieredTensor.of(local.reshape(-1)),
             )
         ]
         for region, local in zip(regions, locals_, strict=True)
@@ -198,7 +198,7 @@ def test_columns_that_are_not_in_order_are_not_interleaved(tmp_path: Path) -> No
     reader = write(tmp_path, 1, ranks)
     found = torch.zeros(30000)
     whole = TensorShard(
-        spec=wide, region=Region.whole((200, 150)), interval=Interval(start=0, end=30000), values=TensorSlice.of(found)
+        spec=wide, region=Region.whole((200, 150)), interval=Interval(start=0, end=30000), values=TieredTensor.of(found)
     )
     reader.read(targets_of(reader, [whole]), tell)
     assert torch.equal(found.view(200, 150), value)

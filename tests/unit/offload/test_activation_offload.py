@@ -334,7 +334,7 @@ def test_host_and_device_of_a_cpu_are_one_memory(tiers: Tiers) -> None:
     loss.backward()
     del loss
     nothing_left(store, tiers)
-    assert not tiers.in_use
+    assert tiers._file is None
 
 
 @pytest.mark.parametrize(
@@ -608,26 +608,12 @@ def test_a_file_that_was_shortened(checksums: bool, tmp_path: Path) -> None:
     store = ActivationStore(tiers, FILE)
     loss = wide(store)(INPUT)
     settled(store, tiers)
-    os.truncate(tiers.file().paths[0], ROOM)
+    os.ftruncate(tiers.file()._files[0]._buffered, ROOM)
     with pytest.raises(StorageError, match=LABEL):
         loss.backward()
     del loss
     nothing_left(store, tiers)
-    with pytest.raises(StorageError, match="leave swap files alone"):
-        tiers.check()
     tiers.close()
-
-
-def test_a_file_that_was_removed(tiers: Tiers) -> None:
-    store = ActivationStore(tiers, FILE)
-    net = wide(store)
-    loss = net(INPUT)
-    settled(store, tiers)
-    os.unlink(tiers.file().paths[0])
-    with pytest.raises(StorageError, match="was removed while the run was using it"):
-        tiers.check()
-    loss.backward()  # whoever has opened it can go on
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(net.parameters(), _once().parameters(), strict=True))
 
 
 def test_a_byte_that_has_changed(tmp_path: Path) -> None:
@@ -635,9 +621,7 @@ def test_a_byte_that_has_changed(tmp_path: Path) -> None:
     store = ActivationStore(tiers, FILE)
     loss = wide(store)(INPUT)
     settled(store, tiers)
-    with open(tiers.file().paths[0], "r+b") as file:
-        file.seek(2 * ROOM + 77)
-        file.write(b"x")
+    tiers.file().write(torch.tensor([120], dtype=torch.uint8), 2 * ROOM + 77)
     with pytest.raises(StorageError, match=LABEL + "bytes .* are not what was written"):
         loss.backward()
     tiers.close()
@@ -652,7 +636,7 @@ def test_a_disk_without_room(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> N
     net = wide(store)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", _full)
-        with pytest.raises(StorageError, match=LABEL + ".*the disk is full"):
+        with pytest.raises(StorageError, match=LABEL + ".*No space left on device"):
             net(INPUT)
     nothing_left(store, tiers)
     net(INPUT).backward()

@@ -26,8 +26,7 @@ from zeromesh.offload import (
     UpdateStream,
     WaitTime,
 )
-from zeromesh.offload.io.copy_streams import CopyStreams, copy_streams_of
-from zeromesh.offload.io.transfer import Transfer, TransferGroup
+from zeromesh.offload.io.transfer import CopyStreams, Transfer, TransferGroup, copy_streams_of
 
 CPU = torch.device("cpu")
 GATE = 5.0

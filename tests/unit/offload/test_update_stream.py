@@ -35,7 +35,7 @@ from zeromesh.offload import (
     stream_bytes,
     update_stream,
 )
-from zeromesh.offload.io import file_tier, swap_file
+from zeromesh.offload.io import file_tier
 from zeromesh.offload.io.direct_io import BLOCK
 from zeromesh.offload.io.transfer import Memory, StagingPool
 
@@ -112,7 +112,7 @@ def several_tiers(stripes: int, *, piece: int, checksums: bool) -> Iterator[Tier
     """Tiers whose files have pieces of `piece` bytes and small stripes, in directories that are gone afterwards."""
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
         patch.setattr(file_tier, "PIECE", piece)
-        patch.setattr(swap_file, "STRIPE", 3 * BLOCK)
+        patch.setattr(file_tier, "STRIPE", 3 * BLOCK)
         directories = tuple(Path(root, str(number)) for number in range(stripes))
         files = FileSettings(directories=directories, checksums=checksums)
         with closing(Tiers(device=CPU, ledger=Ledger(), files=files)) as tiers:

@@ -12,7 +12,7 @@ import pytest
 
 from zeromesh.launch import self_test
 from zeromesh.launch.self_test import Trial, try_exchange
-from zeromesh.offload.io import swap_file
+from zeromesh.offload.io import direct_io
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.tools.doctor import hardware, software
 from zeromesh.trainer.tools.doctor.findings import Finding, Level, report_lines
@@ -236,7 +236,7 @@ def test_directories(findings: Iterable[Finding], found: dict[str, str]) -> None
 
 def test_a_directory_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     found = list(hardware.directory(tmp_path / "not" / "yet"))
-    kind = swap_file.file_system_of(tmp_path)
+    kind = direct_io.file_system_of(tmp_path)
     assert kind
     assert found[0].found == f"{kind} (not there yet; {tmp_path} is)"
     assert [each.what for each in found[1:]] == ["  room", "  speed", "  fsync"]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from zeromesh.checkpoint.format.manifest import StoredTensor
 from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
 from zeromesh.errors import CheckpointError, ConfigError
-from zeromesh.offload import TensorSlice
+from zeromesh.offload import TieredTensor
 from zeromesh.trainer.models.adapters import import_peft
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_MODEL
 from zeromesh.trainer.weights.hub_names import read_class
@@ -89,7 +89,7 @@ def _fill(
         if tensor is None or tuple(tensor.shape) != source.spec.shape:
             raise CheckpointError(f"{given} of {reader.directory} has no place in {type(model).__name__}")
         memory = torch.empty(source.spec.shape, dtype=tensor.dtype)
-        reader.read([ReadTarget(tensor=source, first=0, values=TensorSlice.of(memory.view(-1)))], lambda: None)
+        reader.read([ReadTarget(tensor=source, first=0, values=TieredTensor.of(memory.view(-1)))], lambda: None)
         tensor.copy_(memory)
         missing.discard(first.get(name, name))
     if missing:

@@ -14,7 +14,7 @@ import torch
 from zeromesh.checkpoint.format.manifest import StoredTensor
 from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES
 from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
-from zeromesh.offload import TensorSlice
+from zeromesh.offload import TieredTensor
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.monitoring.console import RunConsole
 from zeromesh.trainer.tools.checkpoint.inspect import state_of
@@ -166,7 +166,8 @@ def _compare(readers: Sequence[CheckpointReader], common: list[_Apart], console:
             memory = [torch.empty(part.count, dtype=t.spec.dtype) for part, t in zip(batch, tensors, strict=True)]
             parts = zip(batch, tensors, memory, strict=True)
             reader.read(
-                [ReadTarget(tensor=t, first=part.first, values=TensorSlice.of(m)) for part, t, m in parts], lambda: None
+                [ReadTarget(tensor=t, first=part.first, values=TieredTensor.of(m)) for part, t, m in parts],
+                lambda: None,
             )
             moved(sum(each.nbytes for each in memory))
             memories.append(memory)

@@ -26,7 +26,7 @@ from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.files import read_whole, write_whole
 from zeromesh.intervals import Interval
-from zeromesh.offload import TensorSlice
+from zeromesh.offload import TieredTensor
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.offload.io.transfer import StagingPool
 from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, name_in
@@ -218,7 +218,7 @@ class _Export:
                 begin, end = max(place.begin, window.start), min(place.end, window.end)
                 memory = buffer[begin - window.start : end - window.start].view(place.dtype)
                 first = (begin - place.begin) // place.dtype.itemsize
-                targets.append(ReadTarget(tensor=place.source, first=first, values=TensorSlice.of(memory)))
+                targets.append(ReadTarget(tensor=place.source, first=first, values=TieredTensor.of(memory)))
             self._read(targets)
             file.write(buffer[: window.length], window.start)
 
@@ -238,7 +238,7 @@ class _Export:
             return
         exact = torch.empty(memory.numel(), dtype=torch.float64)
         self._reader.read(
-            [ReadTarget(tensor=target.tensor, first=target.first, values=TensorSlice.of(exact))], lambda: None
+            [ReadTarget(tensor=target.tensor, first=target.first, values=TieredTensor.of(exact))], lambda: None
         )
         values = exact[lost & exact.isfinite()].abs()
         if values.numel():
@@ -251,7 +251,7 @@ class _Export:
     def _read_whole(self, name: str) -> torch.Tensor:
         source, dtype = self._chosen[name]
         tensor = torch.empty(source.spec.shape, dtype=dtype)
-        self._read([ReadTarget(tensor=source, first=0, values=TensorSlice.of(tensor.view(-1)))])
+        self._read([ReadTarget(tensor=source, first=0, values=TieredTensor.of(tensor.view(-1)))])
         return tensor
 
     def _write_whole(self, name: str, tensor: torch.Tensor) -> None:

@@ -20,10 +20,9 @@ import torch
 from zeromesh.environment import available_cores
 from zeromesh.errors import StorageError
 from zeromesh.files import try_lock
-from zeromesh.offload.io.direct_io import PositionalFile
-from zeromesh.offload.io.swap_file import IN_MEMORY, file_system_of, free_bytes, nearest_directory
+from zeromesh.offload.io.direct_io import IN_MEMORY, PositionalFile, file_system_of, free_bytes, nearest_directory
 from zeromesh.offload.io.transfer import pages
-from zeromesh.offload.memory.memory_usage import available_bytes, group_settings, machine_bytes, swap_bytes
+from zeromesh.offload.memory.ledger import available_bytes, group_settings, machine_bytes, swap_bytes
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.tools.doctor.findings import Finding
 

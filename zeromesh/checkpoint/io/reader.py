@@ -23,7 +23,7 @@ from zeromesh.errors import CheckpointError, ZeromeshError, some
 from zeromesh.files import read_whole
 from zeromesh.flat.regions import StridedRows
 from zeromesh.intervals import Interval
-from zeromesh.offload import TensorSlice
+from zeromesh.offload import TieredTensor
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.offload.io.transfer import StagingPool
 
@@ -46,7 +46,7 @@ class ReadTarget:
 
     tensor: StoredTensor
     first: int
-    values: TensorSlice
+    values: TieredTensor
     rows: StridedRows | None = None
     where: FileSlice = field(init=False)
 

@@ -11,7 +11,7 @@ import torch
 from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, DTYPES, TensorSpec
 from zeromesh.flat.regions import Region, StridedRows
 from zeromesh.intervals import Interval
-from zeromesh.offload import TensorSlice
+from zeromesh.offload import TieredTensor
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by element size in bytes: elements are moved as these, so that no bit of a NaN changes."""
@@ -28,7 +28,7 @@ class TensorShard:
     spec: TensorSpec
     region: Region
     interval: Interval
-    values: TensorSlice
+    values: TieredTensor
     owner: int | None = None
 
 

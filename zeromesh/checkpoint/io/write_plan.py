@@ -30,7 +30,7 @@ from zeromesh.checkpoint.io.blocks import (
 from zeromesh.checkpoint.io.interleaved import InterleavedBlock, TensorPlace, is_interleaved, plan_interleaved
 from zeromesh.checkpoint.io.tensor_shard import FileSlice, TensorShard
 from zeromesh.intervals import Interval
-from zeromesh.offload import TensorSlice
+from zeromesh.offload import TieredTensor
 from zeromesh.offload.io.direct_io import PositionalFile
 
 
@@ -42,14 +42,14 @@ class WriteSource:
     """
 
     where: FileSlice
-    values: TensorSlice
+    values: TieredTensor
     owner: int | None = None
 
     @classmethod
     def of_bytes(cls, path: str, begin: int, data: bytes) -> WriteSource:
         """Bytes of the file `path` from `begin` on."""
         where = FileSlice.contiguous(path, begin, torch.uint8, len(data))
-        return cls(where=where, values=TensorSlice.of(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
+        return cls(where=where, values=TieredTensor.of(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
 
     @property
     def begin(self) -> int:
