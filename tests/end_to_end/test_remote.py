@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.launch.elastic import LaunchPlan, Start, supervise
-from zeromesh.launch.heartbeat import Splitter, line
 from zeromesh.launch.hostfile import Host
-from zeromesh.launch.ssh import HostFailure, Reach
+from zeromesh.launch.messages import line
+from zeromesh.launch.ssh import HostFailure, HostStream, LaunchPlan, Output, Reach, Start, supervise
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = """\
@@ -260,10 +259,10 @@ def test_old_answers_keep_no_host_alive(tmp_path: Path) -> None:
 
 def test_a_host_lives_while_it_is_answered_and_ends_with_its_line(tmp_path: Path) -> None:
     alone = Alone(tmp_path)
-    splitter, until = Splitter(), time.monotonic() + 2.5
+    stream, until = HostStream(Output(), 1, "a"), time.monotonic() + 2.5
     assert alone.process.stdout is not None
     while time.monotonic() < until:
-        for message in splitter.feed(os.read(alone.process.stdout.fileno(), 4096))[1]:
+        for message in stream.feed(os.read(alone.process.stdout.fileno(), 4096)):
             alone.say({"echo": message["beat"]})
     assert alone.process.poll() is None
     alone.stdin.close()

@@ -19,8 +19,7 @@ from zeromesh.trainer.config.loading.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
-    from zeromesh.launch.elastic import LaunchPlan, Start
-    from zeromesh.launch.ssh import HostFailure
+    from zeromesh.launch.ssh import HostFailure, LaunchPlan, Start
 
 PASSED = (
     "OMP_NUM_THREADS",
@@ -85,7 +84,7 @@ def run_launch(options: argparse.Namespace, tell: Callable[[str], None]) -> Host
     Raises:
         ConfigError: for a hostfile, a configuration or an option that cannot be used.
     """
-    from zeromesh.launch.elastic import supervise
+    from zeromesh.launch.ssh import supervise
 
     hosts = _hosts(options.hostfile)
     config = load_config(options.config, options.overrides, ranks=sum(host.slots for host in hosts))
@@ -113,8 +112,7 @@ def check_mesh(config: TrainerConfig, processes: int) -> None:
 
 
 def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host, ...]) -> LaunchPlan:
-    from zeromesh.launch.elastic import LaunchPlan
-    from zeromesh.launch.ssh import SSH, Reach
+    from zeromesh.launch.ssh import SSH, LaunchPlan, Reach
 
     if options.min_hosts is not None and options.min_hosts > len(hosts):
         raise ConfigError(f"--min-hosts {options.min_hosts}: {options.hostfile} has {len(hosts)}")

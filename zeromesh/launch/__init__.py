@@ -3,8 +3,8 @@
 local            runs a command as the ranks of this host, until all have ended (`rank_processes`)
 rendezvous       how the launchers of several hosts meet, number their ranks, and start again when hosts come or go
 messages         checked messages, and the authenticated connection between launchers
-ssh              one start on hosts that are reached over ssh; `elastic` starts again without lost hosts
-heartbeat        the host's end of a connection over ssh; `log_forwarding` prints what hosts print
+ssh              a run on hosts that are reached over ssh, started again without the hosts that are lost
+heartbeat        the host's end of a connection over ssh
 hostfile         the file that lists hosts
 self_test        a trial launch on this host
 """

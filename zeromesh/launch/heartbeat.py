@@ -5,7 +5,7 @@ counts as silent, the launching side an *echo* of each. A beat's number stands f
 own processes when that time lies back too far, so it has always ended before the other side, which received the beat later,
 counts it as lost. Two runs never write into one directory, whatever the network does (a lease, as in Gray and Cheriton 1989).
 
-Messages of the host stand between control characters in what its processes print; those to the host are lines.
+Messages are lines. Those of the host begin with `BEGIN`, since they stand among what its processes print.
 """
 
 from __future__ import annotations
@@ -25,74 +25,23 @@ from zeromesh.launch.messages import (
     MAX_MESSAGE,
     Message,
     MessageError,
-    dumped,
+    line,
     number,
     parsed,
-    signal_number,
     variables,
 )
 
-BEGIN, END = b"\x1ezeromesh:", b"\x1e"
+BEGIN = b"\x1ezeromesh:"
 BEATS = 5
 """Beats within the time after which a host counts as silent."""
 _LAST_MESSAGE_SECONDS = 1.0
+_MOST_SIGNAL = 64
 _KILLED = 128 + int(signal.SIGKILL)
 
 
 def frame(message: Message) -> bytes:
     """A message of the host, as it stands in its output."""
-    return BEGIN + dumped(message) + END
-
-
-def line(message: Message) -> bytes:
-    """A message to the host."""
-    return dumped(message) + b"\n"
-
-
-class Splitter:
-    """Separates messages from printed bytes in the output of a host, however the output is cut into pieces."""
-
-    def __init__(self) -> None:
-        self._kept = b""
-
-    def feed(self, data: bytes) -> tuple[bytes, list[Message]]:
-        """What was printed, as far as it is sure to be no message, and the messages that are complete."""
-        rest, printed = self._kept + data, b""
-        messages: list[Message] = []
-        while True:
-            start = rest.find(BEGIN)
-            if start < 0:
-                keep = _beginning(rest)
-                self._kept = rest[len(rest) - keep :]
-                return printed + rest[: len(rest) - keep], messages
-            end = rest.find(END, start + len(BEGIN))
-            if end < 0 and len(rest) - start <= MAX_MESSAGE:
-                self._kept = rest[start:]
-                return printed + rest[:start], messages
-            end = end if end >= 0 else start
-            message = _parsed(rest[start + len(BEGIN) : end])
-            # What only looks like a message is something that a process printed.
-            printed += rest[:start] if message is not None else rest[: start + len(BEGIN)]
-            rest = rest[end + len(END) :] if message is not None else rest[start + len(BEGIN) :]
-            if message is not None:
-                messages.append(message)
-
-    def flush(self) -> bytes:
-        """What is left when nothing more comes."""
-        kept, self._kept = self._kept, b""
-        return kept
-
-
-def _beginning(data: bytes) -> int:
-    """How many bytes at the end of `data` may be the beginning of a message."""
-    return next((n for n in range(min(len(BEGIN) - 1, len(data)), 0, -1) if data.endswith(BEGIN[:n])), 0)
-
-
-def _parsed(data: bytes) -> Message | None:
-    try:
-        return parsed(data)
-    except MessageError:
-        return None
+    return BEGIN + line(message)
 
 
 class Lifeline:
@@ -188,7 +137,7 @@ class Lifeline:
             while self._sent and self._sent[0][0] <= echo:
                 self._answered_at = self._sent.popleft()[1]
         elif "signal" in message:
-            os.kill(os.getpid(), signal_number(message, "signal"))
+            os.kill(os.getpid(), number(message, "signal", least=1, most=_MOST_SIGNAL))
         elif "kill" in message:
             self._end_with(_KILLED, "")
 

@@ -13,9 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from zeromesh.environment import exported, worker_environment
-from zeromesh.launch.rank_processes import RankProcesses, RankRange, WorkersFailed, become_worker
+from zeromesh.launch.rank_processes import (
+    RankProcesses,
+    RankRange,
+    StopSignals,
+    WorkersFailed,
+    become_worker,
+    noted_signals,
+)
 from zeromesh.launch.rendezvous import Nodes, meeting
-from zeromesh.launch.stop_requests import StopSignals, noted_signals
 
 ALONE = Nodes()
 _TICK_SECONDS = 0.05

@@ -13,13 +13,12 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from zeromesh.errors import ZeromeshError
 
 MAX_MESSAGE = 1 << 20
 _SHOWN = 60
-_LEAST_SIGNAL, _MOST_SIGNAL = 1, 64
 MAX_EXIT_CODE = 255
 HELLO_SECONDS = 10.0
 """How long an end of a new connection may take until its first message."""
@@ -27,15 +26,16 @@ _BEAT_SECONDS = 1.0
 _SILENCE_SECONDS = 15.0
 
 Message = Mapping[str, Any]
+_Value = TypeVar("_Value", str, bool)
 
 
 class MessageError(ZeromeshError, ValueError):
     """A message makes no sense."""
 
 
-def dumped(message: Message) -> bytes:
-    """A message as it is sent: ASCII, without the end of a line."""
-    return json.dumps(message).encode("ascii")
+def line(message: Message) -> bytes:
+    """A message as it is sent: a line of ASCII."""
+    return json.dumps(message).encode("ascii") + b"\n"
 
 
 def parsed(data: bytes) -> Message:
@@ -59,17 +59,18 @@ def number(message: Message, name: str, *, least: int = 0, most: int = (1 << 53)
 
 def text(message: Message, name: str) -> str:
     """The text under `name`, empty where there is none. Raises `MessageError`."""
-    value = message.get(name, "")
-    if not isinstance(value, str):
-        raise MessageError(f"{name!r} is {_shown(value)}; allowed is a text")
-    return value
+    return _typed(message, name, "", "a text")
 
 
 def truth(message: Message, name: str) -> bool:
     """The truth value under `name`, false where there is none. Raises `MessageError`."""
-    value = message.get(name, False)
-    if not isinstance(value, bool):
-        raise MessageError(f"{name!r} is {_shown(value)}; allowed is true or false")
+    return _typed(message, name, False, "true or false")
+
+
+def _typed(message: Message, name: str, default: _Value, allowed: str) -> _Value:
+    value = message.get(name, default)
+    if not isinstance(value, type(default)):
+        raise MessageError(f"{name!r} is {_shown(value)}; allowed is {allowed}")
     return value
 
 
@@ -87,11 +88,6 @@ def variables(message: Message) -> dict[str, str]:
             continue
         raise MessageError(f"'variables' has {_shown(name)}, which is no text of UTF-8")
     return found
-
-
-def signal_number(message: Message, name: str) -> int:
-    """The number of a signal. Raises `MessageError`."""
-    return number(message, name, least=_LEAST_SIGNAL, most=_MOST_SIGNAL)
 
 
 def _shown(value: object) -> str:
@@ -139,8 +135,8 @@ class LauncherConnection:
 
     def send(self, message: Message) -> None:
         """Send a message, now or with a later call of `flush`."""
-        data = dumped(message)
-        self._unsent += self._digest(data, self._serves) + b" " + data + b"\n"
+        data = line(message)
+        self._unsent += self._digest(data[:-1], self._serves) + b" " + data
         self.flush()
 
     def flush(self) -> None:

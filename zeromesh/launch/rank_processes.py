@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -22,6 +22,9 @@ _CAUSE_SECONDS = 2.0
 """How long to wait for the rank that failed first, when others have ended because they noticed its failure."""
 _STOP_SECONDS = 30.0
 """How long ranks may take to end when one has failed, before they are killed."""
+USERS_MISTAKE = 2
+"""The exit code after an error that would come again, such as one in the configuration."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _STOPPED = {128 + int(number): number.name for number in (signal.SIGINT, signal.SIGTERM)}
 
 
@@ -220,3 +223,34 @@ def _record(error: BaseException, trace: str, exit_code: int) -> None:
         os.write(descriptor, json.dumps(details).encode())
     finally:
         os.close(descriptor)
+
+
+class StopSignals:
+    """Signals that this process has received, and whether one was passed on to the processes that it has started."""
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.passed_on = False
+        self.pending: list[int] = []
+
+    def receive(self, number: int, frame: object) -> None:
+        """Note one; a signal handler."""
+        self.first = self.first or number
+        self.pending.append(number)
+
+    def exit_code(self) -> int:
+        """128 plus the number of the first signal, or 0."""
+        return self.first and 128 + self.first
+
+
+@contextmanager
+def noted_signals() -> Iterator[StopSignals]:
+    """Note signals to stop instead of ending, and put the handlers back."""
+    requests = StopSignals()
+    kept = {number: signal.signal(number, requests.receive) for number in _SIGNALS}
+    try:
+        yield requests
+    finally:
+        for number, handler in kept.items():
+            if handler is not None:
+                signal.signal(number, handler)

@@ -27,7 +27,7 @@ from zeromesh.launch.messages import (
     text,
     truth,
 )
-from zeromesh.launch.rank_processes import RankRange, WorkersFailed
+from zeromesh.launch.rank_processes import USERS_MISTAKE, RankRange, WorkersFailed
 from zeromesh.mesh.network_interfaces import is_here, listen
 
 MEETING_SECONDS = 120.0
@@ -40,7 +40,6 @@ _PART_SECONDS = 5.0
 _TICK_SECONDS = 0.05
 _MOST_STRANGERS = 64
 _MOST_PROCESSES = 1 << 16
-_USERS_MISTAKE = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +149,7 @@ class Leader:
         cause, lost = self._cause(failure), self._lost
         if cause is None and not lost:
             return self._end(0)
-        if cause is not None and cause.exit_code == _USERS_MISTAKE:
+        if cause is not None and cause.exit_code == USERS_MISTAKE:
             return self._end(cause)
         if not lost and not self._joining:
             self._failures += 1

@@ -1,4 +1,5 @@
-"""One start of a run on several hosts: a command on each over ssh, watched from here until all of them have ended.
+"""A run on several hosts over ssh: a command on each, watched from here until all of them have ended, and started again on the
+hosts that are left when some are lost.
 
 A host counts as *lost* when it sends nothing for a while, or when its connection ends before it has reported how its
 processes ended. Whatever fails, the other hosts are ended too; no wait here is without a bound.
@@ -7,23 +8,28 @@ processes ended. Whatever fails, the other hosts are ended too; no wait here is 
 from __future__ import annotations
 
 import os
+import queue
+import random
+import secrets
 import selectors
 import shlex
 import signal
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, replace
 from typing import IO
 
+from zeromesh.environment import SECRET
+from zeromesh.errors import ConfigError
 from zeromesh.launch import messages
-from zeromesh.launch.heartbeat import Splitter, line
+from zeromesh.launch.heartbeat import BEGIN
 from zeromesh.launch.hostfile import Host
-from zeromesh.launch.log_forwarding import Lines, Output
-from zeromesh.launch.messages import MAX_EXIT_CODE, Message, MessageError
-from zeromesh.launch.stop_requests import StopSignals
+from zeromesh.launch.messages import MAX_EXIT_CODE, MAX_MESSAGE, Message, MessageError
+from zeromesh.launch.rank_processes import USERS_MISTAKE, StopSignals, noted_signals
 
 SSH = (
     *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
@@ -35,6 +41,11 @@ START_SECONDS = 120.0
 _LINGER_SECONDS = 5.0  # between a host's last message, or the end of its connection, and the end of its pipes
 _MARGIN_SECONDS = 1.0
 _TICK_SECONDS = 0.1
+_PORTS = range(20000, 30000)
+"""Below the ports that systems hand out to connections."""
+_LONGEST_LINE = 1 << 16
+_MOST_LINES = 100_000
+_LAST_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +60,48 @@ class Reach:
 
     def arguments(self, host: Host, command: Sequence[str]) -> list[str]:
         """The local command that runs `command` on `host`, in the same directory."""
-        path = [f"PYTHONPATH={self.python_path}"] if self.python_path else []
-        words = ["env", *path, *command] if path else list(command)
-        return [*self.ssh, host.name, f"cd {shlex.quote(self.directory)} && exec {shlex.join(words)}"]
+        path = ["env", f"PYTHONPATH={self.python_path}"] if self.python_path else []
+        return [*self.ssh, host.name, f"cd {shlex.quote(self.directory)} && exec {shlex.join([*path, *command])}"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """What the launcher of one host needs to know: its number, the number of hosts, and where they meet."""
+
+    host: Host
+    index: int
+    hosts: int
+    endpoint: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchPlan:
+    """How to start a run on `hosts`, and when to start it again. Raises `ConfigError`.
+
+    `command` gives the command of a host's launcher, and `check` refuses hosts that the run cannot use. After a failure of ranks
+    the run starts again at most `max_restarts` times; after a loss of hosts it goes on with the others, `least` at least.
+    """
+
+    hosts: tuple[Host, ...]
+    reach: Reach
+    port: int | None
+    least: int
+    max_restarts: int
+    command: Callable[[Start], Sequence[str]]
+    check: Callable[[Sequence[Host]], None]
+
+    def __post_init__(self) -> None:
+        if self.least < 1 or self.max_restarts < 0:
+            raise ConfigError(f"--min-hosts {self.least} with --max-restarts {self.max_restarts}: at least 1, and 0")
+
+    def arguments(self) -> list[list[str]]:
+        """The local command for each host. The launchers meet at the first host."""
+        endpoint = f"{self.hosts[0].address}:{self.port or random.choice(_PORTS)}"
+        starts = [
+            Start(host=host, index=index, hosts=len(self.hosts), endpoint=endpoint)
+            for index, host in enumerate(self.hosts)
+        ]
+        return [self.reach.arguments(start.host, self.command(start)) for start in starts]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,13 +136,134 @@ class Outcome:
     safe_at: float
 
 
-class _State(IntEnum):
-    """A host only goes forward through these."""
+def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> HostFailure | int:
+    """Run until all hosts have ended. `notify` gets lines for a person.
 
-    STARTING = 1
-    RUNNING = 2
-    REPORTED = 3  # how its processes ended; the connection is still there
-    OVER = 4
+    Returns 0 when all succeed, the first failure when one does not, and 128 plus the signal's number when this process got a
+    signal to stop. Nothing is left running then, except on hosts that cannot be reached, which end by themselves.
+
+    Raises:
+        ConfigError: when the command of `Reach.ssh` cannot be started, or `check` refuses the hosts.
+    """
+    failures = 0
+    with noted_signals() as requests:
+        while True:
+            plan.check(plan.hosts)
+            outcome = _start(plan, requests)
+            cause = outcome.cause
+            if cause is None or requests.first:
+                return requests.exit_code()
+            # Left out are lost hosts, and those that cannot reach the first one.
+            gone = {each.host for each in outcome.failures if each.lost or (each.apart and each.host != plan.hosts[0])}
+            left = tuple(host for host in plan.hosts if host not in gone)
+            failures += not gone
+            hopeless = not cause.lost and cause.exit_code == USERS_MISTAKE
+            if hopeless or failures > plan.max_restarts or len(left) < plan.least:
+                return cause
+            processes = sum(host.slots for host in left)
+            notify(str(cause))
+            notify(
+                f"going on from the newest checkpoint with {len(left)} host{'s' * (len(left) != 1)} "
+                f"({', '.join(host.name for host in left)}) and {processes} process{'es' * (processes != 1)}"
+            )
+            plan = replace(plan, hosts=left)
+            while time.monotonic() < outcome.safe_at and not requests.first:
+                time.sleep(_TICK_SECONDS)
+            if requests.first:
+                return requests.exit_code()
+
+
+def _start(plan: LaunchPlan, requests: StopSignals) -> Outcome:
+    output = Output()
+    lines: list[HostLine] = []
+    reach = replace(plan.reach, variables={SECRET: secrets.token_hex(), **plan.reach.variables})
+    try:
+        for host, arguments in zip(plan.hosts, plan.arguments(), strict=True):
+            try:
+                lines.append(HostLine(host, arguments, reach, output))
+            except OSError as error:
+                raise ConfigError(f"--ssh: {reach.ssh[0]!r} cannot be started ({error.strerror or error})") from error
+        return watch(lines, requests, reach.silence_seconds)
+    finally:
+        for line in lines:
+            line.close()
+        output.close()
+
+
+class Output:
+    """Prints lines to standard output (1) and standard error (2), in a thread, so that a blocked terminal does not block the run.
+
+    What cannot be written is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._lines: queue.Queue[tuple[int, str] | None] = queue.Queue(_MOST_LINES)
+        self._thread = threading.Thread(target=self._write, name="output", daemon=True)
+        self._thread.start()
+
+    def put(self, number: int, text: str) -> None:
+        """Write a line, as soon as that is possible."""
+        with suppress(queue.Full):
+            self._lines.put_nowait((number, text))
+
+    def close(self) -> None:
+        """Write what is left, for some seconds at most."""
+        with suppress(queue.Full):
+            self._lines.put(None, timeout=_LAST_SECONDS)
+            self._thread.join(_LAST_SECONDS)
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            stream = sys.stdout if line[0] == 1 else sys.stderr
+            with suppress(OSError, ValueError):
+                stream.write(f"{line[1]}\n")
+                if self._lines.empty():
+                    stream.flush()
+
+
+class HostStream:
+    """One stream of a host, from pieces that are cut anywhere: printed lines, and in standard output (1) messages between them."""
+
+    def __init__(self, output: Output, number: int, host: str) -> None:
+        self.last = ""
+        """The last line that was not empty."""
+        self._output = output
+        self._number = number
+        self._prefix = f"[{host}] "
+        self._partial = b""
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Take a piece: print the lines that are complete, or too long to wait for their end; returns the complete messages."""
+        found: list[Message] = []
+        *whole, rest = (self._partial + data).split(b"\n")
+        printed = b""
+        for line in whole:
+            # A message may stand behind the beginning of a printed line, which then goes on after it.
+            begin, mark, content = line.partition(BEGIN) if self._number == 1 else (line, b"", b"")
+            printed += begin
+            try:
+                if mark:
+                    found.append(messages.parsed(content))
+                    continue
+            except MessageError:  # It only looks like a message.
+                printed += mark + content
+            self._put(printed)
+            printed = b""
+        self._partial = printed + rest
+        if len(self._partial) > (MAX_MESSAGE if BEGIN in self._partial else _LONGEST_LINE):
+            self.flush()
+        return found
+
+    def flush(self) -> None:
+        """Print the unfinished line, since nothing more comes."""
+        if self._partial:
+            self._put(self._partial)
+        self._partial = b""
+
+    def _put(self, line: bytes) -> None:
+        text = line.decode("utf-8", errors="replace").rstrip("\r")
+        self.last = text.strip() or self.last
+        self._output.put(self._number, self._prefix + text)
 
 
 class HostLine:
@@ -105,16 +276,18 @@ class HostLine:
     def __init__(self, host: Host, arguments: Sequence[str], reach: Reach, output: Output) -> None:
         self.host = host
         self.failure: HostFailure | None = None
+        self.over = False
+        """Whether nothing more is to come."""
         self.safe_at = 0.0
         """The time from which on nothing of the run is alive on the host, if it was lost; see `Outcome`."""
         self._program = arguments[0]
         self._silence = reach.silence_seconds
-        self._state = _State.STARTING
-        self._last_message = self._since = time.monotonic()
+        self._beating = False
+        self._last_message = time.monotonic()
+        self._reported_at: float | None = None
         self._ended_at: float | None = None
         self._killed_at: float | None = None
-        self._splitter = Splitter()
-        self._lines = {number: Lines(output, number, host.name) for number in (1, 2)}
+        self._streams = {number: HostStream(output, number, host.name) for number in (1, 2)}
         # A session of its own, so that the terminal's Ctrl-C does not cut the line that it is to be passed on over.
         self._process = subprocess.Popen(
             arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -128,24 +301,14 @@ class HostLine:
         pipes = enumerate((self._process.stdin, self._process.stdout, self._process.stderr))
         return {number: pipe for number, pipe in pipes if pipe is not None}
 
-    @property
-    def over(self) -> bool:
-        """Whether nothing more is to come."""
-        return self._state is _State.OVER
-
-    def _go(self, state: _State) -> None:
-        if state <= self._state:
-            raise RuntimeError(f"host {self.host.name}: {self._state.name} is not followed by {state.name}")
-        self._state, self._since = state, time.monotonic()
-
     def send(self, message: Message) -> None:
         """Send a message to the host. A full pipe loses it: then the host is silent, and will count as lost."""
         with suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._pipes[0].fileno(), line(message))
+            os.write(self._pipes[0].fileno(), messages.line(message))
 
     def kill(self) -> None:
         """Tell the host to end its processes at once."""
-        if self._state <= _State.RUNNING and self._killed_at is None:
+        if not self.over and self._reported_at is None and self._killed_at is None:
             self._killed_at = time.monotonic()
             self.send({"kill": True})
 
@@ -161,28 +324,22 @@ class HostLine:
         except BlockingIOError:
             return True
         if not data:
-            if number == 1:
-                self._lines[number].feed(self._splitter.flush())
-            self._lines[number].flush()
+            self._streams[number].flush()
             return False
-        if number == 1:
-            data, found = self._splitter.feed(data)
-            try:
-                for message in found:
-                    self._take(message)
-            except MessageError as error:
-                self.kill()
-                self._lose(f"what it has sent makes no sense: {error}")
-        self._lines[number].feed(data)
+        try:
+            for message in self._streams[number].feed(data):
+                self._take(message)
+        except MessageError as error:
+            self.kill()
+            self._lose(f"what it has sent makes no sense: {error}")
         return True
 
     def _take(self, message: Message) -> None:
-        if self._state >= _State.REPORTED:
+        if self.over or self._reported_at is not None:
             return
         self._last_message = time.monotonic()
         if "beat" in message:
-            if self._state is _State.STARTING:
-                self._go(_State.RUNNING)
+            self._beating = True
             self.send({"echo": messages.number(message, "beat")})
         elif "end" in message:
             code = messages.number(message, "end", most=MAX_EXIT_CODE)
@@ -194,7 +351,7 @@ class HostLine:
                 noticed=messages.truth(message, "noticed"),
                 apart=messages.truth(message, "apart"),
             )
-            self._go(_State.REPORTED)
+            self._reported_at = self._last_message
             if code and self._killed_at is None:
                 self.failure = failure
         else:
@@ -209,25 +366,23 @@ class HostLine:
             self._ended_at = now
         # A process that somebody left behind may keep the pipes for ever.
         closed = self._ended_at is not None and (not reading or now - self._ended_at > _LINGER_SECONDS)
-        beating = self._state is _State.RUNNING
         quiet = now - max(self._last_message, self._killed_at or 0.0)
-        if self._state is _State.REPORTED:
-            if closed or now - self._since > _LINGER_SECONDS:
-                self._go(_State.OVER)
+        if self._reported_at is not None:
+            self.over = closed or now - self._reported_at > _LINGER_SECONDS
         elif closed:
-            last_line = f": {self._lines[2].last}" if self._lines[2].last else ""
+            last_line = f": {self._streams[2].last}" if self._streams[2].last else ""
             code = self._process.returncode
             self._lose(
                 f"{self._program!r} ended with exit code {code} before the host had said how its part ended{last_line}"
             )
-        elif quiet > (self._silence if beating or self._killed_at is not None else START_SECONDS):
-            gone = "; the host, its network or its connection is gone" if beating else " since it was to start"
+        elif quiet > (self._silence if self._beating or self._killed_at is not None else START_SECONDS):
+            gone = "; the host, its network or its connection is gone" if self._beating else " since it was to start"
             self._lose(f"nothing has been heard for {now - self._last_message:.0f} s{gone}")
 
     def _lose(self, text: str) -> None:
-        known = self._last_message if self._state is _State.RUNNING else time.monotonic()
+        known = self._last_message if self._beating else time.monotonic()
         self.safe_at = known + self._silence + _MARGIN_SECONDS
-        self._go(_State.OVER)
+        self.over = True
         self.failure = HostFailure(host=self.host, text=text, exit_code=1, at=self._last_message, lost=True)
 
     def close(self) -> None:
@@ -246,43 +401,34 @@ class HostLine:
 
 
 def watch(lines: Sequence[HostLine], requests: StopSignals, silence_seconds: float) -> Outcome:
-    """Print what hosts print and pass signals on until all have ended; when one fails, end all. Closes the lines."""
+    """Print what hosts print and pass signals on until all have ended; when one fails, end all."""
     failed_at: float | None = None
     with selectors.DefaultSelector() as selector:
-        try:
+        for each in lines:
+            each.register(selector)
+        while not all(each.over for each in lines):
+            if not selector.get_map():
+                time.sleep(_TICK_SECONDS)
+            for key, _ in selector.select(_TICK_SECONDS) if selector.get_map() else ():
+                host_line, number = key.data
+                if not host_line.read(number):
+                    selector.unregister(key.fileobj)
+            reading = {id(key.data[0]) for key in selector.get_map().values()}
             for each in lines:
-                each.register(selector)
-            while not all(each.over for each in lines):
-                _read(selector)
-                reading = {id(key.data[0]) for key in selector.get_map().values()}
+                each.check(id(each) in reading)
+            _pass_on(lines, requests)
+            failures = [each.failure for each in lines if each.failure]
+            now = time.monotonic()
+            failed_at = now if failures and failed_at is None else failed_at
+            # A host that only noticed another's failure waits until the other one has reported it, or is lost.
+            known = any(not failure.noticed for failure in failures)
+            late = failed_at is not None and now > failed_at + silence_seconds + _MARGIN_SECONDS
+            if (known or late) and not requests.passed_on:
                 for each in lines:
-                    each.check(id(each) in reading)
-                _pass_on(lines, requests)
-                failures = [each.failure for each in lines if each.failure]
-                now = time.monotonic()
-                failed_at = now if failures and failed_at is None else failed_at
-                # A host that only noticed another's failure waits until the other one has reported it, or is lost.
-                known = any(not failure.noticed for failure in failures)
-                late = failed_at is not None and now > failed_at + silence_seconds + _MARGIN_SECONDS
-                if (known or late) and not requests.passed_on:
-                    for each in lines:
-                        each.kill()
-        finally:
-            for each in lines:
-                each.close()
+                    each.kill()
     found = tuple(each.failure for each in lines if each.failure)
     cause = min(found, key=lambda failure: (failure.noticed, failure.at), default=None)
     return Outcome(cause=cause, failures=found, safe_at=max(each.safe_at for each in lines))
-
-
-def _read(selector: selectors.BaseSelector) -> None:
-    if not selector.get_map():
-        time.sleep(_TICK_SECONDS)
-        return
-    for key, _ in selector.select(_TICK_SECONDS):
-        host_line, number = key.data
-        if not host_line.read(number):
-            selector.unregister(key.fileobj)
 
 
 def _pass_on(lines: Sequence[HostLine], requests: StopSignals) -> None:

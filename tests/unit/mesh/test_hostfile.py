@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
-from zeromesh.launch.heartbeat import BEGIN, END, Splitter, frame
+from zeromesh.launch.heartbeat import BEGIN, frame
 from zeromesh.launch.hostfile import Host, read_hosts
+from zeromesh.launch.ssh import HostStream, Output
 from zeromesh.mesh import network_interfaces
 from zeromesh.mesh.run_store import LocalRowStore
 from zeromesh.trainer.cli.main import _parse, main
@@ -70,25 +71,38 @@ def test_all_mistakes_are_named_at_once() -> None:
 
 
 PIECES = st.one_of(
-    st.binary(max_size=20),
-    st.sampled_from([BEGIN, END, BEGIN[:4], BEGIN + b"{no json", BEGIN + b"[]" + END]),
+    st.binary(max_size=20), st.sampled_from([BEGIN, b"\n", BEGIN[:4], BEGIN + b"{no json", BEGIN + b"[]\n"])
 )
+
+
+class Printed(Output):
+    """What would be printed, as it is put."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, str]] = []
+
+    def put(self, number: int, text: str) -> None:
+        self.lines.append((number, text))
 
 
 @given(st.lists(st.one_of(PIECES, st.integers(0, 99)), max_size=8), st.lists(st.integers(1, 9), max_size=40))
 def test_messages_are_found_however_the_output_is_cut(parts: list[bytes | int], cuts: list[int]) -> None:
     """What printed bytes look like matters only where they hold an open beginning of a message, which takes what follows."""
     data = b"".join(frame({"beat": part}) if isinstance(part, int) else part for part in parts)
-    whole, pieces = Splitter(), Splitter()
-    expected = whole.feed(data)
-    printed, messages, at = b"", [], 0
+    outputs = Printed(), Printed()
+    whole, pieces = (HostStream(output, 1, "a") for output in outputs)
+    expected, messages, at = whole.feed(data), [], 0
     for size in [*cuts, len(data)]:
-        some, found = pieces.feed(data[at : at + size])
-        printed, messages, at = printed + some, messages + found, at + size
-    assert (printed + pieces.flush(), messages) == (expected[0] + whole.flush(), expected[1])
+        messages += pieces.feed(data[at : at + size])
+        at += size
+    whole.flush()
+    pieces.flush()
+    assert (outputs[1].lines, messages) == (outputs[0].lines, expected)
     if not any(isinstance(part, bytes) and b"\x1e" in part for part in parts):
         assert messages == [{"beat": part} for part in parts if isinstance(part, int)]
-        assert printed == b"".join(part for part in parts if isinstance(part, bytes))
+        printed = b"".join(part for part in parts if isinstance(part, bytes)).decode(errors="replace")
+        lines = printed.removesuffix("\n").split("\n") if printed else []
+        assert [text for _, text in outputs[0].lines] == ["[a] " + each.rstrip("\r") for each in lines]
 
 
 @pytest.fixture

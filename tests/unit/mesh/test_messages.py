@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_hostfile import Printed
 
 from zeromesh.environment import SECRET
 from zeromesh.errors import ConfigError
 from zeromesh.launch import messages
-from zeromesh.launch.heartbeat import Splitter, frame
+from zeromesh.launch.heartbeat import frame
 from zeromesh.launch.local import Nodes, WorkersFailed, launch_workers
 from zeromesh.launch.messages import LauncherConnection, MessageError
-from zeromesh.launch.rank_processes import RankRange
+from zeromesh.launch.rank_processes import RankRange, StopSignals
 from zeromesh.launch.rendezvous import Follower, Leader, _place
+from zeromesh.launch.ssh import HostLine, HostStream, Output, Reach, watch
 
 VALUES = st.recursive(
     st.none()
@@ -54,14 +56,15 @@ def refusal(read: Callable[[], object]) -> str:
 @given(st.binary() | VALUES.map(lambda value: json.dumps(value).encode()))
 def test_bytes_are_a_message_or_refused(data: bytes) -> None:
     assert refusal(lambda: messages.parsed(data)).isprintable()
-    printed, found = Splitter().feed(b"\x1ezeromesh:" + data + b"\x1e and more\n")
-    assert printed or found or b"\x1e" not in data
+    stream = HostStream(Printed(), 1, "a")
+    found = stream.feed(b"\x1ezeromesh:" + data + b"\nand more\n")
+    assert found or stream.last == "and more"
 
 
 @pytest.mark.parametrize("data", [b"[" * 100_000, b"9" * 5000, b"null", b""], ids=["deep", "long", "null", "empty"])
 def test_what_json_itself_refuses_is_refused_by_name(data: bytes) -> None:
     assert refusal(lambda: messages.parsed(data)).startswith("a message is no ")
-    assert Splitter().feed(b"\x1ezeromesh:" + data + b"\x1e")[1] == []
+    assert HostStream(Printed(), 1, "a").feed(b"\x1ezeromesh:" + data + b"\n") == []
 
 
 @settings(max_examples=300, deadline=None)
@@ -71,7 +74,6 @@ def test_every_field_is_taken_or_refused(message: dict[str, Any]) -> None:
         lambda: messages.number(message, "end", most=255),
         lambda: messages.text(message, "text"),
         lambda: messages.truth(message, "noticed"),
-        lambda: messages.signal_number(message, "signal"),
         lambda: os.environ.copy() | messages.variables(message),
         lambda: _place(message.get("start")),
     ]
@@ -97,15 +99,13 @@ def test_every_field_is_taken_or_refused(message: dict[str, Any]) -> None:
 )
 def test_a_host_that_sends_nonsense_is_named(tmp_path: Path, said: dict[str, Any], named: str) -> None:
     from zeromesh.launch.hostfile import Host as Named
-    from zeromesh.launch.log_forwarding import Output
-    from zeromesh.launch.ssh import HostLine, Reach, watch
-    from zeromesh.launch.stop_requests import StopSignals
 
     (tmp_path / "said").write_bytes(frame(said))
     reach = Reach(ssh=("sh",), directory="/", python_path=None, variables={}, silence_seconds=2.0)
     output = Output()
     line = HostLine(Named(name="b", slots=1, address="b"), ["cat", str(tmp_path / "said")], reach, output)
     outcome = watch([line], StopSignals(), 2.0)
+    line.close()
     output.close()
     assert str(outcome.cause).startswith("host b: what it has sent makes no sense: ")
     assert named in str(outcome.cause)
