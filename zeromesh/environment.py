@@ -12,10 +12,9 @@ import re
 import signal
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from zeromesh.errors import ConfigError
@@ -47,8 +46,19 @@ _SECRET = re.compile(
 )
 _LEAST_SECRET = 8
 """Characters."""
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off"})
+
+# The variables of a rank, the number of ranks, and the same among the processes of one host.
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPENMPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_FAMILIAR = (
+    *(*_TORCHRUN, "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    *(*_OPENMPI, *_MPICH),
+)
+
+_Place = tuple[int, int, int, int, str, int]
+"""Rank, number of ranks, the same among the processes of one host, and the address and the port of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,10 +94,6 @@ class LaunchEnvironment:
             raise ConfigError(wrong, where=f"launch environment ({self.launcher})")
 
 
-_Marker = Callable[[Mapping[str, str]], bool]
-_Reader = Callable[[Mapping[str, str]], LaunchEnvironment]
-
-
 def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
     """This process's place, from `environ` (default: the process's own variables).
 
@@ -95,19 +101,39 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
         ConfigError: a launcher's variables are there in part; the message names the missing ones.
     """
     environ = os.environ if environ is None else environ
-    for marker, read in _READERS:
-        if marker(environ):
-            return read(environ)
-    _refuse_halves(environ)
+    launcher, place = _read(environ)
+    rank, world_size, local_rank, local_world_size, address, port = place
     return LaunchEnvironment(
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        master_address=LOOPBACK,
-        master_port=0,
-        launcher="single",
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_address=address,
+        master_port=port,
+        launcher=launcher,
     )
+
+
+def _read(environ: Mapping[str, str]) -> tuple[Launcher, _Place]:
+    """The launcher that started this process, and its place.
+
+    torchrun's variables are the explicit ones. `mpirun` inside a Slurm job leaves its own daemon's SLURM_PROCID in every rank, so
+    MPI comes before Slurm; but `srun --mpi=pmi2` sets PMI_RANK beside good Slurm variables, so MPICH comes first only where its
+    own mpiexec has been (MPI_LOCALRANKID).
+    """
+    if environ.get("RANK"):
+        return "torchrun", _read_torchrun(environ)
+    if environ.get(_OPENMPI[0]):
+        return "openmpi", _read_mpi(environ, _OPENMPI)
+    if _is_slurm_step(environ) and not (environ.get("PMI_RANK") and environ.get("MPI_LOCALRANKID")):
+        return "slurm", _read_slurm(environ)
+    if environ.get("PMI_RANK"):
+        return "mpich", _read_mpi(environ, _MPICH)
+    # A world without a rank: such a process would train alone without being asked to.
+    for rank, *others in (_TORCHRUN, _OPENMPI[:2], _MPICH[:2]):
+        if any(environ.get(name) for name in others):
+            raise ConfigError(_missing([rank], environ))
+    return "single", (0, 1, 0, 1, LOOPBACK, 0)
 
 
 def worker_environment(
@@ -126,24 +152,10 @@ def worker_environment(
 
 
 @contextmanager
-def exported(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes that start inside the context, and put the old ones back after it."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def kept_environment() -> Iterator[None]:
-    """Restore all variables at the end of the block, whatever other people's code has set inside."""
+def kept_environment(variables: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Set variables for the block, and restore all of them at its end, whatever other people's code has set inside."""
     before = dict(os.environ)
+    os.environ.update(variables or {})
     try:
         yield
     finally:
@@ -164,7 +176,7 @@ def export(variables: Mapping[str, str]) -> None:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel end this process when its launcher ends, or leave when the one that `launcher_variables` names has ended.
+    """Have the kernel end this process when its launcher ends, or leave when the one that `rank_variables` names has ended.
 
     To be called before anything slow is imported: a launcher that is killed cannot end its workers itself.
     """
@@ -173,11 +185,6 @@ def die_with_launcher() -> None:
     launcher = setting(_LAUNCHER)
     if launcher is not None and launcher != str(os.getppid()):
         raise SystemExit(128 + int(signal.SIGKILL))
-
-
-def launcher_variables() -> dict[str, str]:
-    """The variables that tell workers that this process is their launcher."""
-    return {_LAUNCHER: str(os.getpid())}
 
 
 def rank_variables(environment: LaunchEnvironment, *, run_id: str, restart: int = 0) -> dict[str, str]:
@@ -191,7 +198,7 @@ def rank_variables(environment: LaunchEnvironment, *, run_id: str, restart: int 
         "TORCHELASTIC_RESTART_COUNT": restart,
     }
     texts = {"MASTER_ADDR": environment.master_address, "TORCHELASTIC_RUN_ID": run_id, _AGENT_STORE: "False"}
-    return {**{name: str(number) for name, number in numbers.items()}, **texts, **launcher_variables()}
+    return {**{name: str(number) for name, number in numbers.items()}, **texts, _LAUNCHER: str(os.getpid())}
 
 
 def command_began() -> float | None:
@@ -233,16 +240,6 @@ def setting(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
-def flag(name: str, *, default: bool = False) -> bool:
-    """One environment variable as a switch. Raises `ConfigError` when it is neither on nor off."""
-    value = setting(name)
-    if value is None:
-        return default
-    if value.lower() in _TRUE | _FALSE:
-        return value.lower() in _TRUE
-    raise ConfigError(f"environment variable {name}: got {value!r}; allowed are 1 and 0")
-
-
 def first_host(nodelist: str) -> str:
     """The first host of a Slurm node list: `node[01-03,7],gpu1` gives `node01`. Raises `ConfigError`."""
     match = re.match(r"(?:[^,\[\]\s]|\[[^\[\]\s]+\])+(?=,|$)", nodelist.strip())
@@ -266,48 +263,31 @@ def _tasks_on_node(counts: str, node: int) -> int:
     return tasks[node]
 
 
-def _read_torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
-    names = ["RANK", "WORLD_SIZE", "MASTER_PORT"]
+def _read_torchrun(environ: Mapping[str, str]) -> _Place:
     # Operators that start one process per host often set neither local variable; one alone is a mistake.
-    local = ["LOCAL_RANK", "LOCAL_WORLD_SIZE"]
-    if any(environ.get(name) for name in local):
-        names += local
-    numbers = _integers(environ, names, also=("MASTER_ADDR",))
-    return LaunchEnvironment(
-        rank=numbers["RANK"],
-        world_size=numbers["WORLD_SIZE"],
-        local_rank=numbers.get("LOCAL_RANK", 0),
-        local_world_size=numbers.get("LOCAL_WORLD_SIZE", 1),
-        master_address=environ["MASTER_ADDR"],
-        master_port=numbers["MASTER_PORT"],
-        launcher="torchrun",
-    )
+    names = _TORCHRUN[2:] if any(environ.get(name) for name in _TORCHRUN[2:]) else ()
+    found = _integers(environ, [*_TORCHRUN[:2], "MASTER_PORT", *names], also=("MASTER_ADDR",))
+    rank, world_size, port, *local = found
+    local_rank, local_world_size = local or (0, 1)
+    return rank, world_size, local_rank, local_world_size, environ["MASTER_ADDR"], port
 
 
-def _read_slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
+def _read_slurm(environ: Mapping[str, str]) -> _Place:
     # A step may be smaller than its job, and the interactive step of `salloc` has one task: its own count
     # wins.
     total = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    numbers = _integers(environ, ["SLURM_PROCID", total, "SLURM_LOCALID"])
-    world_size = numbers[total]
-    return LaunchEnvironment(
-        rank=numbers["SLURM_PROCID"],
-        world_size=world_size,
-        local_rank=numbers["SLURM_LOCALID"],
-        local_world_size=_slurm_local_world_size(environ, world_size),
-        master_address=_slurm_master(environ, world_size),
-        master_port=_job_port(environ),
-        launcher="slurm",
-    )
+    rank, world_size, local_rank = _integers(environ, ["SLURM_PROCID", total, "SLURM_LOCALID"])
+    local_world_size, master = _slurm_local_world_size(environ, world_size), _slurm_master(environ, world_size)
+    return rank, world_size, local_rank, local_world_size, master, _job_port(environ)
 
 
 def _slurm_local_world_size(environ: Mapping[str, str], world_size: int) -> int:
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE")
     if counts and environ.get("SLURM_NODEID"):
-        return _tasks_on_node(counts, _integers(environ, ["SLURM_NODEID"])["SLURM_NODEID"])
+        return _tasks_on_node(counts, _integers(environ, ["SLURM_NODEID"])[0])
     # Set by --ntasks-per-node, which is an upper limit: a small step may hold fewer tasks.
     if environ.get("SLURM_NTASKS_PER_NODE"):
-        return min(world_size, _integers(environ, ["SLURM_NTASKS_PER_NODE"])["SLURM_NTASKS_PER_NODE"])
+        return min(world_size, _integers(environ, ["SLURM_NTASKS_PER_NODE"])[0])
     if world_size == 1 or environ.get(_first(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")) == "1":
         return world_size
     raise ConfigError(_missing(["SLURM_NTASKS_PER_NODE (or SLURM_STEP_TASKS_PER_NODE and SLURM_NODEID)"], environ))
@@ -330,24 +310,12 @@ def _is_slurm_step(environ: Mapping[str, str]) -> bool:
     return bool(environ.get("SLURM_PROCID")) and (in_step or not environ.get("SLURM_TASK_PID"))
 
 
-def _read_mpi(environ: Mapping[str, str], *, names: Sequence[str], launcher: Launcher) -> LaunchEnvironment:
-    numbers = _integers(environ, names)
-    rank, world_size, local_rank, local_world_size = (numbers[name] for name in names)
-    address = environ.get("MASTER_ADDR")
-    if not address and local_world_size == world_size:
-        address = LOOPBACK
-    if not address:
-        # MPI tells no rank where rank 0 runs.
+def _read_mpi(environ: Mapping[str, str], names: Sequence[str]) -> _Place:
+    rank, world_size, local_rank, local_world_size = _integers(environ, names)
+    address = environ.get("MASTER_ADDR") or (LOOPBACK if local_world_size == world_size else "")
+    if not address:  # MPI tells no rank where rank 0 runs.
         raise ConfigError(_missing(["MASTER_ADDR (the host of rank 0)"], environ))
-    return LaunchEnvironment(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        master_address=address,
-        master_port=_job_port(environ),
-        launcher=launcher,
-    )
+    return rank, world_size, local_rank, local_world_size, address, _job_port(environ)
 
 
 def _job_port(environ: Mapping[str, str]) -> int:
@@ -356,22 +324,23 @@ def _job_port(environ: Mapping[str, str]) -> int:
     It lies below the ephemeral ports (32768 and up on Linux), which any connection may hold.
     """
     if environ.get("MASTER_PORT"):
-        return _integers(environ, ["MASTER_PORT"])["MASTER_PORT"]
+        return _integers(environ, ["MASTER_PORT"])[0]
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
     identity = "/".join(environ.get(name, "") for name in names)
     return 10000 + zlib.crc32(identity.encode()) % 20000 if identity.strip("/") else DEFAULT_PORT
 
 
-def _integers(environ: Mapping[str, str], names: Sequence[str], also: tuple[str, ...] = ()) -> dict[str, int]:
+def _integers(environ: Mapping[str, str], names: Sequence[str], also: tuple[str, ...] = ()) -> list[int]:
     """The values of `names` as integers; `also` must be set too. Raises `ConfigError` naming what is not."""
     missing = [name for name in (*names, *also) if not environ.get(name)]
     if missing:
         raise ConfigError(_missing(missing, environ))
     wrong = [name for name in names if not re.fullmatch(r"\s*[+-]?\d{1,18}\s*", environ[name])]
     if wrong:
-        problems = (f"environment variable {name}: got {environ[name]!r}; allowed is an integer" for name in wrong)
-        raise ConfigError(list(problems))
-    return {name: int(environ[name]) for name in names}
+        raise ConfigError(
+            [f"environment variable {name}: got {environ[name]!r}; allowed is an integer" for name in wrong]
+        )
+    return [int(environ[name]) for name in names]
 
 
 def _missing(names: list[str], environ: Mapping[str, str]) -> str:
@@ -382,57 +351,6 @@ def _missing(names: list[str], environ: Mapping[str, str]) -> str:
     )
 
 
-def _refuse_halves(environ: Mapping[str, str]) -> None:
-    """Raise when a world is named without a rank: such a process would train alone without being asked to."""
-    for rank, *others in _HALVES:
-        if any(environ.get(name) for name in others):
-            raise ConfigError(_missing([rank], environ))
-
-
 def _first(environ: Mapping[str, str], *names: str) -> str:
     """The first of `names` that is set, else the last one."""
     return next((name for name in names if environ.get(name)), names[-1])
-
-
-def _is_set(*names: str) -> _Marker:
-    return lambda environ: all(environ.get(name) for name in names)
-
-
-_HALVES = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-)
-
-_FAMILIAR = (
-    *_HALVES[0],
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "SLURM_PROCID",
-    "SLURM_NTASKS",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_LOCALID",
-    *_HALVES[1],
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    *_HALVES[2],
-    "MPI_LOCALRANKID",
-    "MPI_LOCALNRANKS",
-)
-
-# In this order. torchrun's variables are the explicit ones. `mpirun` inside a Slurm job leaves its own
-# daemon's SLURM_PROCID in every rank, so MPI comes before Slurm; but `srun --mpi=pmi2` sets PMI_RANK beside
-# good Slurm variables, so MPICH comes first only where its own mpiexec has been (MPI_LOCALRANKID).
-_OPENMPI = partial(
-    _read_mpi,
-    names=[f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
-    launcher="openmpi",
-)
-_MPICH = partial(_read_mpi, names=["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"], launcher="mpich")
-_READERS: tuple[tuple[_Marker, _Reader], ...] = (
-    (_is_set("RANK"), _read_torchrun),
-    (_is_set("OMPI_COMM_WORLD_RANK"), _OPENMPI),
-    (_is_set("PMI_RANK", "MPI_LOCALRANKID"), _MPICH),
-    (_is_slurm_step, _read_slurm),
-    (_is_set("PMI_RANK"), _MPICH),
-)

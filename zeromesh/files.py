@@ -1,7 +1,12 @@
 """Opens, reads and writes files of a run: no links are followed, nothing waits for a pipe, and the umask sets the permissions.
 
-Every function raises `OSError`, as the system does. Where something other than a regular file is at a path, its `strerror` says
-what that is, so that one `except OSError` of a caller names both kinds of trouble.
+It also keeps the disk operations that this process waits for, so that a slow disk can be distinguished from a rank that is stuck.
+
+    with disk_call("fsync", path): ...
+    longest()       Waiting(what="fsync of '/data/run/model.safetensors'", seconds=3.2, in_all=3.4)
+
+Functions that open, read and write raise `OSError`, as the system does. Where something other than a regular file is at a path,
+its `strerror` says what that is, so that one `except OSError` of a caller names both kinds of trouble.
 """
 
 from __future__ import annotations
@@ -14,9 +19,11 @@ import re
 import secrets
 import stat
 import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-
-from zeromesh.disk_calls import disk_call
 
 _PASSING = re.compile(r"\.zeromesh-[0-9a-f]{16}\.tmp")
 """Names of files that are not whole yet. They are short whatever the name of the file that they become: that may have 255 bytes."""
@@ -28,6 +35,8 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
+_CALLS: dict[int, list[tuple[str, str | os.PathLike[str], float]]] = {}
+"""The running calls of each thread, inside each other: what is done, to which path, and since when."""
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
 
 
@@ -121,3 +130,36 @@ def try_lock(descriptor: int) -> bool:
         else:
             return True
     raise OSError(errno.ENOLCK, "the file system has no locks, neither flock nor fcntl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiting:
+    """A running call, its seconds so far, and those of the outermost call around it."""
+
+    what: str
+    seconds: float
+    in_all: float
+
+
+@contextlib.contextmanager
+def disk_call(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Note for the length of the block that this thread waits for a disk; such blocks may lie inside each other."""
+    thread = threading.get_ident()
+    calls = _CALLS.setdefault(thread, [])
+    calls.append((what, path, time.monotonic()))
+    try:
+        yield
+    finally:
+        calls.pop()
+        if not calls:
+            del _CALLS[thread]
+
+
+def longest() -> Waiting | None:
+    """Of all threads' innermost calls the one that has been going on for longest; None where no disk is waited for."""
+    now = time.monotonic()
+    found = [(calls[0][2], *calls[-1]) for calls in map(list, list(_CALLS.values())) if calls]
+    if not found:
+        return None
+    outer, what, path, since = min(found, key=lambda call: call[3])
+    return Waiting(what=f"{what} of {os.fspath(path)!r}", seconds=now - since, in_all=now - outer)

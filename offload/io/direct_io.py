@@ -20,9 +20,8 @@ from typing import Self
 
 import torch
 
-from zeromesh.disk_calls import disk_call
 from zeromesh.errors import StorageError
-from zeromesh.files import open_regular
+from zeromesh.files import disk_call, open_regular
 
 BLOCK = 4096
 """Bytes. Offsets, lengths and addresses that are multiples of it go past the page cache."""

@@ -24,7 +24,7 @@ from zeromesh.environment import (
     LaunchEnvironment,
     command_began,
     die_with_launcher,
-    exported,
+    kept_environment,
     python_arguments,
     read_environment,
 )
@@ -278,7 +278,7 @@ def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:
     meeting = {"endpoint": options.rdzv_endpoint, "run_id": options.rdzv_id} if options.rdzv_endpoint else {}
     where = Nodes(least=least, most=most, max_restarts=restarts, rank=options.node_rank, **meeting)
     command = (options.command, "--worker", "--", options.config, *options.overrides)
-    with exported({BEGAN: str(options.began)}):
+    with kept_environment({BEGAN: str(options.began)}):
         return launch_workers(python_arguments("zeromesh", command), processes=processes, nodes=where, notify=_say)
 
 

@@ -31,9 +31,8 @@ from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner
 from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.multi_host.agreement import find_sharing, together
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.disk_calls import disk_call
 from zeromesh.errors import CheckpointError, LayoutError, StorageError
-from zeromesh.files import write_whole
+from zeromesh.files import disk_call, write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.watchdog import Activity
 

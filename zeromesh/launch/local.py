@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from zeromesh.environment import exported, worker_environment
+from zeromesh.environment import kept_environment, worker_environment
 from zeromesh.launch.rank_processes import (
     RankProcesses,
     RankRange,
@@ -44,7 +44,7 @@ def launch_workers(
     Raises:
         ConfigError: when this host is to serve the endpoint, and cannot.
     """
-    with exported(worker_environment(processes, alone=nodes.alone)), noted_signals() as requests:
+    with kept_environment(worker_environment(processes, alone=nodes.alone)), noted_signals() as requests:
         others = meeting(nodes, processes, notify, lambda: bool(requests.first))
         try:
             found = others.first_start()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from zeromesh.environment import ERRORS, LaunchEnvironment, die_with_launcher, exported, rank_variables, setting
+from zeromesh.environment import ERRORS, LaunchEnvironment, die_with_launcher, kept_environment, rank_variables, setting
 from zeromesh.errors import CollectiveError, ZeromeshError
 
 _CAUSE_SECONDS = 2.0
@@ -92,7 +92,7 @@ class RankProcesses:
             error = os.memfd_create(f"zeromesh-error-{local_rank}")
             self._errors.append(error)
             variables = rank_variables(place.environment(local_rank), run_id=place.run_id, restart=place.restart)
-            with exported({**variables, ERRORS: f"/proc/{os.getpid()}/fd/{error}"}):
+            with kept_environment({**variables, ERRORS: f"/proc/{os.getpid()}/fd/{error}"}):
                 self._processes.append(subprocess.Popen([sys.executable, *arguments], start_new_session=True))
 
     def over(self) -> bool:

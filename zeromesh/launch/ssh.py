@@ -151,8 +151,9 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> HostFailure | 
             plan.check(plan.hosts)
             outcome = _start(plan, requests)
             cause = outcome.cause
-            if cause is None or requests.first:
-                return requests.exit_code()
+            code = requests.exit_code()
+            if cause is None or code:
+                return code
             # Left out are lost hosts, and those that cannot reach the first one.
             gone = {each.host for each in outcome.failures if each.lost or (each.apart and each.host != plan.hosts[0])}
             left = tuple(host for host in plan.hosts if host not in gone)
@@ -167,10 +168,10 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> HostFailure | 
                 f"({', '.join(host.name for host in left)}) and {processes} process{'es' * (processes != 1)}"
             )
             plan = replace(plan, hosts=left)
-            while time.monotonic() < outcome.safe_at and not requests.first:
+            while time.monotonic() < outcome.safe_at and not requests.exit_code():
                 time.sleep(_TICK_SECONDS)
-            if requests.first:
-                return requests.exit_code()
+            if code := requests.exit_code():
+                return code
 
 
 def _start(plan: LaunchPlan, requests: StopSignals) -> Outcome:

@@ -12,8 +12,8 @@ from datetime import timedelta
 from enum import IntEnum
 from typing import Protocol
 
-from zeromesh.disk_calls import longest
 from zeromesh.errors import CollectiveError
+from zeromesh.files import longest
 from zeromesh.telemetry.status_board import HISTORY, STEP_SHIFT, UNIT_BITS, RankNote, StatusBoard
 
 

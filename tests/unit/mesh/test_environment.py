@@ -247,19 +247,7 @@ def test_what_is_set_stays() -> None:
 
 def test_variables_are_set_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEROMESH_TEST", "before")
-    with launch.exported({"ZEROMESH_TEST": "inside", "ZEROMESH_MORE": "1"}):
+    with launch.kept_environment({"ZEROMESH_TEST": "inside", "ZEROMESH_MORE": "1"}):
         assert launch.setting("ZEROMESH_TEST") == "inside"
     assert launch.setting("ZEROMESH_TEST") == "before"
     assert launch.setting("ZEROMESH_MORE") is None
-
-
-def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ZEROMESH_TEST", raising=False)
-    assert launch.setting("ZEROMESH_TEST") is None
-    assert launch.flag("ZEROMESH_TEST", default=True)
-    for value, meaning in (("", False), ("Yes", True), ("1", True), ("0", False), ("OFF", False)):
-        monkeypatch.setenv("ZEROMESH_TEST", value)
-        assert launch.flag("ZEROMESH_TEST") is meaning
-    monkeypatch.setenv("ZEROMESH_TEST", "maybe")
-    with pytest.raises(ConfigError, match="ZEROMESH_TEST: got 'maybe'; allowed are 1 and 0"):
-        launch.flag("ZEROMESH_TEST")
