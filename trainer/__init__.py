@@ -12,7 +12,7 @@ from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
-    from zeromesh.trainer.monitoring.progress import FitReport
+    from zeromesh.trainer.loop.context import FitReport
     from zeromesh.trainer.trainer import Trainer
 
 __all__ = ["Callback", "FitReport", "Trainer", "TrainerConfig"]
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
         return Trainer
     if name == "FitReport":
-        from zeromesh.trainer.monitoring.progress import FitReport
+        from zeromesh.trainer.loop.context import FitReport
 
         return FitReport
     raise AttributeError(f"module 'zeromesh.trainer' has no attribute {name!r}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
@@ -22,38 +22,16 @@ from transformers.trainer_pt_utils import metrics_format
 
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.files import read_whole, write_whole
-from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
-from zeromesh.trainer.callbacks.transformers_views import Batches, ObservedTrainer, bring_up_to_date
+from zeromesh.trainer.callbacks.transformers_callbacks import Batches, bring_up_to_date
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset
 from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.hub.model_card import write_model_card
-from zeromesh.trainer.hub.upload import UploadedTrainer, open_repository, push
-from zeromesh.trainer.loop.context import RunContext
+from zeromesh.trainer.hub.upload import open_repository, push
+from zeromesh.trainer.loop.context import FitReport
 from zeromesh.trainer.losses.losses import ComputeLoss
-from zeromesh.trainer.monitoring.progress import FitReport
 from zeromesh.trainer.monitoring.step_metrics import strict
-from zeromesh.trainer.monitoring.user_scalars import require_free_names
-
-
-class NamedTrainer(UploadedTrainer, ObservedTrainer, Protocol):
-    """The trainer's own methods and properties, by which the names of transformers work."""
-
-    @property
-    def events(self) -> CallbackDispatcher: ...
-
-    @property
-    def run(self) -> RunContext: ...
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write the model; see `Trainer.save`."""
-        ...
-
-    def fit(
-        self, resume: str | PathLike[str] | bool | None = None, *, ignore_keys_for_eval: Sequence[str] | None = None
-    ) -> FitReport:
-        """Train; see `Trainer.fit`."""
-        ...
+from zeromesh.trainer.monitoring.step_stats import require_free_names
 
 
 class TransformersNames:
@@ -80,8 +58,9 @@ class TransformersNames:
         return self._self.inputs.eval_dataset
 
     @property
-    def _self(self) -> NamedTrainer:
-        return cast("NamedTrainer", self)
+    def _self(self) -> Any:
+        """This object as the `Trainer` that it is part of."""
+        return self
 
     def train(
         self,
@@ -94,7 +73,8 @@ class TransformersNames:
             raise ConfigError(
                 "train does not accept a trial, as there is no search here; make a Trainer for each, and leave it out"
             )
-        return self._self.fit(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
+        report: FitReport = self._self.fit(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
+        return report
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback: an object, or a class of transformers. Raises `ConfigError` for what is none."""
@@ -110,11 +90,11 @@ class TransformersNames:
 
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0."""
-        return self._self.mesh.rank == 0
+        return bool(self._self.mesh.rank == 0)
 
     def is_local_process_zero(self) -> bool:
         """Whether this is the first rank of its host."""
-        return self._self.mesh.environment.local_rank == 0
+        return bool(self._self.mesh.environment.local_rank == 0)
 
     # Data
 
@@ -260,7 +240,7 @@ class TransformersNames:
             run.log_values(logs)
 
     def _directory(self) -> Path:
-        directory = self._self.run_directory
+        directory: Path = self._self.run_directory
         directory.mkdir(parents=True, exist_ok=True)
         return directory
 

@@ -12,13 +12,11 @@ from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.feed import require_same_data
 from zeromesh.trainer.data.sampler import BatchPlan
-from zeromesh.trainer.loop.context import RunContext, UserInputs
-from zeromesh.trainer.loop.progress import RunProgress
+from zeromesh.trainer.loop.context import LogHistory, RunContext, RunProgress, UserInputs
 from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.models.build import check_model
 from zeromesh.trainer.models.hub_download import pin_sources
 from zeromesh.trainer.monitoring.console import make_console
-from zeromesh.trainer.monitoring.progress import LogHistory, Progress
 from zeromesh.trainer.monitoring.start_times import StartTimes
 from zeromesh.trainer.monitoring.step_stats import StepStats
 from zeromesh.trainer.setup import build
@@ -79,8 +77,8 @@ def build_run(
     start_times.end("data")
 
     # The model, and what is measured of it.
-    history = LogHistory(kept=inputs.of_transformers or events.has_transformers_callbacks)
-    progress = RunProgress(totals=Progress(config.run.max_nonfinite), history=history)
+    history = LogHistory(kept=inputs.of_transformers or events.of_transformers is not None)
+    progress = RunProgress(max_nonfinite=config.run.max_nonfinite, history=history)
     model = build_trained_model(
         config,
         mesh,

@@ -19,7 +19,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from zeromesh.errors import PhaseError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.callbacks.control import RunState, TrainerControl
+from zeromesh.trainer.callbacks.callback import RunState, TrainerControl
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import load_weights, require_settings
 from zeromesh.trainer.config.loading.load import load_config
@@ -27,13 +27,11 @@ from zeromesh.trainer.config.loading.sources import ConfigSource
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset
 from zeromesh.trainer.hf_api import TransformersNames, collator_of, loss_of
-from zeromesh.trainer.loop.context import RunContext, UserInputs
+from zeromesh.trainer.loop.context import FitReport, RunContext, UserInputs, Values
 from zeromesh.trainer.loop.evaluation import evaluate, predict
 from zeromesh.trainer.loop.fit import fit
 from zeromesh.trainer.loop.prediction import PreprocessLogits
-from zeromesh.trainer.loop.progress import Values
 from zeromesh.trainer.losses.losses import ComputeLoss
-from zeromesh.trainer.monitoring.progress import FitReport
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 from zeromesh.trainer.monitoring.start_times import StartTimes
 from zeromesh.trainer.run import build_run
@@ -315,7 +313,7 @@ class Trainer(TransformersNames):
 
     def request(self, *, log: bool = False, evaluate: bool = False, save: bool = False, stop: bool = False) -> None:
         """Ask to log, evaluate, save or stop after the present step; for callbacks. What any rank asks for, all do."""
-        self.events.control |= TrainerControl(log=log, evaluate=evaluate, save=save, stop=stop)
+        self.events.request(TrainerControl(log=log, evaluate=evaluate, save=save, stop=stop))
 
     @property
     def run_config(self) -> TrainerConfig:
@@ -330,7 +328,7 @@ class Trainer(TransformersNames):
     @property
     def processing_class(self) -> Any:
         """The tokenizer that is saved with the model."""
-        return self._prepare().processing_class
+        return self._prepare().model.processing_class
 
     @property
     def run(self) -> RunContext:

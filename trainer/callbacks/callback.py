@@ -1,8 +1,9 @@
-"""`Callback`: code of a user that runs at fixed points of a run."""
+"""`Callback`: code of a user that runs at fixed points of a run. It reads `RunState`, and may change `TrainerControl`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Trainer = Any
@@ -71,3 +72,61 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+
+
+@dataclass(slots=True)
+class TrainerControl:
+    """What one rank asks for after the present step; `stop` stays for later steps. All ranks do what any of them asks for."""
+
+    log: bool = False
+    evaluate: bool = False
+    save: bool = False
+    stop: bool = False
+    """End the run after this step, with a checkpoint, as if it were the last one."""
+    stop_epoch: bool = False
+    """Leave the rest of the epoch's data out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunState:
+    """Where a run is. The properties are transformers' names of the same."""
+
+    step: int
+    max_steps: int
+    epoch: float
+    """How many times the training data was passed over."""
+    epochs: float
+    """How many times it will have been at the end."""
+    tokens: int
+    best_metric: float | None
+    best_step: int
+    best_checkpoint: str | None
+    is_world_process_zero: bool
+    total_flos: float = 0.0
+    """Floating-point operations so far by transformers' estimate: 6 for each token and each parameter that is no embedding."""
+    log_history: Sequence[dict[str, Any]] = ()
+    """What the run has logged, now and later: losses, values of evaluations, and in the end those of the whole run."""
+
+    @property
+    def global_step(self) -> int:
+        return self.step
+
+    @property
+    def num_train_epochs(self) -> float:
+        return self.epochs
+
+    @property
+    def num_input_tokens_seen(self) -> int:
+        return self.tokens
+
+    @property
+    def best_global_step(self) -> int:
+        return self.best_step
+
+    @property
+    def best_model_checkpoint(self) -> str | None:
+        return self.best_checkpoint
+
+    @property
+    def is_local_process_zero(self) -> bool:
+        return self.is_world_process_zero

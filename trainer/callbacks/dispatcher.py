@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
+
+import torch
 
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.callbacks.callback import Callback
-from zeromesh.trainer.callbacks.control import TrainerControl
-from zeromesh.trainer.callbacks.transformers_adapter import TransformersCallbacks
-from zeromesh.trainer.callbacks.transformers_views import ObservedTrainer
-from zeromesh.trainer.data.forked_children import ending_children
+from zeromesh.trainer.callbacks.callback import Callback, Trainer, TrainerControl
+from zeromesh.trainer.callbacks.transformers_callbacks import TransformersCallbacks, is_transformers_callback
+from zeromesh.trainer.data.collate import ending_children
 
 
 class CallbackDispatcher:
@@ -21,7 +22,7 @@ class CallbackDispatcher:
         ConfigError: at construction, for what is no callback.
     """
 
-    def __init__(self, trainer: ObservedTrainer, callbacks: Sequence[Any]) -> None:
+    def __init__(self, trainer: Trainer, callbacks: Sequence[Any]) -> None:
         self._trainer = trainer
         self._callbacks: list[Callback | TransformersCallbacks] = []
         self.control = TrainerControl()
@@ -34,63 +35,70 @@ class CallbackDispatcher:
         if isinstance(callback, Callback):
             self._callbacks.append(callback)
             return
-        adapted = self._transformers
-        if not TransformersCallbacks.accepts(callback):
+        if not is_transformers_callback(callback):
             shown = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
             raise ConfigError(
                 f"callbacks holds {shown}; give objects of subclasses of zeromesh.trainer.callbacks.callback.Callback or "
                 "transformers.TrainerCallback"
             )
-        if adapted is None:
-            adapted = TransformersCallbacks()
-            self._callbacks.append(adapted)
-        adapted.add(callback)
+        if self.of_transformers is None:
+            self._callbacks.append(TransformersCallbacks(self._trainer))
+        for each in self._callbacks:
+            if isinstance(each, TransformersCallbacks):
+                each.callbacks.append(callback() if isinstance(callback, type) else callback)
 
     @property
-    def _transformers(self) -> TransformersCallbacks | None:
+    def of_transformers(self) -> TransformersCallbacks | None:
+        """The callbacks of transformers; None where there are none."""
         return next((each for each in self._callbacks if isinstance(each, TransformersCallbacks)), None)
-
-    @property
-    def has_transformers_callbacks(self) -> bool:
-        """Whether there are callbacks of transformers."""
-        return self._transformers is not None
-
-    @property
-    def read_checkpoints(self) -> bool:
-        """Whether some callbacks may look for a checkpoint in `on_save`, so that it has to be whole by then."""
-        adapted = self._transformers
-        return adapted is not None and adapted.read_checkpoints
 
     def remove(self, callback: Any) -> Any:
         """Remove a callback, named by itself or by its class; returns it, or None where there is none."""
-        for each in self._callbacks:
-            if each is callback or (isinstance(callback, type) and isinstance(each, callback)):
-                self._callbacks.remove(each)
-                return each
-            if isinstance(each, TransformersCallbacks):
-                found = each.remove(callback)
-                if found is not None:
-                    return found
+        adapted = self.of_transformers
+        lists: list[list[Any]] = [self._callbacks, adapted.callbacks if adapted is not None else []]
+        for callbacks in lists:
+            for each in callbacks:
+                if each is callback or (isinstance(callback, type) and isinstance(each, callback)):
+                    callbacks.remove(each)
+                    return each
         return None
 
     def call(self, event: str, *arguments: Any) -> None:
-        """Run the method of that name of all callbacks. What one raises is raised, with a note that names it."""
+        """Run the method of that name of all callbacks that have one. Its errors are raised with a note that names the callback."""
         for callback in self._callbacks:
-            try:
+            if isinstance(callback, TransformersCallbacks):
                 with ending_children():
-                    if isinstance(callback, TransformersCallbacks):
-                        callback.call(event, self._trainer, *arguments)
-                    else:
+                    callback.call(event, *arguments)
+            elif self._overrides(callback, event):
+                try:
+                    with ending_children():
                         getattr(callback, event)(self._trainer, *arguments)
-            except Exception as error:
-                if isinstance(callback, Callback):
+                except Exception as error:
                     error.add_note(f"raised by callback {type(callback).__name__}.{event}")
-                raise
+                    raise
+
+    def listens(self, event: str) -> bool:
+        """Whether some callback does something at an event."""
+        return any(isinstance(each, TransformersCallbacks) or self._overrides(each, event) for each in self._callbacks)
+
+    @staticmethod
+    def _overrides(callback: Callback, event: str) -> bool:
+        return getattr(getattr(callback, event), "__func__", None) is not getattr(Callback, event)
+
+    def request(self, control: TrainerControl) -> None:
+        """Ask for more after the present step; what was asked for before stays."""
+        both = zip(astuple(self.control), astuple(control), strict=True)
+        self.control = TrainerControl(*[before or now for before, now in both])
+
+    def forget_requests(self, *, stop_epoch: bool = False) -> None:
+        """Begin with no requests for the next step but one to stop the run, which stays."""
+        self.control = TrainerControl(stop=self.control.stop, stop_epoch=stop_epoch)
 
     def agree(self, mesh: Mesh) -> None:
         """Do on all ranks what the callbacks of any rank request; without callbacks there is nothing to agree on."""
         if self._callbacks and mesh.world_size > 1:
-            self.control = self.control.agreed(mesh)
+            own = torch.tensor(astuple(self.control), dtype=torch.int64)
+            self.control = TrainerControl(*map(bool, mesh.world.max_(own, "requests of callbacks").tolist()))
 
     def __bool__(self) -> bool:
         """Whether there are callbacks."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,20 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, ZeromeshError
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.checkpoints.best_metric import Goal
-from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, TrainerState, differences, name_in, settings_of
-from zeromesh.trainer.checkpoints.transformers_links import renew_links
-from zeromesh.trainer.config.sections.outputs import CheckpointSection
+from zeromesh.trainer.checkpoints.trainer_state import (
+    EVALUATED,
+    NAME,
+    TrainerState,
+    differences,
+    goal_of,
+    name_in,
+    settings_of,
+)
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.adapters import is_adapted
 from zeromesh.trainer.models.save_pretrained import gathered_adapter, save_configuration
+from zeromesh.units.unit import Bucket
 from zeromesh.zero.checkpoint_state import AVERAGE, WEIGHTS
 from zeromesh.zero.engine import EngineProgress, ZeroEngine
 
@@ -39,37 +47,38 @@ class RunCheckpoints:
 
     def __init__(
         self,
-        section: CheckpointSection,
+        config: TrainerConfig,
         directory: Path,
-        mesh: Mesh,
         engine: ZeroEngine,
+        model: nn.Module,
+        processing_class: Any,
         note: Callable[[str], None],
         *,
-        goal: Goal = "lowest",
-        keep_best: int = 0,
         linked: bool = False,
     ) -> None:
-        """`goal`: which metric is best; `keep_best`: checkpoints that are kept for that at least, beside those of the section;
-        `linked`: they have transformers' names too."""
+        """`directory` is the run's. `linked`: checkpoints have transformers' names too."""
         self.store = CheckpointStore(directory / FOLDER)
-        self._section = section
-        self._mesh = mesh
+        self._section = config.checkpoint
+        self._mesh = engine.mesh
         self._engine = engine
+        self._model = model
+        self._processing_class = processing_class
         self._note = note
-        self._sign = 1.0 if goal == "lowest" else -1.0
-        self._keep_best = max(keep_best, section.keep_best)
-        self._saver = Saver(self.store, mesh) if section.every_steps else None
+        self._sign = 1.0 if goal_of(config.run.metric, config.run.metric_goal) == "lowest" else -1.0
+        self._keep_best = max(int(config.run.load_best), config.checkpoint.keep_best)
+        self._saver = Saver(self.store, self._mesh) if self._section.every_steps else None
         """Made when it is first needed, where only callbacks ask for checkpoints."""
-        if mesh.rank == 0 or (self._saver is not None and self._saver.sharing.leads):
+        if self._mesh.rank == 0 or (self._saver is not None and self._saver.sharing.leads):
             self.store.clean()
         self._linked = linked
         self._metrics: dict[int, float] = {}
         self._failures = 0
         self._last_attempts: int | None = None
         """How often a failed save of the last step is tried again; None before the last step."""
+        self.in_flight: int | None = None
+        """The step whose checkpoint is being written; the same on all ranks."""
         self.latest: int | None = None
         """The step of the newest checkpoint that this process has written or read."""
-        engine.on_before_update(self._release)
 
     # Going on
 
@@ -172,12 +181,7 @@ class RunCheckpoints:
         if self._saver is not None:
             self._saver.require_room(self._engine.checkpoint_state.tensors())
 
-    @property
-    def in_flight(self) -> int | None:
-        """The step whose checkpoint is being written."""
-        return self._saver.in_flight if self._saver is not None else None
-
-    def save(self, state: TrainerState, model: nn.Module, processing_class: Any, *, wait: bool) -> bool:
+    def save(self, state: TrainerState, *, wait: bool) -> bool:
         """Begin to save the state after a step; `wait` for it, or else go on and let `poll` end it. Whether it was begun.
 
         Raises:
@@ -186,11 +190,11 @@ class RunCheckpoints:
         self.finish()
         if state.metric is not None:
             self._metrics[state.step] = state.metric
-        holdings = self._engine.checkpoint_state
+        holdings, model, compute = self._engine.checkpoint_state, self._model, self._engine.options.precision.compute
         adapter = gathered_adapter(model, self._engine.state, self._mesh) if is_adapted(model) else None
 
         def documents(directory: Path) -> None:
-            save_configuration(model, self._engine.options.precision.compute, processing_class, directory, adapter)
+            save_configuration(model, compute, self._processing_class, directory, adapter)
             write_whole(directory / NAME, state.to_json(), sync=False)
 
         content = SaveContent(
@@ -207,11 +211,12 @@ class RunCheckpoints:
         except (CheckpointError, StorageError) as error:
             self._failed(str(error))
             return False
+        self._set_in_flight(state.step)
         if wait or not self._section.asynchronous:
             self.finish()
         return True
 
-    def save_last(self, state: TrainerState, model: nn.Module, processing_class: Any) -> None:
+    def save_last(self, state: TrainerState) -> None:
         """Save the state after the last step, unless that is done, and wait for it; what fails is tried once more.
 
         Raises:
@@ -220,7 +225,7 @@ class RunCheckpoints:
         self.finish()
         for self._last_attempts in (1, 0):
             if self.latest != state.step:
-                self.save(state, model, processing_class, wait=True)
+                self.save(state, wait=True)
 
     def record(self, state: TrainerState) -> None:
         """Put what an evaluation of a step has found into the checkpoint of that step, if it is there already."""
@@ -243,15 +248,16 @@ class RunCheckpoints:
         if self._saver is not None:
             self._ended(self._saver.poll())
 
-    def give_up(self) -> None:
-        """After an error of a run of one rank, which may go on: end what is being written, and leave nothing of it."""
-        if self._saver is not None:
-            self._saver.give_up()
-
     def finish(self) -> None:
         """Wait for the save in flight. Raises as `save` does."""
         if self._saver is not None:
             self._ended(self._saver.finish())
+
+    def give_up(self) -> None:
+        """After an error of a run of one rank, which may go on: end what is being written, and leave nothing of it."""
+        if self._saver is not None:
+            self._set_in_flight(None)
+            self._saver.give_up()
 
     def close(self) -> None:
         """At the end of training: wait for the save in flight, and until old checkpoints are removed. Raises as `save` does."""
@@ -266,6 +272,7 @@ class RunCheckpoints:
     def _ended(self, saved: Saved | None) -> None:
         if saved is None:
             return
+        self._set_in_flight(None)
         if saved.failure:
             self._failed(f"the checkpoint of step {saved.step} was not written: {saved.failure}")
             return
@@ -291,9 +298,16 @@ class RunCheckpoints:
         then = "Training goes on" if self._last_attempts is None else "It is tried once more"
         self._note(f"WARNING: {why}; {kept}. {then}")
 
-    def _release(self, bucket: Any) -> None:
-        if self._saver is not None and self._saver.in_flight is not None:
-            self._saver.release(self._engine.checkpoint_state.owner_of(bucket))
+    def _set_in_flight(self, step: int | None) -> None:
+        """While a checkpoint is written, an update waits until the elements that it changes have been copied."""
+        self.in_flight = step
+        self._engine.on_before_update(self._go_on if step is None else self._release)
+
+    def _go_on(self, bucket: Bucket) -> None:
+        """An update that changes nothing that is being copied."""
+
+    def _release(self, bucket: Bucket) -> None:
+        self._made().release(self._engine.checkpoint_state.owner_of(bucket))
 
     def _kept(self) -> set[int]:
         """The steps that `keep_last` and `keep_best` keep, once the newest is there; called on rank 0."""
@@ -331,29 +345,23 @@ def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None
         ConfigError: on all ranks, where they differ; what the model and the data have to do with it, `RunCheckpoints.resume`
             finds later.
     """
-    problem = _changed_settings(config, directory) if mesh.rank == 0 else ""
+    problem, steps = "", CheckpointStore(directory / FOLDER).steps() if mesh.rank == 0 else []
+    if steps and config.checkpoint.resume != "never":
+        path = CheckpointStore(directory / FOLDER).path(steps[0])
+        # A schedule over epochs is known once the data has been read.
+        later = ("model.", "data.", *(["schedule."] if config.run.epochs is not None else []))
+        now = {key: value for key, value in settings_of(config, model={}, data={}).items() if not key.startswith(later)}
+        with suppress(CheckpointError):  # Perhaps an older one can be used.
+            then = _state_in(CheckpointReader(path, parts=True)).settings
+            differ = differences({key: value for key, value in then.items() if key in now}, now)
+            problem = _of_another_run(path, differ) if differ else ""
     problem = mesh.world.gather_bytes(problem.encode(), "settings of the run's checkpoints")[0].decode()
     if problem:
         raise ConfigError(problem)
 
 
-def _changed_settings(config: TrainerConfig, directory: Path) -> str:
-    """The message about settings that have changed since the newest checkpoint; empty where none has."""
-    store = CheckpointStore(directory / FOLDER)
-    steps = store.steps()
-    if config.checkpoint.resume == "never" or not steps:
-        return ""
-    path = store.path(steps[0])
-    try:
-        reader = CheckpointReader(path, parts=True)
-        then = TrainerState.from_json(reader.document(name_in(reader.manifest.files)), str(path)).settings
-    except CheckpointError:
-        return ""  # Perhaps an older one can be used.
-    # A schedule over epochs is known once the data has been read.
-    later = ("model.", "data.", *(["schedule."] if config.run.epochs is not None else []))
-    now = {key: value for key, value in settings_of(config, model={}, data={}).items() if not key.startswith(later)}
-    differ = differences({key: value for key, value in then.items() if key in now}, now)
-    return _of_another_run(path, differ) if differ else ""
+def _state_in(reader: CheckpointReader) -> TrainerState:
+    return TrainerState.from_json(reader.document(name_in(reader.manifest.files)), str(reader.directory))
 
 
 def _of_another_run(path: Path, differ: Sequence[str]) -> str:
@@ -402,7 +410,7 @@ def _metric_of(path: Path) -> float | None:
         reader = CheckpointReader(path, parts=True)
         if reader.manifest.part[1] > 1 and NAME not in reader.manifest.files:
             return None
-        metric = TrainerState.from_json(reader.document(name_in(reader.manifest.files)), str(path)).metric
+        metric = _state_in(reader).metric
     except ZeromeshError:
         return _NONE
     return _NONE if metric is None else metric
@@ -416,3 +424,29 @@ def _directory_of(named: str) -> Path:
         if steps:
             return CheckpointStore(root).path(steps[0])
     return path
+
+
+_LINK = re.compile(r"checkpoint-\d+")
+
+
+def link_of(checkpoint: Path) -> Path:
+    """The link to a checkpoint of a run."""
+    return checkpoint.parent.parent / f"checkpoint-{CheckpointStore.step_of(checkpoint)}"
+
+
+def renew_links(store: CheckpointStore) -> str:
+    """Make a link for each checkpoint of a run, and remove those to checkpoints that are gone; what is no link stays.
+
+    Returns why that could not be done; empty where it was.
+    """
+    try:
+        wanted = {link_of(store.path(step)): store.path(step) for step in store.steps()}
+        for path in store.root.parent.iterdir():
+            if _LINK.fullmatch(path.name) and path.is_symlink() and path not in wanted:
+                path.unlink()
+        for link, checkpoint in wanted.items():
+            if not link.is_symlink() and not link.exists():
+                link.symlink_to(checkpoint.relative_to(link.parent), target_is_directory=True)
+    except OSError as error:
+        return f"{error.filename or store.root}: {error.strerror or error}"
+    return ""

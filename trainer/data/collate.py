@@ -7,7 +7,10 @@ goes to its device, so that no check waits for one.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +19,6 @@ import torch
 from torch import Tensor
 
 from zeromesh.errors import DataError, some
-from zeromesh.trainer.data.forked_children import ending_children
 
 IGNORED_LABEL = -100
 """The label of a position that is no target, as in `torch.nn.functional.cross_entropy`."""
@@ -221,3 +223,31 @@ def require_targets(targets: int, *, indices: Iterable[int]) -> None:
             f"every label of the global batch is {IGNORED_LABEL} (samples {some(list(indices), 8)}): its loss "
             "is the mean of nothing; check how the dataset or the data_collator masks labels"
         )
+
+
+@contextmanager
+def ending_children() -> Iterator[None]:
+    """A process that is forked inside the block ends where it would leave it, with the exit status that it would have had.
+
+    All that is around the block belongs to its parent: process groups, the board, locks, files that are written.
+    """
+    parent = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() != parent:
+            _end(error)
+        raise
+    if os.getpid() != parent:
+        _end(None)
+
+
+def _end(error: BaseException | None) -> None:
+    code = error.code if isinstance(error, SystemExit) else error
+    if isinstance(code, BaseException):
+        traceback.print_exception(code)
+    elif not isinstance(code, int | None):
+        sys.stderr.write(f"{code}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))

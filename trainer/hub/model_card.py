@@ -11,7 +11,7 @@ from transformers.modelcard import TrainingSummary
 
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.callbacks.transformers_views import arguments_of
+from zeromesh.trainer.callbacks.transformers_callbacks import arguments_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.adapters import is_adapted
 

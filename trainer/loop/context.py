@@ -1,34 +1,40 @@
-"""`RunContext`: the parts of a run, which stay as `build_run` has made them; `RunProgress` has what its steps change."""
+"""`RunContext`: the parts of a run, which stay as `build_run` has made them, and `RunProgress`, what its steps change."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.errors import CheckpointError, NonFiniteError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.callbacks.control import RunState, TrainerControl
+from zeromesh.telemetry.step_recorder import Figures, added, traffic_table
+from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import FOLDER
-from zeromesh.trainer.checkpoints.trainer_state import description_of, settings_of
+from zeromesh.trainer.checkpoints.trainer_state import Best, description_of, settings_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset
-from zeromesh.trainer.data.feed import RunData
+from zeromesh.trainer.data.feed import Feed, RunData
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.loop.prediction import PreprocessLogits
-from zeromesh.trainer.loop.progress import RunProgress, Values
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.monitoring.console import RunConsole
 from zeromesh.trainer.monitoring.start_times import StartTimes
-from zeromesh.trainer.monitoring.step_stats import StepStats
+from zeromesh.trainer.monitoring.step_metrics import StepMetrics, strict, unstrict
+from zeromesh.trainer.monitoring.step_stats import StepResult, StepStats
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler, TorchSchedule
+
+Values = dict[str, float]
+"""Values of an evaluation or of a run by name, such as `eval_loss`."""
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +56,218 @@ class UserInputs:
     def names(self) -> dict[str, str]:
         """Which inputs were passed, and which were not: ranks can compare that much of them."""
         return {each.name: "given" if getattr(self, each.name) is not None else "not given" for each in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitReport:
+    """What a run came to. Losses are means over targets; `losses` has one per step, nan where a step had none."""
+
+    final_step: int
+    final_loss: float
+    losses: tuple[float, ...]
+    """Those of this process; a run that was resumed has the earlier ones in `metrics.jsonl`."""
+    eval_loss: float | None
+    """The loss of the evaluation after the last step; None without evaluation data."""
+    tokens: int
+    tokens_per_second: float
+    """Over all ranks, without the first step, which records and allocates."""
+    peak_memory_bytes: int
+    """The largest of any rank."""
+    skipped_steps: int
+    """Steps without an update, because their gradients were not finite."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The run in a few numbers, by transformers' names: `train_loss`, `train_runtime` in seconds, `total_flos`, `epoch`, ..."""
+
+    @property
+    def global_step(self) -> int:
+        """transformers' name of `final_step`."""
+        return self.final_step
+
+    @property
+    def training_loss(self) -> float:
+        """The mean loss of this process's steps, as transformers has it."""
+        return _mean(self.losses) if self.losses else self.final_loss
+
+
+def _mean(losses: Sequence[float]) -> float:
+    """The mean; 0 of none."""
+    return sum(losses) / max(1, len(losses))
+
+
+class LogHistory:
+    """The logged lines of one run, in transformers' words: what callbacks know as `state.log_history`.
+
+    `kept`: whether checkpoints have them too, so that a run that goes on has all of them.
+    """
+
+    def __init__(self, *, kept: bool) -> None:
+        self.lines: list[Line] = []
+        self.kept = kept
+        self._loss, self._steps = 0.0, 0
+        """Sum of the losses since the last line of a step, and of how many steps."""
+
+    def count(self, loss: float) -> None:
+        """Take the loss of one more step."""
+        self._loss += loss
+        self._steps += 1
+
+    def step(self, metrics: StepMetrics, epoch: float) -> None:
+        """Add the line of a step: `loss` is the mean of the steps since the last such line."""
+        line: Line = {"loss": self._loss / max(1, self._steps)}
+        if metrics.grad_norm is not None:
+            line["grad_norm"] = metrics.grad_norm
+        self._loss, self._steps = 0.0, 0
+        self.values({**line, "learning_rate": metrics.lr}, metrics.step, epoch)
+
+    def values(self, values: Mapping[str, Any], step: int, epoch: float) -> None:
+        """Add the values of an evaluation, or those of the whole run at its end."""
+        self.lines.append({**values, "epoch": epoch, "step": step})
+
+    def latest(self) -> Line:
+        """The last line as transformers gives it to callbacks, which know the step from elsewhere."""
+        return {name: value for name, value in self.lines[-1].items() if name != "step"}
+
+    def to_json(self) -> list[Line]:
+        """What a checkpoint keeps."""
+        return [strict(line) for line in self.lines] if self.kept else []
+
+    def restore(self, lines: Sequence[Any], where: str) -> None:
+        """Take what `to_json` gave. Raises `CheckpointError` for what it has not made."""
+        if not all(isinstance(line, dict) for line in lines):
+            raise CheckpointError(f"{where}: log_history is not one that this version writes")
+        self.lines[:] = [{name: unstrict(value) for name, value in line.items()} for line in lines]
+
+
+@dataclass(kw_only=True, slots=True)
+class RunProgress:
+    """How far a run is, and what its steps add up to. Losses and seconds are those of this process's steps."""
+
+    max_nonfinite: int
+    """The run ends after so many skipped steps in a row; 0: never."""
+    history: LogHistory
+    step: int = 0
+    """Steps that were made."""
+    passed_over: int = 0
+    """Steps whose data was left out, because a callback ended an epoch early."""
+    reached: int = 0
+    """The number of steps, made or passed over, up to the last one that was made."""
+    learning_rate: float = 0.0
+    """The learning rate of the latest step."""
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    """Since the start of training."""
+    skipped: int = 0
+    """Steps without an update since the start of training."""
+    skipped_in_a_row: int = 0
+    cause: str = ""
+    """Why the latest skipped step was."""
+    unit: str = "tokens"
+    """What the latest step's throughput counts."""
+    communication: Figures = field(default_factory=dict)
+    bubbles: list[Mapping[str, float]] = field(default_factory=list)
+    tokens_before: int = 0
+    """Tokens of earlier processes."""
+    loss_before: float | None = None
+    """The last loss of an earlier process."""
+    best: Best = field(default_factory=Best)
+    latest_metric: float = float("nan")
+    """The value of `run.metric` in the latest evaluation."""
+    evaluated_targets: int | None = None
+    """Targets of the latest evaluation; None where it was of several sets."""
+    evaluation_feed: Feed | None = None
+    """The feed of the latest evaluation or prediction."""
+    ignored_outputs: Sequence[str] | None = None
+    """Outputs of the model that evaluations during training do not gather; None: those that its configuration names."""
+    owes_evaluation: bool = False
+    """Whether the run was stopped in the evaluation after its last step."""
+    tracker: Mapping[str, str] = field(default_factory=dict)
+    """What the checkpoint from which the run was resumed knows of its trackers."""
+    began: tuple[float, int] = field(default_factory=lambda: (time.perf_counter(), 0))
+    """When this process began to train, by `time.perf_counter`, and after how many samples."""
+    summary: Values = field(default_factory=dict)
+    """Values of the whole run, once it was trained."""
+    report: FitReport | None = None
+
+    @property
+    def position(self) -> int:
+        """The step whose data comes next: steps made and steps passed over."""
+        return self.step + self.passed_over
+
+    @property
+    def last_loss(self) -> float | None:
+        """The latest step's loss; None before the first."""
+        return self.losses[-1] if self.losses else self.loss_before
+
+    def add(self, result: StepResult) -> None:
+        """Count a step that was just made."""
+        self.reached = self.position + 1
+        self.step += 1
+        self.losses.append(result.loss)
+        self.seconds.append(result.seconds)
+        self.tokens += result.tokens
+        self.unit = result.unit
+        self.skipped += result.skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        self.cause = result.cause or self.cause
+        if result.bubble:
+            self.bubbles.append(result.bubble)
+        if result.communication:
+            self.communication = added(self.communication, result.communication)
+        self.history.count(result.loss)
+
+    def check(self) -> None:
+        """Raise `NonFiniteError` after too many skipped steps in a row."""
+        if self.max_nonfinite and self.skipped_in_a_row >= self.max_nonfinite:
+            raise NonFiniteError(
+                f"gradients were not finite in {self.skipped_in_a_row} steps in a row, up to step {self.step} "
+                f"(run.max_nonfinite; in the last, {self.cause}); no update of these steps was made. Lower optimizer.lr, look at "
+                "the data, or use precision.compute: bfloat16"
+            )
+
+    def require_trained(self) -> None:
+        """Raise `NonFiniteError` where more than half of all steps made no update: such a run is no success."""
+        if self.max_nonfinite and 2 * self.skipped > self.step:
+            raise NonFiniteError(
+                f"{self.skipped} of {self.step} steps made no update, because their gradients were not finite (in the last such "
+                f"step, {self.cause or 'of an earlier process'}). The run is complete and what it has is saved, but the model "
+                "is hardly trained; look at the first line of metrics.jsonl that has `cause`. run.max_nonfinite: 0 lets such a run "
+                "pass"
+            )
+
+    def notes(self) -> list[str]:
+        """Lines about the average step: skipped updates, communication, and how long a pipeline has stood still."""
+        found = []
+        if self.skipped:
+            found.append(f"{self.skipped} steps made no update: their gradients were not finite")
+        if self.communication:
+            table = traffic_table(self.communication, steps=len(self.seconds)).replace("\n", "\n  ")
+            found.append(f"communication of this rank in a step:\n  {table}")
+        if self.bubbles:
+            measured, predicted = (
+                sorted(each[name] for each in self.bubbles)[len(self.bubbles) // 2]
+                for name in ("measured", "predicted")
+            )
+            found.append(
+                f"pipeline: ranks stood still for {measured:.0%} of a step (median; {predicted:.0%} predicted)"
+            )
+        return found
+
+    def report_of(self, eval_loss: float | None, peak: int, values: Values) -> FitReport:
+        """The report of the run; `peak`: bytes that the rank with the most has needed, `values`: those of the whole run."""
+        steady = self.seconds[1:] or self.seconds
+        per_step = (self.tokens - self.tokens_before) / max(1, len(self.seconds))
+        return FitReport(
+            final_step=self.step,
+            final_loss=float("nan") if self.last_loss is None else self.last_loss,
+            losses=tuple(self.losses),
+            eval_loss=eval_loss,
+            tokens=self.tokens,
+            tokens_per_second=per_step * len(steady) / sum(steady) if steady else 0.0,
+            peak_memory_bytes=peak,
+            skipped_steps=self.skipped,
+            metrics=dict(values),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,12 +307,7 @@ class RunContext:
     @property
     def total_flos(self) -> float:
         """Floating-point operations so far, by transformers' estimate; see `RunState.total_flos`."""
-        return 6.0 * self.progress.totals.tokens * self.model.parameters
-
-    @property
-    def processing_class(self) -> Any:
-        """The tokenizer that is saved with the model."""
-        return self.model.processing_class
+        return 6.0 * self.progress.tokens * self.model.parameters
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -114,7 +327,7 @@ class RunContext:
             max_steps=run.max_steps,
             epoch=self.epoch,
             epochs=self.plan.epoch_after(run.max_steps) if run.epochs is None else run.epochs,
-            tokens=progress.totals.tokens,
+            tokens=progress.tokens,
             best_metric=best.value,
             best_step=best.step,
             best_checkpoint=str(checkpoint) if checkpoint is not None and checkpoint.exists() else None,
@@ -124,24 +337,22 @@ class RunContext:
         )
 
     def summary_values(self) -> Values:
-        """Values of the whole run, as far as it is, by transformers' names."""
+        """Values of the whole run, as far as it is, by transformers' names; times and speeds are those of this process."""
         began, samples = self.progress.began
-        return self.progress.totals.summary(
-            seconds=time.perf_counter() - began,
-            samples=self.samples - samples,
-            flops=self.total_flos,
-            epoch=self.epoch,
-        )
+        seconds, losses = max(time.perf_counter() - began, 1e-9), self.progress.losses
+        return {
+            "train_runtime": round(seconds, 4),
+            "train_samples_per_second": round((self.samples - samples) / seconds, 3),
+            "train_steps_per_second": round(len(losses) / seconds, 3),
+            "total_flos": self.total_flos,
+            "train_loss": _mean(losses),
+            "epoch": self.epoch,
+        }
 
     def note(self, *lines: str | None) -> None:
         """Show lines to a person, on rank 0; None stands for no line."""
         for line in filter(None, lines):
             self.console.note(line)
-
-    def reset_control(self) -> TrainerControl:
-        """Forget what was requested for the latest step; a request to stop the run stays."""
-        self.events.control = TrainerControl(stop=self.events.control.stop)
-        return self.events.control
 
     def log_values(self, values: Mapping[str, Any]) -> None:
         """Add values that are no step's to the history, and announce them to callbacks."""

@@ -15,9 +15,8 @@ from zeromesh.errors import ConfigError, DataError, PhaseError
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
 from zeromesh.trainer.data.feed import Feed, require_same_data
 from zeromesh.trainer.formatting import human_count
-from zeromesh.trainer.loop.context import RunContext
+from zeromesh.trainer.loop.context import RunContext, Values
 from zeromesh.trainer.loop.prediction import Collector
-from zeromesh.trainer.loop.progress import Values
 from zeromesh.trainer.loop.train_step import EvaluationResult
 
 

@@ -6,18 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zeromesh.errors import ConfigError, DataError
-from zeromesh.trainer.checkpoints.best_metric import Best, goal_of
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints
+from zeromesh.trainer.checkpoints.trainer_state import Best
 from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.formatting import human_bytes, human_count
-from zeromesh.trainer.loop.context import RunContext
+from zeromesh.trainer.loop.context import FitReport, RunContext
 from zeromesh.trainer.loop.stop_signals import leave, stop_requests
 from zeromesh.trainer.loop.training_loop import TrainingLoop
 from zeromesh.trainer.lr_schedule import STEADY
 from zeromesh.trainer.monitoring.profiler import Profile
-from zeromesh.trainer.monitoring.progress import FitReport
 from zeromesh.trainer.monitoring.run_directory import RunDirectory, start_facts
-from zeromesh.trainer.monitoring.step_stats import RankStats
+from zeromesh.trainer.monitoring.step_stats import rank_figures
 from zeromesh.trainer.tracking.tracking import Tracking
 
 
@@ -44,13 +43,12 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
     stopped, report = 0, None
     with run.model.guarded("trainer.fit()"), stop_requests(run.console.note) as request:
         checkpoints = RunCheckpoints(
-            config.checkpoint,
+            config,
             directory.path,
-            mesh,
             run.model.require_engine(),
+            run.model.module,
+            run.model.processing_class,
             run.console.note,
-            goal=goal_of(config.run.metric, config.run.metric_goal),
-            keep_best=int(config.run.load_best),
             linked=progress.history.kept,
         )
         eval_loss = _resume(run, checkpoints) if progress.step == 0 else None
@@ -73,8 +71,8 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
             ):
                 run.start_times.end("files and trackers")
                 loop = TrainingLoop(
-                    run,
-                    feed,
+                    run=run,
+                    feed=feed,
                     writer=writer,
                     tracking=tracking,
                     profile=profile,
@@ -90,7 +88,7 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
     if report is None:
         run.note(f"stopped after step {progress.step}")
         leave(stopped)
-    progress.totals.require_trained(report.final_step)
+    progress.require_trained()
     return report
 
 
@@ -127,7 +125,8 @@ def _resume(run: RunContext, checkpoints: RunCheckpoints) -> float | None:
     progress.history.restore(state.log_history, "the checkpoint")
     if isinstance(run.data.train, StreamedDataset):
         run.data.train.restore(state.stream, "the checkpoint")
-    progress.totals.resume(tokens=state.tokens, skipped=state.skipped, loss=state.loss)
+    progress.tokens = progress.tokens_before = state.tokens
+    progress.skipped, progress.loss_before = state.skipped, state.loss
     if state.max_steps != section.max_steps and run.config.schedule.name not in STEADY:
         change = f"{state.max_steps} then, {section.max_steps} now"
         run.note(f"run.max_steps: {change}; the learning rate follows the curve of the new one from here on")
@@ -155,15 +154,14 @@ def _load_best(run: RunContext, checkpoints: RunCheckpoints) -> None:
 
 def _end(run: RunContext, eval_loss: float | None) -> FitReport:
     """Make the model whole; returns the report, and shows it."""
-    progress, totals = run.progress, run.progress.totals
-    values = progress.summary or run.summary_values()
-    report = totals.report(progress.step, eval_loss, RankStats.of(run.mesh).peak_bytes, values)
+    progress = run.progress
+    report = progress.report_of(eval_loss, rank_figures(run.mesh)[0], progress.summary or run.summary_values())
     if report.losses:
         run.note(
             f"done: {report.final_step} steps, loss {report.final_loss:.4f}, "
-            f"{human_count(report.tokens_per_second)} {totals.unit}/s, "
+            f"{human_count(report.tokens_per_second)} {progress.unit}/s, "
             f"peak memory {human_bytes(report.peak_memory_bytes)} a rank"
         )
-    run.note(*totals.notes())
+    run.note(*progress.notes())
     run.model.make_whole()
     return report

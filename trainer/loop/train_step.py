@@ -29,9 +29,8 @@ from zeromesh.trainer.data.feed import Feed, require_same_batches
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch
 from zeromesh.trainer.loop.prediction import Collector, Prediction
 from zeromesh.trainer.losses.losses import Loss
-from zeromesh.trainer.models.prepare import TrainingModes, in_evaluation_mode
-from zeromesh.trainer.monitoring.step_result import StepResult
-from zeromesh.trainer.monitoring.user_scalars import UserScalars
+from zeromesh.trainer.models.prepare import in_evaluation_mode
+from zeromesh.trainer.monitoring.step_stats import StepResult, UserScalars
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.pass_progress import MicrobatchPosition
 
@@ -64,7 +63,9 @@ class Stepper:
         self._dtype = compute_dtype
         self._engine = engine
         self._pipeline = pipeline
-        self._modes = TrainingModes(model)
+        self._modules = list(model.modules())
+        self._modes = [module.training for module in self._modules]
+        """Which modules are in training mode; see `_restore_modes`."""
         self._computed: list[tuple[Tensor, int, Mapping[str, Any]]] = []
         """The loss of each microbatch of the present step, its targets, and what it gave to be logged."""
         self.scalars = UserScalars()
@@ -110,7 +111,7 @@ class Stepper:
 
         # Forward and backward of each microbatch, which starts with its part of the mean's gradient.
         engine.begin_step(step, rates)
-        self._modes.restore()
+        self._restore_modes()
         self._computed = []
         last = len(microbatches) - 1
         positions = [
@@ -130,7 +131,7 @@ class Stepper:
                 self.scalars.add(scalars)
             if number + 1 < rounds:
                 substep_end()
-                self._modes.restore()
+                self._restore_modes()
 
         if self._pipeline is None:
             for number, (batch, own_seed, position) in enumerate(zip(batches, seeds, positions, strict=True)):
@@ -182,9 +183,8 @@ class Stepper:
         the model returns.
         """
         rounds = feed.plan.accumulation
-        at_once = (
-            2 * self._mesh.pipeline.size if self._pipeline is not None else 1
-        )  # Microbatches in a pipeline together.
+        # Microbatches that are in a pipeline together.
+        at_once = 2 * self._mesh.pipeline.size if self._pipeline is not None else 1
         sums = torch.zeros(2, dtype=torch.float64)
         with in_evaluation_mode(self._model):
             for start in range(0, rounds, at_once):
@@ -212,6 +212,15 @@ class Stepper:
             targets=targets,
             prediction=collector.result() if collector is not None else None,
         )
+
+    def _restore_modes(self) -> None:
+        """Undo a `model.eval()` that nobody took back. A module that the user puts into evaluation mode by itself (frozen
+        statistics) stays in it."""
+        if self._modules[0].training:
+            self._modes = [module.training for module in self._modules]
+            return
+        for module, mode in zip(self._modules, self._modes, strict=True):
+            module.training = mode
 
     @property
     def _counts(self) -> bool:

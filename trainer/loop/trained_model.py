@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,6 @@ from zeromesh.rng import number_of, seed_all
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.feed import Feeds
 from zeromesh.trainer.formatting import human_bytes
-from zeromesh.trainer.loop.progress import RunProgress
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.flops import ModelFlops
@@ -40,7 +39,8 @@ class TrainedModel:
     config: TrainerConfig
     mesh: Mesh
     console: RunConsole
-    progress: RunProgress
+    steps_made: Callable[[], int]
+    """How many steps the run has made."""
     processing_class: Any
     """The tokenizer that is saved with the model."""
     module: nn.Module
@@ -74,7 +74,7 @@ class TrainedModel:
         """Raise `PhaseError` after an error that left the ranks apart, or weights half updated."""
         if self._failure:
             raise PhaseError(
-                f"this run ended after {self.progress.step} whole steps with {self._failure}. It cannot go on; make a new Trainer"
+                f"this run ended after {self.steps_made()} whole steps with {self._failure}. It cannot go on; make a new Trainer"
             )
 
     @contextmanager
@@ -91,7 +91,7 @@ class TrainedModel:
                 yield
         except BaseException as error:
             directory = Path(self.config.run.output_dir).expanduser() / self.config.run.name
-            shown = explained(error, self.engine, self.mesh, directory, self.progress.step)
+            shown = explained(error, self.engine, self.mesh, directory, self.steps_made())
             half_done = self.mesh.begun != begun or self.mesh.in_doubt
             if half_done:
                 self.mesh.fail(shown)
@@ -110,7 +110,7 @@ class TrainedModel:
         shared = staged or (partitioned and self.mesh.tensor.size > 1)
         check_arguments(self.module, arguments, staged=staged, shared=shared)
         self._generations += 1
-        own = number_of(f"{self.config.run.seed}/{self.progress.step}/{self._generations}/generate")
+        own = number_of(f"{self.config.run.seed}/{self.steps_made()}/{self._generations}/generate")
         set_seed = partial(seed_all, own) if seed is None else partial(torch.manual_seed, seed)
         pipeline = self.divided.pipeline
         with self.guarded("trainer.generate()" if partitioned else ""):

@@ -47,23 +47,6 @@ class KeptAttributes:
                     vars(module)[name] = value
 
 
-class TrainingModes:
-    """Which modules of a model train, from step to step. `restore` before a step undoes a `model.eval()` that nobody took back; a
-    module that the user puts into evaluation mode by itself (frozen statistics) stays in it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.modules())
-        self._modes = [module.training for module in self._modules]
-
-    def restore(self) -> None:
-        """Put the modules back into the modes of the last step, if the model as a whole is in evaluation mode."""
-        if self._modules[0].training:
-            self._modes = [module.training for module in self._modules]
-            return
-        for module, mode in zip(self._modules, self._modes, strict=True):
-            module.training = mode
-
-
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put the model into evaluation mode inside the block; each module is afterwards in the mode in which it was."""

@@ -123,34 +123,23 @@ STEP_MEMORY = "step_memory.json"
 _MOST_EVENTS = 20_000
 
 
-class MemoryTimeline:
-    """Records when bytes of each purpose come and go in the second step of a process, for the first allocates what stays.
+@contextmanager
+def recorded_memory(path: Path, step: int, ledger: Ledger) -> Iterator[None]:
+    """Write to `path` when bytes of each purpose come and go in the block, which is step `step`, counted from 1.
 
         {"step": 2, "seconds": 0.41, "events": [[0.0, "device", "parameters", 8392704], [0.0031, ...], ...]}
 
     An event says how many bytes of a purpose there are on a tier from that moment on. The ledger counts what is allocated on
-    purpose: states, gathered parameters, gradients, kept inputs of blocks; not what autograd keeps between. `path` is None where
-    nothing is written.
+    purpose: states, gathered parameters, gradients, kept inputs of blocks; not what autograd keeps between.
     """
-
-    def __init__(self, path: Path | None, first_step: int) -> None:
-        self._path = path
-        self._step = first_step + 1
-
-    @contextmanager
-    def recorded(self, step: int, ledger: Ledger) -> Iterator[None]:
-        """Around each step, counted from 1."""
-        if self._path is None or step != self._step:
-            yield
-            return
-        began = time.perf_counter()
-        with ledger.recording(_MOST_EVENTS) as changes:
-            yield
-        seconds = time.perf_counter() - began
-        events = [
-            [round(max(0.0, change.at - began), 6), change.tier.value, change.purpose.name.lower(), change.nbytes]
-            for change in changes
-        ]
-        content = {"step": step, "seconds": round(seconds, 6), "events": events}
-        with suppress(OSError):  # Nothing depends on it, and a full disk is reported by what matters.
-            write_whole(self._path, json.dumps(content).encode(), sync=False)
+    began = time.perf_counter()
+    with ledger.recording(_MOST_EVENTS) as changes:
+        yield
+    seconds = time.perf_counter() - began
+    events = [
+        [round(max(0.0, change.at - began), 6), change.tier.value, change.purpose.name.lower(), change.nbytes]
+        for change in changes
+    ]
+    content = {"step": step, "seconds": round(seconds, 6), "events": events}
+    with suppress(OSError):  # Nothing depends on it, and a full disk is reported by what matters.
+        write_whole(path, json.dumps(content).encode(), sync=False)

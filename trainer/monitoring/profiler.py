@@ -40,7 +40,9 @@ class Profile:
         settle: Callable[[], None],
         note: Callable[[str], None],
     ) -> None:
-        self._first, self._last = section.steps or (0, -1)
+        first, last = section.steps or (0, -1)
+        self.steps = range(first, last + 1)
+        """The steps that are recorded, counted from 1."""
         self._memory = section.memory
         self._folder = directory / FOLDER
         self._mesh = mesh
@@ -63,16 +65,13 @@ class Profile:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around step `number`, counted from 1."""
-        if not self._first <= number <= self._last:
-            yield
-            return
+        """Record step `number`, one of `steps`, in the block."""
         if self._open is None:
             self._start()
         self._recorded.append(number)
         with self._mesh.recorder.range("step", str(number)):
             yield
-        if number == self._last:
+        if number == self.steps[-1]:
             self._stop()
             self._mesh.meet("writing of traces")
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _LEAST_SHOWN = 0.05
 """Seconds. Shorter parts are left out of the sentence."""
 
@@ -33,9 +34,9 @@ class StartTimes:
 
     def __init__(self, began: float | None = None) -> None:
         self._last = now() if began is None else began
-        self._parts: dict[str, float] = {}
-        self._over = False
-        self._taken = False
+        self.parts: dict[str, float] = {}
+        self.over = False
+        """Whether the first step has been made."""
 
     def begin(self) -> None:
         """The next part begins now: what the caller of the trainer did since the last one belongs to none."""
@@ -43,31 +44,13 @@ class StartTimes:
 
     def end(self, part: str, at: float | None = None) -> None:
         """What went on since the last part ended was `part`, up to `at` (default: the present)."""
-        if not self._over:
+        if not self.over:
             at = now() if at is None else at
-            self._parts[part] = self._parts.get(part, 0.0) + max(0.0, at - self._last)
+            self.parts[part] = self.parts.get(part, 0.0) + max(0.0, at - self._last)
             self._last = at
-
-    def finish(self) -> str | None:
-        """The first step has ended now. Returns the sentence for a person; None when called again."""
-        if self._over:
-            return None
-        self.end("first step")
-        self._over = True
-        return f"start: {sentence(self._parts)}"
-
-    def take(self) -> Mapping[str, dict[str, float]]:
-        """`start` for the first line of metrics that is written once the first step is over, and nothing for the others."""
-        if self._taken or not self._over:
-            return {}
-        self._taken = True
-        return {"start": {part: round(seconds, 3) for part, seconds in self._parts.items()}}
 
 
 def sentence(parts: Mapping[str, float]) -> str:
     """The total and its parts: `5.8 s (imports 3.6, data 1.1, first step 1.1)`."""
     shown = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items() if seconds >= _LEAST_SHOWN)
     return f"{sum(parts.values()):.1f} s" + (f" ({shown})" if shown else "")
-
-
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)

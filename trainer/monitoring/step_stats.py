@@ -1,27 +1,59 @@
-"""Which rank the others wait for: every rank's time at work in a step, compared.
-
-Figures of a step beside its result: utilisation of the hardware, memory by tier and purpose, time by phase.
-"""
+"""What one step gives to be logged: its result, the values of users, utilisation, memory, and which rank the others wait for."""
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Ledger, peak_bytes
+from zeromesh.telemetry.step_recorder import Figures
 from zeromesh.trainer.formatting import human_count
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
-from zeromesh.trainer.monitoring.step_result import StepResult
+from zeromesh.trainer.monitoring.step_metrics import StepMetrics
+
+RESERVED_NAMES = frozenset(each.name for each in fields(StepMetrics)) | {"time"}
+"""Names that a step's line has already."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What a step did, over all ranks. `loss` is the mean over `targets`; `tokens` counts inputs; `cause`: why it was skipped."""
+
+    loss: float
+    targets: int
+    tokens: int
+    unit: str = "tokens"
+    """What `tokens` counts: samples, where the model has no `input_ids`."""
+    grad_norm: float
+    skipped: bool
+    loss_scale: float
+    seconds: float
+    cause: str = ""
+    idle: float = 0.0
+    """Seconds in which this rank has waited for others."""
+    waited: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that this rank stood still for bytes of a tier, by its name."""
+    communication: Figures = field(default_factory=dict)
+    """What this rank sent to others, by axis and collective."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """This rank's seconds in the step, by what they went to."""
+    bubble: Mapping[str, float] = field(default_factory=dict)
+    """The part of the step in which ranks of a pipeline did not compute, `predicted` and `measured`."""
+    stop_signal: int = 0
+    """The signal by which some rank was asked to stop after this step; 0: none."""
 
 
 class StepStats:
-    """Figures of the steps of one run; all ranks make it together. `samples` is the size of a global batch."""
+    """Makes the lines of the steps of one run; all ranks make it together. `samples` is the size of a global batch."""
 
     def __init__(
         self, flops: ModelFlops | None, mesh: Mesh, compute: torch.dtype, samples: int, ledger: Ledger
@@ -40,23 +72,89 @@ class StepStats:
                 f"{human_count(self._peak)} a second, {how}"
             )
 
-    def of(self, result: StepResult) -> dict[str, Any]:
-        """Fields of the step's line of metrics.
+    def line(self, result: StepResult, *, step: int, lr: float, tokens: int, peak: int) -> StepMetrics:
+        """The line of metrics of a step; `tokens` since the start of training, `peak` bytes of the rank with the most.
 
-        `mfu`: model FLOPs utilisation. `phases`: this rank's seconds by what they went to. `memory`: by tier and purpose, the most
-        bytes of this rank in the step.
+        Among the extras are `mfu`, model FLOPs utilisation; `phases`, this rank's seconds by what they went to; and `memory`, the
+        most bytes of this rank in the step, by tier and purpose.
         """
-        found: dict[str, Any] = {}
+        extras: dict[str, Any] = {"skipped": True, "cause": result.cause} if result.skipped else {}
+        if result.loss_scale != 1.0:
+            extras["loss_scale"] = result.loss_scale
+        extras |= {f"{tier}_wait_seconds": round(seconds, 4) for tier, seconds in result.waited.items()}
+        if result.bubble:
+            extras["bubble"] = {name: round(part, 4) for name, part in result.bubble.items()}
+        if result.communication:
+            extras["communication"] = result.communication
         if self._flops is not None and result.tokens:
             needed = self._flops.of_step(result.tokens, result.tokens / self._samples)
-            found["mfu"] = round(needed / (result.seconds * self._peak), 5)
+            extras["mfu"] = round(needed / (result.seconds * self._peak), 5)
         if result.phases:
-            found["phases"] = {phase: round(seconds, 6) for phase, seconds in result.phases.items()}
-        found["memory"] = {
+            extras["phases"] = {phase: round(seconds, 6) for phase, seconds in result.phases.items()}
+        extras["memory"] = {
             tier.value: {purpose.name.lower(): nbytes for purpose, nbytes in purposes.items()}
             for tier, purposes in self._ledger.take_highest().items()
         }
-        return found
+        return StepMetrics(
+            step=step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            tokens=tokens,
+            unit=result.unit,
+            tokens_per_second=result.tokens / result.seconds,
+            step_seconds=result.seconds,
+            peak_memory_bytes=peak,
+            extras=extras,
+        )
+
+
+class UserScalars:
+    """The means of values since the last logged line, over all that any rank has given: of losses, `trainer.log`, and callbacks."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[Tensor | float]] = {}
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Take numbers, or tensors of one element, which are not read before the next line. What is neither, and what has a
+        reserved name, is left out."""
+        for name, value in values.items():
+            if name in RESERVED_NAMES:
+                continue
+            if isinstance(value, Tensor) and value.numel() == 1:
+                self._values.setdefault(name, []).append(value.detach())
+            elif isinstance(value, int | float):
+                self._values.setdefault(name, []).append(float(value))
+
+    def take(self, mesh: Mesh) -> dict[str, float]:
+        """The means, which begin anew; all ranks call it, and any of them may have given other names than others."""
+        sums = {name: [sum(map(float, values)), len(values)] for name, values in self._values.items()}
+        self._values = {}
+        if not int(mesh.world.max_(torch.tensor([len(sums)]), "values that are logged")[0]):
+            return {}
+        found: dict[str, list[float]] = {}
+        for row in mesh.world.gather_bytes(json.dumps(sums).encode(), "values that are logged"):
+            for name, (total, count) in json.loads(row).items():
+                so_far = found.setdefault(name, [0.0, 0])
+                so_far[0] += total
+                so_far[1] += count
+        return {name: total / count for name, (total, count) in sorted(found.items())}
+
+
+def require_free_names(values: Mapping[str, Any], whose: str) -> None:
+    """Raise `ConfigError` for names that fields of a step's line have already."""
+    taken = sorted(RESERVED_NAMES.intersection(values))
+    if taken:
+        raise ConfigError(f"{whose}: {', '.join(taken)} is a field of every step's line already; choose another name")
+
+
+def rank_figures(mesh: Mesh, busy: float = 0.0) -> tuple[int, tuple[float, ...]]:
+    """The highest peak memory of any rank by now, in bytes, and every rank's `busy`, its seconds at work in a step; all ranks
+    call it."""
+    on_device = mesh.device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated(mesh.device) if on_device else peak_bytes()
+    rows = mesh.world.gather_integers([peak, int(1e6 * busy)])
+    return max(rows)[0], tuple([row[1] / 1e6 for row in rows])
 
 
 _WINDOW = 10
@@ -66,22 +164,6 @@ _LEAST_SECONDS = 0.05
 """A step. Less is not worth a person's time."""
 _SILENT_STEPS = 100
 """Between two lines about the same rank."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankStats:
-    """What ranks tell one another: the highest peak memory of any, and the seconds that each was at work in a step."""
-
-    peak_bytes: int
-    busy: tuple[float, ...]
-
-    @classmethod
-    def of(cls, mesh: Mesh, busy: float = 0.0) -> RankStats:
-        """Those of all ranks by now; all call it."""
-        on_device = mesh.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(mesh.device) if on_device else peak_bytes()
-        rows = mesh.world.gather_integers([peak, int(1e6 * busy)])
-        return cls(peak_bytes=max(rows)[0], busy=tuple([row[1] / 1e6 for row in rows]))
 
 
 class Stragglers:

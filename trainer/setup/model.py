@@ -25,8 +25,7 @@ from zeromesh.trainer.data.feed import Feeds, RunData
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.tokenizer import Tokenizer
 from zeromesh.trainer.formatting import human_count
-from zeromesh.trainer.loop.context import UserInputs
-from zeromesh.trainer.loop.progress import RunProgress
+from zeromesh.trainer.loop.context import RunProgress, UserInputs
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import make_loss
@@ -38,7 +37,7 @@ from zeromesh.trainer.models.prepare import KeptAttributes, prepare_model
 from zeromesh.trainer.models.user_model import Compile, require_adapters_that_fit, require_no_layer_drop, unwrap
 from zeromesh.trainer.monitoring.console import RunConsole
 from zeromesh.trainer.monitoring.start_times import StartTimes
-from zeromesh.trainer.monitoring.user_scalars import require_free_names
+from zeromesh.trainer.monitoring.step_stats import require_free_names
 from zeromesh.trainer.setup.engine_options import exempted
 from zeromesh.trainer.setup.first_batch_checks import check_first_batches
 from zeromesh.trainer.setup.memory_check import kept_input_bytes, require_memory
@@ -134,7 +133,7 @@ def build_trained_model(
         config=config,
         mesh=mesh,
         console=console,
-        progress=progress,
+        steps_made=lambda: progress.step,
         processing_class=data.processing_class if inputs.processing_class is None else inputs.processing_class,
         module=model,
         loss=loss,

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from zeromesh.checkpoint.io.atomic_directory import fresh_directory
 from zeromesh.errors import CheckpointError, ConfigError
-from zeromesh.trainer.checkpoints.best_metric import Best
-from zeromesh.trainer.checkpoints.trainer_state import TrainerState
+from zeromesh.trainer.checkpoints.trainer_state import Best, TrainerState
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.formatting import human_count

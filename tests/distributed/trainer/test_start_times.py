@@ -13,19 +13,18 @@ from zeromesh.trainer.monitoring.start_times import StartTimes, process_began, s
 
 
 def test_parts_follow_each_other_and_end_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter((13.0, 100.0, 102.5, 104.0, 104.0))
+    clock = iter((13.0, 100.0, 102.5, 104.0))
     monkeypatch.setattr(start_times, "now", lambda: next(clock))
     times = StartTimes(10.0)
     times.end("launch", at=11.0)
     times.end("imports")
-    assert times.take() == {}
     times.begin()  # What a script did since then is no part of it.
     times.end("data")
-    assert times.finish() == "start: 7.0 s (launch 1.0, imports 2.0, data 2.5, first step 1.5)"
-    assert times.finish() is None
+    times.end("first step")
+    times.over = True
     times.end("a later call")
-    assert times.take() == {"start": {"launch": 1.0, "imports": 2.0, "data": 2.5, "first step": 1.5}}
-    assert times.take() == {}
+    assert times.parts == {"launch": 1.0, "imports": 2.0, "data": 2.5, "first step": 1.5}
+    assert sentence(times.parts) == "7.0 s (launch 1.0, imports 2.0, data 2.5, first step 1.5)"
 
 
 def test_parts_too_short_to_matter_are_counted_and_not_shown() -> None:

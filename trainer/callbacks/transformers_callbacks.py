@@ -1,0 +1,307 @@
+"""Callbacks of transformers on runs of zeromesh: their events, arguments and control flags.
+
+They get their own kinds of objects: `TrainingArguments` that say what the configuration says, a `TrainerState` that follows the
+run, a `TrainerControl` whose flags are what the run is about to do, and which they may change. Nothing else that they change
+changes anything in the run. Events come in the order of transformers' Trainer, and see what they see there.
+
+The real loaders, optimizer and scheduler are partitioned, or do not exist. Views stand for them, and can be read: what they cannot
+do is an error, and not silence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from zeromesh.environment import read_environment
+from zeromesh.optim.fused_optimizer import GroupRules
+from zeromesh.options import OptimizerSettings
+from zeromesh.trainer.callbacks.callback import Trainer
+from zeromesh.trainer.checkpoints.manager import link_of
+from zeromesh.trainer.checkpoints.trainer_state import goal_of
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.data.feed import Feed
+from zeromesh.trainer.data.streaming import StreamedDataset
+
+_FLAGS = {
+    "should_log": "log",
+    "should_evaluate": "evaluate",
+    "should_save": "save",
+    "should_training_stop": "stop",
+    "should_epoch_stop": "stop_epoch",
+}
+
+
+def is_transformers_callback(callback: Any) -> bool:
+    """Whether `callback` is one of transformers', or a class of them."""
+    return issubclass(callback if isinstance(callback, type) else type(callback), TrainerCallback)
+
+
+class TransformersCallbacks:
+    """All callbacks of transformers that a trainer has; they share arguments, state and control."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.callbacks: list[TrainerCallback] = []
+        self._trainer = trainer
+        self._control = TrainerControl()
+        self._state = TrainerState()
+        self._arguments: TrainingArguments | None = None
+        self._optimizer: OptimizerView | None = None
+        self._train: Batches | None = None
+        self._evaluation: Batches | None = None
+        """The batches of the latest evaluation or prediction."""
+
+    @property
+    def read_checkpoints(self) -> bool:
+        """Whether some callback may look for a checkpoint in `on_save`, so that it has to be whole by then."""
+        return any(type(each).on_save is not TrainerCallback.on_save for each in self.callbacks)
+
+    def call(self, event: str, *arguments: Any) -> None:
+        """Run an event of all callbacks, and take over the flags that they change."""
+        trainer = self._trainer
+        if event == "on_init_end":
+            self._begin()
+            return
+        progress = trainer.run.progress
+        named: dict[str, Any] = {}
+        if event == "on_train_begin":
+            # By now it is known how many steps an epoch has.
+            self._arguments = trainer.training_arguments or arguments_of(trainer.run_config)
+        if event in ("on_train_begin", "on_epoch_begin"):
+            self._train = trainer.get_train_dataloader()
+        elif event == "on_prediction_step":
+            self._evaluation = trainer.batches_of(progress.evaluation_feed)
+        elif event == "on_save":
+            self._state.stateful_callbacks = self.state_dict()
+        elif event == "on_log":
+            named["logs"] = progress.history.latest()
+        elif event == "on_evaluate":
+            named["metrics"] = progress.history.latest()
+        elif event == "on_predict":
+            named["metrics"] = dict(arguments[0])
+        known = frozenset(named.get("logs", ()))
+        if event != "on_optimizer_step":  # The step counts only when it has ended.
+            bring_up_to_date(self._state, trainer, self._arguments)
+        control = trainer.control
+        for flag, name in _FLAGS.items():
+            setattr(self._control, flag, getattr(control, name))
+        self._notify(event, {**self._views(), **named})
+        for flag, name in _FLAGS.items():
+            setattr(control, name, bool(getattr(self._control, flag)))
+        added = {name: value for name, value in named.get("logs", {}).items() if name not in known}
+        trainer.run.model.stepper.scalars.add(added)
+
+    def _begin(self) -> None:
+        trainer = self._trainer
+        self._arguments = arguments = trainer.training_arguments or arguments_of(trainer.config)
+        first = read_environment().rank == 0
+        self._state.is_world_process_zero = self._state.is_local_process_zero = first
+        if first and self.callbacks:
+            # As transformers' Trainer has by now; `fit` says what is wrong with it.
+            with suppress(OSError):
+                Path(arguments.output_dir).mkdir(parents=True, exist_ok=True)
+        later = dict.fromkeys(("optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"))
+        inputs = trainer.inputs
+        self._notify("on_init_end", {"model": inputs.model, "processing_class": inputs.processing_class, **later})
+
+    def _notify(self, event: str, named: Mapping[str, Any]) -> None:
+        for callback in self.callbacks:
+            try:
+                answer = getattr(callback, event)(self._arguments, self._state, self._control, **named)
+            except Exception as error:
+                error.add_note(f"raised by callback {type(callback).__name__}.{event}")
+                raise
+            if answer is not None:
+                self._control = answer
+
+    def _views(self) -> dict[str, Any]:
+        trainer, steps = self._trainer, self._state.global_step
+        if self._optimizer is None:
+            self._optimizer = OptimizerView(trainer.run.model.optimizer, trainer.model)
+        rate = trainer.run.learning_rate_of(steps)
+        self._optimizer.set_rate(rate)
+        return {
+            "model": trainer.model,
+            "processing_class": trainer.processing_class,
+            "optimizer": self._optimizer,
+            "lr_scheduler": SchedulerView([rate] * len(self._optimizer.param_groups), steps),
+            "train_dataloader": self._train,
+            "eval_dataloader": self._evaluation,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states that callbacks export, by their class; of two of one class, the first."""
+        found: dict[str, Any] = {}
+        for callback in self.callbacks:
+            if isinstance(callback, ExportableState):
+                found.setdefault(type(callback).__name__, callback.state())
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make callbacks anew from the states that `state_dict` returned."""
+        for number, callback in enumerate(self.callbacks):
+            kept = state.get(type(callback).__name__)
+            if kept is not None and isinstance(callback, ExportableState):
+                self.callbacks[number] = type(callback).from_state(kept)
+
+
+def arguments_of(config: TrainerConfig) -> TrainingArguments:
+    """Arguments that say what a configuration says, as far as they have words for it."""
+    intervals: dict[str, Any] = {}
+    for kind, every in (
+        ("logging", config.run.log_every),
+        ("eval", config.run.eval_every),
+        ("save", config.checkpoint.every_steps),
+    ):
+        by_epoch = isinstance(every, str)
+        intervals[f"{kind}_strategy"] = "epoch" if by_epoch else "steps" if every else "no"
+        intervals[f"{kind}_steps"] = 1 if by_epoch else every or 1
+    known = config.schedule.name in transformers.SchedulerType._value2member_map_
+    arguments = TrainingArguments(
+        output_dir=f"{config.run.output_dir}/{config.run.name}",
+        run_name=config.run.name,
+        per_device_train_batch_size=config.batch.micro_size,
+        per_device_eval_batch_size=config.batch.eval_micro_size or config.batch.micro_size,
+        max_steps=config.run.max_steps,
+        num_train_epochs=config.run.epochs or 1,
+        learning_rate=config.optimizer.lr,
+        weight_decay=config.optimizer.weight_decay,
+        adam_beta1=config.optimizer.betas[0],
+        adam_beta2=config.optimizer.betas[1],
+        adam_epsilon=config.optimizer.eps,
+        max_grad_norm=config.run.clip_norm,
+        lr_scheduler_type=config.schedule.name if known else "cosine",
+        warmup_steps=config.schedule.warmup_steps,
+        logging_first_step=config.run.log_first_step,
+        save_total_limit=config.checkpoint.keep_last,
+        metric_for_best_model=config.run.metric,
+        greater_is_better=goal_of(config.run.metric, config.run.metric_goal) == "highest",
+        seed=config.run.seed % 2**32,
+        label_smoothing_factor=config.run.label_smoothing,
+        push_to_hub=config.hub.push,
+        hub_model_id=config.hub.repository,
+        hub_private_repo=config.hub.private,
+        hub_revision=config.hub.revision,
+        hub_strategy="end",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=False,
+        **intervals,
+    )
+    # Not checked against the strategies: the run judges by every evaluation, and saves when one is best.
+    arguments.load_best_model_at_end = config.run.load_best
+    return arguments
+
+
+def bring_up_to_date(state: TrainerState, trainer: Trainer, arguments: TrainingArguments | None) -> None:
+    """Have `state` say where the run is now. It has the run's own list of what was logged."""
+    now = trainer.state
+    state.global_step, state.max_steps, state.epoch = now.step, now.max_steps, now.epoch
+    state.num_train_epochs = max(1, math.ceil(now.epochs))
+    state.num_input_tokens_seen, state.total_flos = now.tokens, now.total_flos
+    state.is_world_process_zero = state.is_local_process_zero = now.is_world_process_zero
+    state.train_batch_size = trainer.run_config.batch.micro_size
+    history: Any = now.log_history
+    state.log_history = history
+    if arguments is None:
+        return
+    state.compute_steps(arguments, now.max_steps)
+    if arguments.metric_for_best_model is not None and now.best_metric is not None:
+        state.best_metric, state.best_global_step = now.best_metric, now.best_step
+        state.best_model_checkpoint = None if now.best_checkpoint is None else str(link_of(Path(now.best_checkpoint)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batches:
+    """Stands for a data loader: the batches of one rank in a pass over a dataset, each a microbatch, on the rank's device.
+
+    All ranks have as many, so that all can run the model on each: one that is out of samples gets some again, as with accelerate.
+    """
+
+    feed: Feed
+    rank: int
+    """The index of this rank along the data axes."""
+    device: torch.device
+    first: int = 0
+    """The step that the pass begins with."""
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset that the batches are from."""
+        return self.feed.dataset
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch."""
+        return self.feed.plan.micro_size
+
+    def __len__(self) -> int:
+        """Batches of a pass. Raises `TypeError` for a stream, as a data loader does."""
+        if isinstance(self.feed.dataset, StreamedDataset):
+            raise TypeError("a stream has no length")
+        return self.feed.plan.rounds_per_epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        plan = self.feed.plan
+        for step in self._steps():
+            for microbatch in plan.microbatches(step, self.rank)[: plan.rounds_of(step)]:
+                batch = self.feed.fetch(microbatch).items()
+                yield {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in batch}
+
+    def _steps(self) -> Iterable[int]:
+        plan = self.feed.plan
+        if isinstance(self.feed.dataset, StreamedDataset):
+            return itertools.count(self.first)
+        if plan.epoch_size is None:  # An evaluation is one step.
+            return range(1)
+        return range(self.first, self.first + (plan.steps_per_epoch or math.ceil(plan.epoch_size / plan.global_size)))
+
+
+class OptimizerView:
+    """Stands for the optimizer, whose states are partitioned: its groups of parameters, to be read."""
+
+    def __init__(self, settings: OptimizerSettings, model: nn.Module) -> None:
+        rules = GroupRules(settings)
+        self.defaults: Mapping[str, Any] = MappingProxyType(
+            {"betas": settings.betas, "eps": settings.eps, "momentum": settings.momentum}
+        )
+        parameters: list[list[nn.Parameter]] = [[] for _ in rules.groups]
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameters[rules.group_of(name)].append(parameter)
+        self._groups = [
+            {**self.defaults, "weight_decay": group.weight_decay, "initial_lr": group.lr, "params": tuple(members)}
+            for group, members in zip(rules.groups, parameters, strict=True)
+            if members
+        ]
+        self.param_groups: Sequence[Mapping[str, Any]] = ()
+        """Decayed parameters, and those that are not; a mapping that is not to be written to for each."""
+
+    def set_rate(self, rate: float) -> None:
+        """Have all groups show this learning rate."""
+        self.param_groups = tuple(MappingProxyType({"lr": rate, **group}) for group in self._groups)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerView:
+    """Stands for the scheduler, after `last_epoch` steps."""
+
+    rates: Sequence[float]
+    """The learning rate of each group of parameters in the step that comes next."""
+    last_epoch: int
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rates, as schedulers of torch return them."""
+        return list(self.rates)
