@@ -30,8 +30,7 @@ from bench.launch import Run, RunError, run_system
 from bench.options import list_of
 from bench.workload import TORCH_DTYPES, Workload
 
-from zeromesh.pipeline.schedule.actions import make_schedule
-from zeromesh.pipeline.schedule.simulator import UNIT_TIMES, simulate
+from zeromesh.pipeline.schedule import UNIT_TIMES, make_schedule, simulate
 
 _KINDS = ("tensor", "pipeline")
 _SCHEDULES = ("1f1b", "zero_bubble", "interleaved", "gpipe")

@@ -14,8 +14,7 @@ from svg import Drawing
 from zeromesh.flat.layout import ParameterSpec, build_layout
 from zeromesh.flat.placement import STAGES, Placement
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
-from zeromesh.pipeline.schedule.actions import Kind, make_schedule
-from zeromesh.pipeline.schedule.simulator import simulate
+from zeromesh.pipeline.schedule import Kind, make_schedule, simulate
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 COLOURS = "abcd"

@@ -6,8 +6,7 @@ import argparse
 import sys
 from typing import get_args
 
-from zeromesh.pipeline.schedule.actions import Kind, ScheduleName, make_schedule
-from zeromesh.pipeline.schedule.simulator import ActionTime, Timeline, simulate, validate
+from zeromesh.pipeline.schedule import ActionTime, Kind, ScheduleName, Timeline, make_schedule, simulate, validate
 
 _FILL = {Kind.FORWARD: ">", Kind.BACKWARD: "<", Kind.BACKWARD_INPUT: "<", Kind.BACKWARD_WEIGHT: "w"}
 

@@ -21,7 +21,7 @@ from zeromesh.comm.select import TransportName, open_exchange
 from zeromesh.flat.placement import StageCopies
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.pipeline import Pipeline
-from zeromesh.pipeline.schedule.actions import ScheduleName
+from zeromesh.pipeline.schedule import ScheduleName
 from zeromesh.pipeline.stages.build import Balance, Stages, copies_outside, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
 from zeromesh.units.plan import ModelCuts

@@ -27,7 +27,7 @@ from zeromesh.optim.fused_optimizer import Rates
 from zeromesh.options import ZeroOptions
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.pipeline.executor import Bubble
-from zeromesh.pipeline.zero_runner import MicrobatchWork
+from zeromesh.pipeline.pipeline import MicrobatchWork
 from zeromesh.trainer.config.loading.load import load_config
 from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.models.prepare import use_fastest_linear

@@ -24,7 +24,7 @@ from bench.without_zero import PlainRunner, load_parts
 from bench.workload import Workload
 from zeromesh.comm.activation_collectives import Arriving, Pending
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
-from zeromesh.pipeline.schedule.actions import Action, Kind, make_schedule, received_by
+from zeromesh.pipeline.schedule import Action, Kind, make_schedule, received_by
 from zeromesh.pipeline.stages.build import Stages, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
 from zeromesh.tensor.parallelize_module import Parallelized, parallelize

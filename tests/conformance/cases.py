@@ -19,7 +19,7 @@ from zeromesh.offload import Ledger, Purpose, Tier
 from zeromesh.optim.fused_optimizer import Rates
 from zeromesh.optim.optimizer_step import StepOutcome
 from zeromesh.parallelize import Divided, ParallelOptions, divide
-from zeromesh.pipeline.zero_runner import MicrobatchWork
+from zeromesh.pipeline.pipeline import MicrobatchWork
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltSource
 from zeromesh.zero.engine import ZeroEngine

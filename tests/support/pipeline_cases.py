@@ -17,7 +17,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Executor
 from zeromesh.pipeline.generation import StagedForward
-from zeromesh.pipeline.schedule.actions import forward_only, make_schedule
+from zeromesh.pipeline.schedule import forward_only, make_schedule
 from zeromesh.pipeline.stages.build import Stages
 
 Batch = Mapping[str, torch.Tensor]

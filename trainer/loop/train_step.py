@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.optim.fused_optimizer import Rates
-from zeromesh.pipeline.pipeline import Pipeline
-from zeromesh.pipeline.zero_runner import MicrobatchWork
+from zeromesh.pipeline.pipeline import MicrobatchWork, Pipeline
 from zeromesh.rng import Streams
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.trainer.data.feed import Feed, require_same_batches

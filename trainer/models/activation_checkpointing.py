@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from zeromesh.errors import ConfigError
 from zeromesh.offload import allocate_lasting
-from zeromesh.offload.activations.store import ActivationStore
+from zeromesh.offload.activation_store import ActivationStore
 from zeromesh.rng import HostState
 
 Mode = Literal["none", "block", "selective"]

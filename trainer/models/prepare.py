@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from zeromesh.errors import ConfigError
 from zeromesh.kernels.cpu_matmul import linear, product_dtype
 from zeromesh.offload import Tiers
-from zeromesh.offload.activations.store import ActivationStore
+from zeromesh.offload.activation_store import ActivationStore
 from zeromesh.options import ZeroOptions
 from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.models.activation_checkpointing import enable_activation_checkpointing

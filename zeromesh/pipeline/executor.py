@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -17,29 +17,44 @@ import torch
 from zeromesh.comm.point_to_point import Channels, Incoming, MessageSpec
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.process_mesh import ProcessSet
-from zeromesh.pipeline.schedule.actions import Action, Kind, Message, PipelineSchedule, received_by, sent_by
-from zeromesh.pipeline.schedule.simulator import ActionTime, Timeline, simulate, validate
+from zeromesh.pipeline.schedule import (
+    Action,
+    ActionTime,
+    Kind,
+    Message,
+    PipelineSchedule,
+    Timeline,
+    received_by,
+    sent_by,
+    simulate,
+    validate,
+)
 from zeromesh.telemetry.watchdog import Activity, Watchdog
 
 
-class StageRunner(Protocol):
+class StageRunner:
     """Computes actions. Tensors that it returns are sent, its arguments have been received; at the ends there are none."""
 
     def signature(self, microbatch: int) -> Hashable:
         """Return what the shapes of activations depend on (the batch's shapes, whether it trains); equal on all ranks."""
+        raise NotImplementedError
 
     def forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run a microbatch through a chunk. Of what is received, tensors that need a gradient require one."""
+        raise NotImplementedError
 
     def backward(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run backward from the gradients of what forward returned; returns those of what it received. Both are in order, and of
         tensors that require one."""
+        raise NotImplementedError
 
     def backward_input(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Do the same, with gradients of linear weights left to `backward_weight`."""
+        raise NotImplementedError
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:
         """Compute the gradients that `backward_input` has left."""
+        raise NotImplementedError
 
 
 def signature_of(batch: Mapping[str, Any]) -> Hashable:

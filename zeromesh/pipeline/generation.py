@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from zeromesh.errors import DataError, LayoutError, PhaseError
-from zeromesh.pipeline.executor import Executor
-from zeromesh.pipeline.schedule.actions import forward_only
+from zeromesh.errors import DataError, LayoutError
+from zeromesh.pipeline.executor import Executor, StageRunner
+from zeromesh.pipeline.schedule import forward_only
 from zeromesh.pipeline.stages.build import Stages
 
 CACHE = "past_key_values"
@@ -83,8 +83,8 @@ class StagedForward:
 
 
 @dataclass(slots=True)
-class _Runner:
-    """The `StageRunner` of one call: `logits` of each microbatch, on the last stage."""
+class _Runner(StageRunner):
+    """Runs one call: `logits` of each microbatch, on the last stage."""
 
     stages: Stages
     call: Callable[..., Any]
@@ -106,14 +106,6 @@ class _Runner:
         with stages.chunk(chunk, received, balance=False):
             self.logits[microbatch] = self.call(**batch).logits[:, -1:]
         return ()
-
-    def backward(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        raise PhaseError("generation has no backward")
-
-    backward_input = backward
-
-    def backward_weight(self, chunk: int, microbatch: int) -> None:
-        raise PhaseError("generation has no backward")
 
 
 def _cut(inputs: Mapping[str, Any], rows: int, parts: int) -> list[dict[str, Any]]:

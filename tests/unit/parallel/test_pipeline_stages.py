@@ -20,11 +20,10 @@ from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Executor, bubble
-from zeromesh.pipeline.schedule.actions import make_schedule
-from zeromesh.pipeline.stages.build import Stages, block_costs, plan_cut
+from zeromesh.pipeline.schedule import make_schedule
+from zeromesh.pipeline.stages.build import Cut, Stages, block_costs, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import body_inputs, examine
 from zeromesh.pipeline.stages.moe_balance_loss import ExpertBalance
-from zeromesh.pipeline.stages.split_points import Cut
 
 ALONE = ProcessSet(name="pipeline", ranks=(0,), index=0, watch=None, link=None, one_host=True, on_stream=False)
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: what each rank does, in order. Pure: integers, no torch and no processes.
+"""Pipeline schedules as data: what each rank does, in order; whether one can run, and how long it takes. Pure: no processes.
 
 Blocks are cut into `ranks x chunks` stages; chunk c of rank r is stage `c x ranks + r`, so activations run around the ring of
 ranks, once for each chunk. A schedule lists the actions of every rank; sends and receives follow from them. Four microbatches on
@@ -14,11 +14,11 @@ two ranks, one step of each kind of schedule (F forward, B backward, I and W its
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Literal, get_args
 
 from zeromesh.errors import LayoutError
@@ -246,3 +246,160 @@ def _schedule(
             raise LayoutError(f"a pipeline schedule has at least 1 of {what}, got {number!r}")
     made = tuple(tuple(actions(rank)) for rank in range(ranks))
     return PipelineSchedule(name=name, ranks=ranks, chunks=chunks, microbatches=microbatches, actions=made)
+
+
+Times = Callable[[int, Action], float]
+"""Seconds, or any other unit, that an action takes on a rank."""
+
+UNIT_TIMES: Mapping[Kind, float] = {
+    Kind.FORWARD: 1.0,
+    Kind.BACKWARD: 2.0,
+    Kind.BACKWARD_INPUT: 1.0,
+    Kind.BACKWARD_WEIGHT: 1.0,
+}
+"""A backward takes about as long as two forwards, each of its halves as long as one."""
+
+
+class ScheduleError(LayoutError):
+    """A schedule that cannot be carried out."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActionTime:
+    """When an action runs, from the beginning of the step."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """A step of a schedule, simulated or measured. `spans` has one tuple for each rank, in order."""
+
+    spans: tuple[tuple[ActionTime, ...], ...]
+
+    @property
+    def duration(self) -> float:
+        """How long the step takes, until the last rank has ended."""
+        return max((each[-1].end for each in self.spans if each), default=0.0)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """How long each rank computes."""
+        return tuple(sum(span.end - span.start for span in each) for each in self.spans)
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """The part of the step that each rank does not compute in, from 0 to 1."""
+        return tuple(1 - busy / self.duration if self.duration else 0.0 for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """The part of the step that ranks do not compute in, on average."""
+        return sum(self.bubbles) / len(self.bubbles)
+
+
+def peak_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
+    """Return the most activations that each rank keeps: microbatches of its chunks between forward and the end of backward."""
+    peaks = []
+    for actions in schedule.actions:
+        split = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
+        last = Kind.BACKWARD_WEIGHT if split else Kind.BACKWARD
+        changes = ((action.kind is Kind.FORWARD) - (action.kind is last) for action in actions)
+        peaks.append(max(accumulate(changes), default=0))
+    return tuple(peaks)
+
+
+_BEFORE = {
+    Kind.BACKWARD: Kind.FORWARD,
+    Kind.BACKWARD_INPUT: Kind.FORWARD,
+    Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT,
+}
+
+
+def validate(schedule: PipelineSchedule) -> None:
+    """Prove that a schedule can be carried out.
+
+    Every action of training (or, without any backward, of evaluation) occurs once; no rank waits for ever for an action of its own
+    or for another's message, where sends do not block and each rank receives what another sends in the order in which that one
+    sends it.
+
+    Raises:
+        ScheduleError: naming rank and action.
+    """
+    if len(schedule.actions) != schedule.ranks:
+        raise ScheduleError(
+            f"{_title(schedule)} has actions for {len(schedule.actions)} ranks instead of {schedule.ranks}"
+        )
+    halves = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+    kinds = {action.kind for each in schedule.actions for action in each} | {Kind.FORWARD}
+    if kinds & halves:
+        kinds |= halves
+        if Kind.BACKWARD in kinds:
+            raise ScheduleError(f"{_title(schedule)} has backwards both whole and in halves")
+    wanted = Counter(
+        Action(kind=kind, chunk=chunk, microbatch=number)
+        for kind in kinds
+        for chunk in range(schedule.chunks)
+        for number in range(schedule.microbatches)
+    )
+    for rank, actions in enumerate(schedule.actions):
+        found = Counter(actions)
+        for offenders, what in ((found - wanted, "occurs once too often"), (wanted - found, "is missing")):
+            if offenders:
+                raise ScheduleError(f"{_title(schedule)}: on rank {rank} {min(offenders, key=str)} {what}")
+    simulate(schedule)
+
+
+def simulate(schedule: PipelineSchedule, times: Times | None = None, *, transfer: float = 0.0) -> Timeline:
+    """When each action runs, if it takes `times(rank, action)` and a message between ranks `transfer`.
+
+    Every rank goes through its actions as soon as it can. Without `times` a forward takes 1, a backward 2 and each of its halves 1.
+
+    Raises:
+        ScheduleError: when ranks wait for each other, or for an action that comes later, for ever.
+    """
+    times = times or (lambda _rank, action: UNIT_TIMES[action.kind])
+    arrivals: dict[Message, float] = {}
+    """When messages are there; early ones are kept until they are wanted."""
+    clocks = [0.0] * schedule.ranks
+    spans: list[list[ActionTime]] = [[] for _ in range(schedule.ranks)]
+    done: set[tuple[int, Action]] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.actions):
+            for action in actions[len(spans[rank]) :]:
+                wanted, before = received_by(schedule, rank, action), _before(action)
+                arrival = 0.0 if wanted is None else arrivals.get(wanted)
+                if arrival is None or (before is not None and (rank, before) not in done):
+                    break
+                start = max(clocks[rank], arrival)
+                clocks[rank] = start + times(rank, action)
+                spans[rank].append(ActionTime(action=action, start=start, end=clocks[rank]))
+                done.add((rank, action))
+                message = sent_by(schedule, rank, action)
+                if message is not None:
+                    arrivals[message] = clocks[rank] + (transfer if message.target != rank else 0.0)
+                moved = True
+    waits = []
+    for rank, (actions, ended) in enumerate(zip(schedule.actions, spans, strict=True)):
+        if len(ended) < len(actions):
+            action = actions[len(ended)]
+            wanted, before = received_by(schedule, rank, action), _before(action)
+            needed = wanted if before is None or (rank, before) in done else before
+            waits.append(f"rank {rank} for the {needed} before {action}")
+    if waits:
+        raise ScheduleError(f"{_title(schedule)}: ranks would wait for ever: {'; '.join(waits)}")
+    return Timeline(spans=tuple(map(tuple, spans)))
+
+
+def _before(action: Action) -> Action | None:
+    """The action of the same microbatch and chunk that comes before this one on its rank."""
+    kind = _BEFORE.get(action.kind)
+    return None if kind is None else Action(kind=kind, chunk=action.chunk, microbatch=action.microbatch)
+
+
+def _title(schedule: PipelineSchedule) -> str:
+    return f"pipeline schedule {schedule.name} of {schedule.ranks} ranks x {schedule.chunks} chunks"
