@@ -12,8 +12,8 @@ import torch
 from svg import Drawing
 
 from zeromesh.flat.layout import ParameterSpec, build_layout
-from zeromesh.flat.placement import STAGES, Placement
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
+from zeromesh.options import STAGES, Placement
 from zeromesh.pipeline.schedule import Kind, make_schedule, simulate
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"

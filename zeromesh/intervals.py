@@ -25,6 +25,10 @@ class Interval:
     def length(self) -> int:
         return self.end - self.start
 
+    def after(self, origin: int) -> Interval:
+        """The same elements, counted from `origin` on."""
+        return Interval(start=self.start - origin, end=self.end - origin)
+
     def intersect(self, other: Interval) -> Interval:
         """The common part; empty (at the later start) when there is none."""
         start = max(self.start, other.start)

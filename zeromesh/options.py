@@ -3,17 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Literal
 
 import torch
 
 from zeromesh.comm.select import TransportName
 from zeromesh.errors import ConfigError
-from zeromesh.flat.placement import Placement, Placements, placements_of
 from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 
 OptimizerName = Literal["adamw", "adam", "sgd", "adagrad"]
 UpdateOn = Literal["auto", "host", "device"]
+
+
+class Placement(Enum):
+    """How a tensor lies over the ranks of an axis."""
+
+    REPLICATED = "replicated"
+    """Every rank holds all of it."""
+    PARTIAL = "partial"
+    """Every rank holds a summand of it."""
+    SHARDED = "sharded"
+    """Every rank holds its interval of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placements:
+    """One stage. `accumulating` is where gradients lie between two microbatches of a step, `gradients` where at its end."""
+
+    parameters: Placement
+    accumulating: Placement
+    gradients: Placement
+    optimizer: Placement
+
+
+_WHOLE, _PARTIAL, _SHARDED = Placement.REPLICATED, Placement.PARTIAL, Placement.SHARDED
+STAGES: dict[int, Placements] = {
+    0: Placements(parameters=_WHOLE, accumulating=_PARTIAL, gradients=_WHOLE, optimizer=_WHOLE),
+    1: Placements(parameters=_WHOLE, accumulating=_PARTIAL, gradients=_SHARDED, optimizer=_SHARDED),
+    2: Placements(parameters=_WHOLE, accumulating=_SHARDED, gradients=_SHARDED, optimizer=_SHARDED),
+    3: Placements(parameters=_SHARDED, accumulating=_SHARDED, gradients=_SHARDED, optimizer=_SHARDED),
+}
+"""[Note: A stage is a row of data] Where states lie over the shard axis decides which collectives run, not which code does.
+
+    stage   parameters                    gradients                            optimizer state
+    0       replicated                    replicated                           replicated
+    1       replicated                    partial, at the end sharded          sharded
+    2       replicated                    sharded as a bucket completes        sharded
+    3       sharded, gathered around use  sharded as a bucket completes        sharded
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. That stages are placements follows
+Megatron-FSDP's experimental rewrite.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,28 +182,30 @@ class ZeroOptions:
     gradient_slots: int = 2
 
     def __post_init__(self) -> None:
-        placements_of(self.stage)
         problems = []
+        if self.stage not in STAGES:
+            problems.append(f"stage is {self.stage}; it must be one of {sorted(STAGES)}")
         if self.prefetch < 0:
-            problems.append(f"zero.prefetch is {self.prefetch}; it must be 0 or more units")
-        if self.offload.parameters.away and self.placements.parameters is not Placement.SHARDED:
+            problems.append(f"prefetch is {self.prefetch}; it must be 0 or more units")
+        if self.offload.parameters.away and self.stage != 3:
             problems.append(
-                f"offload.parameters is {self.offload.parameters.tier} at zero.stage {self.stage}: only stage 3 gathers "
-                "parameters around their use; set zero.stage to 3, or offload.parameters to none"
+                f"offload.parameters is {self.offload.parameters.tier} at stage {self.stage}: only stage 3 gathers "
+                "parameters around their use; set stage to 3, or offload.parameters to none"
             )
         if self.optimizer_in_backward:
             if self.clip_norm:
-                problems.append("optimizer.in_backward needs run.clip_norm 0: the norm is known only after backward")
+                problems.append("optimizer_in_backward needs clip_norm 0: the norm is known only after backward")
             if self.precision.loss_scale:
-                problems.append("optimizer.in_backward cannot run with a loss scale, which may take a step back")
+                problems.append("optimizer_in_backward cannot run with a loss scale, which may take a step back")
             if self.on_nonfinite != "stop":
-                problems.append("optimizer.in_backward needs run.on_nonfinite: stop: there is no step left to skip")
+                problems.append("optimizer_in_backward needs on_nonfinite: stop: there is no step left to skip")
         if problems:
             raise ConfigError(problems)
 
     @property
     def placements(self) -> Placements:
-        return placements_of(self.stage)
+        """The row of the stage."""
+        return STAGES[self.stage]
 
     @property
     def gradients_pass_through(self) -> bool:

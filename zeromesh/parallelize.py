@@ -18,7 +18,7 @@ from torch import nn
 
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.comm.select import TransportName, open_exchange
-from zeromesh.flat.placement import StageCopies
+from zeromesh.flat.layout import StageCopies
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.pipeline.schedule import ScheduleName

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeromesh.errors import LayoutError, PhaseError
-from zeromesh.flat.placement import ParameterPart
+from zeromesh.flat.layout import ParameterPart
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue
 from zeromesh.pipeline.executor import signature_of, take_gradient
 from zeromesh.pipeline.stages.build import Stages, plan_cut

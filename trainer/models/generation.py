@@ -20,8 +20,8 @@ from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
 from zeromesh.errors import ConfigError, DataError
-from zeromesh.flat.placement import Placement
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.options import Placement
 from zeromesh.pipeline.generation import CACHE, StagedForward
 from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.rng import own_randomness

@@ -18,9 +18,31 @@ from math import prod
 import torch
 
 from zeromesh.errors import LayoutError
-from zeromesh.flat.placement import ParameterPart, StageCopies
 from zeromesh.flat.regions import Region
 from zeromesh.intervals import ALIGNMENT, Interval, padded_length, round_up, shard_interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterPart:
+    """What a rank has of a parameter that tensor parallelism divides: its tensor is `region` of the whole one, in its order."""
+
+    region: Region
+    holders: tuple[int, ...]
+    """Positions along the tensor axis that hold this very region, in order; the first one counts and writes it."""
+    partial: bool = False
+    """Whether the holders' gradients are summands of the gradient; else they compute the same one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageCopies:
+    """A tied parameter of which several ranks of a pipeline have a copy each: the gradients of the copies are summands."""
+
+    name: str
+    """In checkpoints: the first of its names in the whole model."""
+    aliases: tuple[str, ...]
+    """Its other names in the whole model."""
+    ranks: tuple[int, ...]
+    """Positions along the pipeline axis that have a copy, in order; the first one counts and writes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,28 +177,20 @@ class BucketLayout:
 
     def gaps(self) -> tuple[Interval, ...]:
         """Intervals that belong to no parameter, padding included."""
-        gaps, end = [], 0
-        for slot in (*self.slots, None):
-            start = slot.where.start if slot is not None else self.padded
-            if start > end:
-                gaps.append(Interval(start=end, end=start))
-            end = slot.where.end if slot is not None else self.padded
-        return tuple(gaps)
+        starts = [*(slot.where.start for slot in self.slots), self.padded]
+        ends = [0, *(slot.where.end for slot in self.slots)]
+        return tuple(Interval(start=end, end=start) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def pieces(self, interval: Interval) -> tuple[ShardPiece, ...]:
         """What parts of which parameters lie in `interval`; `in_shard` counts from its start. Empty parts are left out."""
-        found = []
-        for slot in self.slots:
-            common = slot.where.intersect(interval)
-            if common.length:
-                found.append(
-                    ShardPiece(
-                        spec=slot.spec,
-                        in_parameter=Interval(start=common.start - slot.where.start, end=common.end - slot.where.start),
-                        in_shard=Interval(start=common.start - interval.start, end=common.end - interval.start),
-                    )
-                )
-        return tuple(found)
+        shared = [(slot, slot.where.intersect(interval)) for slot in self.slots]
+        return tuple(
+            ShardPiece(
+                spec=slot.spec, in_parameter=common.after(slot.where.start), in_shard=common.after(interval.start)
+            )
+            for slot, common in shared
+            if common.length
+        )
 
     def segments(self, interval: Interval, kinds: Sequence[object] | None = None) -> tuple[ShardSegment, ...]:
         """`interval` cut where the optimizer group changes, or what `kinds` has for each slot. Gaps go with the parameter before
@@ -190,8 +204,7 @@ class BucketLayout:
         for number, start, end in zip(firsts, starts, [*starts[1:], self.padded], strict=True):
             common = Interval(start=start, end=end).intersect(interval)
             if common.length:
-                where = Interval(start=common.start - interval.start, end=common.end - interval.start)
-                segments.append(ShardSegment(group=keys[number][0], slot=number, where=where))
+                segments.append(ShardSegment(group=keys[number][0], slot=number, where=common.after(interval.start)))
         return tuple(segments)
 
 

@@ -18,9 +18,8 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from zeromesh.errors import ConfigError
-from zeromesh.intervals import Interval
-from zeromesh.offload import Purpose, TierChoice, Tiers
-from zeromesh.options import OptimizerSettings
+from zeromesh.offload import Purpose, Tiers
+from zeromesh.options import OptimizerSettings, ZeroOptions
 from zeromesh.units.unit import Bucket
 
 
@@ -54,9 +53,8 @@ class GroupRules:
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self._patterns = settings.no_decay
-        # Lists of plain names may be long, so they are looked up in a set.
         self._names = frozenset(self._patterns)
-        self._globs = tuple(pattern for pattern in self._patterns if _GLOB.intersection(pattern))
+        self._globs = tuple(pattern for pattern in self._patterns if set("*?[").intersection(pattern))
         self.groups = (
             OptimizerGroup(lr=settings.lr, weight_decay=settings.weight_decay),
             OptimizerGroup(lr=settings.lr, weight_decay=0.0),
@@ -72,9 +70,6 @@ class GroupRules:
         return [each for each in self._patterns if each not in names and not any(fnmatchcase(n, each) for n in fqns)]
 
 
-_GLOB = frozenset("*?[")
-
-
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": (), "adagrad": ("sum",)}
 """torch's names of the moments of each optimizer; SGD has one with momentum."""
 
@@ -84,7 +79,7 @@ def moment_names(settings: OptimizerSettings) -> tuple[str, ...]:
     if settings.name not in MOMENTS:
         raise ConfigError(
             f"optimizer.name is {settings.name!r}; element-wise shards take {', '.join(MOMENTS)}. "
-            "Muon and Adafactor need whole matrices (granularity: matrix)"
+            "Muon and Adafactor need whole matrices"
         )
     if settings.name == "sgd" and settings.momentum:
         return ("momentum_buffer",)
@@ -97,26 +92,15 @@ class BucketOptimizer:
     An update is element by element, so any interval may be updated at a time, on whatever device its tensors are then.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        settings: OptimizerSettings,
-        groups: Sequence[OptimizerGroup],
-        tiers: Tiers,
-        at: TierChoice,
-    ) -> None:
-        """`at` is where the moments rest."""
-        if not bucket.trainable:
-            raise ConfigError(f"bucket {bucket.name} is frozen and has no optimizer")
-        self.moments = {
-            name: tiers.allocate(
-                bucket.master.numel, bucket.master.dtype, at, Purpose.MOMENTS, f"{name} of {bucket.name}"
-            )
-            for name in moment_names(settings)
-        }
-        self._settings = settings
+    def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
+        master, at = bucket.master, options.offload.optimizer
+        self._settings = options.optimizer
         self._bucket = bucket
-        self._groups = groups
+        self.moments = {
+            name: tiers.allocate(master.numel, master.dtype, at, Purpose.MOMENTS, f"{name} of {bucket.name}")
+            for name in moment_names(self._settings)
+        }
+        self._groups = GroupRules(self._settings).groups
         self.steps = [0] * len(bucket.layout.slots)
         """How many updates each parameter has had. As in torch, one that is frozen for a while goes on from its own count."""
         self.follow()
@@ -125,7 +109,7 @@ class BucketOptimizer:
         """Take in which parameters are trained now, and how many updates each has had."""
         bucket, kinds = self._bucket, list(zip(self._bucket.training, self.steps, strict=True))
         self._segments = [
-            (segment.where, self._groups[segment.group], segment.slot)
+            (segment.where.start, segment.where.end, self._groups[segment.group], segment.slot)
             for segment in bucket.layout.segments(bucket.interval, kinds)
             if bucket.training[segment.slot]
         ]
@@ -145,11 +129,10 @@ class BucketOptimizer:
     ) -> None:
         """Update elements [start, end) of the shard: `master`, `grad` and `moments` are `[end - start]`, changed in place."""
         settings = rates.of(self._settings)
-        interval = Interval(start=start, end=end)
-        for where, group, slot in self._segments:
-            common = where.intersect(interval)
-            if common.length:
-                part = slice(common.start - start, common.end - start)
+        for segment_start, segment_end, group, slot in self._segments:
+            first, last = max(start, segment_start), min(end, segment_end)
+            if first < last:
+                part = slice(first - start, last - start)
                 states = [moment[part] for moment in moments]
                 updates = self.steps[slot] - 1
                 fused_update(settings, group, rates.lr_factor, master[part], grad[part], states, updates)

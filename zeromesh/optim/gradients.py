@@ -22,12 +22,6 @@ from zeromesh.options import ScalerSettings, ZeroOptions
 from zeromesh.units.unit import Bucket
 
 
-def norm_of(shard: torch.Tensor) -> torch.Tensor:
-    """The norm of a gradient shard, a scalar on its device; nan or inf where the shard holds such. Padding is zero."""
-    norm: torch.Tensor = torch.linalg.vector_norm(shard)
-    return norm
-
-
 def global_norm(squares: float, owners: ProcessSet) -> float:
     """The norm of all gradients, from this rank's sum of squares; together `owners` count every element once.
 
@@ -62,17 +56,13 @@ class LossScaler:
 
     def update(self, *, overflow: bool) -> None:
         """Adapt the scale to what a step has shown. All ranks call it with the same `overflow`."""
-        settings = self._settings
-        if settings is None:
+        if (settings := self._settings) is None:
             return
+        self.good_steps = 0 if overflow else self.good_steps + 1
         if overflow:
             self.scale = max(settings.smallest, self.scale * settings.backoff)
-            self.good_steps = 0
-            return
-        self.good_steps += 1
-        if self.good_steps == settings.growth_interval:
-            self.scale *= settings.growth
-            self.good_steps = 0
+        elif self.good_steps == settings.growth_interval:
+            self.scale, self.good_steps = self.scale * settings.growth, 0
 
 
 LEAVING = 2
@@ -96,12 +86,12 @@ class GradientShards:
         """Raise `StorageError` before training where a step's shards would not fit beside all other states."""
         if self._stay or self._pass_through:
             return
-        nbytes = sum(bucket.interval.length for bucket in buckets) * self._dtype.itemsize
+        nbytes = sum(bucket.length for bucket in buckets) * self._dtype.itemsize
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, nbytes)
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -nbytes)
 
     def begin_step(self) -> None:
-        """Forget the norms of the step before."""
+        """Forget the norms of the previous step."""
         self._norms.clear()
 
     def begin(self, *, first: bool) -> None:
@@ -114,11 +104,12 @@ class GradientShards:
         A shard without lasting memory gets it now, before its block is recomputed. Allocated later it would lie between what the
         recomputation allocates, and leave holes.
         """
-        if not (self._stay or self._pass_through) and bucket.layout.parts > 1:
-            bucket.grad = self._memory_for(bucket) if bucket.grad is None else bucket.grad
+        rest = bucket.grad_rest
+        if bucket.grad is not None:
             return
-        rest = bucket.grad_rest if bucket.grad is None and bucket.partial is None else None
-        if rest is not None and not self._first and id(bucket) not in self._arriving:
+        if not (self._stay or self._pass_through) and bucket.layout.parts > 1:
+            bucket.grad = self._memory_for(bucket)
+        elif rest is not None and bucket.partial is None and not self._first and id(bucket) not in self._arriving:
             memory = self._memory_for(bucket)
             self._arriving[id(bucket)] = (memory, rest.read(0, memory))
 
@@ -128,18 +119,19 @@ class GradientShards:
         Raises:
             StorageError: when that sum cannot be read.
         """
-        if bucket.grad is not None:
-            return
-        self.expect(bucket)
+        if bucket.grad is None:
+            self.expect(bucket)
         found = self._arriving.pop(id(bucket), None)
         if found is not None:
-            found[1].wait()
-        bucket.grad = found[0] if found is not None else self._memory_for(bucket)
+            bucket.grad, transfer = found
+            transfer.wait()
+        elif bucket.grad is None:
+            bucket.grad = self._memory_for(bucket)
 
     def _memory_for(self, bucket: Bucket) -> torch.Tensor:
         while len(self._leaving) >= LEAVING:
             self._wait_for_oldest()
-        length = bucket.interval.length
+        length = bucket.length
         if bucket.grad_rest is None:
             grad = torch.empty(length, dtype=self._dtype, device=self._tiers.device)
         else:
@@ -158,7 +150,7 @@ class GradientShards:
         self.make_room(bucket)
         grad = gradient_of(bucket)
         if last:
-            self._norms[id(bucket)] = norm_of(grad)
+            self._norms[id(bucket)] = torch.linalg.vector_norm(grad)
         self._leaving.append((bucket.grad_rest.write(0, grad), grad.nbytes))
         bucket.grad = None
 
@@ -180,18 +172,16 @@ class GradientShards:
         bucket.grad = None
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -grad.nbytes)
 
-    def square(self, bucket: Bucket) -> float:
-        """The squared norm of a bucket's shard; nan or inf where it holds such, and 0 where it is used up already."""
-        return self.squares([bucket])[0]
-
     def squares(self, buckets: Sequence[Bucket]) -> list[float]:
-        """The `square` of each bucket. The host waits for the device once."""
-        nothing = torch.zeros((), dtype=self._dtype, device=self._tiers.device)
+        """The squared norms of shards, for which the host waits once; nan or inf where one holds such, 0 where it is used up."""
         norms = []
         for bucket in buckets:
             found = self._norms.get(id(bucket))
             if found is None:
-                found = nothing if bucket.grad is None else norm_of(bucket.grad)
+                grad = (
+                    torch.zeros(1, dtype=self._dtype, device=self._tiers.device) if bucket.grad is None else bucket.grad
+                )
+                found = torch.linalg.vector_norm(grad)
             norms.append(found)
         return [norm**2 for norm in torch.stack(norms).tolist()] if norms else []
 
@@ -233,23 +223,19 @@ class ReplicaGroups:
         self._sets: dict[_Positions, ProcessSet] = {_ALONE: mesh.replicate}
         if mesh.tensor.size == mesh.pipeline.size == 1:
             return
-        shared = sorted({bucket.layout.first.shared_by for bucket in buckets} - {_ALONE})
+        shared = sorted({bucket.spec.shared_by for bucket in buckets} - {_ALONE})
         sharers: dict[_Positions, list[int]] = {}
         for rank, rows in enumerate(mesh.world.gather_json(shared, "who shares parameters")):
             for tensor, pipeline in rows:
                 sharers.setdefault((tuple(tensor), tuple(pipeline)), []).append(rank)
         for positions, ranks in sorted(sharers.items()):
-            found = self._set_of(positions, ranks)
-            if found is not None:
-                self._sets[positions] = found
-
-    def _set_of(self, positions: _Positions, ranks: list[int]) -> ProcessSet | None:
-        """This rank's set, of `ranks` that share so; None on others. A mesh keeps such sets for the next engine."""
-        name = f"sharers {hashlib.blake2b(repr((positions, ranks)).encode(), digest_size=6).hexdigest()}"
-        colour = self._colour(positions) if self._mesh.rank in ranks else None
-        if not any(each.startswith(name) for each in self._mesh.process_sets):
-            return self._mesh.process_sets.split(colour, name=name)
-        return None if colour is None else self._mesh.process_sets[f"{name} {colour}"]
+            # A mesh keeps such sets for the next engine.
+            name = f"sharers {hashlib.blake2b(repr((positions, ranks)).encode(), digest_size=6).hexdigest()}"
+            colour = self._colour(positions) if mesh.rank in ranks else None
+            if not any(each.startswith(name) for each in mesh.process_sets):
+                mesh.process_sets.split(colour, name=name)
+            if colour is not None:
+                self._sets[positions] = mesh.process_sets[f"{name} {colour}"]
 
     def _colour(self, positions: _Positions) -> int:
         """Equal on the ranks that share: those that differ along replicate, and along what `positions` names."""
@@ -260,17 +246,13 @@ class ReplicaGroups:
 
     def counts(self, bucket: Bucket) -> bool:
         """Whether this rank counts and writes a bucket's shard, of the tensor and pipeline ranks that hold it."""
-        spec, here = bucket.layout.first, self._mesh.coordinate
+        spec, here = bucket.spec, self._mesh.coordinate
         first = spec.holders[0] if spec.holders else 0
         stage = here.pipeline if spec.copies is None else spec.copies.ranks[0]
         return (here.tensor, here.pipeline) == (first, stage)
 
-    def over_stages(self, bucket: Bucket) -> bool:
-        """Whether other stages of a pipeline have a bucket's parameters too."""
-        return bucket.layout.first.copies is not None
-
     def start_sum(self, bucket: Bucket, gradient: torch.Tensor) -> Callable[[], None] | None:
         """Begin to sum a gradient shard in place over the ranks that share it. The returned call waits for the sum; None: no other
         rank shares it."""
-        found = self._sets[bucket.layout.first.shared_by]
+        found = self._sets[bucket.spec.shared_by]
         return found.start_sum(gradient, f"sum of gradients over {found.name}") if found.size > 1 else None

@@ -8,6 +8,11 @@ A step calls, in this order:
                       and then put away, kept for `finish`, or updated at once (`optimizer_in_backward`)
     end_backward      to wait for the sums over replicas
     finish            for the global norm, clipping, and the update of what is not updated yet
+
+[Note: Updates inside backward]
+A bucket is updated when it is reduced and this rank does not read its parameters any more. The update then waits until the other
+ranks have read them too. This cannot be circular: all ranks leave units in one order, and a rank waits only for units that it has
+left itself. A bucket that is not left yet, such as one of the root, is passed over: the others need not wait for it.
 """
 
 from __future__ import annotations
@@ -23,8 +28,7 @@ from types import MappingProxyType
 import torch
 
 from zeromesh import fault_injection
-from zeromesh.errors import NonFiniteError
-from zeromesh.flat.placement import Placement
+from zeromesh.errors import NonFiniteError, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import (
     Access,
@@ -36,14 +40,14 @@ from zeromesh.offload import (
     Tiers,
     UpdateStream,
 )
-from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules, Rates
+from zeromesh.optim.fused_optimizer import BucketOptimizer, Rates
 from zeromesh.optim.gradients import GradientShards, LossScaler, ReplicaGroups, clip_factor, global_norm, gradient_of
 from zeromesh.optim.update_device import place_updates, try_update
 from zeromesh.optim.weight_average import WeightAverage
-from zeromesh.options import ZeroOptions
+from zeromesh.options import Placement, ZeroOptions
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.telemetry.watchdog import Activity
-from zeromesh.units.unit import Bucket, Unit
+from zeromesh.units.unit import Bucket, Unit, all_buckets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,14 +73,15 @@ class OptimizerStep:
         self._options = options
         self._tiers = tiers
         self.shards = GradientShards(options, tiers)
-        self._all = [bucket for unit in units for bucket in unit.buckets]
+        self._all = all_buckets(units)
         self._buckets: list[Bucket] = []
         """Buckets that are trained in the present step."""
         self._units = {id(bucket): unit for unit in units for bucket in unit.buckets}
         self._optimizers: dict[int, BucketOptimizer] = {}
-        at = options.offload.optimizer
-        self.averages = None if options.average is None else WeightAverage(options.average, tiers, at)
+        self.averages: WeightAverage | None = None
         """The averages of the weights, where options ask for them."""
+        if options.average is not None:
+            self.averages = WeightAverage(options.average, tiers, options.offload.optimizer)
         self._make_optimizers()
         self.shards.require_room(self._buckets)
         self._sums: dict[int, Callable[[], None]] = {}
@@ -100,22 +105,22 @@ class OptimizerStep:
         """How many updates were made: steps that were not skipped."""
         self.last_order: list[Bucket] = []
         """Buckets in the order in which the latest step has updated them."""
-        self.before_change: Callable[[Bucket], None] = _do_nothing
+        self.before_change: Callable[[Bucket], None] = lambda bucket: None
         """Runs before a bucket's states change; whoever reads them beside training ends that in it."""
-        offload = options.offload
-        settings, dtype = options.optimizer, options.precision.master
-        try_on = partial(try_update, tiers=tiers, settings=settings, dtype=dtype, staging_bytes=offload.staging_bytes)
-        self.place = place_updates(offload.update, mesh, try_on, in_reach=not self._missing(tiers.device))
-        self._stream = self._make_stream(self.place.device, tiers)
+        self.place = place_updates(
+            options.offload.update,
+            mesh,
+            partial(try_update, tiers=tiers, options=options),
+            in_reach=not self._missing(tiers.device),
+        )
+        self._stream = self._make_stream(self.place.device)
 
     def _make_optimizers(self) -> None:
         """Make optimizers, and averages, for the buckets that are trained and have none yet."""
         self._buckets = [bucket for bucket in self._all if any(bucket.training)]
-        settings, at = self._options.optimizer, self._options.offload.optimizer
         for bucket in self._all:
             if bucket.trainable and id(bucket) not in self._optimizers:
-                groups = GroupRules(settings).groups
-                self._optimizers[id(bucket)] = BucketOptimizer(bucket, settings, groups, self._tiers, at)
+                self._optimizers[id(bucket)] = BucketOptimizer(bucket, self._options, self._tiers)
                 if self.averages is not None:
                     self.averages.begin(bucket)
 
@@ -128,25 +133,24 @@ class OptimizerStep:
         if len(self._optimizers) > known:
             self._stream.forget()
             device = self._stream.device
-            tier = Tier.HOST if device.type == "cpu" else Tier.DEVICE
-            self._tiers.ledger.add(tier, Purpose.STAGING, -self._stream.nbytes)
-            self._stream = self._make_stream(device, self._tiers)
+            self._tiers.ledger.add(_memory_of(device), Purpose.STAGING, -self._stream.nbytes)
+            self._stream = self._make_stream(device)
 
     def _missing(self, device: torch.device) -> int:
         """How many tensors of a bucket's update are not in the memory of `device`, at most."""
         uses = (self._uses(bucket, averaging=True) for bucket in self._buckets)
         return max((sum(use.tensor.whole(device) is None for use in each) for each in uses), default=0)
 
-    def _make_stream(self, device: torch.device, tiers: Tiers) -> UpdateStream:
+    def _make_stream(self, device: torch.device) -> UpdateStream:
         stream = UpdateStream(
             device,
             width=self._missing(device),
             longest=max((bucket.master.nbytes for bucket in self._buckets), default=0),
             nbytes=self._options.offload.staging_bytes,
-            waits=tiers.waits,
-            memory=partial(tiers.buffer, device=device),
+            waits=self._tiers.waits,
+            memory=partial(self._tiers.buffer, device=device),
         )
-        tiers.ledger.add(Tier.HOST if device.type == "cpu" else Tier.DEVICE, Purpose.STAGING, stream.nbytes)
+        self._tiers.ledger.add(_memory_of(device), Purpose.STAGING, stream.nbytes)
         return stream
 
     def resume(self, updates: int, steps: Mapping[str, int] = MappingProxyType({})) -> None:
@@ -181,7 +185,7 @@ class OptimizerStep:
                 self.shards.put_away(bucket, last=False)
             return
         self.shards.make_room(bucket)
-        if self.sharing.over_stages(bucket):
+        if bucket.spec.copies is not None:
             self._tied.append(bucket)  # The other stage may wait for what follows this backward.
         else:
             self._share(bucket)
@@ -196,13 +200,13 @@ class OptimizerStep:
             self._update_ready()
         elif bucket.grad_rest is not None:
             self._ready.append(bucket)
-            while len(self._ready) > 1:  # The sum of the newest bucket over its replicas goes on meanwhile.
-                self._put_away_oldest()
+            self._put_away(but=1)  # The sum of the newest bucket over its replicas goes on meanwhile.
 
-    def _put_away_oldest(self) -> None:
-        bucket = self._ready.popleft()
-        self._complete(bucket)
-        self.shards.put_away(bucket, last=True)
+    def _put_away(self, but: int = 0) -> None:
+        while len(self._ready) > but:
+            bucket = self._ready.popleft()
+            self._complete(bucket)
+            self.shards.put_away(bucket, last=True)
 
     def leave(self, units: Iterable[Unit]) -> None:
         """Note that this rank is done with these units in backward, so that all ranks may update them."""
@@ -212,19 +216,16 @@ class OptimizerStep:
 
     def end_backward(self, units: Iterable[Unit]) -> None:
         """End a backward: wait for the sums over replicas, and for what is put away."""
-        if self._in_backward:
-            self._retire(units)
-            self._update_ready()
-        elif self._last:
-            while self._ready:
-                self._put_away_oldest()
-        for bucket in self._buckets:
+        self.leave(units)
+        if self._last and not self._in_backward:
+            self._put_away()
+        for bucket in self._buckets if self._sums else ():
             self._complete(bucket)
         self.shards.settle()
 
     def end_backwards(self) -> None:
         """Sum what stages share, when all backwards of the step are over and no other rank waits for one of this rank."""
-        tied, self._tied = sorted(self._tied, key=lambda bucket: bucket.layout.first.name), []
+        tied, self._tied = sorted(self._tied, key=lambda bucket: bucket.spec.name), []
         for bucket in tied:
             self._share(bucket)
         if tied:
@@ -253,7 +254,7 @@ class OptimizerStep:
         finite = math.isfinite(norm)
         cause = "" if finite else self._cause(norm, loss_finite)
         if not finite and options.on_nonfinite == "stop":
-            raise NonFiniteError(f"{cause}; no parameter was changed (run.on_nonfinite: stop)")
+            raise NonFiniteError(f"{cause}; no parameter was changed (on_nonfinite: stop)")
         self.scaler.update(overflow=not finite)
         if finite and not options.optimizer_in_backward:
             factor *= clip_factor(norm, options.clip_norm)
@@ -269,14 +270,14 @@ class OptimizerStep:
         return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale, cause=cause, waited=waited)
 
     @property
-    def _averaging(self) -> bool:
-        """Whether the averages of the weights take in the present update."""
-        return self.averages is not None and self.averages.due(self.updates + 1)
+    def _averaging(self) -> WeightAverage | None:
+        """The averages of the weights where they take in the present update."""
+        return self.averages if self.averages is not None and self.averages.due(self.updates + 1) else None
 
     def _end_averages(self) -> None:
         """Let the averages of buckets that are not trained now take in the update too; those of the others have done so."""
-        averages = self.averages
-        if averages is None or not self._averaging:
+        averages = self._averaging
+        if averages is None:
             return
         for bucket in self._all:
             average = averages.of(bucket)
@@ -286,24 +287,21 @@ class OptimizerStep:
                     StreamOperand(tensor=bucket.master, mode=Access.READ),
                     StreamOperand(tensor=average, mode=Access.UPDATE),
                 ]
-                rows = list(self._stream.rows(id(bucket), bucket.interval.length, uses))
+                rows = list(self._stream.rows(id(bucket), bucket.length, uses))
                 self._stream.run(rows, lambda _row, tensors: averages.blend(tensors[1], tensors[0]))
         self._stream.settle()
         averages.count += 1
 
     def _cause(self, norm: float, loss_finite: bool) -> str:
         """Which units' gradients, and which ranks' losses, are not finite. All ranks call it, and return the same text."""
-        found = {
-            self._units[id(bucket)].index: self._units[id(bucket)].name
-            for bucket in self._buckets
-            if not math.isfinite(self.shards.square(bucket))
-        }
-        rows = self._mesh.world.gather_json([not loss_finite, sorted(found.items())], "where gradients are not finite")
+        units = [self._units[id(bucket)] for bucket in self._buckets]
+        squares = zip(units, self.shards.squares(self._buckets), strict=True)
+        found = sorted({(unit.index, unit.name) for unit, square in squares if not math.isfinite(square)})
+        rows = self._mesh.world.gather_json([not loss_finite, found], "where gradients are not finite")
         names = [name for _, name in sorted({(index, name) for _, units in rows for index, name in units})]
         text = f"the gradient norm is {norm}"
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            text += f": gradients of unit {names[0]}{more} are not finite"
+            text += f": gradients of unit {some(names, 1)} are not finite"
         ranks = [str(rank) for rank, (bad, _) in enumerate(rows) if bad]
         if ranks:
             text += f"; the loss is not finite on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
@@ -315,18 +313,16 @@ class OptimizerStep:
 
     def abandon(self) -> None:
         """Forget a step that has ended before it has changed anything."""
-        self._ready.clear()
-        self._tied.clear()
-        self._sums.clear()
+        for held in (self._ready, self._tied, self._sums):
+            held.clear()
         self._stream.forget()
         self.shards.abandon(self._buckets)
 
     def _retire(self, units: Iterable[Unit]) -> None:
-        """Let the other ranks overwrite what this rank has gathered of these units, each once per step."""
+        """Let the other ranks overwrite what this rank has gathered of these units, each once per step: later a unit may hold the
+        next values, which this rank still has to read."""
         for unit in units:
-            if (
-                unit.index not in self._retired
-            ):  # Else it may hold the next values already, which this rank still has to read.
+            if unit.index not in self._retired:
                 self._retired.add(unit.index)
                 for bucket in unit.trainable:
                     bucket.buffer.retire()
@@ -338,29 +334,23 @@ class OptimizerStep:
             wait()
 
     def _update_ready(self) -> None:
-        """Update, inside backward, the buckets that are reduced and that this rank does not read any more.
-
-        The update waits until the other ranks have read them too. This cannot be circular: all ranks leave units in one order, and
-        a rank waits only for units that it has left itself.
-        """
+        """Update what can be updated inside backward; see [Note: Updates inside backward]."""
         ready, self._ready = self._ready, deque()
         for bucket in ready:
-            if self._units[id(bucket)].index not in self._retired:
-                self._ready.append(bucket)  # It is in the root, for example, which the other buckets need not wait for.
+            unit = self._units[id(bucket)]
+            if unit.index not in self._retired:
+                self._ready.append(bucket)
                 continue
             self._complete(bucket)
-            square = self.shards.square(bucket)
+            (square,) = self.shards.squares([bucket])
             if not math.isfinite(square):
                 raise NonFiniteError(
-                    f"gradients of unit {self._units[id(bucket)].name} are not finite; the optimizer runs inside backward, "
+                    f"gradients of unit {unit.name} are not finite; the optimizer runs inside backward, "
                     "so the step is half done and its state must not be saved"
                 )
             self._squares += square if self.sharing.counts(bucket) else 0.0
-            following: Sequence[Bucket] = ()
-            if self._stream.nbytes:  # Else nothing is away, and there is nothing to read ahead.
-                done = {id(bucket), *map(id, self.last_order)}
-                following = [each for each in self._order if id(each) not in done]
-            self._update(bucket, 1.0, following)
+            done = {id(bucket), *map(id, self.last_order)}
+            self._update(bucket, 1.0, [each for each in self._order if id(each) not in done])
             self.shards.drop(bucket)
 
     def _update(self, bucket: Bucket, factor: float, following: Sequence[Bucket]) -> None:
@@ -377,10 +367,10 @@ class OptimizerStep:
         optimizer = self._optimizers[id(bucket)]
         optimizer.begin()
         grad = gradient_of(bucket) if self._in_backward else None
-        copied, averages = bucket.copy is not None, self.averages if self._averaging else None
+        averages = self._averaging
 
         def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
-            copy = tensors.pop() if copied else None
+            copy = tensors.pop() if bucket.copy is not None else None
             part = tensors.pop() if grad is None else grad[row.start : row.end].to(self._stream.device)
             if factor != 1.0:
                 part.mul_(factor)
@@ -392,19 +382,20 @@ class OptimizerStep:
             if averages is not None and average is not None:
                 averages.blend(average, master)
 
-        ahead = chain.from_iterable(self._rows(each) for each in following)
+        # Where nothing is away there is nothing to read ahead.
+        ahead = chain.from_iterable(map(self._rows, following)) if self._stream.nbytes else ()
         self._stream.run(list(self._rows(bucket)), compute, ahead)
         bucket.buffer.end_write()
 
     def _rows(self, bucket: Bucket) -> Iterator[StreamRow]:
-        return self._stream.rows(id(bucket), bucket.interval.length, self._uses(bucket, averaging=self._averaging))
+        uses = self._uses(bucket, averaging=self._averaging is not None)
+        return self._stream.rows(id(bucket), bucket.length, uses)
 
     def _uses(self, bucket: Bucket, *, averaging: bool) -> list[StreamOperand]:
         """The tensors that an update of a bucket reads and writes: master weights, moments, averages, gradients (other than inside
         backward, where they have just arrived in memory), and the copy that is gathered. `_change` takes them in this order."""
-        states = [bucket.master, *self._optimizers[id(bucket)].moments.values()]
         average = self.averages.of(bucket) if self.averages is not None and averaging else None
-        states += [average] if average is not None else []
+        states = [bucket.master, *self._optimizers[id(bucket)].moments.values(), *([average] if average else [])]
         uses = [StreamOperand(tensor=tensor, mode=Access.UPDATE) for tensor in states]
         if not self._in_backward:
             rest = bucket.grad_rest if bucket.grad is None else TieredTensor.of(bucket.grad)
@@ -415,5 +406,5 @@ class OptimizerStep:
         return uses
 
 
-def _do_nothing(bucket: Bucket) -> None:
-    """The call before an update where nobody reads the states beside training."""
+def _memory_of(device: torch.device) -> Tier:
+    return Tier.HOST if device.type == "cpu" else Tier.DEVICE

@@ -15,7 +15,7 @@ import torch
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Access, StreamOperand, StreamRow, Tier, TieredTensor, Tiers, UpdateStream, WaitTime
 from zeromesh.optim.fused_optimizer import OptimizerGroup, fused_update, moment_names
-from zeromesh.options import OptimizerSettings, UpdateOn
+from zeromesh.options import UpdateOn, ZeroOptions
 
 _CPU = torch.device("cpu")
 _ELEMENTS = 1 << 23
@@ -58,20 +58,17 @@ def place_updates(
     return UpdateDevice(device=_CPU if host <= there else device, host_seconds=host, device_seconds=there)
 
 
-def try_update(
-    device: torch.device, tiers: Tiers, settings: OptimizerSettings, dtype: torch.dtype, staging_bytes: int
-) -> float:
+def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions) -> float:
     """Seconds for a billion elements of an update computed on `device`, states and gradients being in the host's memory."""
-    pinned = tiers.pinned.used
+    pinned, settings, dtype = tiers.pinned.used, options.optimizer, options.precision.master
     names = ("master", "gradient", *moment_names(settings))
     memory = [tiers.buffer(_ELEMENTS * dtype.itemsize, _CPU).view(dtype) for _ in names]
     uses = [StreamOperand(tensor=TieredTensor.of(each, Tier.HOST), mode=Access.UPDATE) for each in memory]
-    width = 0 if device.type == "cpu" else len(uses)
     stream = UpdateStream(
         device,
-        width=width,
+        width=0 if device.type == "cpu" else len(uses),
         longest=memory[0].nbytes,
-        nbytes=staging_bytes,
+        nbytes=options.offload.staging_bytes,
         waits=WaitTime(),
         memory=partial(tiers.buffer, device=device),
     )

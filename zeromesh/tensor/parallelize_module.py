@@ -21,7 +21,7 @@ from torch import nn
 
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import LayoutError
-from zeromesh.flat.placement import ParameterPart
+from zeromesh.flat.layout import ParameterPart
 from zeromesh.intervals import Interval
 from zeromesh.overrides import override
 from zeromesh.tensor.dropout_rng import ShardedRandomness

@@ -12,12 +12,11 @@ from zeromesh.comm.select import choose_transport, open_transport
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, RingRequest, Transport
 from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, build_layout
-from zeromesh.flat.placement import Placement
 from zeromesh.intervals import Interval
 from zeromesh.mesh.agreement import require_same
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TieredTensor, Tiers, allocate_lasting, available_bytes
-from zeromesh.options import ZeroOptions
+from zeromesh.options import Placement, ZeroOptions
 from zeromesh.units.plan import ModelPlan
 from zeromesh.units.unit import Bucket, Unit
 from zeromesh.weight_init.weight_sources import ParameterSource
@@ -31,15 +30,14 @@ def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], opti
     Raises:
         LayoutError: on every rank, naming the options and parameters that differ.
     """
-    # Where a host's swap files lie is its own business.
+    # Hosts may have their swap files in different places.
     shared = replace(options, offload=replace(options.offload, files=FileSettings()))
     values: dict[str, object] = {f"option {each.name}": getattr(shared, each.name) for each in fields(shared)}
-    values |= {
-        f"parameter {spec.fqn}": f"{list(spec.shape)} {spec.dtype} {'trained' if spec.requires_grad else 'frozen'}, "
-        f"number {number} of bucket {layout.name}"
-        for layout in layouts
-        for number, spec in enumerate(slot.spec for slot in layout.slots)
-    }
+    for layout in layouts:
+        for number, spec in enumerate(slot.spec for slot in layout.slots):
+            trained = "trained" if spec.requires_grad else "frozen"
+            where = f"number {number} of bucket {layout.name}"
+            values[f"parameter {spec.fqn}"] = f"{list(spec.shape)} {spec.dtype} {trained}, {where}"
     advice = (
         "All ranks must build one model, with the same shapes, dtypes and frozen parameters, under the same options"
     )
@@ -58,11 +56,6 @@ class Built:
     transport: Transport
     reduction: Transport
     tiers: Tiers
-
-    @property
-    def ledger(self) -> Ledger:
-        """Every byte of these, by tier and purpose."""
-        return self.tiers.ledger
 
 
 def plan_layouts(plan: ModelPlan, parts: int) -> list[list[BucketLayout]]:
@@ -99,8 +92,18 @@ def build_units(
     keep = _persistent(layouts, mesh, options, kind)
     trained = [layout for layout in flat if layout.first.requires_grad]
     ring = RingRequest(slots=options.gradient_slots, nbytes=slot_bytes(trained, options))
-    transport, reduction = _open(kind, flat, keep, ring, mesh, options)
-    _count_buffers(tiers.ledger, flat, keep, transport, reduction, ring)
+    requests = [
+        BufferRequest(name=layout.name, padded=layout.padded, dtype=layout.first.dtype, persistent=kept)
+        for layout, kept in zip(flat, keep, strict=True)
+    ]
+    if options.placements.optimizer is Placement.SHARDED:
+        transport = reduction = open_transport(kind, mesh.shard, mesh.device, requests, ring)
+    else:  # Every rank updates all elements by itself: parameters never move, gradients are summed to all.
+        transport = open_transport("local", mesh.shard, mesh.device, requests, ring)
+        reduction = open_transport(kind, mesh.shard, mesh.device, (), ring)
+    kept_bytes = sum(layout.nbytes for layout, kept in zip(flat, keep, strict=True) if kept)
+    tiers.ledger.add(Tier.DEVICE, Purpose.PARAMETERS, int(kept_bytes * transport.share))
+    count_ring(tiers.ledger, reduction.name, ring)
     buffers = iter(transport.buffers)
     units = []
     for number, (unit_plan, unit_layouts) in enumerate(zip(plan.units, layouts, strict=True)):
@@ -126,24 +129,10 @@ def _require_master_weights(specs: Sequence[ParameterSpec], options: ZeroOptions
             )
 
 
-def _open(
-    kind: str,
-    layouts: Sequence[BucketLayout],
-    keep: Sequence[bool],
-    ring: RingRequest,
-    mesh: Mesh,
-    options: ZeroOptions,
-) -> tuple[Transport, Transport]:
-    requests = [
-        BufferRequest(name=layout.name, padded=layout.padded, dtype=layout.first.dtype, persistent=kept)
-        for layout, kept in zip(layouts, keep, strict=True)
-    ]
-    if options.placements.optimizer is Placement.SHARDED:
-        transport = open_transport(kind, mesh.shard, mesh.device, requests, ring)
-        return transport, transport
-    # Every rank updates all elements by itself: parameters never move, gradients are summed to all.
-    private = open_transport("local", mesh.shard, mesh.device, requests, ring)
-    return private, open_transport(kind, mesh.shard, mesh.device, (), ring)
+def count_ring(ledger: Ledger, transport: str, ring: RingRequest) -> None:
+    """Count the bytes of gradient slots; gloo receives into buffers of its own beside them."""
+    copies = {"local": 0, "gloo": 2}.get(transport, 1)
+    ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, copies * ring.slots * ring.nbytes)
 
 
 def slot_bytes(trained: Sequence[BucketLayout], options: ZeroOptions) -> int:
@@ -197,9 +186,8 @@ def _bucket(
         for run in piece.spec.region.runs(piece.in_parameter):
             values = source.read(piece.spec.name, run.logical, run.logical + run.length).to(master.dtype)
             start = piece.in_shard.start + run.local - piece.in_parameter.start
-            for tensor in (master, copy):
-                if tensor is not None:
-                    tensor.slice(start, start + run.length).copy_from(values)
+            for tensor in (master, copy) if copy is not None else (master,):
+                tensor.write(start, values).wait()
     for slot in layout.slots:
         source.release(slot.spec.name)
     parameters = [_adopt(model, slot.spec.fqn, mesh.device) for slot in layout.slots]
@@ -262,7 +250,7 @@ def _adopt(model: nn.Module, fqn: str, device: torch.device) -> nn.Parameter:
 
 
 def _allocate_gradients(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
-    dtype, length, padded = options.precision.reduce, bucket.interval.length, bucket.layout.padded
+    dtype, length, padded = options.precision.reduce, bucket.length, bucket.layout.padded
     if options.gradients_stay(tiers.device):
         what = f"gradients of {bucket.name}"
         rest = tiers.allocate(length, dtype, options.offload.gradients_at, Purpose.GRADIENTS, what)
@@ -271,18 +259,3 @@ def _allocate_gradients(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> N
     if options.sums_before_reducing and bucket.layout.parts > 1:
         bucket.partial = allocate_lasting(padded, dtype, tiers.device)
         tiers.ledger.add(Tier.DEVICE, Purpose.PARTIAL_GRADIENTS, padded * dtype.itemsize)
-
-
-def _count_buffers(
-    ledger: Ledger,
-    layouts: Sequence[BucketLayout],
-    keep: Sequence[bool],
-    transport: Transport,
-    reduction: Transport,
-    ring: RingRequest,
-) -> None:
-    kept = sum(layout.nbytes for layout, persistent in zip(layouts, keep, strict=True) if persistent)
-    ledger.add(Tier.DEVICE, Purpose.PARAMETERS, int(kept * transport.share))
-    if reduction.name != "local":
-        copies = 2 if reduction.name == "gloo" else 1  # gloo receives into buffers of its own
-        ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, copies * ring.slots * ring.nbytes)

@@ -20,8 +20,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from zeromesh.errors import LayoutError
-from zeromesh.flat.layout import ParameterSpec
-from zeromesh.flat.placement import ParameterPart, StageCopies
+from zeromesh.flat.layout import ParameterPart, ParameterSpec, StageCopies
 
 ROOT = ""
 """Fully qualified name of the root module."""

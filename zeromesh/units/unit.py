@@ -10,24 +10,104 @@ Who owns which memory, for a bucket of P elements over W ranks:
     grad_rest     [P/W]                   where they rest between reduction and update
     partial       [P]     reduce dtype    this rank's own sums, where a stage reduces only once per step
 
-The life of a unit as a table of legal transitions; anything else raises with the unit's name.
+[Note: Parameters at rest]
+While a parameter rests, its class is a subclass of its own whose `__torch_function__` sees every operation of PyTorch on it. What
+only asks for metadata (shape, dtype, gradient, hooks) is answered. Anything else calls `wake`, which makes the parameter's unit
+live or raises, and then runs on the same object, whose class and values are by then what they were. Operations that do not ask for
+overrides (TorchScript, collectives of torch.distributed) see NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+from torch.utils import _pytree as pytree
 
 from zeromesh.comm.transport import GatherBuffer
 from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import BucketLayout
 from zeromesh.intervals import Interval
 from zeromesh.offload import Ledger, Purpose, Tier, TieredTensor
-from zeromesh.units.parameters_at_rest import resting_class, set_values
+
+
+def _metadata() -> frozenset[Any]:
+    """Functions, as `__torch_function__` gets them, that read or write nothing of a tensor's values."""
+    attributes = (
+        "shape dtype device layout ndim requires_grad grad _grad grad_fn is_leaf grad_dtype names name output_nr retains_grad "
+        "itemsize nbytes is_cpu is_cuda is_meta is_quantized is_sparse is_sparse_csr is_mkldnn is_mps is_xla is_xpu is_ipu is_mtia "
+        "is_maia is_vulkan is_nested _version _base _cdata _backward_hooks _post_accumulate_grad_hooks"
+    )
+    methods = (
+        "size dim ndimension numel nelement element_size stride storage_offset is_contiguous is_floating_point is_complex "
+        "is_signed is_inference is_conj is_neg is_same_size get_device register_hook register_post_accumulate_grad_hook "
+        "requires_grad_ retain_grad dim_order __len__ __hash__ _is_view"
+    )
+    descriptors = [getattr(torch.Tensor, name, None) for name in attributes.split()]
+    found = {getattr(each, name, None) for each in descriptors for name in ("__get__", "__set__", "__delete__")}
+    found |= {getattr(owner, name, None) for name in methods.split() for owner in (torch.Tensor, torch)}
+    return frozenset(found - {None})
+
+
+_METADATA = _metadata()
+
+
+class AtRest(nn.Parameter):
+    """The class of a parameter at rest. `on_use` is called with a parameter that is used; see [Note: Parameters at rest]."""
+
+    on_use: ClassVar[Callable[[nn.Parameter], None]]
+    kind: ClassVar[type[nn.Parameter]]
+    """What the parameter is while it does not rest."""
+
+    @classmethod
+    def of(cls, kind: type[nn.Parameter], on_use: Callable[[nn.Parameter], None]) -> type[AtRest]:
+        """Make the class that parameters of class `kind` have at rest."""
+        bases = (cls,) if kind is nn.Parameter else (cls, kind)
+        return type(f"{kind.__name__}AtRest", bases, {"on_use": staticmethod(on_use), "kind": kind})
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer what asks for metadata; wake all parameters at rest for anything else."""
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for each in pytree.tree_leaves((args, kwargs)):
+            if isinstance(each, AtRest):
+                each.wake()
+        return func(*args, **kwargs)
+
+    def wake(self) -> None:
+        """Make the values usable, which gives the parameter its own class back. Raises `PhaseError` where they cannot be."""
+        type(self).on_use(self)
+        if isinstance(self, AtRest):
+            raise PhaseError(f"a parameter of shape {tuple(self.shape)} was to be made usable, and still rests")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the values, in the class of the parameter."""
+        self.wake()
+        return self.__deepcopy__(memo)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """The values where they can be had, else what is known without them: for debuggers."""
+        try:
+            self.wake()
+        except PhaseError as error:
+            return f"Parameter at rest, {tuple(self.shape)}, {self.dtype}: {error}"
+        return repr(self)
+
+
+def set_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Give a parameter, which may rest, other values."""
+    if issubclass(kind := type(parameter), AtRest):  # `isinstance` would ask the slower metaclass of parameters.
+        parameter.__class__ = kind.kind
+    parameter.data = values
 
 
 class Phase(Enum):
@@ -50,20 +130,6 @@ _LEGAL: dict[Phase, frozenset[Phase]] = {
     Phase.LIVE: frozenset({Phase.RESTING, Phase.REDUCING}),
     Phase.REDUCING: frozenset({Phase.RESTING, Phase.LIVE}),
 }
-
-
-def advance(unit: str, old: Phase, new: Phase) -> Phase:
-    """The new phase.
-
-    Raises:
-        PhaseError: when the table does not allow it.
-    """
-    if new not in _LEGAL[old]:
-        allowed = ", ".join(sorted(phase.value for phase in _LEGAL[old]))
-        raise PhaseError(f"unit {unit} is {old.value} and cannot become {new.value}; it can become {allowed}")
-    return new
-
-
 _DIGEST_WORDS = 1 << 18
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers as wide as a parameter's elements."""
@@ -82,9 +148,20 @@ class Bucket:
         copy: TieredTensor | None,
     ) -> None:
         self.layout = layout
+        self.name = layout.name
+        self.spec = layout.first
+        """The first parameter, with which the others share dtype and ranks."""
+        self.dtype = self.spec.dtype
+        self.nbytes = layout.nbytes
+        """Bytes of the gathered parameters."""
+        self.gaps = [slice(gap.start, gap.end) for gap in layout.gaps()]
+        """What belongs to no parameter."""
         self.parameters = tuple(parameters)
         self.buffer = buffer
         self.interval = interval
+        self.length = interval.length
+        """Elements that this rank updates: its shard, or all of them."""
+        self.is_shard = self.length == layout.shard_length
         self.master = master
         self.copy = copy
         self.training = [slot.spec.requires_grad for slot in layout.slots]
@@ -95,41 +172,33 @@ class Bucket:
         self.grad: torch.Tensor | None = None
         self.grad_rest: TieredTensor | None = None
         self.partial: torch.Tensor | None = None
-        dtype = layout.first.dtype
-        poison = torch.full((), float("nan"), dtype=dtype) if dtype.is_floating_point else torch.zeros((), dtype=dtype)
+        poison = torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype)
         poison = poison.to(buffer.full.device)
         flat = buffer.carve([slot.where for slot in layout.slots])
         self._views = [view.view(slot.spec.shape) for view, slot in zip(flat, layout.slots, strict=True)]
         self._rest = [poison.expand(slot.spec.shape) for slot in layout.slots]
         self.on_use: Callable[[str], None] = no_engine
         """Called with the name of a parameter at rest that is used."""
-        kinds = {kind: resting_class(kind, self._used) for kind in set(map(type, self.parameters))}
+        kinds = {kind: AtRest.of(kind, self._used) for kind in set(map(type, self.parameters))}
         self._resting = [kinds[type(parameter)] for parameter in self.parameters]
         self._versions: list[int] = []
         self._digests: list[int] = []
 
-    @property
-    def name(self) -> str:
-        return self.layout.name
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layout.first.dtype
-
     def learned(self, fqn: str) -> bool:
         """Whether a parameter has master weights and moments of its own."""
         return fqn in self._learned
+
+    def changed_flags(self) -> list[int]:
+        """Which parameters have `requires_grad` set otherwise than they are trained, by their numbers."""
+        with torch._C.DisableTorchFunctionSubclass():  # Parameters at rest answer fast.
+            flags = [parameter.requires_grad for parameter in self.parameters]
+        return [] if flags == self.training else [n for n, flag in enumerate(flags) if flag != self.training[n]]
 
     def follow(self) -> None:
         """Train from now on those parameters that `requires_grad` says."""
         self.training = [parameter.requires_grad for parameter in self.parameters]
         named = zip(self.layout.slots, self.training, strict=True)
         self._learned.update(slot.spec.fqn for slot, trained in named if trained)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the gathered parameters."""
-        return self.layout.nbytes
 
     def show(self) -> None:
         """Parameters become views of the gathered buffer."""
@@ -144,27 +213,23 @@ class Bucket:
             parameter.__class__ = kind
 
     def _used(self, used: nn.Parameter) -> None:
-        fqns = [slot.spec.fqn for slot in self.layout.slots]
-        self.on_use(next(fqn for fqn, each in zip(fqns, self.parameters, strict=True) if each is used))
+        named = zip(self.layout.slots, self.parameters, strict=True)
+        self.on_use(next(slot.spec.fqn for slot, each in named if each is used))
 
     def note_values(self) -> None:
         """Remember what the parameters are, which are live, so that `written` notices writes that leave no trace elsewhere."""
-        self._digests = [_digest(view) for view in self._views]
+        self._digests = [digest(view) for view in self._views]
 
     def written(self) -> str | None:
         """The name of a parameter that was changed in place since it was shown, or since this was asked."""
         versions = [parameter._version for parameter in self.parameters]
         if versions == self._versions and not self._digests:
             return None
-        changed = [old != new for old, new in zip(self._versions, versions, strict=True)]
-        if self._digests:
-            changed = [
-                each or old != _digest(view)
-                for each, old, view in zip(changed, self._digests, self._views, strict=True)
-            ]
+        digests = [digest(view) for view in self._views] if self._digests else []
+        compared = zip([*self._versions, *self._digests], [*versions, *digests], strict=True)
+        changed = [number % len(versions) for number, (old, new) in enumerate(compared) if old != new]
         self._versions, self._digests = versions, []
-        found = (slot.spec.fqn for slot, each in zip(self.layout.slots, changed, strict=True) if each)
-        return next(found, None)
+        return self.layout.slots[min(changed)].spec.fqn if changed else None
 
     def publish(self) -> None:
         """The master weights, all of them, are new: so is what the others gather."""
@@ -187,14 +252,23 @@ class Unit:
         self.phase = Phase.RESTING
         self._ledger = ledger
         self._transient = int(share * sum(bucket.nbytes for bucket in self.buckets if not bucket.buffer.persistent))
+        self.follow()
 
-    @property
-    def trainable(self) -> tuple[Bucket, ...]:
+    def follow(self) -> None:
+        """Train from now on those parameters that `requires_grad` says."""
+        for bucket in self.buckets:
+            bucket.follow()
+        self.trainable = tuple(bucket for bucket in self.buckets if any(bucket.training))
         """Buckets that get gradients in the present step."""
-        return tuple(bucket for bucket in self.buckets if any(bucket.training))
+        self.keeps_writes = all(
+            bucket.buffer.persistent and bucket.copy is None and bucket.length == bucket.layout.padded
+            for bucket in self.buckets
+        )
+        """Whether a parameter that is changed in place stays so: the gathered memory is the master weights, all of them."""
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the gathered parameters."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def names(self) -> list[str]:
@@ -214,18 +288,12 @@ class Unit:
         """Whether a tensor lies in the memory of the gathered parameters."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or is_wrapped(tensor):
             return False
-        spans = [(bucket.buffer.full, bucket.nbytes) for bucket in self.buckets]
-        return any(
-            full.device == tensor.device and 0 <= tensor.data_ptr() - full.data_ptr() < nbytes for full, nbytes in spans
-        )
-
-    @property
-    def keeps_writes(self) -> bool:
-        """Whether a parameter that is changed in place stays so: the gathered memory is the master weights, all of them."""
-        return all(
-            bucket.buffer.persistent and bucket.copy is None and bucket.interval.length == bucket.layout.padded
-            for bucket in self.buckets
-        )
+        device, address = tensor.device, tensor.data_ptr()
+        for bucket in self.buckets:
+            full = bucket.buffer.full
+            if full.device == device and 0 <= address - full.data_ptr() < bucket.nbytes:
+                return True
+        return False
 
     def note_values(self) -> None:
         """Remember the values of all parameters, which are live; see `Bucket.note_values`."""
@@ -238,8 +306,17 @@ class Unit:
         return next(filter(None, found), None)
 
     def enter(self, phase: Phase) -> None:
-        """Go to the next phase; raises PhaseError when the table does not allow it."""
-        self.phase = advance(self.name, self.phase, phase)
+        """Go to the next phase.
+
+        Raises:
+            PhaseError: when the table of transitions does not allow it.
+        """
+        if phase not in _LEGAL[self.phase]:
+            allowed = ", ".join(sorted(each.value for each in _LEGAL[self.phase]))
+            raise PhaseError(
+                f"unit {self.name} is {self.phase.value} and cannot become {phase.value}; it can become {allowed}"
+            )
+        self.phase = phase
 
     def gather(self) -> None:
         """Start to gather."""
@@ -257,22 +334,22 @@ class Unit:
 
     def point(self) -> None:
         """Let the parameters look at what they have in this phase, whatever has replaced their data."""
-        live = self.phase in (Phase.LIVE, Phase.REDUCING)
         for bucket in self.buckets:
-            if live:
+            if self.phase in (Phase.LIVE, Phase.REDUCING):
                 bucket.show()
             else:
                 bucket.hide()
 
-    def release(self) -> None:
-        """Hide the parameters and give back what the transport does not keep. The caller changes the phase."""
+    def rest(self) -> None:
+        """Hide the parameters, and give back what the transport does not keep."""
         self._ledger.add(Tier.DEVICE, Purpose.PARAMETERS, -self._transient)
         for bucket in self.buckets:
             bucket.hide()
             bucket.buffer.release()
+        self.enter(Phase.RESTING)
 
 
-def _digest(values: torch.Tensor) -> int:
+def digest(values: torch.Tensor) -> int:
     """A number that changes with the values: the sum of their bits, in parts, as a sum of integers makes a wide copy."""
     flat = values.reshape(-1)
     words = flat.view(_WORDS[flat.element_size()]) if flat.numel() else flat

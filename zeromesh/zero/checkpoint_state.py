@@ -10,13 +10,12 @@ from torch import nn
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.tensor_shard import TensorShard
 from zeromesh.flat.layout import ParameterSpec, ShardPiece
-from zeromesh.flat.placement import Placement
 from zeromesh.flat.regions import Region, share_of
 from zeromesh.intervals import ALIGNMENT, Interval
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.offload import TieredTensor
 from zeromesh.optim.optimizer_step import OptimizerStep
-from zeromesh.options import ZeroOptions
+from zeromesh.options import Placement, ZeroOptions
 from zeromesh.units.unit import Bucket, Unit, all_buckets
 
 MODEL, MASTER, AVERAGE = "model", "master", "ema"

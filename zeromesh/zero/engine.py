@@ -23,13 +23,12 @@ from typing import TypeVar
 from torch import nn
 
 from zeromesh.errors import ConfigError, LayoutError, NonFiniteError, PhaseError
-from zeromesh.flat.placement import Placement
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor, Tiers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules, Rates
 from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome
 from zeromesh.optim.update_device import UpdateDevice
-from zeromesh.options import ZeroOptions
+from zeromesh.options import Placement, ZeroOptions
 from zeromesh.rng import Streams
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.telemetry.watchdog import Activity
@@ -72,8 +71,9 @@ class ZeroEngine:
         self.mesh = mesh
         self.options = options
         self.units = built.units
+        self._buckets = all_buckets(built.units)
         self._tiers = built.tiers
-        self.ledger = built.ledger
+        self.ledger = built.tiers.ledger
         self.waits = built.tiers.waits
         """How long this rank has stood still for bytes of other tiers."""
         self.transport = built.transport
@@ -204,7 +204,8 @@ class ZeroEngine:
 
         What `requires_grad` of parameters says now holds for the whole step.
         """
-        self._flags.follow()
+        if any(bucket.changed_flags() for bucket in self._buckets):
+            self._flags.follow()
         self._optimizer_step.begin_step(rates)
         self.mesh.post(Activity.FORWARD, 0, step=step)
 
@@ -288,8 +289,7 @@ class ZeroEngine:
             if unit.phase is Phase.GATHERING:
                 unit.wait()  # Nothing has used it, such as the root of a stage whose body alone runs.
             if unit.phase is Phase.LIVE:
-                unit.release()
-                unit.enter(Phase.RESTING)
+                unit.rest()
         if not self._sharded:
             self._gather_all()
         self.transport.poll()

@@ -18,8 +18,7 @@ from zeromesh.flat.regions import Region
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor
-from zeromesh.units.parameters_at_rest import set_values
-from zeromesh.units.unit import Bucket, Unit, all_buckets
+from zeromesh.units.unit import Bucket, Unit, all_buckets, digest, set_values
 from zeromesh.zero.checkpoint_state import MODEL, buffers_of_stages, saved_buffers
 
 _Whole = Callable[[Bucket], torch.Tensor | None]
@@ -168,7 +167,7 @@ class FullState:
             return None
         found = next(self._of_all_stages(lambda each: each is known, self._gradients, self._gradient_dtype), None)
         if found is None:
-            raise PhaseError(f"the gradient of {fqn} was used inside backward (optimizer.in_backward)")
+            raise PhaseError(f"the gradient of {fqn} was used inside backward (optimizer_in_backward)")
         return found[1].clone()
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -332,5 +331,4 @@ def _put_back(module: nn.Module, leaf: str, original: nn.Parameter | None) -> No
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
     """What a write changes: the count of in-place operations, and a sum over the bits, since `.data` is not counted."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.dtype.itemsize]
-    return parameter._version, int(parameter.detach().contiguous().view(-1).view(bits).sum())
+    return parameter._version, digest(parameter.detach())

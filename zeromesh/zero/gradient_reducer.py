@@ -34,11 +34,14 @@ class BucketArrivals:
         self.waiting: list[int] = []
         self.arrived: set[int] = set()
         self.launched = False
-        self._expected = sum(bucket.training)
+        self.complete = not any(bucket.training)
 
-    @property
-    def complete(self) -> bool:
-        return len(self.arrived) == self._expected
+    def arrive(self, index: int) -> bool:
+        """Note a gradient; returns whether the parameter has had one before."""
+        again = index in self.arrived
+        self.arrived.add(index)
+        self.complete = len(self.arrived) == sum(self.bucket.training)
+        return again
 
 
 class GradientSink(Protocol):
@@ -117,8 +120,7 @@ class GradientReducer:
                 f"parameter {bucket.layout.slots[index].spec.fqn} got a gradient outside its backward, or a second one in it. "
                 "Call backward through the trainer, and checkpoint activations with use_reentrant=False"
             )
-        again = index in arrivals.arrived
-        arrivals.arrived.add(index)
+        again = arrivals.arrive(index)
         if not self._reduce:
             self._keep(bucket, index, parameter, again=again)
         elif self._slot_of(arrivals) is not None and not again:
@@ -273,7 +275,7 @@ class GradientReducer:
         bucket, reduction = self._flying.popleft()
         with self._recorder.range("finish reducing", bucket.name) if self._recorder.profiling else NOTHING:
             reduction.finish()
-        if bucket.interval.length == bucket.layout.shard_length:
+        if bucket.is_shard:
             self._sink.on_reduced(bucket)
         else:
             self._whole.append((bucket, reduction))
@@ -285,5 +287,5 @@ def _place(flat: torch.Tensor, slot: ParameterSlot) -> torch.Tensor:
 
 def _zero_gaps(flat: torch.Tensor, bucket: Bucket) -> None:
     """Zero what belongs to no parameter, so that it adds nothing to norms and moves no master weight."""
-    for gap in bucket.layout.gaps():
-        flat[gap.start : gap.end].zero_()
+    for gap in bucket.gaps:
+        flat[gap].zero_()

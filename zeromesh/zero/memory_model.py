@@ -28,11 +28,10 @@ from dataclasses import dataclass
 import torch
 
 from zeromesh.flat.layout import BucketLayout
-from zeromesh.flat.placement import Placement
 from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
 from zeromesh.optim.fused_optimizer import moment_names
 from zeromesh.optim.gradients import LEAVING
-from zeromesh.options import ZeroOptions
+from zeromesh.options import Placement, ZeroOptions
 from zeromesh.units.build import kept_units, plan_layouts
 from zeromesh.units.plan import ModelPlan
 

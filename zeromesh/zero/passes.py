@@ -21,10 +21,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeromesh import fault_injection
 from zeromesh.errors import PhaseError
-from zeromesh.flat.placement import Placement
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.optim.optimizer_step import OptimizerStep
-from zeromesh.options import ZeroOptions
+from zeromesh.options import Placement, ZeroOptions
 from zeromesh.rng import Streams, own_randomness
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.telemetry.watchdog import Activity
@@ -261,8 +260,7 @@ class Passes:
             if self._sharded and unit.phase in (Phase.GATHERING, Phase.LIVE):
                 if unit.phase is Phase.GATHERING:
                     unit.wait()
-                unit.release()
-                unit.enter(Phase.RESTING)
+                unit.rest()
         self.gathers.end()
         self.mode = PassMode.IDLE
         self._entry = None
@@ -366,8 +364,7 @@ class Passes:
             self._keep_returned(unit, tensors)
         self._hook_backward(unit, tensors)
         if self._sharded and unit.index not in (0, *self._progress.held) and unit.phase is Phase.LIVE:
-            unit.release()
-            unit.enter(Phase.RESTING)
+            unit.rest()
         if self._entry is unit.module:
             self.end()
 
@@ -450,7 +447,7 @@ class Passes:
             raise PhaseError(
                 f"unit {unit.name} got a gradient of {unit.name_of(parameter)} while it was {unit.phase.value}: backward has "
                 "entered it in a way that earlier steps did not have, and has read released parameters. Use the block's results "
-                "as its forward returns them, or set zero.stage to 2"
+                "as its forward returns them, or train at stage 2"
             )
         self.gradients.take(bucket, index, parameter)
 
@@ -478,8 +475,7 @@ class Passes:
             return
         unit.enter(Phase.REDUCING)
         if self._sharded:
-            unit.release()
-            unit.enter(Phase.RESTING)
+            unit.rest()
         else:
             unit.enter(Phase.LIVE)
         if self._holding is None:

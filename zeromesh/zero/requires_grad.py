@@ -7,20 +7,15 @@ parameters without a gradient: trained again, it goes on from its own moments an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-
-import torch
-from torch import nn
+from collections.abc import Mapping, Sequence
 
 from zeromesh.comm.select import open_transport
 from zeromesh.comm.transport import RingRequest, Transport
 from zeromesh.errors import CheckpointError, LayoutError
-from zeromesh.flat.layout import ParameterSlot
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Purpose, Tier
 from zeromesh.optim.optimizer_step import OptimizerStep
 from zeromesh.options import ZeroOptions
-from zeromesh.units.build import Built, make_trainable, slot_bytes
+from zeromesh.units.build import Built, count_ring, make_trainable, slot_bytes
 from zeromesh.units.unit import Bucket, Unit
 from zeromesh.zero.gradient_reducer import GradientReducer
 from zeromesh.zero.hooks import Hooks
@@ -45,6 +40,11 @@ class RequiresGradFlags:
         self._gradients = gradients
         self._hooks = hooks
         self._buckets = [(unit, bucket) for unit in built.units for bucket in unit.buckets]
+        self._slots = [
+            (slot.spec, parameter)
+            for _, bucket in self._buckets
+            for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
+        ]
         self._slot_bytes = self._needed_bytes()
         self._wider: Transport | None = None
         """A transport with larger gradient slots than there were at the start."""
@@ -53,17 +53,11 @@ class RequiresGradFlags:
         """Train from now on the parameters with `requires_grad`.
 
         Raises:
-            LayoutError: where ranks say different things, for parameters that stages of a pipeline share, and for one that is wider
+            LayoutError: where ranks set different flags, for parameters that stages of a pipeline share, and for one that is wider
                 than its master weights would be.
             StorageError: when there is no memory for what is trained now.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # Parameters at rest answer fast.
-            changed = [
-                (unit, bucket, index)
-                for unit, bucket in self._buckets
-                for index, parameter in enumerate(bucket.parameters)
-                if parameter.requires_grad != bucket.training[index]
-            ]
+        changed = [(unit, bucket, index) for unit, bucket in self._buckets for index in bucket.changed_flags()]
         if not changed:
             return
         self._require_agreement(changed)
@@ -72,7 +66,7 @@ class RequiresGradFlags:
             if not bucket.trainable:
                 make_trainable(bucket, self._options, self._built.tiers)
                 self._hooks.on_gradients(unit, bucket)
-            bucket.follow()
+            unit.follow()
         self._widen()
         self._updater.follow()
 
@@ -88,10 +82,11 @@ class RequiresGradFlags:
         for group in (self._mesh.data, self._mesh.tensor):
             rows = group.gather_json(flags, "parameters whose requires_grad was changed")
             for rank, row in zip(group.ranks, rows, strict=True):
-                for name in flags.keys() ^ row.keys() or {name for name in flags if flags[name] != row[name]}:
+                for name, _ in flags.items() ^ row.items():
+                    first, second = (self._mesh.rank, rank) if name in flags else (rank, self._mesh.rank)
                     raise LayoutError(
-                        f"requires_grad of {name} was changed on rank {self._mesh.rank if name in flags else rank}, and not so on "
-                        f"rank {rank if name in flags else self._mesh.rank}; change it on all ranks alike"
+                        f"requires_grad of {name} was changed on rank {first}, and not so on rank {second}; change it on all ranks "
+                        "alike"
                     )
 
     def _needed_bytes(self) -> int:
@@ -99,17 +94,15 @@ class RequiresGradFlags:
 
     def _widen(self) -> None:
         """Reduce through larger slots where a bucket that is trained now does not fit into the present ones."""
-        needed, before = self._needed_bytes(), self._slot_bytes
-        name = self._built.reduction.name
-        if needed <= before or name == "local":
+        needed, name = self._needed_bytes(), self._built.reduction.name
+        if needed <= self._slot_bytes or name == "local":
             return
-        slots = self._options.gradient_slots
-        wider = open_transport(name, self._mesh.shard, self._mesh.device, (), RingRequest(slots=slots, nbytes=needed))
+        ring = RingRequest(slots=self._options.gradient_slots, nbytes=needed)
+        wider = open_transport(name, self._mesh.shard, self._mesh.device, (), ring)
         self._gradients.use(wider.reducer)
         self.close()
         self._wider, self._slot_bytes = wider, needed
-        copies = 2 if name == "gloo" else 1
-        self._built.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, copies * slots * needed)
+        count_ring(self._built.tiers.ledger, name, ring)
 
     def close(self) -> None:
         """Close the transport with larger slots."""
@@ -137,26 +130,16 @@ class RequiresGradFlags:
         Raises:
             CheckpointError: for names of parameters that the model does not have.
         """
-        wanted: list[tuple[nn.Parameter, bool]] = []
-        steps: dict[str, int] = {}
-        for slot, parameter in self._slots():
-            trained, count = changes.get(slot.spec.name, (slot.spec.requires_grad, None))
-            wanted.append((parameter, bool(trained)))
-            if count is not None:
-                steps[slot.spec.name] = count
-        if self._mesh.pipeline.size == 1 and (unknown := changes.keys() - steps.keys()):
-            raise CheckpointError(
-                f"the checkpoint says whether {sorted(unknown)[0]} is trained, and the model has no such parameter"
-            )
-        for (slot, parameter), (_, trained) in zip(self._slots(), wanted, strict=True):
-            # Whatever was trained once has states to be loaded.
-            parameter.requires_grad_(trained or slot.spec.name in steps)
+        unknown = changes.keys() - {spec.name for spec, _ in self._slots}
+        if unknown and self._mesh.pipeline.size == 1:
+            raise CheckpointError(f"the checkpoint has trained {min(unknown)}, and the model has no such parameter")
+        wanted = [bool(changes.get(spec.name, (spec.requires_grad,))[0]) for spec, _ in self._slots]
+        for (spec, parameter), trained in zip(self._slots, wanted, strict=True):
+            parameter.requires_grad_(
+                trained or spec.name in changes
+            )  # Whatever was trained once has states to be loaded.
         self.follow()
-        for parameter, trained in wanted:
+        for (_, parameter), trained in zip(self._slots, wanted, strict=True):
             parameter.requires_grad_(trained)
         self.follow()
-        self._updater.resume(updates, steps)
-
-    def _slots(self) -> Iterator[tuple[ParameterSlot, nn.Parameter]]:
-        for _, bucket in self._buckets:
-            yield from zip(bucket.layout.slots, bucket.parameters, strict=True)
+        self._updater.resume(updates, {name: steps for name, (_, steps) in changes.items()})

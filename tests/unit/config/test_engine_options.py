@@ -34,10 +34,10 @@ def optimizer(**changes: Any) -> ZeroOptions:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"stage": 5}, "zero.stage is 5; it must be one of"),
-        ({"prefetch": -1}, "zero.prefetch is -1"),
-        ({"optimizer_in_backward": True, "on_nonfinite": "stop", "clip_norm": 1.0}, "needs run.clip_norm 0"),
-        ({"optimizer_in_backward": True}, "needs run.on_nonfinite: stop"),
+        ({"stage": 5}, "stage is 5; it must be one of"),
+        ({"prefetch": -1}, "prefetch is -1"),
+        ({"optimizer_in_backward": True, "on_nonfinite": "stop", "clip_norm": 1.0}, "needs clip_norm 0"),
+        ({"optimizer_in_backward": True}, "needs on_nonfinite: stop"),
         (
             {
                 "optimizer_in_backward": True,

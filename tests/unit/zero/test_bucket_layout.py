@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import BucketLayout, ParameterSlot, ParameterSpec, build_layout
-from zeromesh.flat.placement import STAGES, Placement, Placements, placements_of
 from zeromesh.intervals import Interval, padded_length, round_up, shard_interval
+from zeromesh.options import STAGES, Placement
 
 sizes = st.integers(min_value=0, max_value=5000)
 parts = st.integers(min_value=1, max_value=17)
@@ -164,19 +164,3 @@ def test_a_stage_is_a_row_of_placements() -> None:
         2: (replicated, sharded, sharded, sharded),
         3: (sharded, sharded, sharded, sharded),
     }
-    with pytest.raises(LayoutError, match=r"zero\.stage is 5; it must be one of \[0, 1, 2, 3\]"):
-        placements_of(5)
-
-
-@pytest.mark.parametrize(
-    ("row", "why"),
-    [
-        (("REPLICATED", "PARTIAL", "SHARDED", "REPLICATED"), "same elements"),
-        (("REPLICATED", "PARTIAL", "PARTIAL", "PARTIAL"), "only gradients between microbatches"),
-        (("SHARDED", "SHARDED", "REPLICATED", "REPLICATED"), "sharded optimizer state"),
-    ],
-)
-def test_placements_that_make_no_sense_are_refused(row: tuple[str, str, str, str], why: str) -> None:
-    names = ("parameters", "accumulating", "gradients", "optimizer")
-    with pytest.raises(LayoutError, match=why):
-        Placements(**{name: Placement[value] for name, value in zip(names, row, strict=True)})

@@ -10,7 +10,7 @@ import torch
 
 from zeromesh.offload import Ledger, Tiers
 from zeromesh.optim.update_device import place_updates, try_update
-from zeromesh.options import OptimizerSettings, UpdateOn
+from zeromesh.options import OptimizerSettings, UpdateOn, ZeroOptions
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -71,5 +71,5 @@ def test_a_cpu_has_nothing_to_choose() -> None:
 )
 def test_trying_takes_time_and_no_memory_that_stays(name: Any, device: str) -> None:
     tiers = Tiers(device=torch.device(device), ledger=Ledger())
-    seconds = try_update(torch.device(device), tiers, OptimizerSettings(name=name), torch.float32, 64 << 20)
+    seconds = try_update(torch.device(device), tiers, ZeroOptions(optimizer=OptimizerSettings(name=name)))
     assert 0 < seconds < 1000

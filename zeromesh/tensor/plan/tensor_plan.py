@@ -12,7 +12,7 @@ from enum import Enum
 from torch import nn
 
 from zeromesh.errors import LayoutError
-from zeromesh.flat.placement import ParameterPart
+from zeromesh.flat.layout import ParameterPart
 from zeromesh.flat.regions import Region
 from zeromesh.intervals import Interval
 from zeromesh.tensor.plan.attention_split import AttentionDivision, Shares, experts_form, linear_form
