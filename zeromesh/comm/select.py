@@ -12,7 +12,7 @@ from zeromesh.comm.activation_collectives import Exchange, GroupExchange, LocalE
 from zeromesh.comm.shm_activation_collectives import SharedExchange
 from zeromesh.comm.shm_transport import SharedTransport
 from zeromesh.comm.torch_transport import CollectiveTransport
-from zeromesh.comm.transport import BufferRequest, LocalTransport, RingRequest, Transport
+from zeromesh.comm.transport import BufferRequest, RingRequest, Transport
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import ProcessSet
 
@@ -61,7 +61,7 @@ def open_transport(
         StorageError: when the memory cannot be had.
     """
     if name == "local":
-        return LocalTransport(requests, device)
+        return Transport(requests, device)
     if name == "shared":
         return SharedTransport(group, requests, ring)
     return CollectiveTransport(group, device, requests, ring)

@@ -16,31 +16,23 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
-import sys
-import time
 from collections.abc import Sequence
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
-from zeromesh.comm.transport import (
-    BufferRequest,
-    GatherBuffer,
-    Reducer,
-    Reduction,
-    RingRequest,
-)
+from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduction, RingRequest, Transport
 from zeromesh.errors import CollectiveError
-from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.offload import TieredTensor, Transfer
 from zeromesh.offload.memory.shared_segment import PAGE, SharedSegment, require_memory
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.telemetry.watchdog import Watchdog
 
-_NUMBERS = {"x86_64": 202, "aarch64": 98}
+_FUTEX = 202
+"""The number of futex(2) on x86-64, the one kind of processor that has this transport."""
 _WAIT, _WAKE = 0, 1
 _EVERYONE = 2**31 - 1
 _LOW_HALF = 0xFFFFFFFF
@@ -50,8 +42,21 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
+@cache
+def _system_call() -> Any:
+    """`call(_FUTEX, address, operation, value, timeout, None, 0)`."""
+    call = ctypes.CDLL(None).syscall
+    kinds = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p)
+    call.argtypes, call.restype = (*kinds, ctypes.c_uint32), ctypes.c_long
+    return call
+
+
 class Futex:
-    """One 64-bit word, little-endian, that grows; a futex is its lower half."""
+    """One 64-bit word, little-endian, that grows; a futex is its lower half.
+
+    Whoever polls with short sleeps takes processor time from the rank that it waits for, and gets its turn late where more
+    processes than cores want to run. A process that waits on a futex is woken when the word has been written.
+    """
 
     def __init__(self, words: memoryview, place: int) -> None:
         """`words` are shared memory, seen as 64-bit words, which stays mapped for as long as this lives."""
@@ -60,38 +65,16 @@ class Futex:
 
     def wait(self, seen: int, seconds: float) -> None:
         """Sleep for at most `seconds`, below one, unless the word is not `seen` any more; a signal ends it too."""
-        call = _system_call()
-        if call is None:
-            time.sleep(min(seconds, 2e-4))
-            return
         until = _Timespec(0, int(1e9 * seconds))
-        call(self._address, _WAIT, seen & _LOW_HALF, ctypes.byref(until), None, 0)
+        _system_call()(_FUTEX, self._address, _WAIT, seen & _LOW_HALF, ctypes.byref(until), None, 0)
 
     def wake(self) -> None:
         """Wake all that wait for the word, which has been written."""
-        call = _system_call()
-        if call is not None:
-            call(self._address, _WAKE, _EVERYONE, None, None, 0)
-
-
-@cache
-def _system_call() -> Any:
-    """`call(address, operation, value, timeout, None, 0)`; None where there is none."""
-    number = _NUMBERS.get(platform.machine())
-    if number is None or not sys.platform.startswith("linux"):
-        return None
-    call = ctypes.CDLL(None).syscall
-    kinds = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p)
-    call.argtypes = (*kinds, ctypes.c_uint32)
-    call.restype = ctypes.c_long
-
-    return partial(call, number)
+        _system_call()(_FUTEX, self._address, _WAKE, _EVERYONE, None, None, 0)
 
 
 LINE = 8
 """Words in a cache line: counters of different writers never share one."""
-
-
 _SLEEPERS = 1
 """Place, after the counter in its line, of a word that is not 0 while somebody may sleep until the counter changes."""
 
@@ -169,7 +152,7 @@ def sum_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool)
         out.add_(part)
 
 
-class SharedBuffer:
+class SharedBuffer(GatherBuffer):
     """A buffer whose shards are written by their ranks straight into the pages that all ranks read."""
 
     def __init__(
@@ -192,20 +175,17 @@ class SharedBuffer:
         self._reading: Transfer | None = None
         self._live = False
         self._pages_out = True
-        length = request.padded // group.size
-        self._own = (group.index * length, (group.index + 1) * length)
-        itemsize = request.dtype.itemsize
-        self._own_bytes = (offset + self._own[0] * itemsize, length * itemsize)
+        self._memory = None
+        length, itemsize = request.padded // group.size, request.dtype.itemsize
+        self._own = slice(group.index * length, (group.index + 1) * length)
+        self._own_bytes = (offset + self._own.start * itemsize, length * itemsize)
         self._what = f"gather of {request.name}"
         if self.persistent:
             require_memory(f"parameters of {request.name}", self._own_bytes[1])
             self._reserve_own()
 
-    def carve(self, places: Sequence[Interval]) -> list[torch.Tensor]:
-        return [self.full[place.start : place.end] for place in places]
-
     def own(self) -> torch.Tensor:
-        return self.full[self._own[0] : self._own[1]]
+        return self.full[self._own]
 
     def begin_write(self) -> None:
         if self.persistent:
@@ -272,43 +252,35 @@ class SharedBuffer:
             self._pages_out = False
 
 
-class _Sum:
+@dataclass(kw_only=True, eq=False, slots=True)
+class _Sum(Reduction):
     """A reduction over shared slots: the sum happens in this rank's own thread, when it is asked to finish."""
 
-    def __init__(
-        self,
-        reducer: SharedReducer,
-        sequence: int,
-        kind: Collective,
-        parts: list[torch.Tensor],
-        out: torch.Tensor,
-        add: bool,
-    ) -> None:
-        self._reducer = reducer
-        self._kind = kind
-        self._sequence = sequence
-        self._parts = parts
-        self._out = out
-        self._add = add
-        self._done = False
+    reducer: SharedReducer
+    sequence: int
+    kind: Collective
+    parts: Sequence[torch.Tensor]
+    out: torch.Tensor
+    add: bool
+    done: bool = False
 
     def ready(self) -> bool:
-        return self._done or self._reducer.published.reached(self._sequence + 1)
+        return self.done or self.reducer.published.reached(self.sequence + 1)
 
     def finish(self) -> None:
-        if self._done:
+        if self.done:
             return
-        with self._reducer.traffic.timed(self._kind):
-            self._reducer.published.wait(self._sequence + 1, "reduction of gradients")
-            sum_in_order(self._out, self._parts, add=self._add)
-            self._reducer.consume(self._sequence)
-        self._done = True
+        with self.reducer.traffic.timed(self.kind):
+            self.reducer.published.wait(self.sequence + 1, "reduction of gradients")
+            sum_in_order(self.out, self.parts, add=self.add)
+            self.reducer.consume(self.sequence)
+        self.done = True
 
     def settle(self) -> None:
         """`finish` has read from every rank all that `out` wants."""
 
 
-class SharedReducer:
+class SharedReducer(Reducer):
     """Gradient slots in shared memory."""
 
     def __init__(
@@ -357,14 +329,14 @@ class SharedReducer:
             parts = self._parts[key] = everyone if whole else [each[own] for each in everyone]
         kind = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
         self.traffic.count(kind, nbytes)
-        return _Sum(self, sequence, kind, parts, out, add)
+        return _Sum(reducer=self, sequence=sequence, kind=kind, parts=parts, out=out, add=add)
 
     def consume(self, sequence: int) -> None:
         """This rank has read bucket `sequence` of all ranks."""
         self._consumed.set(sequence + 1)
 
 
-class SharedTransport:
+class SharedTransport(Transport):
     """Buffers and slots in memory that all ranks of a host see.
 
     Raises:
@@ -395,8 +367,8 @@ class SharedTransport:
             written, done = counters(2 + 2 * number), counters(3 + 2 * number)
             buffers.append(SharedBuffer(request, group, arena, offset, written, done))
         self._released = [buffer for buffer in buffers if not buffer.persistent]
-        self.buffers: Sequence[GatherBuffer] = buffers
-        self.reducer: Reducer = SharedReducer(ring, group, rings, counters(0), counters(1))
+        self.buffers = buffers
+        self.reducer = SharedReducer(ring, group, rings, counters(0), counters(1))
 
     def poll(self) -> None:
         for buffer in self._released:

@@ -8,24 +8,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from zeromesh.comm.shm_transport import sum_in_order
-from zeromesh.comm.transport import (
-    BufferRequest,
-    GatherBuffer,
-    Reducer,
-    Reduction,
-    RingRequest,
-)
-from zeromesh.intervals import Interval
+from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduction, RingRequest, Transport
 from zeromesh.mesh.process_mesh import ProcessSet
-from zeromesh.offload import DONE, ReleasableBuffer, TieredTensor, Transfer, allocate_lasting
+from zeromesh.offload import DONE, TieredTensor, allocate_lasting
 from zeromesh.telemetry.step_recorder import Collective
-from zeromesh.telemetry.watchdog import AsyncWork, Watchdog
+from zeromesh.telemetry.watchdog import AsyncWork
 
 # torch 2.13 deprecates the names that torch 2.11 has alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -65,7 +59,7 @@ def _start_gather(
     return _Broadcasts(full, group, process_group)
 
 
-class CollectiveBuffer:
+class CollectiveBuffer(GatherBuffer):
     """A buffer that an all-gather fills.
 
     Gathers start once this rank's shard is there, in the order in which they were asked for: `queue` has those that wait for it.
@@ -74,39 +68,25 @@ class CollectiveBuffer:
     def __init__(
         self, request: BufferRequest, group: ProcessSet, device: torch.device, queue: deque[CollectiveBuffer]
     ) -> None:
-        self.persistent = request.persistent
-        self._memory = None if request.persistent else ReleasableBuffer(request.padded, request.dtype, device)
-        # Zeros, since gaps between parameters are nobody's and persistent memory may hold the master weights themselves.
-        kept = allocate_lasting(request.padded, request.dtype, device) if self._memory is None else self._memory.full
-        self.full = kept
+        super().__init__(request, device)
         self._group = group
-        self._watch = _watch_of(group)
         self._what = f"all-gather of {request.name}"
-        self._reading: Transfer | None = None
         self._work: AsyncWork | None = None
-        self._current = False
         self._queue = queue
         shard = request.padded // group.size
-        self._own = (group.index * shard, (group.index + 1) * shard)
-        if self._memory is not None:
-            self._memory.give_back()
-
-    def carve(self, places: Sequence[Interval]) -> list[torch.Tensor]:
-        if self._memory is not None:
-            return self._memory.carve([(place.start, place.end) for place in places])
-        return [self.full[place.start : place.end] for place in places]
+        self._own = slice(group.index * shard, (group.index + 1) * shard)
 
     def own(self) -> torch.Tensor:
-        return self.full[self._own[0] : self._own[1]]
+        return self.full[self._own]
 
     def begin_write(self) -> None:
         self.wait()
 
     def end_write(self) -> None:
-        self._current = False
+        self._live = False
 
     def gather(self, shard: TieredTensor) -> None:
-        if self._current or self._work is not None or self._reading is not None:
+        if self._live or self._work is not None or self._reading is not None:
             return
         if self._memory is not None:
             self._memory.take()
@@ -137,177 +117,105 @@ class CollectiveBuffer:
             while self._reading is not None:
                 self._queue.popleft().start()
             if self._work is not None:
-                wait_for(self._work, self._watch, self._group, self._what)
+                self._group.wait(self._work, self._what)
                 self._work = None
-                self._current = True
+                self._live = True
 
     def release(self) -> None:
         if self._memory is not None:
             self.wait()
             self._memory.give_back()
-            self._current = False
-
-    def retire(self) -> None:
-        """Every rank has its own copy."""
+            self._live = False
 
 
-class _Exchange:
-    """A reduction over gloo: an all-to-all in flight, then a sum in rank order."""
+@dataclass(kw_only=True, eq=False, slots=True)
+class _Launched(Reduction):
+    """A collective in flight, and what is summed once it has ended."""
 
-    def __init__(
-        self, reducer: GlooReducer, filled: torch.Tensor, received: torch.Tensor, out: torch.Tensor, add: bool
-    ) -> None:
-        self._reducer = reducer
-        self._received = received
-        self._out = out
-        self._add = add
-        reducer.group.traffic.count(Collective.REDUCE_SCATTER, filled.nbytes)
-        self._work: AsyncWork = dist.all_to_all_single(
-            received, filled, group=reducer.group.reduce_group, async_op=True
-        )
-        self._done = False
+    reducer: CollectiveReducer
+    kind: Collective
+    work: AsyncWork
+    sent: torch.Tensor
+    """Kept until `finish`: NCCL reads it on a stream of its own."""
+    parts: Sequence[torch.Tensor]
+    sums: torch.Tensor
+    """The part of `out` that this rank sums."""
+    out: torch.Tensor
+    add: bool
+    done: bool = False
 
     def ready(self) -> bool:
-        return self._done or self._work.is_completed()
+        return self.done or self.work.is_completed()
 
     def finish(self) -> None:
-        if self._done:
+        if self.done:
             return
-        group = self._reducer.group
-        with group.traffic.timed(Collective.REDUCE_SCATTER):
-            wait_for(self._work, self._reducer.watch, group, "reduction of gradients")
-            sum_in_order(self._own_part(), self._received.chunk(group.size), add=self._add)
-        self._reducer.finished += 1
-        self._done = True
+        group = self.reducer.group
+        with group.traffic.timed(self.kind):
+            group.wait(self.work, "reduction of gradients")
+            sum_in_order(self.sums, self.parts, add=self.add)
+        self.reducer.finished += 1
+        self.done = True
 
     def settle(self) -> None:
-        group, own = self._reducer.group, self._own_part()
-        if own.numel() != self._out.numel():
-            with group.traffic.timed(Collective.ALL_GATHER, self._out.nbytes):
-                work = _start_gather(self._out, own, group, group.reduce_group)
-                wait_for(work, self._reducer.watch, group, "all-gather of summed gradients")
-
-    def _own_part(self) -> torch.Tensor:
-        group = self._reducer.group
-        length = self._received.numel() // group.size
-        if self._out.numel() == length:
-            return self._out
-        return self._out[group.index * length : (group.index + 1) * length]
+        group = self.reducer.group
+        if self.sums.numel() != self.out.numel():
+            with group.traffic.timed(Collective.ALL_GATHER, self.out.nbytes):
+                work = _start_gather(self.out, self.sums, group, group.reduce_group)
+                group.wait(work, "all-gather of summed gradients")
 
 
-class GlooReducer:
-    """`slots` send buffers, and as many to receive into. Reductions finish in the order in which they were launched."""
+class CollectiveReducer(Reducer):
+    """`slots` buffers to send, on gloo as many to receive into. Reductions finish in the order in which they were launched.
 
-    def __init__(self, ring: RingRequest, group: ProcessSet) -> None:
-        self.group = group
-        self.watch = _watch_of(group)
-        self.finished = 0
-        cpu = torch.device("cpu")
-        self._send = [allocate_lasting(ring.nbytes, torch.uint8, cpu) for _ in range(ring.slots)]
-        self._receive = [allocate_lasting(ring.nbytes, torch.uint8, cpu) for _ in range(ring.slots)]
-
-    def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
-        # The caller finishes what it launched before it blocks, so a slot can only be missing while it does not.
-        if sequence >= self.finished + len(self._send):
-            return None
-        return self._send[sequence % len(self._send)]
-
-    def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
-        nbytes = filled.numel() * filled.element_size()
-        received = self._receive[sequence % len(self._receive)][:nbytes].view(filled.dtype)
-        return _Exchange(self, filled, received, out, add)
-
-
-class _Scatter:
-    """A reduction over NCCL."""
-
-    def __init__(self, reducer: NcclReducer, filled: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-        group = reducer.group
-        self._reducer = reducer
-        self._out = out
-        self._add = add
-        # Both tensors are kept until finish(): NCCL reads and writes them on a stream of its own.
-        self._sent = filled if filled.dtype == out.dtype else filled.to(out.dtype)
-        self._kind = Collective.ALL_REDUCE if out.numel() == filled.numel() else Collective.REDUCE_SCATTER
-        group.traffic.count(self._kind, self._sent.nbytes)
-        if self._kind is Collective.ALL_REDUCE:
-            self._received = self._sent if self._sent is not filled else filled.clone()
-            self._work: AsyncWork = dist.all_reduce(self._received, group=group.reduce_group, async_op=True)
-        else:
-            self._received = torch.empty_like(out)
-            self._work = _reduce_scatter(self._received, self._sent, group=group.reduce_group, async_op=True)
-        self._done = False
-
-    def ready(self) -> bool:
-        return self._done or self._work.is_completed()
-
-    def finish(self) -> None:
-        if not self._done:
-            with self._reducer.group.traffic.timed(self._kind):
-                self._work.wait()
-            if self._add:
-                self._out.add_(self._received)
-            else:
-                self._out.copy_(self._received)
-            self._reducer.finished += 1
-            self._done = True
-
-    def settle(self) -> None:
-        """An all-reduce has given every rank the whole sum."""
-
-
-class NcclReducer:
-    """Slots on the device. Work on a slot is ordered by streams: `finish` makes the compute stream wait, not the host."""
+    On a device, work on a slot is ordered by streams: `finish` makes the compute stream wait, not the host.
+    """
 
     def __init__(self, ring: RingRequest, group: ProcessSet, device: torch.device) -> None:
         self.group = group
         self.finished = 0
-        self._slots = [torch.empty(ring.nbytes, dtype=torch.uint8, device=device) for _ in range(ring.slots)]
+        sets = 1 if group.on_stream else 2
+        made = [allocate_lasting(ring.nbytes, torch.uint8, device) for _ in range(sets * ring.slots)]
+        self._slots, self._receive = made[: ring.slots], made[ring.slots :]
 
     def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
-        if sequence >= self.finished + len(self._slots):
-            return None
-        return self._slots[sequence % len(self._slots)]
+        # The caller finishes what it launched before it blocks, so a slot can only be missing while it does not.
+        return self._slots[sequence % len(self._slots)] if sequence < self.finished + len(self._slots) else None
 
     def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
-        return _Scatter(self, filled, out, add)
+        group, kind, sent, sums = self.group, Collective.REDUCE_SCATTER, filled, out
+        whole = out.numel() == filled.numel()
+        work: AsyncWork
+        if group.on_stream:
+            sent = filled.to(out.dtype)
+            if whole:
+                kind, received = Collective.ALL_REDUCE, filled.clone() if sent is filled else sent
+                work = dist.all_reduce(received, group=group.reduce_group, async_op=True)
+            else:
+                received = torch.empty_like(out)
+                work = _reduce_scatter(received, sent, group=group.reduce_group, async_op=True)
+            parts: Sequence[torch.Tensor] = [received]
+        else:
+            received = self._receive[sequence % len(self._receive)][: filled.nbytes].view(filled.dtype)
+            work = dist.all_to_all_single(received, filled, group=group.reduce_group, async_op=True)
+            parts = received.chunk(group.size)
+            length = filled.numel() // group.size
+            sums = out[group.index * length : (group.index + 1) * length] if whole else out
+        group.traffic.count(kind, sent.nbytes)
+        return _Launched(reducer=self, kind=kind, work=work, sent=sent, parts=parts, sums=sums, out=out, add=add)
 
 
-class CollectiveTransport:
+class CollectiveTransport(Transport):
     """Buffers filled by all-gathers and slots emptied by reductions."""
-
-    share = 1.0
 
     def __init__(
         self, group: ProcessSet, device: torch.device, requests: Sequence[BufferRequest], ring: RingRequest
     ) -> None:
+        self.name = "nccl" if group.on_stream else "gloo"
         self._queue: deque[CollectiveBuffer] = deque()
-        self.buffers: Sequence[GatherBuffer] = [CollectiveBuffer(each, group, device, self._queue) for each in requests]
-        self.reducer: Reducer
-        if device.type == "cuda":
-            self.name = "nccl"
-            self.reducer = NcclReducer(ring, group, device)
-        else:
-            self.name = "gloo"
-            self.reducer = GlooReducer(ring, group)
+        self.buffers = [CollectiveBuffer(each, group, device, self._queue) for each in requests]
+        self.reducer = CollectiveReducer(ring, group, device)
 
     def poll(self) -> None:
         if self._queue:
             self._queue[0].poll()
-
-    def close(self) -> None:
-        """Private memory goes with its tensors."""
-
-
-def _watch_of(group: ProcessSet) -> Watchdog:
-    if group.watch is None:
-        raise ValueError(f"axis {group.name} has one rank and needs no transport")
-    return group.watch
-
-
-def wait_for(work: AsyncWork, watch: Watchdog, group: ProcessSet, what: str) -> None:
-    """Wait for a collective: for gloo until it is done, watched; for NCCL by ordering the compute stream behind it."""
-    if group.on_stream:
-        work.wait()
-    else:
-        watch.wait_work(work, group.ranks, what)

@@ -1,4 +1,4 @@
-"""The protocol of a transport, which owns the memory that it moves.
+"""What every transport does, which owns the memory that it moves; and the one of a group of one rank.
 
 A transport allocates the flat buffers that it will gather and the slots that it will reduce, so that it can make moving
 unnecessary: on one host, gathered parameters are pages that all ranks see, and a reduction reads the others' slots.
@@ -7,21 +7,19 @@ unnecessary: on one host, gathered parameters are pages that all ranks see, and 
     Reducer        slots  |  sequence n  |  sequence n+1    acquire -> fill -> launch -> Reduction.finish
 
 All ranks of the group make the same calls in the same order. Nothing here knows what a parameter is.
-
-The transport of a group of one rank, and of parameters that every rank updates by itself: nothing moves between ranks.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from zeromesh.errors import LayoutError
 from zeromesh.intervals import Interval
-from zeromesh.offload import DONE, ReleasableBuffer, TieredTensor, Transfer, allocate_lasting
+from zeromesh.offload import ReleasableBuffer, TieredTensor, Transfer, allocate_lasting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,73 +44,96 @@ class RingRequest:
     nbytes: int
 
 
-class GatherBuffer(Protocol):
-    """One flat buffer whose shards belong to the ranks of the group."""
+class GatherBuffer:
+    """One flat buffer whose shards belong to the ranks of the group.
+
+    This one is that of a group of one rank, or of parameters that every rank updates by itself: private memory that holds
+    everything, all the time or around its use.
+    """
 
     full: torch.Tensor
     """`[padded]`. Its address never changes; without memory while released."""
-    persistent: bool
+
+    def __init__(self, request: BufferRequest, device: torch.device) -> None:
+        self.persistent = request.persistent
+        self._memory = None if request.persistent else ReleasableBuffer(request.padded, request.dtype, device)
+        self._reading: Transfer | None = None
+        self._live = False
+        if self._memory is None:
+            # Zeros, since gaps between parameters are nobody's and persistent memory may hold the master weights themselves.
+            self.full = allocate_lasting(request.padded, request.dtype, device)
+        else:
+            self.full = self._memory.full
+            self._memory.give_back()
 
     def carve(self, places: Sequence[Interval]) -> list[torch.Tensor]:
         """Flat views of `full`, which stay valid for the buffer's life; also while it has no memory."""
-        ...
+        if self._memory is not None:
+            return self._memory.carve([(place.start, place.end) for place in places])
+        return [self.full[place.start : place.end] for place in places]
 
     def own(self) -> torch.Tensor:
         """This rank's shard, a view of `full`; only for a buffer that has memory."""
-        ...
+        return self.full
 
     def begin_write(self) -> None:
         """Wait until no rank reads the present contents any more."""
-        ...
 
     def end_write(self) -> None:
         """This rank's shard is new; what others have gathered is out of date."""
-        ...
 
     def gather(self, shard: TieredTensor) -> None:
         """Start to complete `full`. `shard` is this rank's part, `[padded / ranks]`, of any floating dtype, wherever it rests."""
-        ...
+        if self._memory is not None and not self._live:
+            self._memory.take()
+            self._live = True
+            self._reading = shard.read(0, self.full)
 
     def poll(self) -> None:
         """Go on with what `gather` has started, as far as that needs no waiting."""
-        ...
 
     def wait(self) -> None:
         """Return when `full` is complete and current."""
-        ...
+        if self._reading is not None:
+            self._reading.wait()
 
     def release(self) -> None:
         """Give the memory back unless the buffer is persistent. This rank will read no more before the next gather."""
-        ...
+        if self._memory is not None and self._live:
+            self.wait()
+            self._memory.give_back()
+            self._live = False
 
     def retire(self) -> None:
         """This rank will not read the present contents again: their owners may write."""
-        ...
 
 
-class Reduction(Protocol):
+class Reduction(ABC):
     """A reduction in flight."""
 
+    @abstractmethod
     def ready(self) -> bool:
         """Whether `finish` would return without waiting for a peer."""
-        ...
 
+    @abstractmethod
     def finish(self) -> None:
         """Wait for the peers and sum what this rank sums; its slot is free afterwards. Moves nothing itself, so ranks may
         finish at different moments."""
-        ...
 
+    @abstractmethod
     def settle(self) -> None:
         """Complete an `out` that wants the whole sum. All ranks settle in the order of launches."""
-        ...
 
 
-class Reducer(Protocol):
-    """Slots in which gradient buckets wait to be summed over the group; bucket number `sequence` counts up from 0."""
+class Reducer:
+    """Slots in which gradient buckets wait to be summed over the group; bucket number `sequence` counts up from 0.
+
+    This one is that of a group of one rank, which has nothing to sum and no slot: gradients are accumulated where they stay.
+    """
 
     def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
         """The bytes of the slot for `sequence`; None while a peer still reads what it held, unless told to wait."""
-        ...
+        raise LayoutError(f"a group of one rank has no gradient slots (sequence {sequence})")
 
     def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
         """Start to sum `filled` over the group.
@@ -122,96 +143,24 @@ class Reducer(Protocol):
         in rank order, one addition after the other in the dtype of `out`, so that every transport gives the same
         bits.
         """
-        ...
-
-
-class Transport(Protocol):
-    """Buffers and slots of one group."""
-
-    name: str
-    buffers: Sequence[GatherBuffer]
-    reducer: Reducer
-    share: float
-    """Part of the buffers' memory that counts for this process: 1, or 1 / ranks where ranks share pages."""
-
-    def poll(self) -> None:
-        """Do what can be done without waiting."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class LocalBuffer:
-    """Private memory that holds everything, all the time or around its use."""
-
-    def __init__(self, request: BufferRequest, device: torch.device) -> None:
-        self.persistent = request.persistent
-        self._memory = None if request.persistent else ReleasableBuffer(request.padded, request.dtype, device)
-        kept = allocate_lasting(request.padded, request.dtype, device) if self._memory is None else self._memory.full
-        self.full = kept
-        self._live = False
-        self._reading: Transfer = DONE
-        if self._memory is not None:
-            self._memory.give_back()
-
-    def carve(self, places: Sequence[Interval]) -> list[torch.Tensor]:
-        if self._memory is not None:
-            return self._memory.carve([(place.start, place.end) for place in places])
-        return [self.full[place.start : place.end] for place in places]
-
-    def own(self) -> torch.Tensor:
-        return self.full
-
-    def begin_write(self) -> None:
-        """Nobody else reads."""
-
-    def end_write(self) -> None:
-        """Nobody else reads."""
-
-    def gather(self, shard: TieredTensor) -> None:
-        if self._memory is not None and not self._live:
-            self._memory.take()
-            self._live = True
-            self._reading = shard.read(0, self.full)
-
-    def poll(self) -> None:
-        """Reading goes on by itself."""
-
-    def wait(self) -> None:
-        self._reading.wait()
-
-    def release(self) -> None:
-        if self._memory is not None and self._live:
-            self._reading.wait()
-            self._memory.give_back()
-            self._live = False
-
-    def retire(self) -> None:
-        """Nobody waits for it."""
-
-
-class LocalReducer:
-    """A group of one has nothing to sum: gradients are accumulated where they stay, and no slot exists."""
-
-    def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
-        raise LayoutError(f"a group of one rank has no gradient slots (sequence {sequence})")
-
-    def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
         raise LayoutError(f"a group of one rank has nothing to reduce (sequence {sequence})")
 
 
-class LocalTransport:
-    """Buffers of a group of one rank, or of parameters that every rank updates by itself."""
+class Transport:
+    """Buffers and slots of one group; this one is that of a group of one rank, where nothing moves."""
 
     name = "local"
+    buffers: Sequence[GatherBuffer]
+    reducer: Reducer
     share = 1.0
+    """Part of the buffers' memory that counts for this process: 1, or 1 / ranks where ranks share pages."""
 
     def __init__(self, requests: Sequence[BufferRequest], device: torch.device) -> None:
-        self.buffers: Sequence[GatherBuffer] = [LocalBuffer(request, device) for request in requests]
-        self.reducer: Reducer = LocalReducer()
+        self.buffers = [GatherBuffer(request, device) for request in requests]
+        self.reducer = Reducer()
 
     def poll(self) -> None:
-        """Nothing is in flight."""
+        """Do what can be done without waiting."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Give back what does not go with the tensors."""

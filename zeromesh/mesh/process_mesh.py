@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import cast
@@ -104,6 +104,8 @@ class ProcessMesh:
                 f"rank {self.rank} could not join the others at {environment.master_address}:{environment.master_port} "
                 f"({str(error).splitlines()[0]}); a rank has ended meanwhile, or cannot be reached"
             ) from error
+        self.post: Callable[..., None] = _post_nowhere if self.watch is None else self.watch.post
+        """`post(activity, unit, step=...)` says on the board what this rank does now, see `Watchdog.post`."""
         self.coordinate: Coordinate = shape.coordinate(self.rank)
         """Where this rank stands; `shape.coordinate` knows it of any."""
         if self.watch is not None:
@@ -253,11 +255,6 @@ class ProcessMesh:
         """Whether all ranks are on one host, and share its memory."""
         return self._one_host
 
-    def post(self, activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
-        """Say on the board what this rank does now; `step` counts from 0."""
-        if self.watch is not None:
-            self.watch.post(activity, unit, step=step)
-
     def meet(self, what: str) -> None:
         """Wait for all ranks, longer than within a step: until here they read and build at speeds of their own."""
         if self.watch is not None:
@@ -301,6 +298,10 @@ class ProcessMesh:
         """Leave the process groups, on all ranks alike, when no collective is in flight. The mesh is over."""
         self.watch = None
         self._links.leave(default=True)
+
+
+def _post_nowhere(activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
+    """A single rank has no board."""
 
 
 def _recorder_of(device: torch.device) -> StepRecorder:

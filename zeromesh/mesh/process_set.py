@@ -13,7 +13,7 @@ import torch.distributed as dist
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.process_groups import SetGroups
 from zeromesh.telemetry.step_recorder import Collective, CommAccount, StepRecorder
-from zeromesh.telemetry.watchdog import Watchdog
+from zeromesh.telemetry.watchdog import AsyncWork, Watchdog
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,18 +95,21 @@ class ProcessSet:
         joined = self._joined()
         if joined is None:
             return lambda: None
-        link, watch = joined
         with self.traffic.timed(Collective.ALL_REDUCE, tensor.nbytes):
-            work = dist.all_reduce(tensor, group=link.data, async_op=True)
+            work = dist.all_reduce(tensor, group=joined[0].data, async_op=True)
 
         def finish() -> None:
             with self.traffic.timed(Collective.ALL_REDUCE):
-                if tensor.is_cuda:
-                    work.wait()
-                else:
-                    watch.wait_work(work, self.ranks, what)
+                self.wait(work, what)
 
         return finish
+
+    def wait(self, work: AsyncWork, what: str) -> None:
+        """Wait for a collective that moves data: watched until it is done; on a device only the compute stream waits."""
+        if self.on_stream or self.watch is None:
+            work.wait()
+        else:
+            self.watch.wait_work(work, self.ranks, what)
 
     def all_gather_flat(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
         """Concatenate the ranks' flat `shard`s into `full`, on whatever device they lie."""

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -37,11 +38,10 @@ class StateMonitor:
         clean: Callable[[str], str] = str,
     ) -> None:
         self._watch = watch
-        self._ranks = tuple(ranks)
         self._path = path
         self._period = period
         self._clean = clean
-        self._progress = dict.fromkeys(self._ranks, (-1, time.monotonic()))
+        self._progress = dict.fromkeys(ranks, (-1, time.monotonic()))
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zeromesh-monitor", daemon=True)
 
@@ -59,34 +59,24 @@ class StateMonitor:
         """One mapping for each rank."""
         now = time.monotonic()
         found = []
-        for rank in self._ranks:
-            state = self._watch.state(rank)
-            before, since = self._progress[rank]
-            if state.progress != before:
+        for rank, (before, since) in self._progress.items():
+            row, doing = self._watch.state(rank)
+            if row.progress != before:
                 since = now
-                self._progress[rank] = (state.progress, now)
+                self._progress[rank] = (row.progress, now)
+            seconds, failure = round(now - since, 1), self._clean(row.failure)
             found.append(
-                {
-                    "rank": rank,
-                    "pid": state.pid,
-                    "step": state.step,
-                    "doing": state.doing,
-                    "seconds_without_progress": round(now - since, 1),
-                    "failure": self._clean(state.failure),
-                }
+                {"rank": rank, "pid": row.pid, "step": row.step, "doing": doing}
+                | {"seconds_without_progress": seconds, "failure": failure}
             )
         return found
 
     def _run(self) -> None:
+        last = False
         while True:
-            self._write()
-            if self._ended.wait(self._period):
-                self._write()
+            content = json.dumps({"time": time.time(), "ranks": self.states()})
+            with suppress(OSError):  # A full disk is reported by what matters.
+                write_whole(self._path, content.encode(), sync=False)
+            if last:
                 return
-
-    def _write(self) -> None:
-        content = json.dumps({"time": time.time(), "ranks": self.states()})
-        try:
-            write_whole(self._path, content.encode(), sync=False)
-        except OSError:
-            return  # A full disk is reported by what matters.
+            last = self._ended.wait(self._period)

@@ -7,14 +7,13 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from typing import Protocol
 
 from zeromesh.errors import CollectiveError
 from zeromesh.files import longest
-from zeromesh.telemetry.status_board import HISTORY, STEP_SHIFT, UNIT_BITS, RankNote, StatusBoard
+from zeromesh.telemetry.status_board import HISTORY, STEP_SHIFT, UNIT_BITS, RankNote, RankStatus, StatusBoard
 
 
 class Activity(IntEnum):
@@ -33,21 +32,22 @@ class Activity(IntEnum):
 
     @property
     def phrase(self) -> str:
+        """What a message says of it; the name of a unit may follow."""
         return _PHRASES[self]
 
 
-_PHRASES = {
-    Activity.IDLE: "between steps",
-    Activity.FORWARD: "in forward of",
-    Activity.BACKWARD: "in backward of",
-    Activity.GATHER: "gathering",
-    Activity.REDUCE: "reducing gradients of",
-    Activity.OPTIMIZER: "updating",
-    Activity.AGREE: "agreeing on",
-    Activity.SAVE: "saving the model",
-    Activity.LOAD: "loading a checkpoint",
-    Activity.CALL: "waiting for all ranks to make the same call",
-}
+_PHRASES = (
+    *(
+        "between steps",
+        "in forward of",
+        "in backward of",
+        "gathering",
+        "reducing gradients of",
+        "updating",
+        "agreeing on",
+    ),
+    *("saving the model", "loading a checkpoint", "waiting for all ranks to make the same call"),
+)
 _WITHOUT_UNIT = (Activity.IDLE, Activity.SAVE, Activity.LOAD, Activity.CALL)
 _GATHERS, _REDUCTIONS, _CALLS = range(3)
 """The streams of events."""
@@ -60,17 +60,6 @@ the last few events alone; ranks that have parted before that still differ in th
 
 def _when(step: int) -> str:
     return f"at step {step}" if step else "before the first step"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankState:
-    """What a rank last said of itself. `step` counts from 1; `progress` moves while it works."""
-
-    pid: int
-    step: int
-    doing: str
-    progress: int
-    failure: str
 
 
 class AsyncWork(Protocol):
@@ -91,6 +80,8 @@ class Watchdog:
 
     SLICE_SECONDS = 0.25
     PAUSE_SECONDS = 0.02
+    LEFT_SECONDS = 0.5
+    """How long a wait goes on after a peer has left the call: what it has done before may still be on its way."""
 
     def __init__(self, board: StatusBoard, rank: int, timeout_seconds: float, *, compare_events: bool) -> None:
         self._board = board
@@ -110,13 +101,35 @@ class Watchdog:
         """How many things this rank has begun together with others so far."""
         self.waited = 0.0
         """Seconds that this rank has waited for others so far."""
-        self._heartbeat = DiskHeartbeat(board, min(0.25, timeout_seconds / 4))
         self.in_doubt = False
         """Whether collectives may be in flight that will not end: a wait ended with an error, or this rank stopped amid a step."""
+        self._disk_patience = 600.0
+        self._closed = threading.Event()
+        self._heartbeat = threading.Thread(target=self._beat_for_disks, name="zeromesh-heartbeat", daemon=True)
+        self._heartbeat.start()
 
     def be_patient_with_disks(self, seconds: float) -> None:
         """Let this rank wait so long for a single call to a disk before the others count that as no progress."""
-        self._heartbeat.patience_seconds = seconds
+        self._disk_patience = seconds
+
+    def _beat_for_disks(self) -> None:
+        """Move this rank's progress counter while it waits for a disk, for at most the patience a call.
+
+        The thread stops with the process: a rank that is stopped or gone has no heartbeat. What the rank waits for stays on the
+        board for as long as the call goes on, so that the error after the patience can name it.
+        """
+        period, number = min(0.25, self.timeout_seconds / 4), 0
+        while not self._closed.wait(period):
+            call = longest()
+            if call is None or call.in_all < period:
+                self._board.write(RankNote.DISK, 0)
+                continue
+            number += 1
+            late = call.seconds >= self._disk_patience
+            limit = f", longer than checkpoint.timeout_seconds ({self._disk_patience:g})" if late else ""
+            self._board.write(RankNote.DISK, number, f"{call.what} for {call.seconds:.0f} seconds{limit}")
+            if not late:
+                self._board.beat()
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
@@ -205,13 +218,19 @@ class Watchdog:
         self.event(Activity.CALL, -1, (), call=name)
         number, _ = self._events[_CALLS]
         self._board.publish()
-        try:
-            self._wait(
-                lambda: all(self._board.reached(peer, _CALLS, number) for peer in peers),
-                _Patience(
-                    self, peers, f"the call of {name} by all ranks", lambda: self._not_called(name, number, peers)
-                ),
+
+        def not_called() -> CollectiveError:
+            missing = [peer for peer in peers if not self._board.reached(peer, _CALLS, number)]
+            return CollectiveError(
+                f"{name} must be called on all ranks: rank {self._rank} called it, and {_ranks(missing)} did not within "
+                f"{self.timeout_seconds:g} seconds (parallel.timeout_seconds). {self._lines(missing)}"
             )
+
+        def all_called() -> bool:
+            return all(self._board.reached(peer, _CALLS, number) for peer in peers)
+
+        try:
+            self._wait(all_called, peers, f"the call of {name} by all ranks", late=not_called)
             self._compare_calls(peers)
         except BaseException as error:
             self.fail(error)
@@ -233,19 +252,11 @@ class Watchdog:
                     "same order, whatever it then does with the result"
                 )
 
-    def _not_called(self, name: str, number: int, peers: Sequence[int]) -> CollectiveError:
-        """The error for a call that some peers have not made within the patience."""
-        missing = [peer for peer in peers if not self._board.reached(peer, _CALLS, number)]
-        lines = "; ".join(self.describe(peer) for peer in missing)
-        return CollectiveError(
-            f"{name} must be called on all ranks: rank {self._rank} called it, and {_ranks(missing)} did not within "
-            f"{self.timeout_seconds:g} seconds (parallel.timeout_seconds). {lines}"
-        )
-
     def _called_alone(self, peers: Sequence[int], what: str) -> CollectiveError | None:
         """The error for a peer that waits in a call which this rank has not made; None where there is no such peer."""
         made = self._events.get(_CALLS, (-1, 0))[0] + 1
-        calls = {peer: self._board.read(peer, RankNote.CALL) for peer in peers if self._waits_for_calls(peer)}
+        waiting = [peer for peer in self._others(peers) if self._board.row(peer).activity == Activity.CALL]
+        calls = {peer: self._board.read(peer, RankNote.CALL) for peer in waiting}
         ahead = {peer: name for peer, (number, name) in calls.items() if number > made}
         if not ahead:
             return None
@@ -256,15 +267,12 @@ class Watchdog:
             f"{what}{where} ({_when(self._step)})"
         )
 
-    def _waits_for_calls(self, peer: int) -> bool:
-        return peer != self._rank and self._board.row(peer).activity == Activity.CALL
-
-    def leaver(self, peers: Sequence[int]) -> str:
+    def _leaver(self, peers: Sequence[int]) -> str:
         """Which peer has left a call that this rank is in, and why; empty where none has."""
         inside = dict(self._calls)
-        for peer in peers:
-            number, why = self._board.read(peer, RankNote.LEFT) if inside else (0, "")
-            if peer != self._rank and number in inside:
+        for peer in self._others(peers) if inside else ():
+            number, why = self._board.read(peer, RankNote.LEFT)
+            if number in inside:
                 return f"rank {peer} has left {inside[number]} with {why}"
         return ""
 
@@ -277,25 +285,7 @@ class Watchdog:
         for _ in range(200):
             if done():
                 return
-        self._wait(done, _Patience(self, peers, what, lambda: self.late(peers, what)), pause)
-
-    def _wait(
-        self, done: Callable[[], bool], patience: _Patience, pause: Callable[[float], None] | None = None
-    ) -> None:
-        seconds, began = 0.0, time.perf_counter()
-        try:
-            while not done():
-                if pause is not None:
-                    pause(self.PAUSE_SECONDS)
-                else:
-                    time.sleep(seconds)
-                    seconds = min(seconds + 2e-6, 2e-4)
-                patience.check()
-        except BaseException:
-            self.in_doubt = True
-            raise
-        finally:
-            self.waited += time.perf_counter() - began
+        self._wait(done, peers, what, pause)
 
     def wait_work(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
         """Wait for a collective that runs in the background.
@@ -304,31 +294,61 @@ class Watchdog:
             CollectiveError: also when the collective itself failed, with what the board knows of the peers.
         """
         self.begun += 1
-        patience = None  # Most waits end within the first piece.
-        piece, began = timedelta(seconds=self.SLICE_SECONDS), time.perf_counter()
+        piece = timedelta(seconds=self.SLICE_SECONDS)
+
+        def arrived() -> bool:
+            try:
+                work.wait(piece)
+            except RuntimeError:
+                if not work.is_completed():
+                    return False
+            else:
+                return True
+            try:  # It failed, or it succeeded just after the wait for it had given up.
+                work.wait(piece)
+            except RuntimeError as error:
+                raise self._broken(error, peers, what) from error
+            return True
+
+        self._wait(arrived, peers, what, _go_on)
+
+    def _wait(
+        self,
+        done: Callable[[], bool],
+        peers: Sequence[int],
+        what: str,
+        pause: Callable[[float], None] | None = None,
+        late: Callable[[], CollectiveError] | None = None,
+    ) -> None:
+        """Wait until `done()`. The deadline moves on whenever a peer makes progress; peers are looked at a few times a second."""
+        began, seconds, look_at, deadline = time.perf_counter(), 0.0, 0.0, 0.0
+        seen, left_at = -1, float("inf")
         try:
-            while True:
-                try:
-                    work.wait(piece)
-                    return
-                except RuntimeError:
-                    if work.is_completed():
-                        self._finish(work, peers, what)
-                        return
-                patience = patience or _Patience(self, peers, what, lambda: self.late(peers, what))
-                patience.check(force=True)
+            while not done():
+                if pause is not None:
+                    pause(self.PAUSE_SECONDS)
+                else:
+                    time.sleep(seconds)
+                    seconds = min(seconds + 2e-6, 2e-4)
+                now = time.perf_counter()
+                if now < (look_at or began + 0.02):
+                    continue
+                look_at = now + 0.05
+                self.examine(peers, what)
+                if leaver := self._leaver(peers):
+                    left_at = min(left_at, now)
+                    if now - left_at >= self.LEFT_SECONDS:
+                        raise CollectiveError(f"{what} cannot end: {leaver}")
+                progress = sum(self._board.progress(peer) for peer in self._others(peers))
+                if progress != seen:
+                    seen, deadline = progress, now + self.timeout_seconds
+                elif now > deadline:
+                    raise late() if late is not None else self._late(peers, what)
         except BaseException:
             self.in_doubt = True
             raise
         finally:
             self.waited += time.perf_counter() - began
-
-    def _finish(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
-        """A collective is over: it failed, or it succeeded just after a wait for it had given up."""
-        try:
-            work.wait(timedelta(seconds=self.SLICE_SECONDS))
-        except RuntimeError as error:
-            raise self._broken(error, peers, what) from error
 
     def fail(self, error: BaseException) -> None:
         """Tell peers that this rank stops, so that they name the cause and not its consequence."""
@@ -336,24 +356,28 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop publishing and give the board's memory back."""
-        self._heartbeat.end()
+        self._closed.set()
+        self._heartbeat.join()
         self._board.close()
 
-    def state(self, rank: int) -> RankState:
-        """What a rank last said of itself."""
+    def state(self, rank: int) -> tuple[RankStatus, str]:
+        """What a rank last said of itself, and what it does in words."""
         row = self._board.row(rank)
-        where = self._unit_name(rank, row.unit)
-        doing = Activity(row.activity).phrase + ("" if row.activity in _WITHOUT_UNIT else f" {where}")
-        return RankState(
-            pid=row.pid, step=row.step, doing=doing, progress=self._board.progress(rank), failure=row.failure
-        )
+        where = "" if row.activity in _WITHOUT_UNIT else f" {self._unit_name(rank, row.unit)}"
+        return row, Activity(row.activity).phrase + where
 
     def describe(self, rank: int) -> str:
         """The same as a line."""
-        state = self.state(rank)
+        row, doing = self.state(rank)
         call, disk = (self._board.read(rank, note)[1] for note in (RankNote.CALL, RankNote.DISK))
         more = (f", in {call}" if call else "") + (f", and waited for a disk: {disk}" if disk else "")
-        return f"rank {rank} (pid {state.pid}) was {state.doing} {_when(state.step)}{more}"
+        return f"rank {rank} (pid {row.pid}) was {doing} {_when(row.step)}{more}"
+
+    def _lines(self, ranks: Iterable[int]) -> str:
+        return "; ".join(self.describe(rank) for rank in ranks)
+
+    def _others(self, peers: Sequence[int]) -> list[int]:
+        return [peer for peer in peers if peer != self._rank]
 
     def _unit_name(self, rank: int, unit: int) -> str:
         names = self._names.get(rank, ())
@@ -369,7 +393,7 @@ class Watchdog:
             except CollectiveError as found:
                 return found
             time.sleep(0.02)
-        silent = [peer for peer in peers if peer != self._rank and self._board.silent_seconds(peer) > 0.75 * seconds]
+        silent = [peer for peer in self._others(peers) if self._board.silent_seconds(peer) > 0.75 * seconds]
         lines = "; ".join(f"rank {peer} has not been heard of since; before, {self.describe(peer)}" for peer in silent)
         return CollectiveError(f"rank {self._rank}: {what} failed: {lines or error}")
 
@@ -379,18 +403,14 @@ class Watchdog:
         Raises:
             CollectiveError: naming it.
         """
-        for peer in peers:
-            if peer == self._rank:
-                continue
+        for peer in self._others(peers):
             if self._board.failed(peer):
-                raise CollectiveError(
-                    f"rank {self._rank}: {what} cannot end: rank {peer} failed with {self._board.row(peer).failure}"
-                )
-            if not self._board.alive(peer):
-                raise CollectiveError(
-                    f"rank {self._rank}: {what} cannot end: rank {peer} is gone (killed or exited); "
-                    f"before, {self.describe(peer)}"
-                )
+                why = f"failed with {self._board.row(peer).failure}"
+            elif not self._board.alive(peer):
+                why = f"is gone (killed or exited); before, {self.describe(peer)}"
+            else:
+                continue
+            raise CollectiveError(f"rank {self._rank}: {what} cannot end: rank {peer} {why}")
         self._compare(peers)
         self._compare_calls(peers)
 
@@ -406,7 +426,7 @@ class Watchdog:
         compared = self._compared.get(peers)
         if compared is None:
             alike = self._alike
-            found = (peer for peer in peers if peer != self._rank and (alike is None or peer in alike))
+            found = (peer for peer in self._others(peers) if alike is None or peer in alike)
             compared = self._compared[peers] = tuple(found)
         for peer in compared:
             other = self._board.event_of(peer, stream, number)
@@ -437,91 +457,16 @@ class Watchdog:
         activity, unit = divmod(word & _CODE, 1 << UNIT_BITS)
         return f"{Activity(activity).phrase} {self._unit_name(self._rank, unit - 1)}"
 
-    def progress_of(self, peers: Sequence[int]) -> int:
-        """Sum of the peers' progress counters; it moves while any of them works."""
-        return sum(self._board.progress(peer) for peer in peers if peer != self._rank)
-
-    def late(self, peers: Sequence[int], what: str) -> CollectiveError:
+    def _late(self, peers: Sequence[int], what: str) -> CollectiveError:
         """The error for peers that showed no progress for the whole timeout."""
-        alone = self._called_alone(peers, what)
-        if alone is not None:
-            return alone
-        lines = "; ".join(self.describe(peer) for peer in peers if peer != self._rank)
-        return CollectiveError(
+        return self._called_alone(peers, what) or CollectiveError(
             f"rank {self._rank}: {what} did not end within {self.timeout_seconds:g} seconds "
-            f"(parallel.timeout_seconds) and no peer made progress. {lines}"
+            f"(parallel.timeout_seconds) and no peer made progress. {self._lines(self._others(peers))}"
         )
 
 
-class DiskHeartbeat:
-    """Moves this rank's progress counter while the rank waits for a disk, for at most `patience_seconds` a call.
-
-    A thread of its own does so, which stops with the process: a rank that is stopped or gone has no heartbeat. What the rank waits
-    for stays on the board for as long as the call goes on, so that the error after the patience can name it.
-    """
-
-    def __init__(self, board: StatusBoard, period_seconds: float) -> None:
-        self.patience_seconds = 600.0
-        self._board = board
-        self._period = period_seconds
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="zeromesh-heartbeat", daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """Stop the thread."""
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        number = 0
-        while not self._ended.wait(self._period):
-            call = longest()
-            if call is None or call.in_all < self._period:
-                self._board.write(RankNote.DISK, 0)
-                continue
-            number += 1
-            late = call.seconds >= self.patience_seconds
-            limit = f", longer than checkpoint.timeout_seconds ({self.patience_seconds:g})" if late else ""
-            self._board.write(RankNote.DISK, number, f"{call.what} for {call.seconds:.0f} seconds{limit}")
-            if not late:
-                self._board.beat()
-
-
-class _Patience:
-    """Deadline of one wait: it moves on whenever a peer makes progress, and looks at the peers a few times a second."""
-
-    LEFT_SECONDS = 0.5
-    """How long a wait goes on after a peer has left the call: what it has done before may still be on its way."""
-
-    def __init__(self, watch: Watchdog, peers: Sequence[int], what: str, late: Callable[[], CollectiveError]) -> None:
-        self._watch = watch
-        self._peers = peers
-        self._what = what
-        self._late = late
-        now = time.monotonic()
-        self._next = now + 0.02
-        self._deadline = now + watch.timeout_seconds
-        self._progress = -1
-        self._left_at: float | None = None
-
-    def check(self, *, force: bool = False) -> None:
-        now = time.monotonic()
-        if now < self._next and not force:
-            return
-        self._next = now + 0.05
-        self._watch.examine(self._peers, self._what)
-        leaver = self._watch.leaver(self._peers)
-        if leaver:
-            self._left_at = self._left_at or now
-            if now - self._left_at >= self.LEFT_SECONDS:
-                raise CollectiveError(f"{self._what} cannot end: {leaver}")
-        progress = self._watch.progress_of(self._peers)
-        if progress != self._progress:
-            self._progress = progress
-            self._deadline = now + self._watch.timeout_seconds
-        elif now > self._deadline:
-            raise self._late()
+def _go_on(_seconds: float) -> None:
+    """No pause: what is asked waits itself."""
 
 
 def _ranks(numbers: Sequence[int]) -> str:
