@@ -320,7 +320,7 @@ class SharedReducer(Reducer):
         self.published.set(self._next)
         group, nbytes = self._group, filled.numel() * filled.element_size()
         whole = out.numel() == filled.numel()
-        length = filled.numel() // group.size
+        length = filled.numel() // len(self._slots)
         key = (sequence % self._ring.slots, filled.dtype, nbytes, whole)
         parts = self._parts.get(key)
         if parts is None:

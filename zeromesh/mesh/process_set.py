@@ -134,7 +134,7 @@ class ProcessSet:
 
     def require_member(self) -> None:
         """Raises `CollectiveError` when this rank may not act in the set: it is not in it, or the set was removed."""
-        if not self.member:
+        if self.index < 0:
             raise CollectiveError(
                 f"this rank is not in process set {self.name} (ranks {_listed(self.ranks)}); only those may act in it"
             )
@@ -149,7 +149,7 @@ class ProcessSet:
     def _gather(self, joined: tuple[SetGroups, Watchdog], own: torch.Tensor, what: str) -> list[torch.Tensor]:
         link, watch = joined
         everyone = [torch.empty_like(own) for _ in self.ranks]
-        with self.traffic.timed(Collective.AGREEMENT, own.nbytes * self.size):
+        with self.traffic.timed(Collective.AGREEMENT, own.nbytes * len(self.ranks)):
             watch.wait_work(dist.all_gather(everyone, own, group=link.control, async_op=True), self.ranks, what)
         return everyone
 
@@ -157,7 +157,7 @@ class ProcessSet:
         joined = self._joined()
         if joined is not None:
             link, watch = joined
-            with self.traffic.timed(Collective.AGREEMENT, tensor.nbytes * self.size):
+            with self.traffic.timed(Collective.AGREEMENT, tensor.nbytes * len(self.ranks)):
                 watch.wait_work(dist.all_reduce(tensor, op=op, group=link.control, async_op=True), self.ranks, what)
         return tensor
 
