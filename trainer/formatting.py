@@ -1,8 +1,11 @@
-"""Numbers as people read them: bytes, counts and durations with units."""
+"""Numbers as people read them, with units, and tables."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
+
+from zeromesh.errors import printable
 
 
 def human_bytes(count: float) -> str:
@@ -34,3 +37,16 @@ def human_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def table_lines(columns: Sequence[str], rows: Sequence[Sequence[object]], right: Collection[str] = ()) -> list[str]:
+    """Rows under the names of their columns, as lines; the columns in `right` stand to the right, as numbers do."""
+    every = [columns, *([printable(str(cell)) for cell in row] for row in rows)]
+    widths = [max(map(len, cells)) for cells in zip(*every, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for name, cell, width in zip(columns, row, widths, strict=True)
+        ).rstrip()
+        for row in every
+    ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 SHELLS = ("bash", "zsh", "fish")
 _MOST_NUMBERS = 10
@@ -44,15 +43,8 @@ _zeromesh_keys() {
 """
 
 
-def add_completion_command(commands: Any) -> None:
-    """Add `completion` to the subparsers of `zeromesh`."""
-    parser = commands.add_parser("completion", help="print a script by which a shell completes this command")
-    parser.set_defaults(worker=False, overrides=[])
-    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
-
-
-def run_completion(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Print the script for a shell; returns the exit code."""
+def run_completion(shell: str, parser: argparse.ArgumentParser) -> int:
+    """Print the script by which a shell completes what `parser` takes; returns the exit code."""
     import shtab
 
     choices = dict(config_keys())
@@ -70,7 +62,7 @@ def run_completion(options: argparse.Namespace, parser: argparse.ArgumentParser)
             action.complete = overrides  # type: ignore[attr-defined]
         elif action.nargs != 0 and not action.choices:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
-    sys.stdout.write(shtab.complete(parser, options.shell) + "\n" + (_BASH_END if options.shell == "bash" else ""))
+    sys.stdout.write(shtab.complete(parser, shell) + "\n" + (_BASH_END if shell == "bash" else ""))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`zeromesh launch`: its command line, and what it makes of it. Also the values that it shares with `zeromesh train`."""
+"""`zeromesh launch`: trains on several hosts, over ssh."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zeromesh.environment import INTERFACE, python_arguments, setting
 from zeromesh.errors import ConfigError
@@ -29,53 +29,6 @@ PASSED = (
 )
 """Variables that go to the hosts when they are set here. None of them is secret; those have to be named with `--env`."""
 SILENCE_SECONDS = 15.0
-_LEAST_SILENCE_SECONDS = 1.0
-
-
-def add_launch_command(commands: Any) -> argparse.ArgumentParser:
-    """Add `launch` to the subparsers of `zeromesh`, without the configuration, which other commands take too."""
-    launch: argparse.ArgumentParser = commands.add_parser("launch", help="train on several hosts, over ssh")
-    launch.set_defaults(nproc=None, worker=False)
-    launch.add_argument(
-        "--hostfile", required=True, type=Path, metavar="HOSTS", help="a line `NAME slots=N` for each host"
-    )
-    launch.add_argument(
-        "--ssh", metavar="COMMAND", help="how to reach a host, as in 'ssh -p 2222'; it is given HOST and COMMAND"
-    )
-    launch.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help=f"a variable for all hosts, besides PYTHONPATH, {', '.join(PASSED)}; its value is not shown anywhere",
-    )
-    launch.add_argument(
-        "--min-hosts",
-        type=positive,
-        metavar="N",
-        help="go on without hosts that are lost while N are left (default: all)",
-    )
-    launch.add_argument(
-        "--max-restarts",
-        type=natural,
-        metavar="N",
-        help="times that all ranks start again after some have failed (default 0; 3 with --min-hosts)",
-    )
-    launch.add_argument(
-        "--host-timeout",
-        type=_silence,
-        default=SILENCE_SECONDS,
-        metavar="SECONDS",
-        help=f"after which a host that says nothing counts as lost (default {SILENCE_SECONDS:g})",
-    )
-    launch.add_argument(
-        "--port",
-        type=positive,
-        metavar="PORT",
-        help="of the first host, where all meet (default: one from 20000 to 29999)",
-    )
-    launch.add_argument("--dry-run", action="store_true", help="print the command for each host, and start nothing")
-    return launch
 
 
 def run_launch(options: argparse.Namespace, tell: Callable[[str], None]) -> HostFailure | int:
@@ -179,37 +132,3 @@ def _variables(asked: Sequence[str]) -> dict[str, str]:
     if problems:
         raise ConfigError(problems)
     return found
-
-
-def nodes(text: str) -> tuple[int, int]:
-    """A number of hosts, or MIN:MAX."""
-    least, _, most = text.partition(":")
-    most = most or least
-    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed is a number of hosts, or MIN:MAX")
-    return int(least), int(most)
-
-
-def natural(text: str) -> int:
-    """An integer from 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed is an integer >= 0")
-    return int(text)
-
-
-def positive(text: str) -> int:
-    """An integer from 1."""
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed is an integer >= 1")
-    return number
-
-
-def _silence(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not _LEAST_SILENCE_SECONDS <= seconds <= 86400.0:
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed are seconds from {_LEAST_SILENCE_SECONDS:g} to 86400")
-    return seconds

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -36,21 +34,3 @@ def test_the_clock_is_that_of_all_processes() -> None:
     """The launcher's time is compared with that of its workers."""
     assert 0 <= start_times.now() - process_began() < 86400
     assert re.fullmatch(r"0\.0 s", sentence({}))
-
-
-def test_no_garbage_is_looked_for_while_the_command_imports() -> None:
-    """There is next to none, and Python would go through all that was imported again and again."""
-    code = """
-import gc, sys
-from zeromesh.trainer.cli import main as cli
-rounds = []
-gc.callbacks.append(lambda phase, info: rounds.append(phase))
-with cli.without_collection():
-    lists = [[] for _ in range(100_000)]
-assert not rounds and gc.isenabled() and gc.get_freeze_count() > 100_000
-sys.modules["torch"] = cli  # Once it is loaded there is nothing to save.
-with cli.without_collection():
-    lists += [[] for _ in range(100_000)]
-assert rounds
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -15,7 +15,8 @@ import zeromesh.trainer
 from zeromesh.errors import CollectiveError, ConfigError, DataError, ZeromeshError
 from zeromesh.launch.local import Nodes, WorkersFailed
 from zeromesh.trainer import TrainerConfig
-from zeromesh.trainer.cli.main import exit_code_of, main
+from zeromesh.trainer.cli.main import main
+from zeromesh.trainer.cli.train import exit_code_of
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}

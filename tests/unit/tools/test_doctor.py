@@ -7,15 +7,19 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from socket import socketpair
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from zeromesh.launch import self_test
 from zeromesh.launch.self_test import Trial, try_exchange
 from zeromesh.offload.io import direct_io
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.tools.doctor import hardware, software
-from zeromesh.trainer.tools.doctor.findings import Finding, Level, report_lines
+from zeromesh.trainer.tools.doctor.findings import Finding, Level, problem, report_lines, warning
 from zeromesh.trainer.tools.doctor.hardware import DiskTimes
 
 GIB = 1 << 30
@@ -33,8 +37,8 @@ def texts(findings: Iterable[Finding]) -> str:
 
 
 def test_what_is_not_ok_says_what_that_means_and_what_to_do() -> None:
-    bad = Finding.problem("memory", "none", "It is bad.", "Buy some.")
-    lines = list(report_lines("machine", [Finding.warning("cores", "2", "It is bad.", "Buy.", when=False), bad]))
+    bad = problem("memory", "none", "It is bad.", "Buy some.")
+    lines = list(report_lines("machine", [warning("cores", "2", "It is bad.", "Buy.", when=False), bad]))
     assert lines == [
         "machine",
         "  ok       cores   2",
@@ -47,80 +51,116 @@ def test_what_is_not_ok_says_what_that_means_and_what_to_do() -> None:
 # Machine
 
 
+@pytest.fixture
+def sound(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine without a fault; a test breaks one thing of it."""
+    for name, value in {"available_cores": 8, "available_bytes": 48 * GIB, "machine_bytes": 64 * GIB}.items():
+        monkeypatch.setattr(hardware, name, lambda value=value: value)
+    monkeypatch.setattr(hardware, "group_settings", lambda name: [])
+    monkeypatch.setattr(hardware.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(hardware, "_limit", lambda which: None)
+    monkeypatch.setattr(hardware.os, "statvfs", lambda path: SimpleNamespace(f_frsize=GIB, f_blocks=32))
+    return monkeypatch
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise TimeoutError("timed out")
+
+
 @pytest.mark.parametrize(
-    ("findings", "found"),
+    ("name", "value", "found"),
     [
-        (hardware.cores(8, quota=8.0, architecture="x86_64", has_cuda=False), {}),
-        (hardware.cores(8, quota=1.5, architecture="x86_64", has_cuda=False), {"cores": "warning"}),
-        (hardware.cores(8, quota=None, architecture="aarch64", has_cuda=False), {"architecture": "warning"}),
-        (hardware.cores(8, quota=None, architecture="aarch64", has_cuda=True), {}),
-        (hardware.memory(48 * GIB, 64 * GIB, 128 * GIB, 0, "0"), {}),
-        (hardware.memory(1 * GIB, 64 * GIB, None, 0, "2"), {"memory": "warning", "overcommit": "warning"}),
-        (hardware.shared_memory(32 * GIB, memfd=True, has_cuda=False), {}),
-        (hardware.shared_memory(None, memfd=True, has_cuda=False), {}),
-        (hardware.shared_memory(64 << 20, memfd=True, has_cuda=False), {"/dev/shm": "warning"}),
-        (hardware.shared_memory(None, memfd=False, has_cuda=False), {"shared memory": "problem"}),
-        (hardware.limits(locked=8 << 20, files=65536, processes=None, has_cuda=False), {}),
-        (hardware.limits(locked=8 << 20, files=None, processes=None, has_cuda=True), {"locked memory": "warning"}),
-        (
-            hardware.limits(locked=None, files=1024, processes=512, has_cuda=True),
-            {"open files": "warning", "processes": "warning"},
-        ),
+        ("swap_bytes", lambda: GIB, {}),
+        ("group_settings", {"cpu.max": ["150000 100000", "max 100000"]}.get, {"cores": "warning"}),
+        ("group_settings", {"cpu.max": ["800000 100000"], "memory.max": ["max"]}.get, {}),
+        ("group_settings", {"pids.max": ["512"]}.get, {"processes": "warning"}),
+        ("available_bytes", lambda: GIB, {"memory": "warning"}),
+        ("_limit", lambda which: 1024, dict.fromkeys(("locked memory", "open files", "processes"), "warning")),
+        ("os.statvfs", lambda path: SimpleNamespace(f_frsize=4096, f_blocks=16384), {"/dev/shm": "warning"}),
+        ("os.path.isdir", lambda path: False, {}),
+        ("os.memfd_create", refuse, {"shared memory": "problem"}),
     ],
 )
-def test_limits_of_a_machine(findings: Iterable[Finding], found: dict[str, str]) -> None:
-    assert levels(findings) == found
+def test_limits_of_a_machine(sound: pytest.MonkeyPatch, name: str, value: Any, found: dict[str, str]) -> None:
+    if name == "group_settings":
+        sound.setattr(hardware, name, lambda each: value(each, []))
+    else:
+        sound.setattr(f"zeromesh.trainer.tools.doctor.hardware.{name}", value)
+    assert levels(hardware.machine()) == found
 
 
-def test_a_control_group_that_allows_less_is_named() -> None:
-    assert "48.0 GiB free of 8.0 GiB by the control group, 64.0 GiB" in texts(
-        hardware.memory(48 * GIB, 64 * GIB, 8 * GIB, 0, "0")
-    )
-    found = texts(hardware.cores(8, quota=2.0, architecture="x86_64", has_cuda=False))
+def test_a_control_group_that_allows_less_is_named(sound: pytest.MonkeyPatch) -> None:
+    settings = {"memory.max": [str(8 * GIB)], "cpu.max": ["200000 100000"]}
+    sound.setattr(hardware, "group_settings", lambda name: settings.get(name, []))
+    found = texts(hardware.machine())
+    assert "48.0 GiB free of 8.0 GiB by the control group, 64.0 GiB" in found
     assert "Set OMP_NUM_THREADS to 2 divided by --nproc" in found
 
 
 # Accelerators
 
 
+class Cuda(SimpleNamespace):
+    """Devices as torch shows them, of which `broken` compute nothing and `apart` do not reach each other."""
+
+    count, free, broken, apart, failure = 2, 79, (), (), ""
+
+    def init(self) -> None:
+        if self.failure:
+            raise RuntimeError(f"{self.failure}\nand more")
+
+    def device_count(self) -> int:
+        return self.count
+
+    def get_device_name(self, index: int) -> str:
+        return "H100"
+
+    def get_device_capability(self, index: int) -> tuple[int, int]:
+        return 9, 0
+
+    def mem_get_info(self, index: int) -> tuple[int, int]:
+        return self.free * GIB, 80 * GIB
+
+    def ones(self, count: int, device: str) -> torch.Tensor:
+        if device in self.broken:
+            raise RuntimeError("CUDA error: no kernel image is available")
+        return torch.ones(count)
+
+    def can_device_access_peer(self, one: int, two: int) -> bool:
+        return (one, two) not in self.apart
+
+    nccl = SimpleNamespace(version=lambda: (2, 27, 3))
+
+
 @pytest.mark.parametrize(
-    ("built", "driver", "module", "has_devices", "found"),
+    ("built", "driver", "cuda", "found"),
     [
-        ("12.8", (12, 9), "575.51", True, {}),
-        ("12.8", (13, 0), "580.65", True, {}),
-        ("12.8", (11, 8), "520.61", True, {"CUDA": "problem"}),
-        (None, (12, 9), "575.51", False, {"CUDA": "problem"}),
-        (None, None, "", False, {}),
-        ("12.8", (12, 9), "575.51", False, {"devices": "problem"}),
-        ("12.8", None, "", False, {}),
+        ("12.8", "575.51", Cuda(), {}),
+        (None, "575.51", Cuda(), {"CUDA": "problem"}),
+        (None, "", Cuda(), {}),
+        ("12.8", "520.61", Cuda(failure="the driver is too old"), {"devices": "problem"}),
+        ("12.8", "575.51", Cuda(count=0), {"devices": "problem"}),
+        ("12.8", "", Cuda(failure="no driver"), {}),
+        ("12.8", "575.51", Cuda(free=9), {"device 0": "warning", "device 1": "warning"}),
+        ("12.8", "575.51", Cuda(broken=("cuda:1",)), {"device 1": "problem"}),
+        ("12.8", "575.51", Cuda(apart=((0, 1),)), {"peer access": "warning"}),
     ],
 )
-def test_torch_and_the_driver_have_to_fit(
-    built: str | None, driver: tuple[int, int] | None, module: str, has_devices: bool, found: dict[str, str]
+def test_torch_the_driver_and_devices_have_to_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, built: str | None, driver: str, cuda: Cuda, found: dict[str, str]
 ) -> None:
-    assert levels(hardware.cuda(built, driver, module, has_devices=has_devices)) == found
-
-
-@pytest.mark.parametrize(
-    ("free", "built", "level"), [(79, "sm_90", "ok"), (9, "sm_90", "warning"), (79, "sm_80", "problem")]
-)
-def test_a_device_has_kernels_and_free_memory(free: int, built: str, level: str) -> None:
-    assert hardware.device(0, "H100", (9, 0), free * GIB, 80 * GIB, [built]).level.value == level
-
-
-def test_devices_that_do_not_reach_each_other_are_named() -> None:
-    assert hardware.peer_access([], 6).level is Level.OK
-    found = hardware.peer_access([(0, 1)], 6)
-    assert (found.level, found.found) == (Level.WARNING, "1 of 6 pairs do not reach each other (0-1)")
-
-
-def test_kernels_run_on_the_same_major_version_or_are_compiled_for_a_newer_one() -> None:
-    assert hardware.has_kernels(["sm_80", "sm_90a"], 9, 0)
-    assert hardware.has_kernels(["sm_80"], 8, 6)
-    assert not hardware.has_kernels(["sm_86"], 8, 0)
-    assert not hardware.has_kernels(["sm_80"], 9, 0)
-    assert hardware.has_kernels(["sm_80", "compute_80"], 9, 0)
-    assert hardware.has_kernels(["sm_100"], 10, 0)
+    version = SimpleNamespace(cuda=built)
+    monkeypatch.setattr(
+        hardware, "torch", SimpleNamespace(cuda=cuda, ones=cuda.ones, version=version, __version__="2.13")
+    )
+    monkeypatch.setattr(hardware, "_DRIVER", tmp_path / "version")
+    if driver:
+        (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Wed\n")
+    shown = list(hardware.accelerators())
+    assert levels(shown) == found
+    assert driver in texts(shown)
+    assert cuda.failure in texts(shown) or not driver
+    assert "1 of 1 pairs do not reach each other (0-1)" in texts(shown) or not cuda.apart
 
 
 # Packages
@@ -140,8 +180,11 @@ def test_kernels_run_on_the_same_major_version_or_are_compiled_for_a_newer_one()
         ("", "1.0", "ok"),
     ],
 )
-def test_versions_against_what_is_needed(conditions: str, version: str, level: str) -> None:
-    found = software.requirement(f"torch{conditions}", version)
+def test_versions_against_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch, conditions: str, version: str, level: str
+) -> None:
+    monkeypatch.setattr(software.metadata, "version", lambda name: version)
+    found = software.requirement(f"torch{conditions}")
     assert found.level.value == level
     assert (f"pip install 'torch{conditions}'" in found.do) is (level != "ok")
 
@@ -162,42 +205,37 @@ def test_the_packages_here_are_those_that_the_project_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "seconds", "level"), [("127.0.1.1", 0.001, "ok"), ("", 0.001, "warning"), ("10.0.0.7", 5.0, "warning")]
-)
-def test_the_name_of_a_host_leads_somewhere_soon(address: str, seconds: float, level: str) -> None:
-    assert software.host_name("node-a", address, seconds=seconds).level.value == level
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "found"),
+    ("present", "found"),
     [
-        ("GLOO_SOCKET_IFNAME", None, {}),
-        ("GLOO_SOCKET_IFNAME", "eth0", {}),
-        ("NCCL_SOCKET_IFNAME", "eth", {}),
-        ("GLOO_SOCKET_IFNAME", "ib0", {"GLOO_SOCKET_IFNAME": "problem"}),
-        ("NCCL_SOCKET_IFNAME", "=ib0,ib1", {"NCCL_SOCKET_IFNAME": "problem"}),
+        ({}, {}),
+        ({"address": ""}, {"host name": "warning"}),
+        ({"address": "10.0.0.7", "seconds": 5.0}, {"host name": "warning"}),
+        ({"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth"}, {}),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, {"GLOO_SOCKET_IFNAME": "problem"}),
+        ({"NCCL_SOCKET_IFNAME": "=ib0,ib1"}, {"NCCL_SOCKET_IFNAME": "problem"}),
+        ({"trial": Trial(seconds=0.001)}, {"two processes": "warning"}),
+        ({"trial": Trial(failure="rank 0 is gone")}, {"two processes": "problem"}),
+        ({"create_server": refuse}, {"loopback": "problem", "port 29500": "warning"}),
     ],
 )
-def test_interfaces_that_variables_name_have_to_be_there(
-    variable: str, value: str | None, found: dict[str, str]
+def test_what_keeps_ranks_from_meeting_is_found(
+    monkeypatch: pytest.MonkeyPatch, present: dict[str, Any], found: dict[str, str]
 ) -> None:
-    assert levels(software.chosen_interfaces({variable: value}, ["lo", "eth0"])) == found
+    address, times = present.get("address", "127.0.1.1"), iter([0.0, present.get("seconds", 0.001)])
 
+    def getaddrinfo(*_: object, **__: object) -> list[Any]:
+        if not address:
+            raise OSError("no such name")
+        return [(0, 0, 0, "", (address, 0))]
 
-def test_two_processes_have_to_meet_and_should_share_memory() -> None:
-    assert software.exchange(Trial(seconds=0.001, shares_memory=True)).level is Level.OK
-    assert software.exchange(Trial(seconds=0.001)).level is Level.WARNING
-    assert software.exchange(Trial(failure="rank 0 is gone")).level is Level.PROBLEM
-
-
-def test_a_loopback_and_a_port_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise TimeoutError("timed out")
-
-    monkeypatch.setattr(software.socket, "create_server", refuse)
-    monkeypatch.setattr(software, "try_exchange", lambda: Trial(seconds=0.001, shares_memory=True))
-    found = levels(software.network())
-    assert {"loopback": "problem", "port 29500": "warning"}.items() <= found.items()
+    monkeypatch.setattr(software.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(software.socket, "create_server", present.get("create_server", lambda *_: socketpair()[0]))
+    monkeypatch.setattr(software.socket, "create_connection", lambda *_, **__: socketpair()[0])
+    monkeypatch.setattr(software.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(software, "setting", present.get)
+    monkeypatch.setattr(software, "interfaces", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.7"]})
+    monkeypatch.setattr(software, "try_exchange", lambda: present.get("trial", Trial(seconds=0.1, shares_memory=True)))
+    assert levels(software.network()) == found
 
 
 def test_two_processes_that_cannot_meet_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,23 +253,28 @@ def test_two_processes_that_cannot_meet_say_why(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("findings", "found"),
+    ("present", "found"),
     [
-        ([hardware.file_system("/runs", "ext4")], {}),
-        ([hardware.file_system("/runs", "tmpfs")], {"/runs": "warning"}),
-        ([hardware.file_system("/runs", "nfs4")], {"/runs": "warning"}),
-        ([hardware.room(500 * GIB, None)], {}),
-        ([hardware.room(1 * GIB, None)], {"  room": "warning"}),
-        ([hardware.room(500 * GIB, 5)], {"  room": "warning"}),
-        (hardware.disk(DiskTimes(2e9, 3e9, 0.001, direct=True, locks=True)), {}),
-        (hardware.disk(DiskTimes(2e9, 3e9, 0.001, direct=False, locks=True)), {"  speed": "warning"}),
-        (hardware.disk(DiskTimes(2e9, 9e7, 0.001, direct=True, locks=True)), {"  speed": "warning"}),
-        (hardware.disk(DiskTimes(2e9, 3e9, 0.4, direct=True, locks=True)), {"  fsync": "warning"}),
-        (hardware.disk(DiskTimes(2e9, 3e9, 0.001, direct=True, locks=False)), {"  locks": "problem"}),
+        ({}, {}),
+        ({"kind": "tmpfs"}, {"/": "warning"}),
+        ({"kind": "nfs4"}, {"/": "warning"}),
+        ({"free": 1 * GIB}, {"  room": "warning"}),
+        ({"inodes": 5}, {"  room": "warning"}),
+        ({"direct": False}, {"  speed": "warning"}),
+        ({"read": 9e7}, {"  speed": "warning"}),
+        ({"sync_seconds": 0.4}, {"  fsync": "warning"}),
+        ({"locks": False}, {"  locks": "problem"}),
     ],
 )
-def test_directories(findings: Iterable[Finding], found: dict[str, str]) -> None:
-    assert levels(findings) == found
+def test_directories(monkeypatch: pytest.MonkeyPatch, present: dict[str, Any], found: dict[str, str]) -> None:
+    times = DiskTimes(2e9, 3e9, 0.001, direct=True, locks=True)
+    times = times._replace(**{name: value for name, value in present.items() if name in times._fields})
+    status = SimpleNamespace(f_files=10**9, f_favail=present.get("inodes", 10**6))
+    monkeypatch.setattr(hardware, "measure", lambda path: times)
+    monkeypatch.setattr(hardware, "file_system_of", lambda path: present.get("kind", "ext4"))
+    monkeypatch.setattr(hardware, "free_bytes", lambda path: present.get("free", 500 * GIB))
+    monkeypatch.setattr(hardware.os, "statvfs", lambda path: status)
+    assert levels(hardware.directory(Path("/"))) == found
 
 
 def test_a_directory_is_tried_and_left_as_it_was(tmp_path: Path) -> None:

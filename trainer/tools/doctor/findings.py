@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Self
 
 
 class Level(StrEnum):
@@ -26,19 +25,19 @@ class Finding:
     means: str = ""
     do: str = ""
 
-    @classmethod
-    def warning(cls, what: str, found: str, means: str, do: str, *, when: bool = True) -> Self:
-        """A finding that is a warning where `when` is true, and ok otherwise."""
-        return cls(what, found, Level.WARNING, means, do) if when else cls(what, found)
 
-    @classmethod
-    def problem(cls, what: str, found: str, means: str, do: str, *, when: bool = True) -> Self:
-        """A finding that is a problem where `when` is true, and ok otherwise."""
-        return cls(what, found, Level.PROBLEM, means, do) if when else cls(what, found)
+def problem(what: str, found: str, means: str, do: str, *, when: bool = True, level: Level = Level.PROBLEM) -> Finding:
+    """Return a finding that is a problem where `when` is true, and ok otherwise."""
+    return Finding(what, found, level, means, do) if when else Finding(what, found)
+
+
+def warning(what: str, found: str, means: str, do: str, *, when: bool = True) -> Finding:
+    """Return a finding that is a warning where `when` is true, and ok otherwise."""
+    return problem(what, found, means, do, when=when, level=Level.WARNING)
 
 
 def report_lines(part: str, findings: Sequence[Finding]) -> Iterator[str]:
-    """The findings of one part of the machine as lines of plain text."""
+    """Yield the findings of one part of the machine as lines of plain text."""
     width = max((len(finding.what) for finding in findings), default=0)
     yield part
     for finding in findings:

@@ -1,0 +1,195 @@
+"""Commands that look at runs and at this machine: `zeromesh status`, `report` and `doctor`; and `init`, which writes examples."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zeromesh.errors import StorageError, printable
+from zeromesh.files import read_whole, write_whole
+from zeromesh.telemetry.status_file import NAME
+from zeromesh.trainer.formatting import table_lines
+from zeromesh.trainer.monitoring.step_metrics import ENDED, LOCK, METRICS, read_metrics
+
+if TYPE_CHECKING:
+    from zeromesh.trainer.tools.doctor.findings import Finding
+
+REPORT = "report.html"
+_STALE_SECONDS = 10.0
+_RUNS = Path("runs")
+"""The default of run.output_dir."""
+_EXAMPLES = Path(__file__).resolve().parent.parent / "configs"
+
+
+def run_status(options: argparse.Namespace) -> int:
+    """Show whether a run goes on and what each of its ranks does, from the files that it writes.
+
+    Returns 0 for a run that goes on or has ended in order, 1 for one that has failed, was killed or is silent.
+
+    Raises:
+        StorageError: where there is no run, or its files cannot be read.
+    """
+    metrics, path, lock = options.run / METRICS, options.run / NAME, options.run / LOCK
+    if not metrics.exists():
+        raise StorageError(f"{str(options.run)!r} holds no run: there is no metrics.jsonl")
+    last = (read_metrics(metrics) or [{}])[-1]
+    _print(f"{options.run}: step {last.get('step', 0)}, loss {last.get('loss', 'not yet known')}")
+    if path.exists():
+        _print(*_ranks(path))
+    try:
+        note = read_whole(lock, 4096).decode(errors="replace").strip() if lock.exists() else ""
+    except OSError as error:
+        raise StorageError(f"{str(lock)!r} cannot be read: {error.strerror or error}") from error
+    written = path if path.exists() else metrics
+    code, verdict = _verdict(note, time.time() - written.stat().st_mtime, monitored=path.exists())
+    if verdict:
+        _print(verdict)
+    return code
+
+
+def _ranks(path: Path) -> list[str]:
+    try:
+        rows = [
+            (
+                row["rank"],
+                row["pid"],
+                row["step"],
+                row["failure"] or row["doing"],
+                f"{row['seconds_without_progress']:.1f}",
+            )
+            for row in json.loads(read_whole(path))["ranks"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise StorageError(f"{str(path)!r} cannot be read: {error}") from error
+    return table_lines(("rank", "pid", "step", "doing", "seconds without progress"), rows)
+
+
+def _verdict(note: str, silent: float, *, monitored: bool) -> tuple[int, str]:
+    """Judge a run whose lock says `note`, and which has written last `silent` seconds ago: the exit code, and a sentence."""
+    if note == ENDED:
+        return 0, "the run has ended"
+    if note.startswith(ENDED):
+        return 1, f"the run has {note}"
+    process = re.fullmatch(r"pid (\d{1,9}) on (.*)", note)
+    here = process is not None and process[2] == socket.gethostname()
+    if process is not None and here and not os.path.exists(f"/proc/{process[1]}"):
+        return 1, f"the run was killed: its process ({note}) is gone"
+    if silent <= _STALE_SECONDS:
+        return 0, ""
+    if here and not monitored:
+        return 0, f"its last line is {silent:,.0f} seconds old, and its process ({note}) is there"
+    return 1, f"not heard of for {silent:,.0f} seconds: the run was killed, or its host is lost or hangs"
+
+
+def run_report(options: argparse.Namespace) -> int:
+    """Write a page about runs; returns the exit code.
+
+    Raises:
+        ConfigError: for what is no run's directory.
+        StorageError: where the page cannot be written.
+    """
+    from zeromesh.trainer.tools.html_report.page import page_of
+    from zeromesh.trainer.tools.html_report.runs import read_runs
+
+    runs = read_runs([path.expanduser() for path in options.runs])
+    content = page_of(runs).encode()
+    if str(options.out) == "-":
+        sys.stdout.buffer.write(content)
+        return 0
+    out = options.out if options.out is not None else runs[0].path / REPORT
+    try:
+        write_whole(out, content)
+    except OSError as error:
+        reason = error.strerror or error
+        raise StorageError(f"{str(out)!r} cannot be written: {reason}; give another place with --out") from error
+    for run in runs:
+        for remark in run.remarks:
+            sys.stderr.write(printable(f"zeromesh: {run.name}: {remark}") + "\n")
+    _print(str(out))
+    return 0
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    """Look at every part of this machine and print its findings; returns 1 where there is a problem."""
+    from zeromesh.trainer.tools.doctor.findings import Level, report_lines
+
+    found: list[tuple[str, Finding]] = []
+    for part, findings in _parts(options.directory or [_RUNS]):
+        found.extend((part, finding) for finding in findings)
+        if not options.json:
+            _print(*report_lines(part, findings))
+    counts = {
+        f"{level.value}s": sum(each.level is level for _, each in found) for level in (Level.PROBLEM, Level.WARNING)
+    }
+    if options.json:
+        values = [{"part": part, **asdict(finding)} for part, finding in found]
+        sys.stdout.write(json.dumps({**counts, "findings": values}, indent=1) + "\n")
+    else:
+        words = [f"{count or 'no'} {name if count != 1 else name[:-1]}" for name, count in counts.items()]
+        _print(", ".join(words))
+    return 1 if counts["problems"] else 0
+
+
+def _parts(directories: list[Path]) -> Iterator[tuple[str, list[Finding]]]:
+    """Yield the findings of one part after the other, so that they are shown while the next part is looked at."""
+    from zeromesh.trainer.tools.doctor import software
+
+    yield "packages", list(software.packages())
+    if find_spec("torch") is None:
+        return
+    from zeromesh.trainer.tools.doctor import hardware
+
+    yield "machine", list(hardware.machine())
+    yield "accelerators", list(hardware.accelerators())
+    yield "launch", list(software.launch())
+    yield "disks", [finding for each in directories for finding in hardware.directory(each)]
+    yield "network", list(software.network())
+
+
+def run_init(options: argparse.Namespace) -> int:
+    """List the examples of configurations, or write one; returns the exit code.
+
+    Raises:
+        StorageError: when the file exists or cannot be written; an existing file is never replaced.
+    """
+    found = examples()
+    if options.name is None:
+        width = max(map(len, found))
+        _print(*(f"{name:{width}}  {_about(path)}" for name, path in sorted(found.items())))
+        _print("zeromesh init NAME writes one of them here")
+        return 0
+    path = Path(found[options.name].name)
+    text = found[options.name].read_text(encoding="utf-8").replace("configs/", "")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise StorageError(f"{str(path)!r} was not written: {error.strerror or error}; move it away first") from error
+    _print(f"wrote {path}; train it with: zeromesh train {path}")
+    return 0
+
+
+def examples() -> dict[str, Path]:
+    """Return the example files by their names without the suffix."""
+    return {path.stem: path for path in _EXAMPLES.iterdir()}
+
+
+def _about(path: Path) -> str:
+    """Return the comment in the first line of an example. JSON has no comments."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("# ") if first.startswith("# ") else f"in JSON: {path.name}"
+
+
+def _print(*lines: str) -> None:
+    sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
+    sys.stdout.flush()

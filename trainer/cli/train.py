@@ -1,0 +1,241 @@
+"""`zeromesh train`, `evaluate` and `config`: they read a configuration; the first two start its ranks or are one of them."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import gc
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zeromesh.environment import (
+    BEGAN,
+    LaunchEnvironment,
+    command_began,
+    die_with_launcher,
+    kept_environment,
+    python_arguments,
+    read_environment,
+)
+from zeromesh.errors import ConfigError, ZeromeshError, printable, printable_lines
+from zeromesh.trainer.cli.launch import check_mesh
+from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.monitoring.start_times import StartTimes
+
+if TYPE_CHECKING:
+    from zeromesh.launch.local import WorkersFailed
+    from zeromesh.launch.ssh import HostFailure
+
+EVALUATED = "evaluated.jsonl"
+"""In a run's directory: a line for each time that `zeromesh evaluate` evaluated it."""
+_RESOLVED = "config.resolved.yaml"
+
+
+def run_train(options: argparse.Namespace) -> int:
+    """Train or evaluate, in this process or in ranks that it starts; returns the exit code."""
+    return _train(options) if options.attached is None else _attached(options)
+
+
+def _attached(options: argparse.Namespace) -> int:
+    """Run as the part of a `zeromesh launch` on one host: messages go to that command, and this one ends when it is gone."""
+    from zeromesh.launch.heartbeat import Lifeline
+
+    line = Lifeline(options.attached)
+    line.read_variables()
+    with line:
+        try:
+            result = _launch(options, _processes(options, read_environment()))
+        except ZeromeshError as error:
+            line.end(exit_code_of(error), text=str(error))
+            return exit_code_of(error)
+        if isinstance(result, int):
+            line.end(result)
+            return result
+        line.end(result.exit_code, text=str(result), noticed=result.noticed, apart=result.apart)
+        return result.exit_code
+
+
+def _train(options: argparse.Namespace) -> int:
+    if options.worker:
+        die_with_launcher()
+        from zeromesh.launch.rank_processes import become_worker
+
+        become_worker(exit_code_of)
+    environment = read_environment()
+    processes = _processes(options, environment)
+    evaluates = options.command == "evaluate"
+    path, keys, checkpoint = find_subject(options.config) if evaluates else (options.config, (), None)
+    config = load_config(path, [*keys, *options.overrides], ranks=processes * options.nnodes[1])
+    if options.nnodes[1] == 1:
+        check_mesh(config, processes)
+    if not options.worker and (processes > environment.world_size or options.nnodes[1] > 1 or options.max_restarts):
+        return report(_launch(options, processes))
+    if not options.worker and environment.rank == 0:
+        _hint("loading torch and transformers")
+    return _evaluate(config, checkpoint) if evaluates else _fit(config, options.began)
+
+
+def _processes(options: argparse.Namespace, environment: LaunchEnvironment) -> int:
+    """Return how many ranks will train: those that a launcher started, else --nproc.
+
+    A scheduler's single task may start workers of its own; several tasks are the ranks themselves.
+    """
+    wanted: int | None = options.nproc
+    if environment.launcher != "torchrun" and environment.world_size == 1:
+        return wanted or 1
+    if wanted is not None and wanted != environment.local_world_size:
+        raise ConfigError(
+            f"--nproc {wanted}: {environment.launcher} has started {environment.local_world_size} processes on this "
+            "host, which are the ranks; leave --nproc out"
+        )
+    return environment.world_size
+
+
+def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:
+    least, most = options.nnodes
+    if most > 1 and not options.rdzv_endpoint:
+        raise ConfigError("--nnodes of several hosts needs --rdzv-endpoint HOST:PORT, the same on all of them")
+    if options.node_rank is not None and not (options.rdzv_endpoint and least == most > options.node_rank):
+        raise ConfigError(
+            f"--node-rank {options.node_rank} is for --nnodes N with N above it (not MIN:MAX), and --rdzv-endpoint HOST:PORT"
+        )
+    if options.node_rank is not None and options.max_restarts:
+        raise ConfigError(f"--max-restarts {options.max_restarts}: hosts that have a --node-rank start once")
+    _hint(f"starting {processes} processes")
+    from zeromesh.launch.local import Nodes, launch_workers
+
+    restarts = options.max_restarts if options.max_restarts is not None else 3 * (most > least)
+    meeting = {"endpoint": options.rdzv_endpoint, "run_id": options.rdzv_id} if options.rdzv_endpoint else {}
+    where = Nodes(least=least, most=most, max_restarts=restarts, rank=options.node_rank, **meeting)
+    command = (options.command, "--worker", "--", options.config, *options.overrides)
+    with kept_environment({BEGAN: str(options.began)}):
+        return launch_workers(python_arguments("zeromesh", command), processes=processes, nodes=where, notify=say)
+
+
+def report(result: WorkersFailed | HostFailure | int) -> int:
+    """Say how what was launched has ended; returns the exit code."""
+    if not isinstance(result, int):
+        say(str(result))
+        return result.exit_code
+    if result:
+        say("stopped; all workers have ended")
+    return result
+
+
+def _fit(config: TrainerConfig, began: float) -> int:
+    launched = command_began()
+    times = StartTimes(began if launched is None else launched)
+    if launched is not None:
+        times.end("launch", at=began)
+    fresh = "torch" not in sys.modules
+    if fresh:
+        gc.disable()  # Next to nothing that is imported is garbage, and looking for it takes a second.
+    from zeromesh.trainer import Trainer
+
+    if fresh:
+        gc.freeze()
+        gc.enable()
+    times.end("imports")
+    # Python looks through all objects again when it ends, which takes seconds after torch and transformers were loaded.
+    atexit.register(gc.freeze)
+    with Trainer(config=config) as trainer:
+        trainer.start_times = times
+        trainer.fit()
+    return 0
+
+
+def find_subject(source: str) -> tuple[Path | None, tuple[str, ...], Path | None]:
+    """Return the configuration that `source` names, keys of it to set, and the checkpoint whose weights are evaluated, if any.
+
+    `source` is a run's directory, which stands for its newest checkpoint, a checkpoint, a Hugging Face model directory, or a
+    configuration.
+
+    Raises:
+        ConfigError: for a directory that is none of these.
+        CheckpointError: for a run without a checkpoint.
+    """
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        return path, (), None
+    run = path.parent.parent if (path / "manifest.json").is_file() else path
+    if (run / _RESOLVED).is_file():
+        from zeromesh.trainer.tools.checkpoint.paths import checkpoint_at
+
+        # The run may have begun from a checkpoint that is gone.
+        return run / _RESOLVED, ("checkpoint.resume=auto",), checkpoint_at(path)
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"a directory without {_RESOLVED} or config.json; give a configuration, a run, a checkpoint of a run, or a model "
+            "directory that save_pretrained wrote",
+            where=source,
+        )
+    tokenizer = (f"data.tokenizer={path}",) if (path / "tokenizer_config.json").is_file() else ()
+    return None, (f"model.source={path}", *tokenizer, f"run.name={path.resolve().name}"), None
+
+
+def _evaluate(config: Any, checkpoint: Path | None) -> int:
+    """Evaluate on the evaluation data of a configuration, print the values and append them to `evaluated.jsonl`.
+
+    Without `checkpoint` the newest one of the configuration's run is taken, or else the weights that a run would begin with.
+    """
+    from zeromesh.checkpoint.store import CheckpointStore
+    from zeromesh.trainer import Trainer
+    from zeromesh.trainer.checkpoints.manager import FOLDER
+    from zeromesh.trainer.loop.evaluation import evaluation_line
+    from zeromesh.trainer.monitoring.step_metrics import MetricsWriter
+
+    with Trainer(config=config) as trainer:
+        store = CheckpointStore(trainer.run_directory / FOLDER)
+        steps = store.steps()
+        if checkpoint is None and steps:
+            checkpoint = store.path(steps[0])
+        if checkpoint is not None:
+            trainer.load_weights(checkpoint)
+        trainer.note(f"evaluating {checkpoint or 'the weights that the run would begin with'}")
+        values = trainer.evaluate()
+        trainer.note(evaluation_line(trainer.run, values))
+        if trainer.mesh.rank == 0:
+            line = {"time": time.time(), "step": trainer.state.step, "checkpoint": checkpoint and str(checkpoint)}
+            with MetricsWriter(trainer.run_directory / EVALUATED) as writer:
+                writer.write({**line, **values})
+    return 0
+
+
+def print_config(options: argparse.Namespace) -> int:
+    """Print every key, below lines that say how settings of another trainer became keys; returns the exit code."""
+    config = load_config(options.config, options.overrides, ranks=options.nproc)
+    from zeromesh.trainer.models.build import check_model
+
+    check_model(config.model)
+    sys.stdout.writelines(f"# {printable(note)}\n" for note in config.notes)
+    sys.stdout.write(config.to_yaml())
+    return 0
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return 2 for what the user gave and can change, else 1."""
+    return 2 if isinstance(error, ZeromeshError) and isinstance(error, ValueError) else 1
+
+
+def rank_prefix() -> str:
+    """Return `rank 3: ` under a launcher, where several processes write to one terminal."""
+    try:
+        environment = read_environment()
+    except ConfigError:
+        return ""
+    return f"rank {environment.rank}: " if environment.world_size > 1 else ""
+
+
+def say(message: str) -> None:
+    """Write a message of this command to standard error."""
+    sys.stderr.write(f"zeromesh: {printable_lines(message)}\n")
+
+
+def _hint(message: str) -> None:
+    """Say what the next seconds go to, for a person who waits at a terminal."""
+    if sys.stdout.isatty():
+        sys.stdout.write(f"{message}\n")
+        sys.stdout.flush()
