@@ -111,16 +111,20 @@ class ChunkedHead:
         rows = hidden.reshape(-1, hidden.shape[-1])
         if rows.shape[0] != current.targets.numel():
             raise PhaseError(f"{rows.shape[0]} hidden states reached the head for {current.targets.numel()} labels")
-        vocab = self._head.weight.shape[0]
-        targets = current.targets.to(rows.device)
-        chunk = self._chunk_tokens or chunk_for(rows.shape[0], rows.shape[1], vocab, rows.dtype)
-        if isinstance(self._head, VocabParallelHead):
-            total = self._head.loss(rows, targets, seed=current.seed, chunk_tokens=chunk, change=self._change)
-        else:
-            weight, bias = self._head.weight, self._head.bias
-            total = chunked_cross_entropy(
-                rows, weight, bias, targets, seed=current.seed, chunk_tokens=chunk, change=self._change
-            )
+        head = self._head
+        parts: dict[str, Any] = {}
+        if isinstance(head, VocabParallelHead):
+            parts = {"sizes": head.sizes, "exchange": head.exchange}
+        total = chunked_cross_entropy(
+            rows,
+            head.weight,
+            head.bias,
+            current.targets.to(rows.device),
+            seed=current.seed,
+            chunk_tokens=self._chunk_tokens or chunk_for(rows.shape[0], rows.shape[1], len(head.weight), rows.dtype),
+            change=self._change,
+            **parts,
+        )
         if self._route == "loss_function":
             total = total / max(1, current.count)
         returned = torch.cat((total.reshape(1), total.new_tensor(_PROBES))).reshape(1, 1, -1)

@@ -8,18 +8,23 @@ arXiv:2410.10989).
 
     chunk of tokens   logits [chunk, vocab] in the compute dtype; becomes softmax - onehot in place
       block of rows   the softmax itself, in fp32 (float64 for float64), on a scratch that stays in cache
+
+Where each rank has the logits of some tokens of the vocabulary, logits never travel. For every target, ranks exchange three
+numbers: the largest local logit m, the sum of exp(logit - m), and the target's logit where it is one's own (else 0). (Megatron-LM
+exchanges maximum, sum and logit one after the other: Shoeybi et al. 2019, arXiv:1909.08053.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from zeromesh.comm.activation_collectives import Exchange, Pending
 from zeromesh.errors import DataError, LayoutError, PhaseError
 from zeromesh.kernels.cpu_matmul import product_dtype, row_blocks
 
@@ -70,6 +75,8 @@ def chunked_cross_entropy(
     chunk_tokens: int,
     change: LogitChange = UNCHANGED,
     ignore_index: int = -100,
+    sizes: Sequence[int] = (),
+    exchange: Exchange | None = None,
 ) -> torch.Tensor:
     """Sum the cross entropy losses of `hidden @ weight.T + bias`, changed by `change`, over the targets that are
     not `ignore_index`.
@@ -83,6 +90,8 @@ def chunked_cross_entropy(
             more pass over the gradients.
         chunk_tokens: tokens whose logits are held at once (see `chunk_for`).
         change: what is done to each logit before the softmax, in the dtype of the softmax.
+        sizes: with an `exchange`, tokens of the vocabulary on each of its ranks, in order. Then `weight` and `bias` are this
+            rank's part, `hidden` and `targets` the same on all ranks, and so are the result and the gradient of `hidden`.
 
     Returns a scalar: fp32, or float64 for float64 inputs. The softmax runs in that dtype, matrix products in
     the compute dtype (or a wider one where that is faster), and the weight's gradient is summed over chunks
@@ -91,34 +100,16 @@ def chunked_cross_entropy(
     Without gradients to compute nothing is kept. Raises `LayoutError` for shapes and dtypes that do not fit,
     a bad `seed` or chunk, and `DataError` for a target outside of the vocabulary.
     """
-    return summed_loss(
-        hidden,
-        weight,
-        bias,
-        targets,
-        run=partial(HeadPass, change=change),
-        vocab=weight.shape[0],
-        seed=seed,
-        chunk_tokens=chunk_tokens,
-        ignore_index=ignore_index,
-    )
-
-
-def summed_loss(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    *,
-    run: Callable[..., HeadPass],
-    vocab: int,
-    seed: float,
-    chunk_tokens: int,
-    ignore_index: int,
-) -> torch.Tensor:
-    """Compute `chunked_cross_entropy` by a head that `run` makes: one over `vocab` tokens, of which `weight` may be a part."""
+    run: Callable[..., HeadPass] = HeadPass
+    vocab = weight.shape[0]
+    if exchange is not None:
+        if len(sizes) != exchange.size or sizes[exchange.index] != vocab:
+            raise LayoutError(
+                f"rank {exchange.index} of {exchange.size} has {vocab} tokens of the vocabulary, where sizes are {list(sizes)}"
+            )
+        run, vocab = partial(_PartOfHead, exchange=exchange, first=sum(sizes[: exchange.index])), sum(sizes)
     _check(hidden, weight, bias, targets, seed, chunk_tokens)
-    trained = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias)]
+    trained = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias))
     kept = (targets != ignore_index).nonzero().squeeze(1)
     masked = kept.numel() < targets.numel()
     bound = targets[kept] if masked else targets
@@ -127,9 +118,9 @@ def summed_loss(
             f"targets lie in [{int(bound.min())}, {int(bound.max())}], but the head knows ids in "
             f"[0, {vocab}); check the tokenizer against the model's vocab_size"
         )
-    rows = HeadRows(index=kept if masked else None, targets=bound.long())
     seed = seed or 1.0  # The gradient of a microbatch of weight 0 says so by itself.
-    head = partial(run, rows=rows, seed=seed, chunk_tokens=chunk_tokens, trained=tuple(trained))
+    settings = {"seed": seed, "chunk_tokens": chunk_tokens, "trained": trained, "change": change}
+    head = partial(run, rows=kept if masked else None, targets=bound.long(), **settings)
     if not any(trained):
         return head(hidden.detach(), weight.detach(), bias).run()
     total: torch.Tensor = _ChunkedCrossEntropy.apply(head, seed, hidden, weight, bias)  # type: ignore[no-untyped-call]
@@ -176,16 +167,11 @@ def _check(
         raise LayoutError(f"chunk_tokens must be at least 1; got {chunk_tokens}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeadRows:
-    """The rows of `hidden` that have a target: their positions (None: all of them) and the targets, int64."""
-
-    index: torch.Tensor | None
-    targets: torch.Tensor
-
-
 class HeadPass:
-    """One evaluation: the loss and, where wanted, its gradients times `seed`. A subclass computes a part of the vocabulary."""
+    """One evaluation: the loss and, where wanted, its gradients times `seed`.
+
+    `rows` of `hidden` (None: all of them) have `targets`, int64.
+    """
 
     def __init__(
         self,
@@ -193,15 +179,16 @@ class HeadPass:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         *,
-        rows: HeadRows,
+        rows: torch.Tensor | None,
+        targets: torch.Tensor,
         seed: float,
         chunk_tokens: int,
         trained: tuple[bool, ...],
         change: LogitChange,
     ) -> None:
         self.shape = hidden.shape
-        self.hidden = hidden if rows.index is None else hidden.index_select(0, rows.index)
-        self.weight, self.bias, self.rows, self.change = weight, bias, rows, change
+        self.hidden = hidden if rows is None else hidden.index_select(0, rows)
+        self.weight, self.bias, self.rows, self.targets, self.change = weight, bias, rows, targets, change
         # The change's derivative but for its slope, which differs from logit to logit.
         self.seed = seed * change.scale
         self.tokens, self.vocab = self.hidden.shape[0], weight.shape[0]
@@ -226,7 +213,7 @@ class HeadPass:
             end = min(start + self.chunk, self.tokens)
             chunk = logits[: end - start]
             self._logits(self.hidden[start:end], chunk)
-            self.softmax(chunk, self.rows.targets[start:end], losses[start:end])
+            self.softmax(chunk, self.targets[start:end], losses[start:end])
             self.gradients(chunk, start, end)
         del logits
         self.finish()
@@ -305,9 +292,9 @@ class HeadPass:
         if self.grad_weight is not None:
             self.grad_weight = self.grad_weight.zero_() if self.tokens == 0 else self.grad_weight
             self.grad_weight = self.grad_weight.to(dtype)
-        if self.grad_hidden is not None and self.rows.index is not None:
+        if self.grad_hidden is not None and self.rows is not None:
             full = self.grad_hidden.new_zeros(self.shape)
-            self.grad_hidden = full.index_copy_(0, self.rows.index, self.grad_hidden)
+            self.grad_hidden = full.index_copy_(0, self.rows, self.grad_hidden)
 
 
 def _accumulate(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float, *, first: bool) -> None:
@@ -318,6 +305,101 @@ def _accumulate(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: floa
         out.copy_(torch.mm(a, b)).mul_(alpha)
     else:
         out.add_(torch.mm(a, b), alpha=alpha)
+
+
+def _statistics(part: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """[3, rows]: largest logit m, sum of exp(logit - m), logit of the target or 0.
+
+    `part` [rows, part of the vocabulary] becomes exp(logit - m); `local` [rows]: the target's number here, outside the part
+    where it is another rank's.
+    """
+    own = (local >= 0) & (local < part.shape[1])
+    picked = local.clamp(0, part.shape[1] - 1).unsqueeze(1)
+    chosen = part.gather(1, picked).squeeze(1).masked_fill_(~own, 0)
+    largest = part.amax(dim=1)
+    total = part.sub_(largest.unsqueeze(1)).exp_().sum(dim=1)
+    return torch.stack((largest, total, chosen))
+
+
+def _combine(statistics: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Losses [rows]; largest logit and sum of exp(logit - largest) over all ranks [rows]. `statistics` is this rank's [3, rows]."""
+    everyone = exchange.gather(statistics.unsqueeze(0), 0).wait()
+    largest = everyone[:, 0].amax(dim=0)
+    total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(dim=0)
+    return total.log() + (largest - everyone[:, 2].sum(dim=0)), largest, total
+
+
+def _subtract_targets(softmax: torch.Tensor, local: torch.Tensor) -> None:
+    """softmax - onehot, in place, for the targets that are in this part."""
+    own = (local >= 0) & (local < softmax.shape[1])
+    picked = local.clamp(0, softmax.shape[1] - 1).unsqueeze(1)
+    softmax.scatter_add_(1, picked, own.unsqueeze(1).to(softmax.dtype).neg_())
+
+
+class _PartOfHead(HeadPass):
+    """One evaluation of a head whose tokens from `first` on are here, in step with the ranks that have the others.
+
+    The sum over the ranks of one chunk's gradient of hidden states goes on while the next chunk is computed.
+    """
+
+    def __init__(self, *arguments: Any, exchange: Exchange, first: int, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._exchange = exchange
+        self._first = first
+        self._under_way: tuple[torch.Tensor, Pending] | None = None
+
+    def softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
+        """Do as `HeadPass.softmax` does, with maxima and sums over all ranks."""
+        local = targets - self._first
+        rows = self.rows_at_once(logits)
+        # A cap's slope needs the logits again after the exchange.
+        alone = logits.dtype == self.wide and not self.change.cap
+        scratch = None if alone else logits.new_empty(rows, self.vocab, dtype=self.wide)
+        statistics = logits.new_empty(3, logits.shape[0], dtype=self.wide)
+        blocks = [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
+        for block in blocks:
+            part = logits[block]
+            wide = part if scratch is None else scratch[: part.shape[0]].copy_(part)
+            self.change.apply_(wide)
+            statistics[:, block] = _statistics(wide, local[block])
+        found, largest, total = _combine(statistics, self._exchange)
+        losses.copy_(found)
+        if not self.wants_gradients:
+            return
+        for block in blocks:
+            part = logits[block]
+            if scratch is None:
+                part.mul_(((statistics[0, block] - largest[block]).exp() / total[block]).unsqueeze(1))
+                _subtract_targets(part, local[block])
+                continue
+            # Logits are still as they were: in 16 bits rounding exp(logit - m) as well as the softmax would round twice.
+            wide = scratch[: part.shape[0]].copy_(part)
+            slope = self.change.apply_(wide)
+            wide.sub_(largest[block].unsqueeze(1)).exp_().div_(total[block].unsqueeze(1))
+            _subtract_targets(wide, local[block])
+            if slope is not None:
+                wide.mul_(slope)
+            part.copy_(wide)
+
+    def gradients(self, dlogits: torch.Tensor, start: int, end: int) -> None:
+        """Do as the whole head does; then the sum of this chunk's gradient of hidden states begins, and the last one's ends."""
+        super().gradients(dlogits, start, end)
+        if self.grad_hidden is not None:
+            part = self.grad_hidden[start:end]
+            begun = (part, self._exchange.sum(part))
+            self._arrive()
+            self._under_way = begun
+
+    def finish(self) -> None:
+        """Wait for the last sum, and bring the gradients into the form of what they belong to."""
+        self._arrive()
+        super().finish()
+
+    def _arrive(self) -> None:
+        if self._under_way is not None:
+            part, pending = self._under_way
+            part.copy_(pending.wait())
+            self._under_way = None
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -20,9 +20,7 @@ from torch.nn import functional
 
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.intervals import Interval
-from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange
 from zeromesh.kernels.cpu_matmul import linear
-from zeromesh.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 from zeromesh.tensor import autograd_collectives
 from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.tensor.plan.attention_split import linear_form
@@ -185,42 +183,12 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """The output embedding: logits of this rank's tokens.
-
-    A call gives the logits of all tokens, gathered. `loss` never makes them.
-    """
+    """The output embedding, of this rank's tokens, of which each rank has `sizes`. A call gives the logits of all, gathered."""
 
     def __init__(self, linear: Any, source: SharedInput, sizes: Sequence[int]) -> None:
         super().__init__(linear, source, gathered=tuple(sizes))
         self.sizes = tuple(sizes)
         self.exchange = source.exchange
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of all ranks."""
-        return sum(self.sizes)
-
-    def loss(
-        self,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        *,
-        seed: float,
-        chunk_tokens: int,
-        change: LogitChange = UNCHANGED,
-    ) -> torch.Tensor:
-        """Compute `vocab_parallel_cross_entropy` of `hidden` [tokens, in] and `targets` [tokens], the same on all ranks."""
-        return vocab_parallel_cross_entropy(
-            hidden,
-            self.weight,
-            self.bias,
-            targets,
-            sizes=self.sizes,
-            exchange=self.exchange,
-            seed=seed,
-            chunk_tokens=chunk_tokens,
-            change=change,
-        )
 
 
 def divided_experts(

@@ -13,7 +13,6 @@ from bench.without_zero import load_parts
 from zeromesh.comm.activation_collectives import Exchange, Pending
 from zeromesh.comm.select import open_exchange
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunked_cross_entropy
-from zeromesh.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.tensor.parallelize_module import Parallelized, parallelize
 from zeromesh.tensor.plan.attention_split import balanced
@@ -256,7 +255,17 @@ def learns_in_chunks(mesh: Mesh, name: str, sequence: bool = False) -> dict[str,
         assert parallel.head is not None
         hidden = model.base_model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
         exchange.calls.clear()
-        found = parallel.head.loss(hidden.flatten(0, 1), targets, seed=1.0, chunk_tokens=3)
+        head = parallel.head
+        found = chunked_cross_entropy(
+            hidden.flatten(0, 1),
+            head.weight,
+            head.bias,
+            targets,
+            seed=1.0,
+            chunk_tokens=3,
+            sizes=head.sizes,
+            exchange=exchange,
+        )
         calls = list(exchange.calls)
         found.backward()
         most = exchange.most
@@ -293,10 +302,10 @@ def _losses_of_halves(mesh: Mesh, dtype: str, chunk_tokens: int, change: LogitCh
     settings: dict[str, Any] = {
         "sizes": sizes, "exchange": exchange, "seed": 2.0, "chunk_tokens": chunk_tokens, "change": change
     }  # fmt: skip
-    found = vocab_parallel_cross_entropy(*halves, targets, **settings)
+    found = chunked_cross_entropy(*halves, targets, **settings)
     (found * 2.0).backward()
     with torch.no_grad():
-        quiet = vocab_parallel_cross_entropy(*halves, targets, **settings)
+        quiet = chunked_cross_entropy(*halves, targets, **settings)
     of = [tensor.grad for tensor in wholes]
     pairs = [(found, expected), (quiet, found), (halves[0].grad, of[0])]
     pairs += [(halves[number].grad, of[number][own.start : own.end]) for number in (1, 2)]

@@ -15,10 +15,9 @@ from torch import nn
 from workers import Workers
 
 from zeromesh.errors import LayoutError
+from zeromesh.tensor.parallelize_module import check_blocks
 from zeromesh.tensor.plan.attention_split import balanced, share_heads
-from zeromesh.tensor.plan.planner import plan_tensor
-from zeromesh.tensor.plan.tensor_plan import Style, TensorPlan, parts_of
-from zeromesh.tensor.sequence_parallel import check_blocks
+from zeromesh.tensor.plan.planner import Style, TensorPlan, parts_of, plan_tensor
 
 MOST = ["llama", "llama-1kv", "llama-9-3", "gpt2", "qwen3", "gemma2", "mixtral"]
 OTHERS = sorted(set(MODELS) - set(MOST))
