@@ -24,7 +24,7 @@ from zeromesh.trainer.data.token_cache import StoredText, TextAmount, TokenCache
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, TokenArray, Tokenizer, load_tokenizer
 from zeromesh.trainer.formatting import human_bytes
 
-_VERSION = 1
+_VERSION = 2
 """Version of how text becomes tokens here. Tokens that another version has cached are not read."""
 
 
@@ -71,31 +71,24 @@ def load_datasets(
     if section.eval is not None:
         eval_source = find_text(section.eval, text_field=section.text_field, where="data.eval")
     text = reader.read(source, fraction if eval_source is None else 0.0)
-    evaluation: PackedDataset | None = None
-    notes = []
-    entropy = text.remarks["entropy"]
+    kept, held = text.kept, text.held
+    entropy, evaluation, eval_note = text.remarks["entropy"], None, ""
     if eval_source is not None:
-        eval_text = reader.read(eval_source, 0.0)
-        train, note = _pack(text, 0, text.kept, length, separator, where)
-        evaluation, eval_note = _pack(
-            eval_text, 0, eval_text.kept, length, separator, f"data.eval {eval_source.name!r}"
-        )
-        notes += [note, eval_note]
-    elif text.held.tokens >= length and text.kept.tokens >= length:
-        evaluation, eval_note = _pack(text, text.kept.tokens, text.held, length, separator, f"{where}, held out")
-        train, note = _pack(text, 0, text.kept, length, separator, where)
-        notes += [note, eval_note]
+        other = reader.read(eval_source, 0.0)
+        evaluation, eval_note = _pack(other, 0, other.kept, length, separator, f"data.eval {eval_source.name!r}")
+    elif held.tokens >= length and kept.tokens >= length:
+        evaluation, eval_note = _pack(text, kept.tokens, held, length, separator, f"{where}, held out")
     else:
-        if text.held.tokens:
-            entropy = text.remarks["entropy of all"]
-        train, note = _pack(text, 0, text.kept + text.held, length, separator, where)
-        if fraction and len(train) < 2:
-            note += "; too little to hold any out for evaluation"
-        notes.append(note)
-        if fraction and len(train) >= 2:
-            train, evaluation = train.split_tail(fraction)
-            few = f"the last {len(evaluation)} sequences are held out"
-            notes.append(f"{where}: too few documents to hold out whole ones; {few}")
+        entropy = text.remarks["entropy of all"] if held.tokens else entropy
+        kept = TextAmount(*map(sum, zip(kept, held, strict=True)))
+    train, note = _pack(text, 0, kept, length, separator, where)
+    if fraction and evaluation is None and len(train) < 2:
+        note += "; too little to hold any out for evaluation"
+    elif fraction and evaluation is None:
+        train, evaluation = train.split_tail(fraction)
+        few = f"the last {len(evaluation)} sequences are held out"
+        eval_note = f"{where}: too few documents to hold out whole ones; {few}"
+    notes = [each for each in (note, eval_note) if each]
     skipped = text.remarks["skipped"]
     if skipped:
         notes.append(f"data.train: left out {len(skipped)} files that are not text, such as {skipped[0]!r}")
@@ -144,7 +137,7 @@ class _TextReader:
             writer = held if is_held_out(document.key, fraction) else kept
             text_bytes = len(document.text.encode("utf-8", errors="replace"))
             writer.append(tokens, end_of_text=tokenizer.end_of_text, text_bytes=text_bytes)
-            done = kept.text_bytes + held.text_bytes
+            done = kept.amount.text_bytes + held.amount.text_bytes
             speed = done / max(time.monotonic() - began, 1e-3)
             self._tell(f"tokenizing {source.name}: {human_bytes(done)} of {total}, {human_bytes(speed)}/s")
 

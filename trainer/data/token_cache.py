@@ -1,8 +1,7 @@
 """Text that was tokenised once, on disk: token ids in one file, which all ranks of a host map into memory.
 
     <cache>/<key>/tokens.bin    ids back to back: kept documents, then those that are held out
-                  blocks.bin    xxh3 of each block of 64 KiB of it, 8 bytes a block
-                  entry.json    counts, the digest of all ids, and a checksum of what it says itself
+                  entry.json    counts, xxh3 of each block of 64 KiB, and a checksum of what it says itself
 
 The key is a digest of the files (paths, sizes, times of change), the tokenizer and what is held out, so that a change of any of
 these makes another entry. Nothing in an entry is unpickled. Blocks are verified when they are first read, and those of a small text
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import xxhash
@@ -34,9 +33,17 @@ from zeromesh.trainer.data.tokenizer import TokenArray
 _BLOCK = 1 << 16
 _CHECKED_AT_ONCE = 256 << 20
 """Bytes that are verified when an entry is opened. What lies behind them is verified block by block, when it is read."""
-_ENTRY, _TOKENS, _BLOCKS = "entry.json", "tokens.bin", "blocks.bin"
+_ENTRY, _TOKENS = "entry.json", "tokens.bin"
 _ABANDONED_SECONDS = 86400.0
 """Age at which what a killed process left is removed."""
+
+
+class TextAmount(NamedTuple):
+    """How much text there is. `tokens` count end-of-text ones."""
+
+    documents: int = 0
+    text_bytes: int = 0
+    tokens: int = 0
 
 
 class TokenWriter:
@@ -44,29 +51,25 @@ class TokenWriter:
 
     def __init__(self, file: BinaryIO, vocab_size: int) -> None:
         self.dtype = np.dtype(token_dtype(vocab_size))
+        self.amount = TextAmount()
+        self.largest = 0
         self._file = file
         self._vocab_size = vocab_size
-        self.documents = 0
-        self.text_bytes = 0
-        self.tokens = 0
-        self.largest = 0
 
     def append(self, tokens: TokenArray, *, end_of_text: int, text_bytes: int) -> None:
         """Add one document and the end-of-text token.
 
         Raises `DataError` for an id that the vocabulary does not have.
         """
-        least, largest = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
-        if least < 0 or largest >= self._vocab_size:
+        ids = np.append(tokens, end_of_text)
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
             raise DataError(
-                f"the tokenizer gave ids from {least} to {largest}, but says that its vocabulary has {self._vocab_size} tokens"
+                f"the tokenizer gave ids from {ids.min()} to {ids.max()}, and says that its vocabulary has {self._vocab_size}"
             )
-        self._file.write(tokens.astype(self.dtype).tobytes())
-        self._file.write(np.asarray([end_of_text], dtype=self.dtype).tobytes())
-        self.documents += 1
-        self.text_bytes += text_bytes
-        self.tokens += tokens.size + 1
-        self.largest = max(self.largest, largest, end_of_text)
+        self._file.write(ids.astype(self.dtype).tobytes())
+        documents, all_bytes, count = self.amount
+        self.amount = TextAmount(documents + 1, all_bytes + text_bytes, count + ids.size)
+        self.largest = max(self.largest, int(ids.max()))
 
 
 def token_dtype(vocab_size: int) -> DTypeLike:
@@ -84,22 +87,6 @@ class _DamagedError(Exception):
     """Raised for an entry that is not as it was written."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TextAmount:
-    """How much text there is. `tokens` count end-of-text ones."""
-
-    documents: int = 0
-    text_bytes: int = 0
-    tokens: int = 0
-
-    def __add__(self, other: TextAmount) -> TextAmount:
-        return TextAmount(
-            documents=self.documents + other.documents,
-            text_bytes=self.text_bytes + other.text_bytes,
-            tokens=self.tokens + other.tokens,
-        )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredText:
     """The token ids of a text: those of kept documents, and behind them those of held-out ones."""
@@ -114,23 +101,22 @@ class StoredText:
     remarks: dict[str, Any]
     """Whatever the maker of the entry noted, as JSON values."""
     path: Path
-    blocks: TokenArray
-    verified: TokenArray = field(repr=False)
+    blocks: list[int | None] = field(repr=False)
+    """The checksum of each block; None once it is verified."""
 
     def check(self, first: int, end: int) -> None:
         """Verify the ids from `first` to `end`. Raises `DataError` where they are not as they were written."""
         size = self.tokens.itemsize
         for block in range(first * size // _BLOCK, -(-end * size // _BLOCK)):
-            if not self.verified[block]:
-                data = self.tokens.view(np.uint8)[block * _BLOCK : (block + 1) * _BLOCK]
-                if xxhash.xxh3_64_intdigest(data.tobytes()) != int(self.blocks[block]):
-                    with suppress(OSError):
-                        (self.path / _ENTRY).unlink()
-                    raise DataError(
-                        f"{str(self.path / _TOKENS)!r} is damaged at byte {block * _BLOCK:,}; start again, and the text is "
-                        "tokenised anew"
-                    )
-                self.verified[block] = True
+            data = self.tokens.view(np.uint8)[block * _BLOCK : (block + 1) * _BLOCK]
+            if self.blocks[block] not in (None, xxhash.xxh3_64_intdigest(data.tobytes())):
+                with suppress(OSError):
+                    (self.path / _ENTRY).unlink()
+                raise DataError(
+                    f"{str(self.path / _TOKENS)!r} is damaged at byte {block * _BLOCK:,}; start again, and the text is "
+                    "tokenised anew"
+                )
+            self.blocks[block] = None
 
 
 class TokenCache:
@@ -191,21 +177,19 @@ def _write_entry(folder: Path, vocab_size: int, write: _Write, remarks: _Remarks
         shutil.copyfileobj(held_file, file, 1 << 20)
         file.flush()
         os.fsync(file.fileno())
-    whole, blocks = xxhash.xxh3_128(kept.dtype.str.encode()), bytearray()
+    whole, blocks = xxhash.xxh3_128(kept.dtype.str.encode()), []
     with (folder / _TOKENS).open("rb") as file:
         while block := file.read(_BLOCK):
             whole.update(block)
-            blocks += xxhash.xxh3_64_intdigest(block).to_bytes(8, "little")
-    write_whole(folder / _BLOCKS, bytes(blocks))
-    count = kept.tokens + held.tokens
-    tokens = np.memmap(folder / _TOKENS, kept.dtype, "r") if count else np.empty(0, kept.dtype)
+            blocks.append(xxhash.xxh3_64_intdigest(block))
+    tokens = np.memmap(folder / _TOKENS, kept.dtype, "r") if blocks else np.empty(0, kept.dtype)
     entry = {
         "dtype": kept.dtype.str,
-        "amounts": [[each.documents, each.text_bytes, each.tokens] for each in (kept, held)],
+        "amounts": [kept.amount, held.amount],
         "largest": max(kept.largest, held.largest),
         "digest": whole.hexdigest(),
-        "blocks": xxhash.xxh3_64_hexdigest(bytes(blocks)),
-        "remarks": remarks(tokens, kept.tokens),
+        "blocks": blocks,
+        "remarks": remarks(tokens, kept.amount.tokens),
     }
     text = json.dumps(entry, sort_keys=True)
     write_whole(folder / _ENTRY, json.dumps([xxhash.xxh3_64_hexdigest(text.encode()), text]).encode())
@@ -217,12 +201,9 @@ def _open(folder: Path) -> StoredText:
     if xxhash.xxh3_64_hexdigest(text.encode()) != checksum:
         raise _DamagedError(f"{_ENTRY} is not as it was written")
     entry = json.loads(text)
-    kept, held = (TextAmount(documents=d, text_bytes=b, tokens=t) for d, b, t in entry["amounts"])
+    kept, held = (TextAmount(*amount) for amount in entry["amounts"])
     dtype = np.dtype(entry["dtype"])
     nbytes = (kept.tokens + held.tokens) * dtype.itemsize
-    blocks = read_whole(folder / _BLOCKS)
-    if xxhash.xxh3_64_hexdigest(blocks) != entry["blocks"]:
-        raise _DamagedError(f"{_BLOCKS} is not as it was written")
     descriptor = open_regular(folder / _TOKENS, os.O_RDONLY)
     try:
         size = os.fstat(descriptor).st_size
@@ -239,8 +220,7 @@ def _open(folder: Path) -> StoredText:
         digest=entry["digest"],
         remarks=entry["remarks"],
         path=folder,
-        blocks=np.frombuffer(blocks, dtype="<u8"),
-        verified=np.zeros(len(blocks) // 8, dtype=bool),
+        blocks=entry["blocks"],
     )
     try:
         stored.check(0, min(nbytes, _CHECKED_AT_ONCE) // dtype.itemsize)

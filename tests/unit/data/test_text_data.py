@@ -334,7 +334,7 @@ def test_tokens_are_stored_in_the_narrowest_dtype(vocabulary: int, dtype: type) 
     packed = pack(np.frombuffer(file.getvalue(), writer.dtype), 3)
     assert packed[0]["input_ids"].tolist() == [0, vocabulary - 1, vocabulary - 2]
     assert packed.tokens.nbytes == 3 * np.dtype(dtype).itemsize
-    assert (writer.tokens, writer.largest) == (3, vocabulary - 1)
+    assert (writer.amount.tokens, writer.largest) == (3, vocabulary - 1)
 
 
 def test_a_tokenizer_that_breaks_its_word_is_named() -> None:

@@ -113,7 +113,6 @@ def _link(path: Path) -> None:
 
 DAMAGES = {
     "a byte of the tokens": lambda entry: _flip(entry / "tokens.bin", 70_000),
-    "a byte of the checksums": lambda entry: _flip(entry / "blocks.bin", 3),
     "a digit of the description": lambda entry: _flip(entry / "entry.json", 200),
     "cut tokens": lambda entry: os.truncate(entry / "tokens.bin", 1000),
     "a description that is none": lambda entry: (entry / "entry.json").write_text("{}"),
