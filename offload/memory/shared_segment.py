@@ -10,7 +10,6 @@ import ctypes
 import errno
 import mmap
 import os
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -128,7 +127,5 @@ class SharedSegment:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -10,7 +10,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from rich.console import Console as RichConsole
@@ -55,9 +54,7 @@ class RunConsole:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -16,7 +16,6 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -132,9 +131,7 @@ class Tracking:
             sender.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.finish(min(_FINISH_SECONDS if error is None else _ERROR_SECONDS, self._patience))
 
     def finish(self, seconds: float) -> None:

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections import deque
-from types import TracebackType
 from typing import NoReturn, Self
 
 from zeromesh.environment import export
@@ -69,9 +68,7 @@ class Lifeline:
             threading.Thread(target=run, name=f"lifeline{run.__name__}", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, Exception):
             self.end(1, text=f"{type(error).__name__}: {error}")
 

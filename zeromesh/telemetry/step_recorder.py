@@ -25,7 +25,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
-from types import TracebackType
 from typing import Any
 
 from torch.profiler import record_function
@@ -219,9 +218,7 @@ class _Span:
         if self._figures is not None:
             self._figures[3] = time.perf_counter()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         recorder = self._recorder
         if self._figures is not None:
             self._figures[2] += time.perf_counter() - self._figures[3]
