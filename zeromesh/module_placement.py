@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,6 +33,7 @@ from zeromesh.pipeline.stages.stubs import Stub, meta_copy
 from zeromesh.tensor.dropout_rng import ShardedRandomness
 
 Gradients = tuple[torch.Tensor | None, ...]
+_Move = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> ModulePlacement:
@@ -50,7 +52,7 @@ def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> Modu
         module = model.get_submodule(name)
         exchange = _ModuleExchange(f"{name} on process set {home.name}", home, mesh)
         if home.member:
-            module.forward = _OnOwnRanks(module.forward, exchange)
+            module.forward = partial(_on_own_ranks, module.forward, exchange)
         else:
             parent, _, leaf = name.rpartition(".")
             model.get_submodule(parent)._modules[leaf] = _OnOtherRanks(module, exchange)
@@ -153,27 +155,27 @@ class _ModuleExchange:
         return tensor
 
 
-class _OnOwnRanks:
-    """Stands for the `forward` of a placed module on the ranks of its set."""
-
-    def __init__(self, forward: Callable[..., Any], exchange: _ModuleExchange) -> None:
-        self._forward = forward
-        self._exchange = exchange
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        at = _differentiable(leaves)
-        if at:
-            for index, tensor in zip(at, _apply(_Enter, self._exchange, *(leaves[index] for index in at)), strict=True):
-                leaves[index] = tensor
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
-        with self._exchange.randomness.sharded():
-            output = self._forward(*args, **kwargs)
-        leaves, spec = pytree.tree_flatten(output)
-        at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        for index, tensor in zip(at, _apply(_Leave, self._exchange, *(leaves[index] for index in at)), strict=True):
+def _on_own_ranks(forward: Callable[..., Any], exchange: _ModuleExchange, *args: Any, **kwargs: Any) -> Any:
+    """The `forward` of a placed module on the ranks of its set: gradients of its inputs and its output go to the other ranks."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    at = _differentiable(leaves)
+    if at:
+        entered = _apply(_AtHome, _views, exchange.send, *(leaves[index] for index in at))
+        for index, tensor in zip(at, entered, strict=True):
             leaves[index] = tensor
-        return pytree.tree_unflatten(leaves, spec)
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    with exchange.randomness.sharded():
+        output = forward(*args, **kwargs)
+    leaves, spec = pytree.tree_flatten(output)
+    at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    left = _apply(_AtHome, exchange.send, list, *(leaves[index] for index in at))
+    for index, tensor in zip(at, left, strict=True):
+        leaves[index] = tensor
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [each.view_as(each) for each in tensors]
 
 
 class _OnOtherRanks(Stub):
@@ -212,31 +214,19 @@ class _OnOtherRanks(Stub):
         return pytree.tree_unflatten(made, spec)
 
 
-class _Enter(torch.autograd.Function):
-    """At home, before the module: gradients of its inputs go to the other ranks."""
+class _AtHome(torch.autograd.Function):
+    """On the ranks of the set: around the module, tensors pass by one call, and their gradients by another."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: _ModuleExchange, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.exchange = exchange
-        return tuple(each.view_as(each) for each in inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
-        return None, *ctx.exchange.send(list(gradients))
-
-
-class _Leave(torch.autograd.Function):
-    """At home, after the module: its output goes to the other ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: _ModuleExchange, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        sent = exchange.send(list(outputs))
-        ctx.mark_non_differentiable(*(t for t, o in zip(sent, outputs, strict=True) if not o.requires_grad))
-        return tuple(sent)
+    def forward(ctx: Any, forward: _Move, backward: _Move, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.move = backward
+        passed = forward(list(tensors))
+        ctx.mark_non_differentiable(*(to for to, each in zip(passed, tensors, strict=True) if not each.requires_grad))
+        return tuple(passed)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
-        return None, *gradients
+        return None, None, *ctx.move(list(gradients))
 
 
 class _Elsewhere(torch.autograd.Function):

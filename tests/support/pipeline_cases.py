@@ -137,7 +137,7 @@ def trains(
         "calls": sorted(set(calls.values())),
         "called": len(calls),
         "bubble": [bubble.predicted, bubble.measured],
-        "spans": len(measured.spans),
+        "spans": len(measured.moments) // 2,
     }
 
 

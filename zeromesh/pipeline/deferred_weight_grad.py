@@ -34,17 +34,8 @@ class _Layer:
     transposed: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Product:
-    """A weight's gradient, yet to be multiplied."""
-
-    layer: _Layer
-    grad: torch.Tensor
-    x: torch.Tensor
-
-    def compute(self) -> torch.Tensor:
-        factors = (self.x, self.grad) if self.layer.transposed else (self.grad, self.x)
-        return linear_grad_weight(*factors).view(self.layer.weight.shape)
+_Product = tuple[_Layer, torch.Tensor, torch.Tensor]
+"""A weight's gradient, yet to be multiplied: the gradient of the layer's output, and its input."""
 
 
 class WeightQueue:
@@ -80,20 +71,23 @@ class WeightQueue:
         if key not in self._queued:
             raise PhaseError(f"gradients of weights of {key} were to be computed, but its backward has not run")
         products = self._queued.pop(key)
-        uses = Counter(id(product.layer.weight) for product in products)
+        uses = Counter(id(layer.weight) for layer, _, _ in products)
         sums: dict[int, torch.Tensor] = {}
         products.reverse()
         while products:
-            product = products.pop()
-            which = id(product.layer.weight)
-            gradient = product.compute()
+            layer, grad, x = products.pop()
+            which = id(layer.weight)
+            factors = (x, grad) if layer.transposed else (grad, x)
+            gradient = linear_grad_weight(*factors).view(layer.weight.shape)
+            del grad, x, factors
             # A weight that was used several times has one gradient.
-            gradient = sums.pop(which).add_(gradient) if which in sums else gradient
+            if which in sums:
+                gradient = sums.pop(which).add_(gradient)
             uses[which] -= 1
             if uses[which]:
                 sums[which] = gradient
             else:
-                torch.autograd.backward([product.layer.edge], [gradient])
+                torch.autograd.backward([layer.edge], [gradient])
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -113,7 +107,7 @@ class _DeferredLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layer: _Layer = ctx.layer
         of_x, _, of_bias = ctx.needs_input_grad[:3]
-        layer.queue.take(_Product(layer=layer, grad=grad, x=x))
+        layer.queue.take((layer, grad, x))
         grad_x = linear_grad_x(grad, weight.t() if layer.transposed else weight) if of_x else None
         grad_bias = grad.flatten(0, -2).sum(dim=0) if of_bias else None
         return grad_x, None, grad_bias, None

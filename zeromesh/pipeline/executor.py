@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -102,10 +102,10 @@ class Measured:
     """The beginning, then start and end of each action."""
 
     @property
-    def spans(self) -> tuple[ActionTime, ...]:
-        """The actions' own time, in seconds since the beginning: not what was waited for before them."""
+    def moments(self) -> list[float]:
+        """Start and end of each action, in seconds since the beginning: not what was waited for before it."""
         began, *inner = self.marks
-        return _spans(self.schedule.actions[self.rank], [_seconds(began, mark) for mark in inner])
+        return [_seconds(began, mark) for mark in inner]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,15 +147,7 @@ class Executor:
             self._incoming[schedule] = _incoming(schedule, rank)
         signatures = [runner.signature(number) for number in range(schedule.microbatches)]
         self._require_agreement(schedule, signatures)
-        run = _Run(
-            schedule=schedule,
-            rank=rank,
-            incoming=self._incoming[schedule],
-            runner=runner,
-            signatures=signatures,
-            channels=self._channels,
-            ahead=self.AHEAD,
-        )
+        run = _Run(schedule, rank, self._incoming[schedule], runner, signatures, self._channels, self.AHEAD)
         marks = [_now(self._channels.device)]
         for action in schedule.actions[rank]:
             marks += run.do(action, self.group.watch)
@@ -175,20 +167,19 @@ class Executor:
 
     def bubble(self, measured: Measured) -> Bubble:
         """Collect how long all ranks have waited; all ranks call this together."""
-        own = [round(1e9 * value) for span in measured.spans for value in (span.start, span.end)]
+        own = [round(1e9 * value) for value in measured.moments]
         longest = max(row[0] for row in self.group.gather_integers([len(own)]))
         rows = self.group.gather_integers(own + [0] * (longest - len(own)))
         return bubble(measured.schedule, [[value * 1e-9 for value in row] for row in rows])
 
 
-def _spans(actions: Sequence[Action], moments: Sequence[float]) -> tuple[ActionTime, ...]:
-    """Times of actions from the start and end of each, in one row."""
-    return tuple(map(ActionTime, actions, moments[::2], moments[1::2]))
-
-
 def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubble:
     """Compute the bubble, predicted and measured. `times` has start and end of each action of each rank, in seconds."""
-    timeline = Timeline(spans=tuple(map(_spans, schedule.actions, times)))
+    spans = (
+        tuple(map(ActionTime, actions, row[::2], row[1::2]))
+        for actions, row in zip(schedule.actions, times, strict=True)
+    )
+    timeline = Timeline(spans=tuple(spans))
     kinds: dict[tuple[int, Kind, int], list[float]] = {}
     for rank, each in enumerate(timeline.spans):
         for span in each:
@@ -213,7 +204,7 @@ def _incoming(schedule: PipelineSchedule, rank: int) -> dict[int, list[Message]]
     return found
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class _Run:
     """One run of a schedule on a rank."""
 
@@ -237,34 +228,30 @@ class _Run:
 
     def do(self, action: Action, watch: Watchdog | None) -> list[_Moment]:
         """Wait for what the action needs, carry it out, send what it makes; returns its start and end."""
-        schedule, rank, device = self.schedule, self.rank, self.channels.device
-        received: Sequence[torch.Tensor] = ()
-        wanted = received_by(schedule, rank, action)
-        if wanted is not None:
-            received = self._take(wanted)
+        wanted = received_by(self.schedule, self.rank, action)
+        received: Sequence[torch.Tensor] = () if wanted is None else self._take(wanted)
         self._post_ahead()
         if watch is not None:
             watch.post(Activity.FORWARD if action.kind is Kind.FORWARD else Activity.BACKWARD, 0)
-        start = _now(device)
-        made = self._compute(action, received)
-        end = _now(device)
+        start = _now(self.channels.device)
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            made: Sequence[torch.Tensor] = ()
+            self.runner.backward_weight(action.chunk, action.microbatch)
+        else:
+            made = self._call_of(action.kind)(action.chunk, action.microbatch, received)
+        end = _now(self.channels.device)
         del received
-        message = sent_by(schedule, rank, action)
+        message = sent_by(self.schedule, self.rank, action)
         if message is not None:
             self._send(message, made)
         self.channels.advance()
         self._post_ahead()
         return [start, end]
 
-    def _compute(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        runner, chunk, number = self.runner, action.chunk, action.microbatch
-        if action.kind is Kind.BACKWARD_WEIGHT:
-            runner.backward_weight(chunk, number)
-            return ()
-        if action.kind is Kind.FORWARD:
-            return runner.forward(chunk, number, received)
-        backward = runner.backward if action.kind is Kind.BACKWARD else runner.backward_input
-        return backward(chunk, number, received)
+    def _call_of(self, kind: Kind) -> Callable[[int, int, Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+        if kind is Kind.FORWARD:
+            return self.runner.forward
+        return self.runner.backward if kind is Kind.BACKWARD else self.runner.backward_input
 
     def _kind(self, message: Message) -> Hashable:
         return message.gradient, message.stage, self.signatures[message.microbatch]

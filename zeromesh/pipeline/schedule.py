@@ -15,10 +15,10 @@ two ranks, one step of each kind of schedule (F forward, B backward, I and W its
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Literal, get_args
 
 from zeromesh.errors import LayoutError
@@ -124,85 +124,62 @@ def _message(schedule: PipelineSchedule, source: int, target: int, microbatch: i
 def make_schedule(name: ScheduleName, *, ranks: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """Make the schedule of that name.
 
+    gpipe runs all forwards, then all backwards, with all microbatches in flight (Huang et al., "GPipe", 2019). 1f1b runs forwards
+    until the last rank can begin backwards, then one of each in turn, with at most `ranks - r` microbatches in flight on rank r
+    (Narayanan et al., "PipeDream", 2019, flushed at the end of a step). interleaved does so with several chunks per rank, whose
+    bubble is `chunks` times smaller (Narayanan et al., "Efficient large-scale language model training on GPU clusters", 2021).
+    zero_bubble runs backward in halves; gradients of weights, which no other rank waits for, fill what is a bubble in 1f1b, with at
+    most `ranks` microbatches in flight (ZB-H1 of Qi et al., "Zero bubble pipeline parallelism", 2023).
+
     Raises:
         LayoutError: for a name that does not exist, a number below 1, or chunks with a schedule that takes one.
     """
     if name not in get_args(ScheduleName):
         raise LayoutError(f"pipeline schedule {name!r}: allowed are {', '.join(get_args(ScheduleName))}")
-    if name == "interleaved":
-        return interleaved(ranks=ranks, microbatches=microbatches, chunks=chunks)
-    if chunks != 1:
+    if chunks != 1 and name != "interleaved":
         raise LayoutError(f"pipeline schedule {name} has one chunk per rank, got {chunks}; take interleaved for more")
-    return {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble}[name](
-        ranks=ranks, microbatches=microbatches
-    )
-
-
-def gpipe(*, ranks: int, microbatches: int) -> PipelineSchedule:
-    """Run all forwards, then all backwards (Huang et al., "GPipe", 2019). All microbatches are in flight at once."""
-
-    def actions(_rank: int) -> Iterator[Action]:
-        return chain(_each(Kind.FORWARD, microbatches), _each(Kind.BACKWARD, microbatches))
-
-    return _schedule("gpipe", ranks, 1, microbatches, actions)
+    return _schedule(name, ranks, microbatches, chunks)
 
 
 def forward_only(*, ranks: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """Run all forwards: for evaluation, and one token of generation. Microbatches take turns on the chunks, as in `interleaved`."""
-
-    def actions(_rank: int) -> Iterator[Action]:
-        yield from (Action(kind=Kind.FORWARD, chunk=c, microbatch=m) for c, m in _turns(ranks, microbatches, chunks))
-
-    return _schedule("forward", ranks, chunks, microbatches, actions)
+    return _schedule("forward", ranks, microbatches, chunks)
 
 
-def one_f_one_b(*, ranks: int, microbatches: int) -> PipelineSchedule:
-    """Run forwards until the last rank can begin backwards, then one of each in turn (Narayanan et al., "PipeDream", 2019, flushed
-    at the end of a step). Rank r has at most `ranks - r` microbatches in flight."""
-
-    def actions(rank: int) -> Iterator[Action]:
-        forwards, backwards = _each(Kind.FORWARD, microbatches), _each(Kind.BACKWARD, microbatches)
-        return _alternate(forwards, backwards, ahead=ranks - 1 - rank)
-
-    return _schedule("1f1b", ranks, 1, microbatches, actions)
-
-
-def interleaved(*, ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
-    """Run 1F1B with several chunks per rank, whose bubble is `chunks` times smaller (Narayanan et al., "Efficient large-scale
-    language model training on GPU clusters", 2021). Rounds of microbatches, as many as ranks or up to twice that if they do not
-    divide, go through a chunk after the other."""
+def _schedule(name: str, ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
+    for what, number in (("ranks", ranks), ("chunks per rank", chunks), ("microbatches", microbatches)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise LayoutError(f"a pipeline schedule has at least 1 of {what}, got {number!r}")
+    rounds = _rounds(ranks, microbatches)
+    turns = list(_turns(rounds, chunks))
+    backward = Kind.BACKWARD_INPUT if name == "zero_bubble" else Kind.BACKWARD
+    forwards = [Action(kind=Kind.FORWARD, chunk=chunk, microbatch=number) for chunk, number in turns]
+    backwards = [Action(kind=backward, chunk=chunks - 1 - chunk, microbatch=number) for chunk, number in turns]
 
     def actions(rank: int) -> Iterator[Action]:
-        turns = list(_turns(ranks, microbatches, chunks))
+        if name == "forward":
+            return iter(forwards)
+        if name == "gpipe":
+            return chain(forwards, backwards)
         # The last rank begins its first backward when the first round has come to the last of its chunks.
-        passed = (chunks - 1) * _rounds(ranks, microbatches)[0]
-        ahead = passed + (2 if chunks > 1 else 1) * (ranks - 1 - rank)
-        return _alternate(
-            [Action(kind=Kind.FORWARD, chunk=chunk, microbatch=number) for chunk, number in turns],
-            [Action(kind=Kind.BACKWARD, chunk=chunks - 1 - chunk, microbatch=number) for chunk, number in turns],
-            ahead=ahead,
-        )
+        ahead = (chunks - 1) * rounds[0] + (2 if chunks > 1 else 1) * (ranks - 1 - rank)
+        found = _alternate(forwards, backwards, ahead=ahead)
+        return _with_weights(found, rank) if name == "zero_bubble" else found
 
-    return _schedule("interleaved", ranks, chunks, microbatches, actions)
+    made = tuple(tuple(actions(rank)) for rank in range(ranks))
+    return PipelineSchedule(name=name, ranks=ranks, chunks=chunks, microbatches=microbatches, actions=made)
 
 
-def zero_bubble(*, ranks: int, microbatches: int) -> PipelineSchedule:
-    """Run backward in halves; gradients of weights, which no other rank waits for, fill what is a bubble in 1F1B. At most `ranks`
-    microbatches are in flight, as on the first rank of 1F1B (ZB-H1 of Qi et al., "Zero bubble pipeline parallelism", 2023)."""
-
-    def actions(rank: int) -> Iterator[Action]:
-        forwards, halves = _each(Kind.FORWARD, microbatches), _each(Kind.BACKWARD_INPUT, microbatches)
-        weights = deque(_each(Kind.BACKWARD_WEIGHT, microbatches))
-        inputs = 0
-        for action in _alternate(forwards, halves, ahead=ranks - 1 - rank):
-            yield action
-            inputs += action.kind is Kind.BACKWARD_INPUT
-            # Rank r has r forwards fewer ahead than the first rank; the weights of as many microbatches may wait in their stead.
-            if inputs - (microbatches - len(weights)) > rank:
-                yield weights.popleft()
-        yield from weights
-
-    return _schedule("zero_bubble", ranks, 1, microbatches, actions)
+def _with_weights(actions: Iterator[Action], rank: int) -> Iterator[Action]:
+    """Rank r has r forwards fewer ahead than the first rank; the weights of as many microbatches may wait in their stead."""
+    weights: deque[Action] = deque()
+    for action in actions:
+        yield action
+        if action.kind is Kind.BACKWARD_INPUT:
+            weights.append(Action(kind=Kind.BACKWARD_WEIGHT, chunk=action.chunk, microbatch=action.microbatch))
+        if len(weights) > rank:
+            yield weights.popleft()
+    yield from weights
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], *, ahead: int) -> Iterator[Action]:
@@ -223,29 +200,14 @@ def _rounds(ranks: int, microbatches: int) -> list[int]:
     return [share + (number < more) for number in range(rounds)]
 
 
-def _turns(ranks: int, microbatches: int, chunks: int) -> Iterator[tuple[int, int]]:
+def _turns(rounds: Sequence[int], chunks: int) -> Iterator[tuple[int, int]]:
     """Chunk and microbatch, in the order in which rounds of microbatches go through the chunks of a rank."""
     first = 0
-    for size in _rounds(ranks, microbatches):
+    for size in rounds:
         for chunk in range(chunks):
             for number in range(first, first + size):
                 yield chunk, number
         first += size
-
-
-def _each(kind: Kind, microbatches: int) -> list[Action]:
-    """An action of every microbatch, in the only chunk."""
-    return [Action(kind=kind, chunk=0, microbatch=number) for number in range(microbatches)]
-
-
-def _schedule(
-    name: str, ranks: int, chunks: int, microbatches: int, actions: Callable[[int], Iterator[Action]]
-) -> PipelineSchedule:
-    for what, number in (("ranks", ranks), ("chunks per rank", chunks), ("microbatches", microbatches)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise LayoutError(f"a pipeline schedule has at least 1 of {what}, got {number!r}")
-    made = tuple(tuple(actions(rank)) for rank in range(ranks))
-    return PipelineSchedule(name=name, ranks=ranks, chunks=chunks, microbatches=microbatches, actions=made)
 
 
 Times = Callable[[int, Action], float]
@@ -298,17 +260,6 @@ class Timeline:
     def bubble(self) -> float:
         """The part of the step that ranks do not compute in, on average."""
         return sum(self.bubbles) / len(self.bubbles)
-
-
-def peak_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
-    """Return the most activations that each rank keeps: microbatches of its chunks between forward and the end of backward."""
-    peaks = []
-    for actions in schedule.actions:
-        split = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
-        last = Kind.BACKWARD_WEIGHT if split else Kind.BACKWARD
-        changes = ((action.kind is Kind.FORWARD) - (action.kind is last) for action in actions)
-        peaks.append(max(accumulate(changes), default=0))
-    return tuple(peaks)
 
 
 _BEFORE = {

@@ -2,7 +2,6 @@
 
     ColumnParallelLinear     some outputs       input whole (or a share of the sequence), output local
     RowParallelLinear        some inputs        input local, output whole (or a share of the sequence); bias once, after the sum
-    SlicedColumnLinear       all, computes some outputs whose rows other ranks compute as well
     VocabParallelEmbedding   some tokens        output whole
     VocabParallelHead        some tokens        logits local in training, gathered where a caller asks for them
 
@@ -50,6 +49,8 @@ class ColumnParallelLinear(_Linear):
         source: hands out the input, together with other layers that read it.
         randomness: what is drawn after this layer is this rank's own; None: someone else sees to it.
         gathered: outputs of each rank; all ranks get those of all. None: each gets its own.
+        rows: which outputs to compute, where the layer has the whole weight, so that its gradient is partial: for fused
+            projections where ranks share key and value heads. None: the weight has this rank's outputs alone.
     """
 
     def __init__(
@@ -59,49 +60,31 @@ class ColumnParallelLinear(_Linear):
         *,
         randomness: ShardedRandomness | None = None,
         gathered: Sequence[int] | None = None,
+        rows: Sequence[Interval] | None = None,
     ) -> None:
         super().__init__(linear)
         self._source = source
         self._number = source.join(self)
         self._randomness = randomness
         self._gathered = gathered
+        self._rows = rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Project `x` [..., in] to [..., this rank's outputs], or to [..., all outputs] where they are gathered."""
-        out = self._source.project(x, self._number, self.weight, self.bias)
+        if self._rows is None:
+            out = self._source.project(x, self._number, self.weight, self.bias)
+        else:
+            whole, _ = self._source.take(x)
+            weight = self._some(self.weight.t() if self.transposed else self.weight)
+            out = linear(whole, weight, None if self.bias is None else self._some(self.bias))
         if self._gathered is not None:
             return autograd_collectives.gather(out, -1, self._source.exchange, self._gathered)
         if self._randomness is not None and self.training:
             self._randomness.enter()
         return out
 
-
-class SlicedColumnLinear(_Linear):
-    """Has all of a linear layer's weight and computes `rows` of its outputs, so that the weight's gradient is partial.
-
-    For fused projections where ranks share rows: the key and value heads of multi-query attention.
-    """
-
-    def __init__(
-        self, linear: Any, source: SharedInput, rows: Sequence[Interval], *, randomness: ShardedRandomness | None = None
-    ) -> None:
-        super().__init__(linear)
-        self._source = source
-        source.join(self)
-        self._rows = tuple(rows)
-        self._randomness = randomness
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Project `x` [..., in] to [..., this rank's outputs]."""
-        whole, _ = self._source.take(x)
-        weight = self._some(self.weight.t() if self.transposed else self.weight)
-        out = linear(whole, weight, None if self.bias is None else self._some(self.bias))
-        if self._randomness is not None and self.training:
-            self._randomness.enter()
-        return out
-
     def _some(self, whole: torch.Tensor) -> torch.Tensor:
-        return torch.cat([whole[rows.start : rows.end] for rows in self._rows])
+        return torch.cat([whole[rows.start : rows.end] for rows in self._rows or ()])
 
 
 class RowParallelLinear(_Linear):

@@ -30,7 +30,6 @@ from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
-    SlicedColumnLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
     divided_experts,
@@ -184,7 +183,7 @@ class _Application:
         if layer.style is Style.COLUMN_GATHERED:
             return ColumnParallelLinear(module, source, gathered=layer.sizes())
         if layer.style is Style.SLICED:
-            return SlicedColumnLinear(module, source, layer.shares[index], randomness=randomness)
+            return ColumnParallelLinear(module, source, rows=layer.shares[index], randomness=randomness)
         return ColumnParallelLinear(module, source, randomness=randomness)
 
     def _source(self, parent: str, shares: SequenceShares | None) -> SharedInput:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import combinations
+from itertools import accumulate, combinations
 
 import pytest
 from hypothesis import given, settings
@@ -21,11 +21,22 @@ from zeromesh.pipeline.schedule import (
     ScheduleName,
     forward_only,
     make_schedule,
-    peak_in_flight,
     simulate,
     validate,
 )
 from zeromesh.pipeline.stages.build import Cut, cut_by_cost, cut_by_hand
+
+
+def peak_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
+    """Return the most activations that each rank keeps: microbatches of its chunks between forward and the end of backward."""
+    peaks = []
+    for actions in schedule.actions:
+        split = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
+        last = Kind.BACKWARD_WEIGHT if split else Kind.BACKWARD
+        changes = ((action.kind is Kind.FORWARD) - (action.kind is last) for action in actions)
+        peaks.append(max(accumulate(changes), default=0))
+    return tuple(peaks)
+
 
 RANKS = st.integers(1, 6)
 MICROBATCHES = st.integers(1, 14)

@@ -142,6 +142,13 @@ _STYLES = (
     *("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_heads", "moe_tp_experts"),
     *("replicated_with_grad_allreduce", "local_params", "mla_kv_a_proj", "replicate", *_SYNONYMS),
 )
+_EVENLY = {
+    "colwise": Style.COLUMN,
+    "colwise_gather_output": Style.COLUMN_GATHERED,
+    "rowwise": Style.ROW,
+    "rowwise_split_input": Style.ROW_SPLIT,
+}
+"""Styles of linear layers whose outputs or inputs are divided evenly."""
 _QUERIES = ("q_proj", "q_b_proj", "query", "q")
 _KEYS = ("k_proj", "v_proj", "kv_b_proj", "key", "value", "k", "v")
 _FUSED = ("query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv")
@@ -303,45 +310,42 @@ class _Planner:
                 self._experts(name)
             elif style == "replicated_with_grad_allreduce":
                 self._add(name, Style.PARTIAL)
-            elif style == "mla_kv_a_proj":
-                self._linear(name)
-                self._add(name, Style.LATENT)
-            elif style == "embedding_rowwise":
-                if name in self.layers:
-                    continue
-                if not _divisible_embedding(self.modules[name]):
-                    raise LayoutError(f"{name}: a {type(self.modules[name]).__name__} cannot be divided by tokens")
-                self._divide(name, Style.EMBEDDING, self._weight(name).shape[0])
-            elif style == "embedding_heads":
-                division = self._attention_around(name)
-                self._add(name, Style.EMBEDDING_FEATURES, division.queries_of(name, self._weight(name).shape[1]))
+            elif style in ("embedding_rowwise", "embedding_heads"):
+                self._embedding(name, style)
             else:
                 self._plain_linear(name, style)
+
+    def _embedding(self, name: str, style: str) -> None:
+        module: Any = self.modules[name]
+        if style == "embedding_heads":
+            shares = self._attention_around(name).queries_of(name, module.weight.shape[1])
+            self._add(name, Style.EMBEDDING_FEATURES, shares)
+        elif name not in self.layers:
+            if not _divisible_embedding(module):
+                raise LayoutError(f"{name}: a {type(module).__name__} cannot be divided by tokens")
+            self._divide(name, Style.EMBEDDING, module.weight.shape[0])
 
     def _plain_linear(self, name: str, style: str) -> None:
         outputs, inputs = self._linear(name)
         attention = self.attentions.get(name.rpartition(".")[0])
-        if style == "colwise" and attention is not None:
+        if style == "mla_kv_a_proj":
+            self._add(name, Style.LATENT)
+        elif style == "colwise" and attention is not None:
             if outputs not in self._of_queries(name.rpartition(".")[0], attention):
                 raise LayoutError(
                     f"{name}: nothing says to which heads its {outputs} outputs belong; set parallel.tensor: 1"
                 )
             self._add(name, Style.COLUMN, attention.queries_of(name, outputs))
-        elif style == "colwise":
-            self._divide(name, Style.COLUMN, outputs)
         elif style == "packed_colwise":
             half = balanced(outputs // 2, self.size)
             second = (moved(interval, outputs // 2) for interval in half)
             self._add(name, Style.COLUMN, tuple(zip(half, second, strict=True)))
-        elif style == "rowwise" and attention is None:
-            self._divide(name, Style.ROW, inputs)
-        elif style in ("rowwise", "rowwise_heads"):
+        elif style == "rowwise_heads" or (style == "rowwise" and attention is not None):
             division = attention or self._attention_around(name)
             self._add(name, Style.ROW, division.queries_of(name, inputs))
-        elif style == "colwise_gather_output":
-            self._divide(name, Style.COLUMN_GATHERED, outputs)
-        elif style == "rowwise_split_input":
-            self._divide(name, Style.ROW_SPLIT, inputs)
+        elif style in _EVENLY:
+            of_outputs = style.startswith("colwise")
+            self._divide(name, _EVENLY[style], outputs if of_outputs else inputs)
         else:
             raise LayoutError(
                 f"{name}: tensor-parallel style {style!r} is not known; see zeromesh/tensor/plan/planner.py for those that are"
@@ -391,9 +395,6 @@ class _Planner:
             raise LayoutError(f"{name}: a {kind} cannot be divided; allowed are torch.nn.Linear and GPT-2's Conv1D")
         outputs, inputs = module.weight.shape[::-1] if transposed else module.weight.shape
         return outputs, inputs
-
-    def _weight(self, name: str) -> Any:
-        return self.modules[name].weight
 
     def check_ties(self) -> None:
         """Check that modules that hold the same parameter divide it alike; where they do not, embeddings stay whole."""
