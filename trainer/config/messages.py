@@ -149,9 +149,9 @@ def _allowed(kind: Any, metadata: Sequence[Any]) -> str:
     if origin is Annotated:
         return _allowed(arguments[0], [*_flat(arguments[1:]), *metadata])
     if origin is Literal:
-        return _either([str(argument) for argument in arguments])
+        return either([str(argument) for argument in arguments])
     if origin in (Union, UnionType):
-        return _either([_allowed(argument, []) for argument in arguments])
+        return either([_allowed(argument, []) for argument in arguments])
     if origin is tuple:
         return f"a list of {_allowed(arguments[0], [])}"
     words = {bool: "true or false", int: "an integer", float: "a number", str: "text", NoneType: "null"}
@@ -178,5 +178,6 @@ def _bounds(metadata: Sequence[Any]) -> str:
     return f" {' and '.join(found)}" if found else ""
 
 
-def _either(words: list[str]) -> str:
+def either(words: list[str]) -> str:
+    """Words as a choice: `a, b or c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -271,11 +271,11 @@ def test_a_batch_that_does_not_add_up_is_refused_as_deepspeed_does() -> None:
         ({"fp16": 3}, ["fp16: got 3; allowed is a mapping of enabled"]),
         ({"zero_optimization": {"stage": 4}}, ["zero.stage: got 4", "(DeepSpeed zero_optimization.stage)"]),
         ({"zero_optimization": {"stage": 2.5}}, ["zero_optimization.stage: got 2.5; allowed is an integer"]),
-        ({"optimizer": {"type": "Lamb", "params": {}}}, ["optimizer.type: Lamb is not available", "AdamW"]),
-        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, ["OneBitAdam is not available"]),
+        ({"optimizer": {"type": "Lamb", "params": {}}}, ["optimizer.type: got 'Lamb'", "AdamW"]),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, ["got 'OneBitAdam'"]),
         ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, ["bias_correction: false is not available"]),
         ({"optimizer": {"type": "Adam", "params": {"lr": -1}}}, ["optimizer.lr: got -1", "(DeepSpeed optimizer.params.lr)"]),
-        ({"scheduler": {"type": "LRRangeTest", "params": {}}}, ["LRRangeTest is not available", "WarmupLR"]),
+        ({"scheduler": {"type": "LRRangeTest", "params": {}}}, ["got 'LRRangeTest'", "WarmupLR"]),
         (
             {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}},
             ["cycle_momentum: momentum does not cycle; set it to false"],
@@ -291,7 +291,7 @@ def test_a_batch_that_does_not_add_up_is_refused_as_deepspeed_does() -> None:
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["cannot be simultaneously enabled"]),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, ["fp16.loss_scale: 128 is not available", "set it to 0"]),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, ["master weights are in float32"]),
-        ({"zero_optimization": {"offload_optimizer": {"device": "disk"}}}, ["allowed are none, cpu, nvme"]),
+        ({"zero_optimization": {"offload_optimizer": {"device": "disk"}}}, ["allowed is none, cpu or nvme"]),
         (
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
             ["offload.parameters: host does not go with zero.stage 2"],

@@ -397,7 +397,7 @@ def test_fields_of_many_values(fields: dict[str, Any], expected: dict[str, Any])
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"optim": "adafactor"}, ["optim: adafactor is not available", "adamw_torch"]),
+        ({"optim": "adafactor"}, ["optim: got 'adafactor'", "adamw_torch"]),
         ({"optim": "sgd", "optim_args": "nesterov=true"}, ["optim_args: nesterov of sgd cannot be set"]),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type: reduce_lr_on_plateau needs the metric"]),
         ({"lr_scheduler_kwargs": {"power": 2}}, ["lr_scheduler_kwargs: linear has no option power"]),
@@ -407,7 +407,7 @@ def test_fields_of_many_values(fields: dict[str, Any], expected: dict[str, Any])
         ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps: got 0"]),
         ({"output_dir": "out/my run"}, ["output_dir: the last part of 'out/my run' names the run"]),
         ({"report_to": ["azure_ml"]}, ["report_to: azure_ml is not available", "wandb"]),
-        ({"ddp_backend": "mpi"}, ["ddp_backend: got 'mpi'; allowed are gloo and nccl"]),
+        ({"ddp_backend": "mpi"}, ["ddp_backend: got 'mpi'; allowed is gloo or nccl"]),
         ({"train_sampling_strategy": "group_by_length"}, ["train_sampling_strategy: got 'group_by_length'"]),
         ({"torch_compile_backend": "eager"}, ["torch_compile_backend: got 'eager'"]),
         ({"activation_checkpointing_kwargs": {"every_n_layers": 2}}, ["every_n_layers 2"]),
@@ -589,10 +589,10 @@ def test_automatic_values_are_those_of_the_arguments(tmp_path: Path) -> None:
     [
         ({"train_micro_batch_size_per_gpu": 2}, "per_device_train_batch_size of TrainingArguments is 8"),
         ({"train_batch_size": 2}, "TrainingArguments is 16"),
-        ({"gradient_accumulation_steps": 2}, "that of TrainingArguments is 1"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps of TrainingArguments is 1"),
         ({"gradient_clipping": 2.0}, "max_grad_norm of TrainingArguments is 1.0"),
-        ({"bf16": {"enabled": True}}, "TrainingArguments compute in float32"),
-        ({"fp16": {"enabled": True}}, "TrainingArguments compute in float32"),
+        ({"bf16": {"enabled": True}}, "of TrainingArguments is false"),
+        ({"fp16": {"enabled": True}}, "of TrainingArguments is false"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}, "learning_rate of TrainingArguments is 5e-05"),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},

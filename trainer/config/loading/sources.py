@@ -12,7 +12,7 @@ from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.messages import shown
 from zeromesh.trainer.config.migration.deepspeed import is_deepspeed, read_deepspeed
-from zeromesh.trainer.config.migration.translate import LaunchFacts, Translation
+from zeromesh.trainer.config.migration.translate import LaunchFacts, Translation, nested
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_json, parse_yaml, plain_value
 
@@ -79,7 +79,7 @@ def with_translation(
     source: LoadedSource, *, ranks: int | None, samples: int | None
 ) -> tuple[dict[str, Any], Translation]:
     """The data of `source` over what settings of other trainers come to, and how they did."""
-    translation = Translation(values={})
+    translation = Translation()
     if source.arguments is None and source.deepspeed is None:
         return source.data, translation
     world = read_environment().world_size if ranks is None else ranks
@@ -92,7 +92,7 @@ def with_translation(
         translation = read_training_arguments(source.arguments, place)
     if source.deepspeed is not None:
         translation = read_deepspeed(source.deepspeed, place, translation.values).on(translation)
-    return _merged(translation.sections(), source.data), translation
+    return _merged(nested(translation.values), source.data), translation
 
 
 def _is_training_arguments(source: Any) -> bool:

@@ -1,23 +1,33 @@
 """A DeepSpeed configuration in place of one of zeromesh: each key is mapped, has no effect here, or is refused.
 
 `auto` leaves what TrainingArguments say, where there are any, and else zeromesh's default. A rate follows DeepSpeed's curve without
-the first step, which DeepSpeed does twice.
+the first step, which DeepSpeed does twice. What several keys decide together is read as DeepSpeed 0.19 does.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zeromesh.trainer.config.messages import shown
-from zeromesh.trainer.config.migration.deepspeed_derived import JOINS, data_ranks
-from zeromesh.trainer.config.migration.deepspeed_table import TABLE, TREE
-from zeromesh.trainer.config.migration.translate import LaunchFacts, Reading, SettingRow, Translation, translate
+from zeromesh.trainer.config.migration.deepspeed_table import TABLE
+from zeromesh.trainer.config.migration.translate import (
+    LaunchFacts,
+    Pairs,
+    Reading,
+    SettingRow,
+    Translation,
+    nested,
+    translate,
+)
+from zeromesh.trainer.config.sections.data import BatchSection
+from zeromesh.trainer.config.sections.training import OptimizerSection, ScheduleSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
-WORD = "DeepSpeed"
-_COMMON = frozenset(TREE) & frozenset(TrainerConfig.model_fields)
+_TREE = nested({row.name: row for row in TABLE})
+_COMMON = frozenset(_TREE) & frozenset(TrainerConfig.model_fields)
 """Sections that both kinds of configuration have."""
 
 # Keys that transformers compares with its arguments; what they are called there, and the key here.
@@ -31,6 +41,32 @@ _AGREE = {
     "optimizer.params.weight_decay": ("weight_decay", "optimizer.weight_decay"),
     "scheduler.params.warmup_max_lr": ("learning_rate", "optimizer.lr"),
 }
+_GRADIENT_CLIPPING = 1.0
+_WARMUP_STEPS = 1000
+_WARMUP_DECAY_LR = 1e-3
+_COSINE_END = 1e-4
+_CYCLE_STEPS = 2000
+_SCALE_POWER, _SCALE_WINDOW = 16, 1000
+_ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+_TORCH_ADAMW_DECAY = 0.01
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"name": "adamw"} | _ADAM,
+    "Adam": {"name": "adamw"} | _ADAM,
+    "SGD": {"name": "sgd", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
+    "Adagrad": {"name": "adagrad", "lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
+}
+"""DeepSpeed's optimizers: their names here, and the options that they have where a configuration does not say otherwise."""
+_CURVES = {
+    "WarmupLR": "constant",
+    "WarmupDecayLR": "linear",
+    "WarmupCosineLR": "cosine_warmup_with_min_lr",
+    "OneCycle": "polynomial",
+}
+_SHAPE_KEYS = ScheduleSection.model_fields.keys() - {"name", "warmup_steps", "warmup_ratio"}
+_TIERS = {"none": "none", "cpu": "host", "nvme": "file"}
+_DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16", "half": "float16"}
+_BATCH_NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_TENSOR_NAMES = ("autotp_size", "tp.tp_size", "tensor_parallel.tp_size")
 
 
 def is_deepspeed(data: Mapping[str, Any]) -> bool:
@@ -39,17 +75,19 @@ def is_deepspeed(data: Mapping[str, Any]) -> bool:
         return False
     optimizer = data.get("optimizer")
     typed = isinstance(optimizer, Mapping) and "type" in optimizer
-    return typed or any(key in TREE and key not in _COMMON for key in data)
+    return typed or any(key in _TREE and key not in _COMMON for key in data)
 
 
 def read_deepspeed(data: Mapping[str, Any], place: LaunchFacts, below: Mapping[str, Any] | None = None) -> Translation:
     """The keys that a DeepSpeed configuration asks for, in a world as `place` says, on top of those of TrainingArguments."""
     settings: dict[str, Any] = {}
-    problems = list(_flatten(data, TREE, "", settings))
-    reading = Reading(settings, place=place, below=below)
-    reading.problems += problems
-    reading.problems += _disagreements(reading)
-    return translate(TABLE, JOINS, reading, source=WORD)
+    problems = list(_flatten(data, _TREE, "", settings))
+    sizes = [settings.get(f"tensor_parallel.{name}") for name in _TENSOR_NAMES]
+    tensor = max([1, *(size for size in sizes if type(size) is int)])
+    reading = Reading(settings, place, tensor=tensor, below=below)
+    reading.problems += [*problems, *_disagreements(reading)]
+    joins = (_batch, _optimizer, _schedule, _precision, _zero, _offload, _activations, _figures)
+    return translate(TABLE, joins, reading, source="DeepSpeed")
 
 
 def _flatten(data: Mapping[str, Any], tree: Mapping[str, Any], prefix: str, found: dict[str, Any]) -> Iterator[str]:
@@ -70,42 +108,253 @@ def _flatten(data: Mapping[str, Any], tree: Mapping[str, Any], prefix: str, foun
 
 def _unknown(path: str, value: Any, tree: Mapping[str, Any]) -> str:
     prefix, _, key = path.rpartition(".")
-    near = difflib.get_close_matches(key, list(tree), n=1, cutoff=0.6)
-    if near:
+    leaves = {row.name.rpartition(".")[2]: row.name for row in reversed(TABLE)}
+    hint = "docs/from-deepspeed.md lists all that are known"
+    if near := difflib.get_close_matches(key, list(tree), n=1, cutoff=0.6):
         hint = f"did you mean {f'{prefix}.' if prefix else ''}{near[0]}?"
-    else:
-        leaves = {row.name.rpartition(".")[2]: row.name for row in reversed(TABLE)}
-        away = difflib.get_close_matches(key, list(leaves), n=1, cutoff=0.8)
-        hint = f"did you mean {leaves[away[0]]}?" if away else "docs/from-deepspeed.md lists all that are known"
+    elif away := difflib.get_close_matches(key, list(leaves), n=1, cutoff=0.8):
+        hint = f"did you mean {leaves[away[0]]}?"
     got = "" if isinstance(value, Mapping) else f" (got {shown(path, value)})"
     return f"{path}: unknown key{got}; {hint}"
 
 
-def _disagreements(reading: Reading) -> Iterator[str]:
+def _disagreements(read: Reading) -> Iterator[str]:
     """Values that TrainingArguments say otherwise, of which nobody knows which one is meant."""
-    below, settings = reading.below, reading.settings
-    cure = "make them agree, or set this one to 'auto'"
-    for name, (argument, key) in _AGREE.items():
-        if name in settings and key in below and settings[name] != below[key]:
-            yield f"{name}: {shown('', settings[name])}, but {argument} of TrainingArguments is {shown('', below[key])}; {cure}"
-    name = "gradient_accumulation_steps"
-    if {"batch.global_size", "batch.micro_size"} <= below.keys() and name in settings:
-        accumulation = below["batch.global_size"] // (below["batch.micro_size"] * data_ranks(reading))
-        if settings[name] != accumulation:
-            yield f"{name}: {shown('', settings[name])}, but that of TrainingArguments is {accumulation}; {cure}"
-    name = "scheduler.params.warmup_num_steps"
-    if (
-        name in settings
-        and "schedule.warmup_ratio" not in below
-        and "schedule.warmup_steps" in below
-        and settings[name] != max(1, below["schedule.warmup_steps"])
-    ):
-        yield f"{name}: {settings[name]}, but warmup_steps of TrainingArguments is {below['schedule.warmup_steps']}; {cure}"
+    below, settings = read.below, read.settings
+    theirs = {name: (argument, below[key]) for name, (argument, key) in _AGREE.items() if key in below}
+    if {"batch.global_size", "batch.micro_size"} <= below.keys():
+        accumulation = below["batch.global_size"] // (below["batch.micro_size"] * read.data_ranks)
+        theirs["gradient_accumulation_steps"] = ("gradient_accumulation_steps", accumulation)
+    warmup = below.get("schedule.warmup_steps")
+    if warmup is not None and "schedule.warmup_ratio" not in below:
+        steps = settings.get("scheduler.params.warmup_num_steps")
+        theirs["scheduler.params.warmup_num_steps"] = ("warmup_steps", 1 if (steps, warmup) == (1, 0) else warmup)
     for section, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-        name = f"{section}.enabled"
-        if (
-            name in settings
-            and "precision.compute" in below
-            and bool(settings[name]) != (below["precision.compute"] == dtype)
-        ):
-            yield f"{name}: {shown('', settings[name])}, but TrainingArguments compute in {below['precision.compute']}; {cure}"
+        if "precision.compute" in below:
+            theirs[f"{section}.enabled"] = (f"{section}", below["precision.compute"] == dtype)
+    for name, (argument, value) in theirs.items():
+        if name in settings and settings[name] != value:
+            yield (
+                f"{name}: {shown('', settings[name])}, but {argument} of TrainingArguments is {shown('', value)}; "
+                "make them agree, or set this one to 'auto'"
+            )
+
+
+def _batch(read: Reading) -> Pairs:
+    if not read.has("gradient_clipping") and not read.below:
+        yield "run.clip_norm", _GRADIENT_CLIPPING
+    if read("dataloader_drop_last") is not None:
+        yield "batch.last", "drop" if read("dataloader_drop_last") else read.below.get("batch.last", "carry")
+    known = len(read.problems)
+    train, micro, accumulation = map(read.count, _BATCH_NAMES)
+    if len(read.problems) > known:
+        return
+    ranks, automatic = read.data_ranks, [name for name in _BATCH_NAMES if name in read.automatic]
+    if read.below:
+        # What TrainingArguments say otherwise is refused: it takes all of these together.
+        yield from (pair for pair in (("batch.micro_size", micro), ("batch.global_size", train)) if pair[1] is not None)
+        return
+    default = BatchSection()
+    if train is None and micro is None:
+        if not automatic:
+            read.notes.append(
+                "neither train_batch_size nor train_micro_batch_size_per_gpu is given: zeromesh's defaults stand in"
+            )
+        automatic = list(_BATCH_NAMES)
+    if micro is None:
+        most = default.micro_size if "train_micro_batch_size_per_gpu" in automatic else None
+        micro = _micro_size(train, accumulation, ranks, most)
+    if train is None:
+        train = micro * (accumulation or 1) * ranks
+        if accumulation is None and "train_batch_size" in automatic:
+            train *= max(1, default.global_size // train)
+    accumulation = accumulation or max(1, train // micro // ranks)
+    if train != micro * accumulation * ranks:
+        read.refuse(
+            "train_batch_size",
+            "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size "
+            f"{train} != {micro} * {accumulation} * {ranks}; change one, set it to 'auto', or start other ranks",
+        )
+    yield "batch.micro_size", micro
+    yield "batch.global_size", train
+
+
+def _micro_size(train: int | None, accumulation: int | None, ranks: int, most: int | None) -> int:
+    """What the global batch leaves for a microbatch; a divisor of that which is no more than `most`."""
+    if train is None:
+        return most or 1
+    whole = max(1, train // ranks // (accumulation or 1))
+    if most is None or accumulation is not None:
+        return whole
+    return max(size for size in range(1, most + 1) if whole % size == 0)
+
+
+def _optimizer(read: Reading) -> Pairs:
+    if not read.has("optimizer."):
+        if not read.below:
+            read.notes.append("no optimizer is given: zeromesh's default replaces it")
+        return
+    options = read.choice("optimizer.type", _OPTIMIZERS, required=True)
+    if options is None:
+        return
+    if options["name"] == "adamw":
+        if read("optimizer.params.torch_adam"):
+            options = options | {"weight_decay": _TORCH_ADAMW_DECAY}
+        if str(read("optimizer.type")).lower() == "adam" and read("optimizer.params.adam_w_mode") is False:
+            options = options | {"name": "adam", "weight_decay": 0.0}
+    yield "optimizer.name", options["name"]
+    for name, default in options.items():
+        if name != "name" and f"optimizer.params.{name}" not in read.automatic:
+            yield f"optimizer.{name}", read(f"optimizer.params.{name}", default)
+    if not read.below:
+        yield "optimizer.exempt", "none"
+
+
+def _schedule(read: Reading) -> Pairs:
+    prefix = "scheduler.params."
+    if not read.has("scheduler."):
+        if not read.below:
+            read.notes.append("no scheduler is given: the learning rate is constant")
+            yield from (("schedule.name", "constant"), ("schedule.warmup_steps", 0))
+        return
+    name = read.choice("scheduler.type", _CURVES, required=True)
+    if name is None:
+        return
+    yield from ((f"schedule.{key}", None) for key in _SHAPE_KEYS)
+    yield "schedule.name", name
+    if name == "polynomial":
+        yield from _one_cycle(read, prefix)
+        return
+    if f"{prefix}warmup_num_steps" not in read.automatic:
+        yield "schedule.warmup_steps", max(2, read.count(f"{prefix}warmup_num_steps") or _WARMUP_STEPS)
+        yield "schedule.warmup_ratio", None
+    yield "schedule.warmup_shape", read(f"{prefix}warmup_type", "log")
+    if name == "cosine_warmup_with_min_lr":
+        yield "schedule.min_ratio", read(f"{prefix}cos_min_ratio", _COSINE_END)
+        yield "schedule.start_ratio", read(f"{prefix}warmup_min_ratio")
+    else:
+        highest, lowest = read.number(f"{prefix}warmup_max_lr"), read.number(f"{prefix}warmup_min_lr")
+        if highest is None and name == "linear" and f"{prefix}warmup_max_lr" not in read.automatic:
+            highest = _WARMUP_DECAY_LR
+        if highest is not None:
+            yield "optimizer.lr", highest
+        highest = highest or read.number("optimizer.params.lr") or read.below.get("optimizer.lr", OptimizerSection().lr)
+        if lowest and highest:
+            yield "schedule.start_ratio", lowest / highest
+    if name != "constant":
+        yield from _length(read, read.count(f"{prefix}total_num_steps"))
+
+
+def _one_cycle(read: Reading, prefix: str) -> Pairs:
+    lowest, highest = read.number(f"{prefix}cycle_min_lr"), read.number(f"{prefix}cycle_max_lr")
+    if read(f"{prefix}cycle_momentum") is not False:
+        read.refuse(f"{prefix}cycle_momentum", "momentum does not cycle; set it to false")
+    first = read.count(f"{prefix}cycle_first_step_size") or _CYCLE_STEPS
+    second = read.count(f"{prefix}cycle_second_step_size") or first
+    if lowest is None or not highest or lowest > highest:
+        read.refuse(f"{prefix}cycle_max_lr", "OneCycle needs cycle_min_lr and cycle_max_lr, of which it is the higher")
+        return
+    yield from (("schedule.warmup_steps", first), ("schedule.warmup_ratio", None), ("optimizer.lr", highest))
+    yield from ((f"schedule.{key}", lowest / highest) for key in ("min_ratio", "start_ratio"))
+    yield from _length(read, first + second)
+
+
+def _length(read: Reading, steps: int | None) -> Pairs:
+    if steps is None:
+        return
+    if read.below and read.below.get("run.max_steps") != steps:
+        asked = read.below.get("run.max_steps", "not set")
+        read.refuse(
+            "scheduler.params", f"its steps are {steps}, and max_steps of TrainingArguments is {asked}; make them agree"
+        )
+        return
+    yield from (("run.max_steps", steps), ("run.epochs", None))
+
+
+def _precision(read: Reading) -> Pairs:
+    sections = ("bf16", "bfloat16", "fp16", "torch_autocast")
+    on = [name for name in sections if read(f"{name}.enabled") is True]
+    compute = read.below.get("precision.compute")
+    if "fp16" in on and len(on) > 1:
+        read.refuse("fp16.enabled", "bfloat16 and fp16 modes cannot be simultaneously enabled")
+    elif on:
+        dtype = read("torch_autocast.dtype", "bfloat16") if on == ["torch_autocast"] else on[0]
+        compute = _DTYPES.get(str(dtype).removeprefix("torch."))
+        if compute is None:
+            read.refuse("torch_autocast.dtype", f"got {dtype!r}; allowed is bfloat16 or float16")
+            return
+        yield "precision.compute", compute
+    elif not read.below and not any(f"{name}.enabled" in read.automatic for name in sections):
+        compute = "float32"
+        yield "precision.compute", compute
+    if compute == "float16":
+        power = read.count("fp16.initial_scale_power", 0, 126) or _SCALE_POWER
+        yield "precision.loss_scale.initial_scale", 2.0**power
+        yield "precision.loss_scale.growth_interval", read.count("fp16.loss_scale_window") or _SCALE_WINDOW
+
+
+def _zero(read: Reading) -> Pairs:
+    stage = read.count("zero_optimization.stage", 0)
+    if "zero_optimization.stage" not in read.automatic:
+        yield "zero.stage", stage or 0
+    if read("zero_optimization.overlap_comm") is not None:
+        yield "zero.overlap", read("zero_optimization.overlap_comm")
+    for name, least in (("zero_optimization.zero_hpz_partition_size", 2), ("zero_optimization.mics_shard_size", 1)):
+        size = read(name)
+        if type(size) is not int or size < least:
+            continue
+        if read.data_ranks % size:
+            read.refuse(name, f"{size} does not divide the {read.data_ranks} data ranks; give one that does")
+        yield "parallel.shard", size
+        yield "parallel.replicate", max(1, read.data_ranks // size)
+    if read.tensor > 1:
+        yield "parallel.tensor", read.tensor
+
+
+def _offload(read: Reading) -> Pairs:
+    directories = []
+    for name, key, old in (
+        ("zero_optimization.offload_optimizer", "offload.optimizer", "zero_optimization.cpu_offload"),
+        ("zero_optimization.offload_param", "offload.parameters", "zero_optimization.cpu_offload_param"),
+    ):
+        tier = read.choice(f"{name}.device", _TIERS) or (
+            "host" if read(old) and read(f"{name}.device") is None else "none"
+        )
+        ratio, path = read(f"{name}.ratio", 1.0), read(f"{name}.nvme_path")
+        tier = tier if ratio else "none"
+        yield key, tier if ratio in (0, 1) or tier == "none" else {"tier": tier, "fraction": ratio}
+        if tier == "file" and path is not None and path not in directories:
+            directories.append(path)
+    if directories:
+        yield "offload.directory", directories if len(directories) > 1 else directories[0]
+
+
+def _activations(read: Reading) -> Pairs:
+    names = ("partition_activations", "cpu_checkpointing", "number_checkpoints")
+    on = any(read(f"activation_checkpointing.{name}") for name in names)
+    if read.below:
+        on = read.below.get("model.activation_checkpointing") != "none"
+    elif on:
+        yield "model.activation_checkpointing", "block"
+    if on and read("activation_checkpointing.cpu_checkpointing"):
+        yield "offload.activations", "host"
+
+
+def _figures(read: Reading) -> Pairs:
+    if not read.below and read("steps_per_print") is not None:
+        steps = 0 if read("steps_per_print") == math.inf else read.count("steps_per_print")
+        if steps is not None:
+            yield "run.log_every", steps
+    if read("flops_profiler.enabled"):
+        step = read.count("flops_profiler.profile_step") or 1
+        yield "profile.steps", [step, step]
+    before = list(read.below.get("tracking.backends", ()))
+    backends = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+    asked = [name for name in backends if read(f"{name}.enabled") is True]
+    if asked:
+        yield "tracking.backends", list(dict.fromkeys([*before, *(backends[name] for name in asked)]))
+    if "wandb" in asked and not before:
+        yield "tracking.mode", "online"
+    for name in ("comet", "wandb"):
+        if name in asked and read(f"{name}.project"):
+            yield "tracking.project", read(f"{name}.project")

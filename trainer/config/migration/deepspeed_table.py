@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeromesh.trainer.config.migration.translate import read_table, tree_of
+from zeromesh.trainer.config.migration.translate import read_table
 
 SECTIONS = read_table("""
 ## Batch and gradients
@@ -55,14 +55,10 @@ warmup_min_ratio -> schedule.start_ratio: as it is
 cos_min_ratio -> schedule.min_ratio: as it is; without it 0.0001
 cycle_min_lr -> schedule.start_ratio schedule.min_ratio: its shape, as polynomial has it with a linear warm-up; momentum that
     cycles, stairs and decay after it are refused
-cycle_max_lr -> optimizer.lr: its shape, as polynomial has it with a linear warm-up; momentum that cycles, stairs and decay
-    after it are refused
-cycle_first_step_size -> schedule.warmup_steps run.max_steps: its shape, as polynomial has it with a linear warm-up; momentum
-    that cycles, stairs and decay after it are refused
-cycle_second_step_size -> run.max_steps: its shape, as polynomial has it with a linear warm-up; momentum that cycles, stairs and
-    decay after it are refused
-cycle_first_stair_count cycle_second_stair_count decay_step_size: refused unless 0: its shape, as polynomial has it with a
-    linear warm-up; momentum that cycles, stairs and decay after it are refused
+cycle_max_lr -> optimizer.lr: "
+cycle_first_step_size -> schedule.warmup_steps run.max_steps: "
+cycle_second_step_size -> run.max_steps: "
+cycle_first_stair_count cycle_second_stair_count decay_step_size: refused unless 0: "
 decay_lr_rate decay_mom_rate: no effect: it is about decay after the cycle, which decay_step_size 0 turns off
 cycle_momentum: read: false, which is not DeepSpeed's default
 cycle_min_mom cycle_max_mom: no effect: it is about cycle_momentum, which is refused
@@ -205,4 +201,3 @@ graph_harvesting: refused: set model.compile with an override, and leave it out
 """)
 
 TABLE = tuple(row for rows in SECTIONS.values() for row in rows)
-TREE = tree_of(TABLE)

@@ -87,12 +87,10 @@ eval_on_start = run.eval_at_start: as it is
 prediction_loss_only: no effect: predictions are kept for compute_metrics alone, and where there is none, not at all
 eval_do_concat_batches: refused unless true: it is about how `compute_metrics` is called; compute what you need from predictions
     and labels there
+include_for_metrics: refused unless []: "
+batch_eval_metrics: refused: "
 eval_use_gather_object: no effect: what the model returns is gathered whatever it is made of
 eval_accumulation_steps: no effect: predictions leave the device after each microbatch
-include_for_metrics: refused unless []: it is about how `compute_metrics` is called; compute what you need from predictions and
-    labels there
-batch_eval_metrics: refused: it is about how `compute_metrics` is called; compute what you need from predictions and labels
-    there
 label_names: refused unless ["labels"]: labels are the fields that the model's forward calls so; leave it out
 
 ## Checkpoints
@@ -128,7 +126,7 @@ data_seed = data.seed: as it is
 full_determinism = run.deterministic: as it is
 
 ## Data
-dataloader_drop_last -> batch.last: true: what fills no global batch is left out (drop); false: it makes a smaller one (partial)
+dataloader_drop_last => batch.last: true: what fills no global batch is left out (drop); false: it makes a smaller one (partial)
 dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context dataloader_in_order: no effect: samples are read and collated in the training process
 remove_unused_columns = data.remove_unused: as it is
@@ -163,6 +161,7 @@ predict_with_generate: refused: evaluation does not generate; call Trainer.gener
 generation_max_length generation_num_beams generation_config: no effect: it is about predict_with_generate
 """,
     convert={
+        "dataloader_drop_last": lambda drop: "drop" if drop else "partial",
         "save_total_limit": lambda limit: limit or 0,
         "metric_for_best_model": lambda name: "loss" if name is None else str(name).removeprefix("eval_"),
         "greater_is_better": lambda greater: "auto" if greater is None else "highest" if greater else "lowest",

@@ -7,16 +7,19 @@ pages docs/from-hf-trainer.md and docs/from-deepspeed.md are made of the same ro
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import Any
 
-from zeromesh.trainer.config.messages import shown
+from zeromesh.trainer.config.messages import either, shown
 from zeromesh.trainer.config.redact import REDACTED, is_secret
 
 AUTO = "auto"
+_LARGEST_COUNT = 1 << 53
+_NO_VALUE = object()
 
 
 class Fate(StrEnum):
@@ -45,8 +48,6 @@ class SettingRow:
 
 _MAPPED = re.compile(r"([\w. ]+) (->|=>|=) ([\w. ]+): (.+)")
 _OTHER = re.compile(r"([\w. ]+): (read|no effect|refused)(?: unless (.+?))?: (.+)")
-_OFF: tuple[Any, ...] = ({}, {"enabled": False})
-"""Sections that ask for nothing."""
 
 
 def read_table(
@@ -64,6 +65,7 @@ def read_table(
         name name: refused unless JSON or JSON: why and what to do
 
     A refused setting may always be None, and False where True is not among its values; `off` stands for {} or {"enabled": false}.
+    The text `"` is that of the row before.
     """
     found: dict[str, tuple[SettingRow, ...]] = {}
     title = prefix = ""
@@ -74,6 +76,7 @@ def read_table(
         elif line.startswith("["):
             prefix = f"{line[1:-1]}." if line != "[]" else ""
         elif line:
+            line = line.removesuffix('"') + found[title][-1].text if line.endswith(': "') else line
             found[title] += tuple(_rows(line, prefix, convert or {}))
     return found
 
@@ -81,34 +84,34 @@ def read_table(
 def _rows(line: str, prefix: str, convert: Mapping[str, Callable[[Any], Any]]) -> Iterator[SettingRow]:
     if mapped := _MAPPED.fullmatch(line):
         name, arrow, keys, text = mapped.groups()
-        function = _same if arrow == "=" else convert[name] if arrow == "=>" else None
+        function = (lambda value: value) if arrow == "=" else convert[name] if arrow == "=>" else None
         yield SettingRow(name=prefix + name, fate=Fate.MAPPED, text=text, keys=tuple(keys.split()), convert=function)
         return
     other = _OTHER.fullmatch(line)
     if other is None:
         raise ValueError(f"no row of a table of settings: {line!r}")
     names, what, values, text = other.groups()
-    fate = Fate.MAPPED if what == "read" else Fate(what)
-    allowed = _OFF if values == "off" else tuple(map(json.loads, values.split(" or "))) if values else ()
-    off = () if any(value is True for value in allowed) else (False,)
-    neutral = (None, *off, *allowed) if fate is Fate.REFUSED else ()
+    neutral: tuple[Any, ...] = ()
+    if what == "refused":
+        allowed = (
+            [{}, {"enabled": False}] if values == "off" else json.loads(f"[{(values or '').replace(' or ', ',')}]")
+        )
+        neutral = (None, *([] if any(value is True for value in allowed) else [False]), *allowed)
     for name in names.split():
-        yield SettingRow(name=prefix + name, fate=fate, text=text, neutral=neutral)
+        yield SettingRow(
+            name=prefix + name, fate=Fate.MAPPED if what == "read" else Fate(what), text=text, neutral=neutral
+        )
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def tree_of(table: Iterable[SettingRow]) -> dict[str, Any]:
-    """The dotted names of rows as a tree of mappings, with a row at each leaf."""
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted names as mappings in mappings."""
     tree: dict[str, Any] = {}
-    for row in table:
-        *parents, key = row.name.split(".")
+    for path, value in values.items():
+        *parents, key = path.split(".")
         at = tree
         for parent in parents:
             at = at.setdefault(parent, {})
-        at[key] = row
+        at[key] = value
     return tree
 
 
@@ -124,41 +127,24 @@ class LaunchFacts:
     tensor: int | None = None
     pipeline: int | None = None
 
-    def data_ranks(self, tensor: int = 1) -> int:
-        """Ranks that train on samples of their own, with `tensor` ranks to a layer unless the configuration says how many."""
-        return max(1, self.ranks // ((self.tensor or tensor) * (self.pipeline or 1)))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Translation:
     """What was read: `values` by dotted key, where each came from, lines for a person, and problems."""
 
-    values: Mapping[str, Any]
+    values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
-    def on(self, below: Translation | None) -> Translation:
+    def on(self, below: Translation) -> Translation:
         """Both, this one's values where they are about the same."""
-        if below is None:
-            return self
         return Translation(
             values={**below.values, **self.values},
             origins={**below.origins, **self.origins},
             notes=(*below.notes, *self.notes),
             problems=(*below.problems, *self.problems),
         )
-
-    def sections(self) -> dict[str, Any]:
-        """The values as a configuration nests them."""
-        found: dict[str, Any] = {}
-        for path, value in self.values.items():
-            *parents, key = path.split(".")
-            at = found
-            for parent in parents:
-                at = at.setdefault(parent, {})
-            at[key] = value
-        return found
 
 
 class Reading:
@@ -167,28 +153,35 @@ class Reading:
     def __init__(
         self,
         settings: Mapping[str, Any],
-        *,
-        defaults: Mapping[str, Any] | None = None,
         place: LaunchFacts,
+        *,
+        tensor: int = 1,
+        defaults: Mapping[str, Any] | None = None,
         below: Mapping[str, Any] | None = None,
     ) -> None:
-        """`defaults` replace settings that are not there; `below` are values by key that hold where no setting says otherwise."""
+        """`defaults` replace settings that are not there; `below` are values by key that hold where no setting says otherwise.
+
+        `tensor` ranks share a layer unless the configuration says how many.
+        """
         self.settings = {name: value for name, value in settings.items() if value != AUTO}
         self.automatic = tuple(name for name, value in settings.items() if value == AUTO)
         self.defaults = defaults or {}
-        self.place = place
         self.below: Mapping[str, Any] = below or {}
+        self.tensor = tensor
+        self.samples = place.samples
+        self.data_ranks = max(1, place.ranks // ((place.tensor or tensor) * (place.pipeline or 1)))
+        """Ranks that train on samples of their own."""
         self.problems: list[str] = []
-        self.notes_of_joins: list[str] = []
+        self.notes: list[str] = []
+        """Lines about something for which there is no setting."""
 
     def __call__(self, name: str, default: Any = None) -> Any:
         """The value of a setting; None or `default` where it is not there."""
-        value = self.settings.get(name, self.defaults.get(name, default))
-        return value.value if isinstance(value, Enum) else value
+        return self.settings.get(name, self.defaults.get(name, default))
 
-    def names(self, beginning: str) -> list[str]:
-        """Settings that are there, automatic ones too, whose names begin so."""
-        return [name for name in (*self.settings, *self.automatic) if name.startswith(beginning)]
+    def has(self, beginning: str) -> bool:
+        """Whether a setting is there, perhaps an automatic one, whose name begins so."""
+        return any(name.startswith(beginning) for name in (*self.settings, *self.automatic))
 
     def number(self, name: str) -> float | None:
         """A setting that is to be counted with; None where it is not there, or no number, which is refused."""
@@ -201,9 +194,25 @@ class Reading:
             self.refuse(name, f"got {shown('', value)}; allowed is a number")
             return None
 
-    def note(self, line: str) -> None:
-        """Add a line about something for which there is no setting."""
-        self.notes_of_joins.append(line)
+    def count(self, name: str, least: int = 1, most: int = _LARGEST_COUNT) -> int | None:
+        """A whole number, as 1e3 is too; None where it is not there, or wrong, which is refused."""
+        value = self(name)
+        number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+        if value is None or (math.isfinite(number) and number == int(number) and least <= number <= most):
+            return None if value is None else int(number)
+        limit = "" if most == _LARGEST_COUNT else f" and <= {most}"
+        self.refuse(name, f"got {shown('', value)}; allowed is an integer >= {least}{limit}")
+        return None
+
+    def choice(self, name: str, choices: Mapping[str, Any], *, required: bool = False) -> Any:
+        """What the word of a setting, in upper or lower case, is in `choices`; None where it is none of them, which is refused."""
+        value = self(name)
+        for word, choice in choices.items():
+            if value is not None and str(value).lower() == word.lower():
+                return choice
+        if value is not None or required:
+            self.refuse(name, f"got {shown('', value)}; allowed is {either(list(choices))}")
+        return None
 
     def refuse(self, name: str, why: str) -> None:
         """A setting cannot be had as it is."""
@@ -220,43 +229,39 @@ Join = Callable[[Reading], Pairs]
 def translate(table: Sequence[SettingRow], joins: Sequence[Join], reading: Reading, *, source: str) -> Translation:
     """Read all settings by their rows. `source` is a word for notes."""
     values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for row in table:
-        if row.name not in reading.settings:
-            continue
-        if row.fate is Fate.REFUSED and reading(row.name) not in row.neutral:
-            reading.refuse(row.name, f"{_shown(row.name, reading(row.name))} is not available: {row.text}")
+    present = [row for row in table if row.name in reading.settings]
+    for row in present:
+        value = reading(row.name)
+        if row.fate is Fate.REFUSED and value not in row.neutral:
+            reading.refuse(row.name, f"{_shown(row.name, value)} is not available: {row.text}")
         if row.convert is not None:
-            values[row.keys[0]] = row.convert(reading(row.name))
+            values[row.keys[0]] = row.convert(value)
     for join in joins:
         values.update(join(reading))
-    for row in table:
-        if row.name in reading.settings:
-            origins.update({key: f"{source} {row.name}" for key in row.keys if key in values})
-    notes = tuple(f"{source}: {line}" for line in (*_lines(table, reading, values), *reading.notes_of_joins))
+    origins = {key: f"{source} {row.name}" for row in present for key in row.keys if key in values}
+    notes = tuple(f"{source}: {line}" for line in (*_lines(table, reading, values), *reading.notes))
     return Translation(values=values, origins=origins, notes=notes, problems=tuple(reading.problems))
 
 
 def _lines(table: Sequence[SettingRow], reading: Reading, values: Mapping[str, Any]) -> Iterator[str]:
     """A line for each setting that was asked for and mapped, and one for each reason why some have no effect."""
     why: dict[str, list[str]] = {}
-    same: list[str] = []
     for row in table:
-        asked = row.name in reading.settings and reading(row.name) != reading.defaults.get(row.name, _NOTHING)
-        if row.fate is Fate.IDLE and (asked or row.name in reading.automatic):
-            why.setdefault(row.text, []).append(row.name)
+        automatic = row.name in reading.automatic
+        value = reading.settings.get(row.name, _NO_VALUE)
+        asked = value is not _NO_VALUE and value != reading.defaults.get(row.name, _NO_VALUE)
+        if row.fate is Fate.IDLE and (asked or automatic):
+            why.setdefault(f"no effect: {row.text}", []).append(row.name)
         elif row.fate is Fate.REFUSED and asked:
-            same.append(row.name)
-        elif row.fate is Fate.MAPPED and row.name in reading.automatic:
+            why.setdefault("what is done here anyway", []).append(row.name)
+        elif row.fate is Fate.MAPPED and automatic:
             yield f"{row.name}: auto -> {', '.join(_resolved(row, reading, values)) or row.text}"
         elif row.fate is Fate.MAPPED and asked:
             found = [f"{key}: {shown(key, values[key])}" for key in row.keys if key in values]
             what = ", ".join(found) or ("nothing, by what else is set" if row.keys else row.text)
-            yield f"{row.name}: {_shown(row.name, reading(row.name))} -> {what}"
-    if same:
-        yield f"{', '.join(same)}: what is done here anyway"
+            yield f"{row.name}: {_shown(row.name, value)} -> {what}"
     for text, names in why.items():
-        yield f"{', '.join(names)}: no effect: {text}"
+        yield f"{', '.join(names)}: {text}"
 
 
 def _resolved(row: SettingRow, reading: Reading, values: Mapping[str, Any]) -> Iterator[str]:
@@ -268,13 +273,6 @@ def _resolved(row: SettingRow, reading: Reading, values: Mapping[str, Any]) -> I
             yield f"{key}: {shown(key, reading.below[key])} of TrainingArguments"
         elif not reading.below:
             yield f"{key}: zeromesh's default"
-
-
-class _Nothing:
-    """Equal to no value."""
-
-
-_NOTHING = _Nothing()
 
 
 def _shown(name: str, value: Any) -> str:
