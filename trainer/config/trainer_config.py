@@ -7,7 +7,8 @@ out when one of them is wrong by itself, and all others are still reported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from typing import Any
 
 import yaml
@@ -107,200 +108,147 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
-Find = Callable[[TrainerConfig], Iterator[str]]
-_RULES: list[tuple[frozenset[str], Find]] = []
-"""The keys that a rule joins, and what yields the problems of a configuration whose keys are each valid."""
+_LONG = 1 << 50
+"""Steps of a run whose length is not known yet: more than any warm-up or decay."""
+_CURVE_KEYS = tuple(key for key in ScheduleSection.model_fields if key != "warmup_ratio")
+_KEY = re.compile(rf"\b(?:{'|'.join(TrainerConfig.model_fields)})\.\w+")
 
 
 def disagreements(config: TrainerConfig, *, wrong: frozenset[str] = frozenset()) -> list[str]:
     """What does not agree in `config`, leaving out rules about keys that are `wrong` by themselves."""
-    return [problem for keys, find in _RULES if not wrong & keys for problem in find(config)]
+    problems = []
+    for text, broken in _RULES.items():
+        found = not wrong.intersection(_KEY.findall(text)) and broken(config)
+        if found:
+            problems.append(text.format(found, c=config))
+    if not wrong.intersection(["run.max_steps", *(f"schedule.{key}" for key in _CURVE_KEYS)]):
+        try:
+            schedule_of(config)  # It knows its own options, and says what is wrong with them.
+        except ConfigError as error:
+            problems += error.problems
+    return problems
 
 
-def _rule(*keys: str) -> Callable[[Find], Find]:
-    def add(find: Find) -> Find:
-        _RULES.append((frozenset(keys), find))
-        return find
-
-    return add
-
-
-_LONG = 1 << 50
-"""Steps of a run whose length is not known yet: more than any warm-up or decay."""
-_CURVE_KEYS = tuple(key for key in ScheduleSection.model_fields if key != "warmup_ratio")
-
-
-@_rule("model.source", "model.config", "model.revision", "model.trust_remote_code")
-def _model(config: TrainerConfig) -> Iterator[str]:
-    model = config.model
-    if model.source is not None and model.config is not None and "model_type" in model.config:
-        yield (
-            f"model.config: given beside model.source {model.source!r}, which brings its own; name only the fields that are to "
-            "differ from it (num_labels), or set it to null"
-        )
-    if model.source is None and model.config is not None and not isinstance(model.config.get("model_type"), str):
-        yield "model.config.model_type: missing; give the name of a Hugging Face architecture, such as llama"
-    for key, value in (("revision", model.revision), ("trust_remote_code", model.trust_remote_code)):
-        if value and model.source is None:
-            yield f"model.{key}: is about model.source, and that is null; set model.source, or leave model.{key} out"
-
-
-@_rule("model.config", "data.sequence_length")
-def _positions(config: TrainerConfig) -> Iterator[str]:
+def _positions(config: TrainerConfig) -> tuple[str, int] | None:
+    """The model's limit of the length of sequences, with its name, where sequences are longer."""
     for key in ("max_position_embeddings", "n_positions"):
         limit = (config.model.config or {}).get(key)
         if type(limit) is int and config.data.sequence_length > limit:
-            yield (
-                f"data.sequence_length: {config.data.sequence_length} is more than model.config.{key} "
-                f"{limit}; lower the one or raise the other"
-            )
+            return key, limit
+    return None
 
 
-@_rule("parallel.tensor", "parallel.pipeline", "parallel.schedule", "parallel.chunks")
-def _mesh(config: TrainerConfig) -> Iterator[str]:
-    parallel = config.parallel
-    if parallel.tensor == 1:
-        if parallel.sequence:
-            yield "parallel.sequence: true shares sequences out to tensor ranks, and parallel.tensor is 1; set one of them"
-        if parallel.plan:
-            yield "parallel.plan says how layers are divided, and parallel.tensor is 1; set parallel.tensor, or no plan"
-    interleaved = parallel.schedule == "interleaved"
-    if interleaved != (parallel.chunks > 1):
-        yield (
-            f"parallel.chunks: {parallel.chunks} with parallel.schedule {parallel.schedule}; `interleaved`, and it alone, has "
-            "2 or more stages on each rank"
-        )
-    if parallel.pipeline == 1 and (interleaved or parallel.stages):
-        key = "schedule" if interleaved else "stages"
-        yield f"parallel.{key} is about stages, and parallel.pipeline is 1; set parallel.pipeline, or leave it out"
-    count = parallel.pipeline * parallel.chunks
-    if parallel.stages and parallel.pipeline > 1 and len(parallel.stages) != count:
-        yield f"parallel.stages has {len(parallel.stages)} numbers of blocks for {count} stages (pipeline x chunks)"
-    if config.optimizer.in_backward and parallel.pipeline > 1 and parallel.schedule == "zero_bubble":
-        yield (
-            "optimizer.in_backward does not go with parallel.schedule zero_bubble, whose gradients of weights come after "
-            "backward; set optimizer.in_backward: false, or another schedule"
-        )
+def _counts_of_stages(parallel: ParallelSection) -> tuple[int, int] | None:
+    """How many stages have a number of blocks, and how many there are, where these differ."""
+    counts = len(parallel.stages or ()), parallel.pipeline * parallel.chunks
+    return counts if parallel.stages and parallel.pipeline > 1 and counts[0] != counts[1] else None
 
 
-@_rule("precision.compute", "precision.master", "precision.reduce")
-def _widths(config: TrainerConfig) -> Iterator[str]:
-    """An update reads sums into master weights, so both are of one dtype, and no narrower than what was computed."""
-    precision = config.precision
-    roles = {"master": precision.master, "reduce": precision.reduce}
-    narrow = [role for role, dtype in roles.items() if precision.compute == "float64" and dtype != "float64"]
-    for role in narrow:
-        yield (
-            f"precision.{role}: {roles[role]} is less than precision.compute float64; set precision.{role} to float64"
-        )
-    if not narrow and precision.master != precision.reduce:
-        yield (
-            f"precision.reduce: {precision.reduce} differs from precision.master {precision.master}, and an update needs "
-            "them equal; set both to float32, or both to float64"
-        )
+def _narrow(config: TrainerConfig, role: str) -> bool:
+    return config.precision.compute == "float64" and getattr(config.precision, role) != "float64"
 
 
-@_rule("precision.compute", "run.on_nonfinite")
-def _float16(config: TrainerConfig) -> Iterator[str]:
-    if config.precision.compute == "float16" and config.run.on_nonfinite == "stop":
-        yield (
-            "run.on_nonfinite: stop does not go with precision.compute float16, whose loss scale is found by "
-            "skipping steps that overflow; set it to skip, or precision.compute to bfloat16"
-        )
-
-
-@_rule("optimizer.in_backward", "run.clip_norm", "run.on_nonfinite", "precision.compute")
-def _in_backward(config: TrainerConfig) -> Iterator[str]:
-    """Inside backward neither the norm nor the finiteness of all gradients is known yet."""
-    if not config.optimizer.in_backward:
-        return
-    if config.run.clip_norm > 0:
-        yield f"run.clip_norm: {config.run.clip_norm} does not go with optimizer.in_backward; set it to 0"
-    if config.run.on_nonfinite != "stop":
-        yield "run.on_nonfinite: skip does not go with optimizer.in_backward; set it to stop"
-    if config.precision.compute == "float16":
-        yield (
-            "optimizer.in_backward: does not go with the loss scale of precision.compute float16; set it to "
-            "false, or precision.compute to bfloat16"
-        )
-
-
-@_rule("offload.parameters", "zero.stage")
-def _offload(config: TrainerConfig) -> Iterator[str]:
-    """Only stage 3 gathers parameters around their use."""
-    if config.offload.parameters.tier != "none" and config.zero.stage < 3:
-        yield (
-            f"offload.parameters: {config.offload.parameters.tier} does not go with zero.stage {config.zero.stage}, whose "
-            "parameters are whole on every rank all the time; set zero.stage to 3, or offload.parameters to none"
-        )
-
-
-@_rule("offload.activations", "model.activation_checkpointing", "model.compile")
-def _activations(config: TrainerConfig) -> Iterator[str]:
-    """What rests elsewhere is the inputs of blocks that are recomputed."""
-    if config.offload.activations.tier != "none" and config.model.activation_checkpointing == "none":
-        yield (
-            f"offload.activations: {config.offload.activations.tier} moves the inputs of recomputed blocks, and "
-            "model.activation_checkpointing is none; set it to block, or offload.activations to none"
-        )
-    elif config.offload.activations.tier != "none" and config.model.compile:
-        yield (
-            f"offload.activations: {config.offload.activations.tier} does not go with model.compile, which stops at the hooks that "
-            "keep the inputs and would compile nothing; set model.compile to false, or offload.activations to none"
-        )
-
-
-@_rule("batch.micro_size", "batch.global_size")
-def _batch(config: TrainerConfig) -> Iterator[str]:
-    batch = config.batch
-    if batch.micro_size > batch.global_size:
-        yield (
-            f"batch.micro_size: {batch.micro_size} is more than batch.global_size {batch.global_size}; "
-            "lower the one or raise the other"
-        )
-
-
-@_rule("schedule.warmup_steps", "schedule.warmup_ratio", "run.max_steps", "run.epochs")
-def _warmup(config: TrainerConfig) -> Iterator[str]:
-    warmup, steps = config.schedule.warmup_steps, config.run.max_steps
-    if warmup > steps and config.run.epochs is None and config.schedule.warmup_ratio is None:
-        yield (
-            f"schedule.warmup_steps: {warmup} is more than run.max_steps {steps}, so optimizer.lr would "
-            "never be reached; lower the one or raise the other"
-        )
-
-
-@_rule("run.load_best", "run.patience", "run.eval_every", "checkpoint.every_steps")
-def _best(config: TrainerConfig) -> Iterator[str]:
-    """What is judged by evaluations needs some on the way."""
-    run = config.run
-    for key, asked in (("load_best", run.load_best), ("patience", run.patience > 0)):
-        if asked and not run.eval_every:
-            yield f"run.{key} judges by evaluations, and run.eval_every is 0; set it to a number of steps, or to epoch"
-    if run.load_best and not config.checkpoint.every_steps:
-        yield "run.load_best keeps the best weights in a checkpoint, and checkpoint.every_steps is 0; set it, or load_best to false"
-
-
-@_rule("ema.evaluate", "ema.decay")
-def _ema(config: TrainerConfig) -> Iterator[str]:
-    if config.ema.evaluate and not config.ema.decay:
-        yield "ema.evaluate: true needs averaged weights; set ema.decay, such as 0.999"
-
-
-@_rule("profile.steps")
-def _profile(config: TrainerConfig) -> Iterator[str]:
-    steps = config.profile.steps
-    if steps is not None and steps[0] > steps[1]:
-        yield f"profile.steps: {list(steps)} ends before it begins; give the first and the last step that are recorded"
-
-
-@_rule(*(f"schedule.{key}" for key in _CURVE_KEYS), "run.max_steps")
-def _curve(config: TrainerConfig) -> Iterator[str]:
-    """The schedule knows its own options, and says what is wrong with them."""
-    try:
-        schedule_of(config)
-    except ConfigError as error:
-        yield from error.problems
+_RULES: dict[str, Callable[[TrainerConfig], object]] = {
+    "model.config: given beside model.source {c.model.source!r}, which brings its own; name only the fields that "
+    "are to differ from it (num_labels), or set it to null": lambda c: (
+        c.model.source is not None and "model_type" in (c.model.config or {})
+    ),
+    "model.config.model_type: missing; give the name of a Hugging Face architecture, such as llama, or a "
+    "model.source": lambda c: (
+        c.model.source is None and c.model.config is not None and type(c.model.config.get("model_type")) is not str
+    ),
+    "model.revision: is about model.source, and that is null; set model.source, or leave model.revision out": lambda c: (
+        c.model.revision and c.model.source is None
+    ),
+    "model.trust_remote_code: is about model.source, and that is null; set model.source, or leave "
+    "model.trust_remote_code out": lambda c: c.model.trust_remote_code and c.model.source is None,
+    "data.sequence_length: {c.data.sequence_length} is more than model.config.{0[0]} {0[1]}; lower the one or "
+    "raise the other": _positions,
+    "parallel.sequence: true shares sequences out to tensor ranks, and parallel.tensor is 1; set one of them": lambda c: (
+        c.parallel.tensor == 1 and c.parallel.sequence
+    ),
+    "parallel.plan says how layers are divided, and parallel.tensor is 1; set parallel.tensor, or no plan": lambda c: (
+        c.parallel.tensor == 1 and c.parallel.plan
+    ),
+    "parallel.chunks: {c.parallel.chunks} with parallel.schedule {c.parallel.schedule}; `interleaved`, and it "
+    "alone, has 2 or more stages on each rank": lambda c: (
+        (c.parallel.schedule == "interleaved") != (c.parallel.chunks > 1)
+    ),
+    "parallel.schedule is about stages, and parallel.pipeline is 1; set parallel.pipeline, or leave it out": lambda c: (
+        c.parallel.pipeline == 1 and c.parallel.schedule == "interleaved"
+    ),
+    "parallel.stages is about stages, and parallel.pipeline is 1; set parallel.pipeline, or leave it out": lambda c: (
+        c.parallel.pipeline == 1 and c.parallel.stages
+    ),
+    "parallel.stages has {0[0]} numbers of blocks for {0[1]} stages (parallel.pipeline x parallel.chunks)": lambda c: (
+        _counts_of_stages(c.parallel)
+    ),
+    # Its gradients of weights come after backward.
+    "optimizer.in_backward does not go with parallel.schedule zero_bubble, whose gradients of weights come after "
+    "backward; set optimizer.in_backward: false, or another schedule": lambda c: (
+        c.optimizer.in_backward and c.parallel.pipeline > 1 and c.parallel.schedule == "zero_bubble"
+    ),
+    # An update reads sums into master weights, so both are of one dtype, and no narrower than what was computed.
+    "precision.master: {c.precision.master} is less than precision.compute float64; set precision.master to float64": lambda c: (
+        _narrow(c, "master")
+    ),
+    "precision.reduce: {c.precision.reduce} is less than precision.compute float64; set precision.reduce to float64": lambda c: (
+        _narrow(c, "reduce")
+    ),
+    "precision.reduce: {c.precision.reduce} differs from precision.master {c.precision.master}, and an update "
+    "needs them equal; set both to float32, or both to float64": lambda c: (
+        c.precision.master != c.precision.reduce and not (_narrow(c, "master") or _narrow(c, "reduce"))
+    ),
+    "run.on_nonfinite: stop does not go with precision.compute float16, whose loss scale is found by skipping "
+    "steps that overflow; set it to skip, or precision.compute to bfloat16": lambda c: (
+        c.precision.compute == "float16" and c.run.on_nonfinite == "stop"
+    ),
+    # Inside backward neither the norm nor the finiteness of all gradients is known yet.
+    "run.clip_norm: {c.run.clip_norm} does not go with optimizer.in_backward; set it to 0": lambda c: (
+        c.optimizer.in_backward and c.run.clip_norm > 0
+    ),
+    "run.on_nonfinite: skip does not go with optimizer.in_backward; set it to stop": lambda c: (
+        c.optimizer.in_backward and c.run.on_nonfinite != "stop"
+    ),
+    "optimizer.in_backward: does not go with the loss scale of precision.compute float16; set it to false, or "
+    "precision.compute to bfloat16": lambda c: c.optimizer.in_backward and c.precision.compute == "float16",
+    "offload.parameters: {c.offload.parameters.tier} does not go with zero.stage {c.zero.stage}, whose parameters "
+    "are whole on every rank all the time; set zero.stage to 3, or offload.parameters to none": lambda c: (
+        c.offload.parameters.tier != "none" and c.zero.stage < 3
+    ),
+    # What rests elsewhere is the inputs of blocks that are recomputed.
+    "offload.activations: {c.offload.activations.tier} moves the inputs of recomputed blocks, and "
+    "model.activation_checkpointing is none; set it to block, or offload.activations to none": lambda c: (
+        c.offload.activations.tier != "none" and c.model.activation_checkpointing == "none"
+    ),
+    "offload.activations: {c.offload.activations.tier} does not go with model.compile, which stops at the hooks "
+    "that keep the inputs and would compile nothing; set model.compile to false, or offload.activations to none": lambda c: (
+        c.offload.activations.tier != "none" and c.model.activation_checkpointing != "none" and c.model.compile
+    ),
+    "batch.micro_size: {c.batch.micro_size} is more than batch.global_size {c.batch.global_size}; lower the one or "
+    "raise the other": lambda c: c.batch.micro_size > c.batch.global_size,
+    "schedule.warmup_steps: {c.schedule.warmup_steps} is more than run.max_steps {c.run.max_steps}, so "
+    "optimizer.lr would never be reached; lower the one, raise the other, or set schedule.warmup_ratio or "
+    "run.epochs": lambda c: (
+        c.schedule.warmup_steps > c.run.max_steps and c.run.epochs is None and c.schedule.warmup_ratio is None
+    ),
+    "run.load_best judges by evaluations, and run.eval_every is 0; set it to a number of steps, or to epoch": lambda c: (
+        c.run.load_best and not c.run.eval_every
+    ),
+    "run.patience judges by evaluations, and run.eval_every is 0; set it to a number of steps, or to epoch": lambda c: (
+        c.run.patience and not c.run.eval_every
+    ),
+    "run.load_best keeps the best weights in a checkpoint, and checkpoint.every_steps is 0; set it, or load_best "
+    "to false": lambda c: c.run.load_best and not c.checkpoint.every_steps,
+    "ema.evaluate: true needs averaged weights; set ema.decay, such as 0.999": lambda c: (
+        c.ema.evaluate and not c.ema.decay
+    ),
+    "profile.steps: {0} ends before it begins; give the first and the last step that are recorded": lambda c: (
+        c.profile.steps is not None and c.profile.steps[0] > c.profile.steps[1] and list(c.profile.steps)
+    ),
+}
+"""What does not agree, and how that is said, about a configuration `c` whose keys are each valid. A rule is left out where a key is
+wrong that its text names, so that it names all keys whose defaults would break it."""
 
 
 def schedule_of(config: TrainerConfig) -> LRSchedule:

@@ -66,8 +66,8 @@ def read_training_arguments(arguments: Any, place: LaunchFacts) -> Translation:
     defaults: dict[str, Any] = {"activation_checkpointing": None, "data_seed": None, "warmup_steps": 0}
     fields = [field for field in dataclasses.fields(arguments) if field.init]
     for field in fields:
-        made = field.default_factory is not dataclasses.MISSING
-        defaults[field.name] = field.default_factory() if made else field.default
+        factory: Any = field.default_factory
+        defaults[field.name] = field.default if factory is dataclasses.MISSING else factory()
     settings = {field.name: _as_set(arguments, field.name) for field in fields}
     # Not a field: what accelerate's launcher says, where neither bf16 nor fp16 does.
     settings["mixed_precision"] = getattr(arguments, "mixed_precision", None)
