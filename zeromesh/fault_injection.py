@@ -27,17 +27,9 @@ from zeromesh.errors import ConfigError
 
 KINDS = ("kill", "hang", "disk-full", "short-write", "bit-flip", "truncate")
 SITES = (
-    "before-tmp",
-    "mid-write",
-    "before-manifest",
-    "before-rename",
-    "after-rename",
-    "during-retention",
-    "forward",
-    "reduce",
-    "optimizer",
+    *("before-tmp", "mid-write", "before-manifest", "before-rename", "after-rename", "during-retention"),
+    *("forward", "reduce", "optimizer"),
 )
-_ON_FILES = ("short-write", "bit-flip", "truncate")
 _VARIABLE = "ZEROMESH_FAULT"
 
 
@@ -55,12 +47,18 @@ class Fault:
         """Cause the fault. `path` and its bytes [start, end) are what has just been written at the site, if anything."""
         if self.kind == "disk-full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if self.kind in _ON_FILES and path is not None:
-            _damage(self.kind, path, start, end)
-        if self.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.kind == "hang":
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.kind in ("kill", "hang"):
+            os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
+        elif path is not None:
+            middle = (start + end) // 2
+            with path.open("rb+") as file:
+                if self.kind == "truncate":
+                    file.truncate(middle)
+                    return
+                file.seek(middle)
+                data = bytes([file.read(1)[0] ^ 1]) if self.kind == "bit-flip" else bytes(end - middle)
+                file.seek(middle)
+                file.write(data)
 
 
 def visit(site: str, path: Path | None = None, start: int = 0, end: int = 0) -> None:
@@ -98,18 +96,3 @@ def parse(text: str) -> Fault:
         )
     rank, count = (int(word) for word in (*numbers, *("0", "1")[len(numbers) :]))
     return Fault(kind=kind, site=site, rank=rank, count=max(1, count))
-
-
-def _damage(kind: str, path: Path, start: int, end: int) -> None:
-    middle = (start + end) // 2
-    with path.open("rb+") as file:
-        if kind == "truncate":
-            file.truncate(middle)
-            return
-        file.seek(middle)
-        if kind == "bit-flip":
-            byte = file.read(1)[0]
-            file.seek(middle)
-            file.write(bytes([byte ^ 1]))
-        else:
-            file.write(bytes(end - middle))

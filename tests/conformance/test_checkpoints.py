@@ -12,7 +12,7 @@ import pytest
 import torch
 from workers import Pool, Workers
 
-from zeromesh.checkpoint.multi_host.merge import merge, open_parts
+from zeromesh.checkpoint.multi_host.parts import merge, open_parts
 
 from .recipe import LEARNING_RATE, Layout, Problem
 from .stores import stored

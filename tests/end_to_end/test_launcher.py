@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from zeromesh.environment import python_arguments
-from zeromesh.launch.local import WorkersFailed, launch_workers
+from zeromesh.launch.rendezvous import WorkersFailed, launch_workers
 
 WORKER = """\
 import os, signal, sys, time
@@ -26,7 +26,7 @@ folder = sys.argv[1]
 
 DRIVER = """\
 import sys
-from zeromesh.launch.local import launch_workers
+from zeromesh.launch.rendezvous import launch_workers
 sys.exit(int(launch_workers(sys.argv[1:], processes=2)))
 """
 

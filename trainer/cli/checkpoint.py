@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.multi_host.merge import merge, open_parts
+from zeromesh.checkpoint.multi_host.parts import merge, open_parts
 from zeromesh.checkpoint.verify import find_damage
 from zeromesh.errors import CheckpointError, StorageError, some
 from zeromesh.trainer.monitoring.console import Console

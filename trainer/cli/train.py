@@ -26,7 +26,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.monitoring.start_times import StartTimes
 
 if TYPE_CHECKING:
-    from zeromesh.launch.local import WorkersFailed
+    from zeromesh.launch.rank_processes import WorkersFailed
     from zeromesh.launch.ssh import HostFailure
 
 EVALUATED = "evaluated.jsonl"
@@ -105,7 +105,7 @@ def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:
     if options.node_rank is not None and options.max_restarts:
         raise ConfigError(f"--max-restarts {options.max_restarts}: hosts that have a --node-rank start once")
     _hint(f"starting {processes} processes")
-    from zeromesh.launch.local import Nodes, launch_workers
+    from zeromesh.launch.rendezvous import Nodes, launch_workers
 
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (most > least)
     meeting = {"endpoint": options.rdzv_endpoint, "run_id": options.rdzv_id} if options.rdzv_endpoint else {}

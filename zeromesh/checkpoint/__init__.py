@@ -1,14 +1,13 @@
 """Checkpoints: Hugging Face model directories that every rank writes its own bytes of, and that any layout loads.
 
 saver, loader    what all ranks do together: save while training goes on, and load
-store            a directory of checkpoints: each appears all at once, and old ones are removed (`remover`)
+store            a directory of checkpoints: each appears all at once, and old ones are removed
 verify           finds all damage of a checkpoint on disk
 io/              from a rank's memory to bytes of files and back
     tensor_shard     what a rank holds of a tensor, and where elements lie in a file
     write_plan       which bytes each rank writes; `interleaved` is for tensors that ranks divide inside of rows
     writer, reader   move the bytes, with a checksum for each piece
     blocks           arithmetic of byte intervals
-    atomic_directory a directory that appears whole or not at all
 format/          the safetensors files and `manifest.json`
-multi_host/      hosts without a shared disk: which ranks see one directory, parts of checkpoints, merging them
+multi_host/      agreement of ranks, and hosts without a shared disk: parts of checkpoints, merging them
 """

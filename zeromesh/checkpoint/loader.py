@@ -12,8 +12,7 @@ from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint, ReadTarget
 from zeromesh.checkpoint.io.tensor_shard import TensorShard
 from zeromesh.checkpoint.multi_host.agreement import together
-from zeromesh.checkpoint.multi_host.merge import check_parts
-from zeromesh.checkpoint.multi_host.partial_reader import PartsReader
+from zeromesh.checkpoint.multi_host.parts import PartsReader, check_parts
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, LayoutError
 from zeromesh.mesh.process_mesh import Mesh

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: which are there, making one all at once or not at all, and removing old ones.
+"""A directory of checkpoints: which are there, making one all at once or not at all, and removing old ones in a thread.
 
 checkpoints/step-00000100/        a checkpoint
             step-00000200.tmp/    being written, or left behind by a kill: never read, removed at the next start
@@ -7,12 +7,16 @@ checkpoints/step-00000100/        a checkpoint
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import secrets
 import shutil
+import threading
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +26,7 @@ from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manif
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout
 from zeromesh.checkpoint.io.blocks import cut_at_grid
 from zeromesh.checkpoint.io.reader import manifest_of
-from zeromesh.checkpoint.remover import Remover
-from zeromesh.errors import StorageError
+from zeromesh.errors import ConfigError, StorageError
 from zeromesh.files import read_whole, write_whole
 from zeromesh.intervals import Interval
 from zeromesh.offload.io.direct_io import PositionalFile, sync_directory
@@ -34,7 +37,7 @@ _TRASH = re.compile(r"\.trash-.+")
 MARK = re.compile(r"\.seen-[0-9a-f]+-\d+")
 """Files that ranks make there for a moment to find out which of them see the directory."""
 _SPARE_BYTES = 16 << 20
-"""Bytes kept free for the manifest and other small files."""
+"""Bytes kept free for the manifest, other small files, and what directories take."""
 _ROOM_SECONDS = 10.0
 """How long a checkpoint that has no room waits for old ones to be removed."""
 _MOST_TRASH = 4
@@ -118,16 +121,15 @@ class CheckpointStore:
         """Raise `StorageError` where a checkpoint of so many bytes would not fit."""
         needed = nbytes + _SPARE_BYTES
         try:
+            if shutil.disk_usage(self.root).free < needed:
+                self.trash.wait(seconds=_ROOM_SECONDS)
             free = shutil.disk_usage(self.root).free
-            if free < needed and self.trash.wait(seconds=_ROOM_SECONDS):
-                free = shutil.disk_usage(self.root).free
         except OSError as error:
             raise StorageError(f"{str(self.root)!r} cannot be read: {error.strerror or error}") from error
         if free < needed:
             raise StorageError(
                 f"{str(self.root)!r}: a checkpoint takes {nbytes:,} bytes, {_SPARE_BYTES:,} more are kept free, and "
-                f"{free:,} are free; make room, lower "
-                "checkpoint.keep_last, or set run.output_dir to a larger disk"
+                f"{free:,} are free; make room, lower checkpoint.keep_last, or set run.output_dir to a larger disk"
             )
 
     def commit(self, step: int, manifest: Manifest) -> None:
@@ -140,7 +142,7 @@ class CheckpointStore:
         """
         directory, final = self.temporary(step), self.path(step)
         try:
-            small = {path: _seal(directory / path, path) for path in _small_files(directory, manifest.files)}
+            small = _seal_small_files(directory, manifest.files)
             whole = replace(manifest, step=step, files={**manifest.files, **small})
             fault_injection.visit("before-manifest")
             self._put_manifest(directory, whole)
@@ -153,7 +155,8 @@ class CheckpointStore:
             self._discard(replaced)
         except OSError as error:
             raise StorageError(f"{str(directory)!r} cannot be written: {error.strerror or error}") from error
-        fault_injection.visit("after-rename", *_largest(final, whole))
+        path, record = max(whole.files.items(), key=lambda item: item[1].nbytes)
+        fault_injection.visit("after-rename", final / path, 0, record.nbytes)
 
     def amend(self, step: int, name: str, data: bytes) -> None:
         """Put the small file `name` into a checkpoint that is there: first the file, then a manifest with it, all at once.
@@ -212,23 +215,23 @@ class CheckpointStore:
             self.trash.remove(trash)
 
 
-def _small_files(directory: Path, known: Iterable[str]) -> list[str]:
-    names = set(known)
-    found = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
-    return sorted(name for name in found if name not in names and name != manifests.NAME)
+def _seal_small_files(directory: Path, known: Iterable[str]) -> dict[str, FileRecord]:
+    """Bring the files that are not known to the disk; returns their records.
 
-
-def _seal(path: Path, name: str) -> FileRecord:
-    """Bring a small file to the disk, and return its record, with rank 0 as the writer.
-
-    It is written anew: some libraries make files that only their owner may read, whatever the umask says.
+    They are written anew: some libraries make files that only their owner may read, whatever the umask says.
     """
-    data = read_whole(path)
-    write_whole(path, data)
-    return _record(name, data)
+    found = {}
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        name = path.relative_to(directory).as_posix()
+        if name not in known and name != manifests.NAME:
+            data = read_whole(path)
+            write_whole(path, data)
+            found[name] = _record(name, data)
+    return found
 
 
 def _record(name: str, data: bytes) -> FileRecord:
+    """The record of a small file, with rank 0 as the writer."""
     return FileRecord(
         nbytes=len(data),
         pieces=tuple(
@@ -238,6 +241,96 @@ def _record(name: str, data: bytes) -> FileRecord:
     )
 
 
-def _largest(directory: Path, manifest: Manifest) -> tuple[Path, int, int]:
-    path, record = max(manifest.files.items(), key=lambda item: item[1].nbytes)
-    return directory / path, 0, record.nbytes
+@contextmanager
+def fresh_directory(out: Path, nbytes: int) -> Iterator[Path]:
+    """A directory to be filled inside the block with about `nbytes` bytes; it is `out` when the block has ended well.
+
+    Otherwise it is removed. What is written into it through `PositionalFile` has to be synced inside the block.
+
+    Raises:
+        ConfigError: where there is something at `out` already.
+        StorageError: where there is no room, or it cannot be written.
+    """
+    out = Path(os.path.realpath(out))
+    # Short, since `out` may have the longest name; its own, since another process may be writing the same directory.
+    temporary = out.with_name(f".zeromesh-{secrets.token_hex(8)}.tmp")
+    occupied = f"{out} exists and is not an empty directory; give another one, or remove it first"
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError(occupied)
+        temporary.mkdir(parents=True)
+        free = shutil.disk_usage(temporary).free
+        if free < nbytes + _SPARE_BYTES:
+            raise StorageError(
+                f"{str(out)!r} takes {nbytes:,} bytes, {_SPARE_BYTES:,} more are kept free, and {free:,} are free; make room"
+            )
+        yield temporary
+        for folder in {temporary, *(path for path in temporary.rglob("*") if path.is_dir())}:
+            sync_directory(folder)
+        temporary.rename(out)  # Only where there is nothing yet, or an empty directory.
+        sync_directory(out.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and error.filename == str(temporary):
+            raise ConfigError(f"{occupied}: something else has been written there meanwhile") from error
+        raise StorageError(f"{error.filename or str(out)!r} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+class Remover:
+    """Removes one directory after another. What cannot be removed is tried again with the next one, and reported once.
+
+    The thread runs only while there is something to remove, and does not keep a process from ending: the next start of the run
+    removes what is left.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Path] = deque()
+        self._refused: dict[Path, str] = {}
+        """Directories that are still there, and why."""
+        self._reported: set[Path] = set()
+        self._running = False
+        self._changed = threading.Condition()
+
+    def remove(self, path: Path) -> None:
+        """Remove a directory and all that is in it, later."""
+        with self._changed:
+            self._waiting.extend(each for each in (*self._refused, path) if each not in self._waiting)
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name="zeromesh-remove", daemon=True).start()
+
+    def wait(self, *, left: int = 0, seconds: float | None = None) -> bool:
+        """Wait until at most `left` directories are still to be removed, for at most `seconds`; returns whether that came true."""
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._waiting) <= left, timeout=seconds)
+
+    def problems(self) -> str:
+        """A report of directories that could not be removed and were not reported before; empty where there are none."""
+        with self._changed:
+            new = {path: why for path, why in self._refused.items() if path not in self._reported}
+            self._reported.update(new)
+        first = next(iter(new.values()), "")
+        return first + (f" (and {len(new) - 1} more directories)" if len(new) > 1 else "")
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._running = False
+                    return
+                path = self._waiting[0]
+            shutil.rmtree(path, ignore_errors=True)  # Of what cannot be removed as a whole, as much as can be.
+            why = ""
+            try:
+                if path.exists():
+                    shutil.rmtree(path)
+            except OSError as error:
+                name = Path(error.filename if error.filename is not None else path).name
+                why = f"{str(path)!r} is still there: {name!r} cannot be removed: {error.strerror or error}"
+            with self._changed:
+                self._refused.pop(path, None)
+                if why:
+                    self._refused[path] = why
+                self._waiting.popleft()
+                self._changed.notify_all()

@@ -1,7 +1,8 @@
 """The launcher: starts the rank processes of a run on one host or several, passes signals on, and reports the first failure.
 
-local            runs a command as the ranks of this host, until all have ended (`rank_processes`)
-rendezvous       how the launchers of several hosts meet, number their ranks, and start again when hosts come or go
+rendezvous       runs a command as the ranks of this host until all have ended: how the launchers of several hosts meet,
+                 number their ranks, and start again when hosts come or go
+rank_processes   the processes of one start on this host, and the signals that end them
 messages         checked messages, and the authenticated connection between launchers
 ssh              a run on hosts that are reached over ssh, started again without the hosts that are lost
 heartbeat        the host's end of a connection over ssh

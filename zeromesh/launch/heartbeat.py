@@ -75,11 +75,7 @@ class Lifeline:
     def read_variables(self) -> None:
         """Set the environment variables that the first message has. Call this before entering the context."""
         while b"\n" not in self._partial:
-            # The other side waits longer for a first beat than for the next ones.
-            piece = os.read(self._input, 65536)
-            if not piece or len(self._partial) > MAX_MESSAGE:
-                _end_all()
-            self._partial += piece
+            self._read()  # The other side waits longer for a first beat than for the next ones.
         first, _, self._partial = self._partial.partition(b"\n")
         try:
             export(variables(parsed(first)))
@@ -123,10 +119,13 @@ class Lifeline:
                 _end_all()
             if not select.select([self._input], [], [], min(left, self._silence / BEATS))[0]:
                 continue
-            piece = os.read(self._input, 65536)
-            if not piece:
-                _end_all()
-            self._partial += piece
+            self._read()
+
+    def _read(self) -> None:
+        piece = os.read(self._input, 65536)
+        self._partial += piece
+        if not piece or len(self._partial) > MAX_MESSAGE:
+            _end_all()
 
     def _take(self, message: Message) -> None:
         if "echo" in message:

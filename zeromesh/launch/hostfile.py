@@ -48,8 +48,7 @@ def read_hosts(text: str, *, where: str) -> tuple[Host, ...]:
     Raises:
         ConfigError: with every mistake and its line.
     """
-    hosts: list[Host] = []
-    lines: dict[str, int] = {}
+    hosts: dict[str, tuple[int, Host]] = {}
     problems: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
@@ -61,26 +60,22 @@ def read_hosts(text: str, *, where: str) -> tuple[Host, ...]:
             problems += [f"line {number}: {problem}" for problem in error.problems]
             continue
         # One host under two names may be meant (two of its addresses); one name twice is a slip.
-        if host.name in lines:
-            problems.append(
-                f"line {number}: host {host.name!r} is on line {lines[host.name]} already; add up its slots"
-            )
-            continue
-        lines[host.name] = number
-        hosts.append(host)
+        before, _ = hosts.setdefault(host.name, (number, host))
+        if before != number:
+            problems.append(f"line {number}: host {host.name!r} is on line {before} already; add up its slots")
     if not hosts and not problems:
         problems.append(f"no host in it; {_FORM}, a line for each host")
     if problems:
         raise ConfigError(problems, where=where)
-    return tuple(hosts)
+    return tuple(host for _, host in hosts.values())
 
 
 def _read_line(words: Sequence[str]) -> Host:
     name, *rest = words
-    values: dict[str, str] = {}
-    problems = []
     if "=" in name:
         raise ConfigError(f"{name!r} stands where the host's name should be; {_FORM}")
+    values: dict[str, str] = {}
+    problems = []
     for word in rest:
         key, equals, value = word.partition("=")
         if not equals or key not in _KEYS:
@@ -89,11 +84,11 @@ def _read_line(words: Sequence[str]) -> Host:
             problems.append(f"{key} is given twice")
         else:
             values[key] = value
-    slots = values.get("slots")
-    if slots is None:
+    slots = values.get("slots", "")
+    if "slots" not in values:
         problems.append(f"host {name!r} has no slots=N, the number of processes to start there")
     elif not re.fullmatch(r"[0-9]{1,6}", slots):
         problems.append(f"slots={slots}: allowed is an integer from 1 to {MAX_SLOTS}")
-    if problems or slots is None:
+    if problems:
         raise ConfigError(problems)
     return Host(name=name, slots=int(slots), address=values.get("address", name.rpartition("@")[2]))

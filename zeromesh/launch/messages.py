@@ -82,11 +82,10 @@ def variables(message: Message) -> dict[str, str]:
     for name, value in found.items():
         if not name or "=" in name or "\0" in name or not isinstance(value, str) or "\0" in value:
             raise MessageError(f"'variables' has {_shown(name)}, which cannot be set; its value is not shown")
-        with suppress(UnicodeEncodeError):
-            value.encode()
-            name.encode()
-            continue
-        raise MessageError(f"'variables' has {_shown(name)}, which is no text of UTF-8")
+        try:
+            (name + value).encode()
+        except UnicodeEncodeError as error:
+            raise MessageError(f"'variables' has {_shown(name)}, which is no text of UTF-8") from error
     return found
 
 

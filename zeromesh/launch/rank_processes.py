@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from zeromesh.environment import ERRORS, LaunchEnvironment, die_with_launcher, kept_environment, rank_variables, setting
+from zeromesh.environment import ERRORS, LaunchEnvironment, die_with_launcher, rank_variables, setting
 from zeromesh.errors import CollectiveError, ZeromeshError
 
 _CAUSE_SECONDS = 2.0
@@ -32,9 +32,9 @@ _STOPPED = {128 + int(number): number.name for number in (signal.SIGINT, signal.
 class WorkersFailed:
     """Why the workers ended: the error of the rank that failed first, and the exit code for the command."""
 
-    ranks: tuple[int, ...]
     message: str
     exit_code: int
+    ranks: tuple[int, ...] = ()
     noticed: bool = False
     """Whether these ranks only noticed that others had failed."""
     apart: bool = False
@@ -62,9 +62,9 @@ class RankRange:
     run_id: str
     restart: int = 0
 
-    def environment(self, local_rank: int) -> LaunchEnvironment:
-        """The launch environment of one process."""
-        return LaunchEnvironment(
+    def variables(self, local_rank: int) -> dict[str, str]:
+        """The variables of one process."""
+        place = LaunchEnvironment(
             rank=self.first + local_rank,
             world_size=self.world_size,
             local_rank=local_rank,
@@ -73,6 +73,7 @@ class RankRange:
             master_port=self.master_port,
             launcher="torchrun",
         )
+        return rank_variables(place, run_id=self.run_id, restart=self.restart)
 
 
 class RankProcesses:
@@ -91,9 +92,9 @@ class RankProcesses:
         for local_rank in range(place.processes):
             error = os.memfd_create(f"zeromesh-error-{local_rank}")
             self._errors.append(error)
-            variables = rank_variables(place.environment(local_rank), run_id=place.run_id, restart=place.restart)
-            with kept_environment({**variables, ERRORS: f"/proc/{os.getpid()}/fd/{error}"}):
-                self._processes.append(subprocess.Popen([sys.executable, *arguments], start_new_session=True))
+            variables = {**place.variables(local_rank), ERRORS: f"/proc/{os.getpid()}/fd/{error}"}
+            command = [sys.executable, *arguments]
+            self._processes.append(subprocess.Popen(command, env={**os.environ, **variables}, start_new_session=True))
 
     def over(self) -> bool:
         """Whether all processes have ended. Call it repeatedly: after a failure it also stops the other processes."""
@@ -151,9 +152,11 @@ class RankProcesses:
             os.close(self._errors.pop())
 
     def _end_of(self, index: int) -> _WorkerEnd:
-        size = os.fstat(self._errors[index]).st_size
-        found = _recorded(os.pread(self._errors[index], size, 0))
-        return found or _silent_end(self._processes[index].returncode, self._ended[index])
+        recorded = os.pread(self._errors[index], os.fstat(self._errors[index]).st_size, 0)
+        try:
+            return _WorkerEnd(**json.loads(recorded))
+        except (ValueError, TypeError):  # There is nothing, or only a part of it.
+            return _silent_end(self._processes[index].returncode, self._ended[index])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,14 +171,6 @@ class _WorkerEnd:
     exit_code: int
     distance: int
     silent: bool = False
-
-
-def _recorded(data: bytes) -> _WorkerEnd | None:
-    """The end that `become_worker` recorded; None when there is nothing, or only a part of it."""
-    try:
-        return _WorkerEnd(**json.loads(data))
-    except (ValueError, TypeError):
-        return None
 
 
 def _silent_end(code: int, when: float) -> _WorkerEnd:
@@ -218,11 +213,8 @@ def _record(error: BaseException, trace: str, exit_code: int) -> None:
         "exit_code": exit_code,
         "distance": int(isinstance(error, CollectiveError)),
     }
-    descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC)
-    try:
-        os.write(descriptor, json.dumps(details).encode())
-    finally:
-        os.close(descriptor)
+    with open(path, "wb") as file:
+        file.write(json.dumps(details).encode())
 
 
 class StopSignals:

@@ -1,4 +1,7 @@
-"""How the launchers of several hosts meet, and stay together while hosts come and go.
+"""Starts a command as the ranks of this host, beside those of other hosts, and again where that is wanted.
+
+`launch_workers` only waits, and loads no torch for that. It ends its workers when one of them fails or when it is interrupted. Each
+worker records its error for it, so that one message is shown, of the rank that failed first, and not a traceback of each process.
 
 The launcher whose host has the endpoint leads: it waits until there are enough, numbers the hosts, and tells each which ranks are
 its own. When a host fails, is lost or joins, the leader has the ranks of all ended, and numbers anew. Launchers that were numbered
@@ -9,13 +12,15 @@ from __future__ import annotations
 
 import errno
 import select
+import signal
 import socket
+import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 
-from zeromesh.environment import LOOPBACK, SECRET, setting
+from zeromesh.environment import LOOPBACK, SECRET, kept_environment, setting, worker_environment
 from zeromesh.errors import ConfigError
 from zeromesh.launch.messages import (
     HELLO_SECONDS,
@@ -27,7 +32,14 @@ from zeromesh.launch.messages import (
     text,
     truth,
 )
-from zeromesh.launch.rank_processes import USERS_MISTAKE, RankRange, WorkersFailed
+from zeromesh.launch.rank_processes import (
+    USERS_MISTAKE,
+    RankProcesses,
+    RankRange,
+    StopSignals,
+    WorkersFailed,
+    noted_signals,
+)
 from zeromesh.mesh.network_interfaces import is_here, listen
 
 MEETING_SECONDS = 120.0
@@ -38,6 +50,8 @@ _LAST_CALL_SECONDS = 1.0
 """How long they wait for further launchers then."""
 _PART_SECONDS = 5.0
 _TICK_SECONDS = 0.05
+_REST_SECONDS = 300.0
+"""How long ranks may take to save and end when they are to start again."""
 _MOST_STRANGERS = 64
 _MOST_PROCESSES = 1 << 16
 
@@ -74,6 +88,7 @@ class Nodes:
         return host.strip("[]"), int(port)
 
 
+ALONE = Nodes()
 Result = WorkersFailed | int
 Stopped = Callable[[], bool]
 Notify = Callable[[str], None]
@@ -113,7 +128,7 @@ class Leader:
         """Wait until enough launchers are there; returns the ranks of this one, or why there are none."""
         nodes = self._nodes
         began, enough_since = time.monotonic(), None
-        patience = MEETING_SECONDS if nodes.rank is not None else _JOIN_SECONDS
+        patience = _JOIN_SECONDS if nodes.rank is None else MEETING_SECONDS
         while not self._stopped():
             self._serve()
             now, present = time.monotonic(), 1 + len(self._known)
@@ -160,7 +175,7 @@ class Leader:
 
     def close(self) -> None:
         """Leave, and tell the launchers that are still there that the run is over."""
-        self._end(WorkersFailed(ranks=(), message=f"the launcher at {self._nodes.endpoint} has ended", exit_code=1))
+        self._end(WorkersFailed(message=f"the launcher at {self._nodes.endpoint} has ended", exit_code=1))
 
     @property
     def _known(self) -> list[_Member]:
@@ -169,7 +184,6 @@ class Leader:
     def _start(self) -> RankRange:
         """Number the hosts, this one first, and tell each its ranks."""
         members = sorted(self._known, key=lambda each: each.rank or 0)[: self._nodes.most - 1]
-        total = self._processes + sum(each.processes for each in members)
         host, port = self._nodes.where
         if self._listener is None or self._nodes.rank is None:
             # Any will do on one host, where nothing listens on it unless the user's code does.
@@ -178,7 +192,7 @@ class Leader:
         place = RankRange(
             first=0,
             processes=self._processes,
-            world_size=total,
+            world_size=self._processes + sum(each.processes for each in members),
             master_address=host,
             master_port=port,
             run_id=self._run_id,
@@ -221,12 +235,7 @@ class Leader:
     def _cause(self, own: WorkersFailed | None) -> WorkersFailed | None:
         """The failure that caused those of the other hosts."""
         elsewhere = [
-            WorkersFailed(
-                ranks=(),
-                message=f"host {each.name}: {each.failure.message}",
-                exit_code=each.failure.exit_code,
-                noticed=each.failure.noticed,
-            )
+            replace(each.failure, message=f"host {each.name}: {each.failure.message}")
             for each in self._members
             if each.failure
         ]
@@ -248,7 +257,7 @@ class Leader:
             message = (
                 f"the launchers of {nodes.most} hosts could not meet at {nodes.endpoint}, here: {present} came in time"
             )
-        return WorkersFailed(ranks=(), message=message, exit_code=1, apart=True)
+        return WorkersFailed(message=message, exit_code=1, apart=True)
 
     def _wait(self) -> None:
         lines = [each.line.connection for each in self._members]
@@ -290,7 +299,7 @@ class Leader:
             each.running = False
             if code := number(message, "rest", most=MAX_EXIT_CODE):
                 each.failure = WorkersFailed(
-                    ranks=(), message=text(message, "text"), exit_code=code, noticed=truth(message, "noticed")
+                    message=text(message, "text"), exit_code=code, noticed=truth(message, "noticed")
                 )
 
     def _introduce(self, each: _Member, message: Message) -> None:
@@ -342,13 +351,12 @@ class Follower:
             return failure or 0
         self._receive()  # Sending to a leader that has ended would lose its last message.
         if self._line is not None:
-            code = min(failure.exit_code, MAX_EXIT_CODE) if failure else 0
-            noticed = failure.noticed if failure else False
-            self._line.send({"rest": code, "text": str(failure or ""), "noticed": noticed})
+            end = failure or WorkersFailed(message="", exit_code=0)
+            self._line.send({"rest": min(end.exit_code, MAX_EXIT_CODE), "text": str(end), "noticed": end.noticed})
         found = self._wait()
         # A cause that was here says more than how the leader puts it; ranks that only noticed one say less.
         here = failure is not None and not failure.noticed and isinstance(found, WorkersFailed)
-        return failure if failure is not None and here else found
+        return failure if here and failure else found
 
     def close(self) -> None:
         """Leave."""
@@ -366,15 +374,9 @@ class Follower:
             raise ConfigError(f"--rdzv-endpoint {self._nodes.endpoint}: {error}") from error
         except ConnectionError:
             raise ConnectionError("what listens there is no launcher of zeromesh, or it is about to end") from None
-        line.send(
-            {
-                "processes": self._processes,
-                "run_id": self._nodes.run_id,
-                "name": socket.gethostname(),
-                "drawn": line.drawn,
-                "rank": self._nodes.rank or 0,
-            }
-        )
+        nodes = self._nodes
+        introduction = {"processes": self._processes, "run_id": nodes.run_id, "rank": nodes.rank or 0}
+        line.send({**introduction, "name": socket.gethostname(), "drawn": line.drawn})
         return line
 
     def _wait(self) -> RankRange | Result:
@@ -412,7 +414,7 @@ class Follower:
         elif "over" in message:
             end = message["over"] if isinstance(message["over"], dict) else {}
             code = number(end, "code", most=MAX_EXIT_CODE)
-            self._result = code and WorkersFailed(ranks=(), message=text(end, "text"), exit_code=code, noticed=True)
+            self._result = code and WorkersFailed(message=text(end, "text"), exit_code=code, noticed=True)
 
     def _unreached(self, reason: str) -> WorkersFailed:
         nodes = self._nodes
@@ -422,7 +424,7 @@ class Follower:
                 f"the launcher at {nodes.endpoint}, which the others meet at, cannot be reached ({reason}); start it "
                 "and the others again, and the run goes on from its newest checkpoint"
             )
-        return WorkersFailed(ranks=(), message=message, exit_code=1, apart=True)
+        return WorkersFailed(message=message, exit_code=1, apart=True)
 
 
 def meeting(nodes: Nodes, processes: int, notify: Notify, stopped: Stopped) -> Leader | Follower:
@@ -464,3 +466,49 @@ def _place(content: object) -> RankRange:
         run_id=text(content, "run_id"),
         restart=number(content, "restart"),
     )
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(f"zeromesh: {line}\n")
+
+
+def launch_workers(
+    arguments: Sequence[str], *, processes: int, nodes: Nodes = ALONE, notify: Callable[[str], None] = _to_stderr
+) -> WorkersFailed | int:
+    """Run `python ARGUMENTS` as `processes` ranks on this host, beside those of other nodes, and wait for all of them.
+
+    `notify` gets a line for a person when all start again. Returns 0 when all succeed, the failure when one does not, and 128
+    plus the signal's number when this process got a signal to stop; the workers are gone then.
+
+    Raises:
+        ConfigError: when this host is to serve the endpoint, and cannot.
+    """
+    with kept_environment(worker_environment(processes, alone=nodes.alone)), noted_signals() as requests:
+        others = meeting(nodes, processes, notify, lambda: bool(requests.first))
+        try:
+            found = others.first_start()
+            while isinstance(found, RankRange) and not requests.first:
+                ranks = RankProcesses(arguments, found)
+                try:
+                    _run(ranks, others.poll, requests)
+                    found = others.next_start(ranks.failure())
+                finally:
+                    ranks.close()
+        finally:
+            others.close()
+        return requests.exit_code() or (0 if isinstance(found, RankRange) else found)
+
+
+def _run(ranks: RankProcesses, poll: Callable[[], bool], requests: StopSignals) -> None:
+    """Wait until all ranks have ended. The first signal is passed on to them, a second one ends them at once."""
+    while not ranks.over():
+        if poll():
+            ranks.stop(signal.SIGTERM, _REST_SECONDS)
+        while requests.pending:
+            number = requests.pending.pop(0)
+            if requests.passed_on:
+                ranks.send(signal.SIGKILL)
+            else:
+                ranks.stop(number, _REST_SECONDS)
+            requests.passed_on = True
+        time.sleep(_TICK_SECONDS)

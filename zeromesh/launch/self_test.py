@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from zeromesh.environment import python_arguments, read_environment
 from zeromesh.errors import CollectiveError
-from zeromesh.launch.local import WorkersFailed, become_worker, launch_workers
+from zeromesh.launch.rank_processes import WorkersFailed, become_worker
+from zeromesh.launch.rendezvous import launch_workers
 
 _MODULE = "zeromesh.launch.self_test"
 _RANKS = 2

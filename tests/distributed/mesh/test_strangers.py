@@ -42,7 +42,7 @@ mesh.close()
 """
 DRIVER = """\
 import sys
-from zeromesh.launch.local import WorkersFailed, launch_workers
+from zeromesh.launch.rendezvous import WorkersFailed, launch_workers
 found = launch_workers(sys.argv[1:], processes=2)
 sys.exit(str(found) if isinstance(found, WorkersFailed) else found)
 """

@@ -12,7 +12,7 @@ from damage_cases import STATE, replace, resign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeromesh.checkpoint.io.atomic_directory import fresh_directory
+from zeromesh.checkpoint.store import fresh_directory
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.trainer.checkpoints.trainer_state import Best, TrainerState
 from zeromesh.trainer.cli.main import main

@@ -20,10 +20,9 @@ from zeromesh.environment import SECRET
 from zeromesh.errors import ConfigError
 from zeromesh.launch import messages
 from zeromesh.launch.heartbeat import frame
-from zeromesh.launch.local import Nodes, WorkersFailed, launch_workers
 from zeromesh.launch.messages import LauncherConnection, MessageError
 from zeromesh.launch.rank_processes import RankRange, StopSignals
-from zeromesh.launch.rendezvous import Follower, Leader, _place
+from zeromesh.launch.rendezvous import Follower, Leader, Nodes, WorkersFailed, _place, launch_workers
 from zeromesh.launch.ssh import HostLine, HostStream, Output, Reach, watch
 
 VALUES = st.recursive(

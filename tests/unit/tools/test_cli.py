@@ -13,7 +13,7 @@ import pytest
 
 import zeromesh.trainer
 from zeromesh.errors import CollectiveError, ConfigError, DataError, ZeromeshError
-from zeromesh.launch.local import Nodes, WorkersFailed
+from zeromesh.launch.rendezvous import Nodes, WorkersFailed
 from zeromesh.trainer import TrainerConfig
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.cli.train import exit_code_of
@@ -60,7 +60,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append((processes, tuple(arguments)))
         return 0
 
-    monkeypatch.setattr("zeromesh.launch.local.launch_workers", launch_workers)
+    monkeypatch.setattr("zeromesh.launch.rendezvous.launch_workers", launch_workers)
     return calls
 
 
@@ -203,7 +203,7 @@ def test_what_workers_end_with(
     code: int,
     message: str,
 ) -> None:
-    monkeypatch.setattr("zeromesh.launch.local.launch_workers", lambda *_, **__: result)
+    monkeypatch.setattr("zeromesh.launch.rendezvous.launch_workers", lambda *_, **__: result)
     assert main(["train", config, "--nproc", "2"]) == code
     assert capsys.readouterr().err == message
 

@@ -109,7 +109,7 @@ def test_commands_load_only_what_they_need(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("zero: {stage: 7}")
     code = f"""
 import sys
-import zeromesh.launch.local, zeromesh.trainer.tools.html_report.page
+import zeromesh.launch.rendezvous, zeromesh.trainer.tools.html_report.page
 from zeromesh.trainer.cli.main import main
 assert main(["train", {str(tmp_path / "bad.yaml")!r}, "--nproc", "2"]) == 2
 assert main(["report", {str(tmp_path)!r}]) == 2

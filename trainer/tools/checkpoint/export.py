@@ -20,9 +20,9 @@ import torch
 
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, StoredTensor
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, index_files, parse_json, plan_files
-from zeromesh.checkpoint.io.atomic_directory import fresh_directory
 from zeromesh.checkpoint.io.blocks import merged, overlapping
 from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
+from zeromesh.checkpoint.store import fresh_directory
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.files import read_whole, write_whole
 from zeromesh.intervals import Interval

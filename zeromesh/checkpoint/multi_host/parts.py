@@ -1,0 +1,224 @@
+"""One checkpoint from the parts that hosts without a shared disk have written: read by all ranks together, or merged.
+
+Each part is a directory with the same files at their full sizes, of which its manifest lists the pieces that are in it:
+
+    part 0 of 2    pieces  [0, 4 MiB)               [8 MiB, 9 MiB)
+    part 1 of 2    pieces            [4 MiB, 8 MiB)
+    merged         pieces  [0, 4 MiB) [4 MiB, 8 MiB) [8 MiB, 9 MiB)
+
+`PartsReader` gets what a rank needs of other parts over the network: all ranks exchange which pieces they miss. Of the ranks that
+see the part with a piece, one reads and verifies it, and sends it to all, in rounds of a bounded size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from zeromesh.checkpoint.format import manifest as manifests
+from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
+from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint
+from zeromesh.checkpoint.multi_host.agreement import together, together_bytes
+from zeromesh.checkpoint.store import fresh_directory
+from zeromesh.errors import CheckpointError, ZeromeshError
+from zeromesh.files import write_whole
+from zeromesh.mesh.process_set import ProcessSet
+from zeromesh.offload.io.direct_io import PositionalFile
+
+_ROUND_BYTES = 32 << 20
+"""Bytes that all ranks together send in one round, each at most an equal part of them or one piece; every rank receives all."""
+
+
+def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:
+    """The parts of one checkpoint, in order.
+
+    Raises:
+        CheckpointError: when they are not of one checkpoint, one is absent, or their pieces are not each byte once.
+    """
+    readers = [CheckpointReader(directory, parts=True) for directory in directories]
+    found: dict[int, CheckpointReader] = {}
+    for reader in readers:
+        index, count = reader.manifest.part
+        if count == 1:
+            raise CheckpointError(
+                f"{reader.directory} is a whole checkpoint, not a part of one; there is nothing to merge"
+            )
+        if index in found:
+            raise CheckpointError(
+                f"{found[index].directory} and {reader.directory} are both part {index + 1} of {count}"
+            )
+        found[index] = reader
+    check_parts([(str(reader.directory), reader.manifest) for reader in readers])
+    return [found[index] for index in sorted(found)]
+
+
+def check_parts(parts: Sequence[tuple[str, Manifest]]) -> None:
+    """Raise `CheckpointError` unless these, each with a name for messages, are all parts of one checkpoint."""
+    name, first = parts[0]
+    for other, manifest in parts[1:]:
+        differ = _differences(first, manifest)
+        if differ:
+            raise CheckpointError(
+                f"{name} and {other} are not parts of one checkpoint: they differ in {', '.join(differ)}"
+            )
+    there, count = {manifest.part[0] for _, manifest in parts}, first.part[1]
+    absent = [str(index + 1) for index in range(count) if index not in there]
+    if absent:
+        raise CheckpointError(
+            f"of the checkpoint in {name}, part {', '.join(absent[:5])} of {count} is missing; give the directories of all hosts"
+        )
+
+
+def _differences(one: Manifest, two: Manifest) -> list[str]:
+    shared = one.files.keys() & two.files.keys()
+    sizes = [{path: each.files[path].nbytes for path in shared} for each in (one, two)]
+    return [
+        what
+        for what, here, there in (
+            ("step", one.step, two.step),
+            ("number of parts", one.part[1], two.part[1]),
+            ("the sizes of files", sizes[0], sizes[1]),
+            ("tensors", set(one.tensors), set(two.tensors)),
+            ("aliases", dict(one.aliases), dict(two.aliases)),
+            ("layout", dict(one.layout), dict(two.layout)),
+        )
+        if here != there
+    ]
+
+
+def merged_manifest(parts: Sequence[Manifest]) -> Manifest:
+    """The manifest of the whole. Raises `CheckpointError` where pieces overlap or leave a gap."""
+    one = parts[0]
+    files = {}
+    for path in {path: None for part in parts for path in part.files}:
+        records = [part.files[path] for part in parts if path in part.files]
+        pieces = tuple(sorted((piece for each in records for piece in each.pieces), key=lambda piece: piece.begin))
+        _check_tiles(path, pieces, records[0].nbytes)
+        files[path] = FileRecord(nbytes=records[0].nbytes, pieces=pieces)
+    return replace(one, files=files, part=(0, 1))
+
+
+def _check_tiles(path: str, pieces: Sequence[ChecksumPiece], nbytes: int) -> None:
+    end = 0
+    for begin, stop in [*((piece.begin, piece.end) for piece in pieces), (nbytes, nbytes)]:
+        if begin > end:
+            raise CheckpointError(
+                f"{path}: bytes [{end:,}, {begin:,}) are in no part: the checkpoint was never complete"
+            )
+        if begin < end:
+            raise CheckpointError(f"{path}: bytes [{begin:,}, {end:,}) are in two parts")
+        end = stop
+
+
+def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[int], None]) -> Manifest:
+    """Write the whole checkpoint to `out`, verifying every piece on its way; `on_progress` gets the bytes of each.
+
+    Raises:
+        CheckpointError: when a piece is not what was written, or pieces are not each byte once.
+        ConfigError, StorageError: where `out` cannot be written.
+    """
+    whole = merged_manifest([part.manifest for part in parts])
+    text = whole.to_json()
+    manifests.parse(out / manifests.NAME, text)
+    with fresh_directory(out, whole.nbytes) as directory:
+        for path, record in whole.files.items():
+            (directory / path).parent.mkdir(exist_ok=True)
+            with PositionalFile(directory / path, write=True, size=record.nbytes) as file:
+                for part in parts:
+                    if path in part.manifest.files:
+                        part.stream(part.manifest.files[path].pieces, partial(_copy, file, on_progress))
+                file.sync()
+        write_whole(directory / manifests.NAME, text)
+    return whole
+
+
+def _copy(file: PositionalFile, on_progress: Callable[[int], None], piece: ChecksumPiece, data: torch.Tensor) -> None:
+    file.write(data, piece.begin)
+    on_progress(data.numel())
+
+
+class PartsReader(OpenedCheckpoint):
+    """Reads a checkpoint from its parts; all ranks make one and call its methods alike.
+
+    `reader` is of the part that this rank sees in `directory`, None where it sees none; `parts` are the manifests of all, in order,
+    and `holders` the ranks that see each.
+
+    Raises:
+        CheckpointError: at construction, when the parts do not make a whole.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        reader: CheckpointReader | None,
+        parts: Sequence[Manifest],
+        holders: Sequence[Sequence[int]],
+        world: ProcessSet,
+    ) -> None:
+        super().__init__(directory, merged_manifest(parts))
+        self._reader = reader
+        self._world = world
+        self._rank = world.ranks[world.index]
+        self._pieces = self.pieces()
+        part_of = {
+            piece: ranks
+            for part, ranks in zip(parts, holders, strict=True)
+            for record in part.files.values()
+            for piece in record.pieces
+        }
+        # The ranks that see a part take turns in reading its pieces for others.
+        self._servers = [part_of[piece][number % len(part_of[piece])] for number, piece in enumerate(self._pieces)]
+        self._here = set(reader.pieces()) if reader is not None else set()
+
+    def stream(self, pieces: Sequence[ChecksumPiece], use: Callable[[ChecksumPiece, torch.Tensor], None]) -> None:
+        """As `OpenedCheckpoint.stream`; those of this host come first. All ranks raise the error of one."""
+        wanted = set(pieces)
+
+        def read_here() -> list[int]:
+            if self._reader is not None:
+                self._reader.stream([piece for piece in pieces if piece in self._here], use)
+            return [number for number, piece in enumerate(self._pieces) if piece in wanted - self._here]
+
+        missing = together(self._world, "reading this host's part of the checkpoint", read_here)
+        problem: ZeromeshError | None = None
+        for batch in self._rounds(sorted(set().union(*missing))):
+            served = [self._pieces[number] for number in batch if self._servers[number] == self._rank]
+            what = "reading other hosts' parts of the checkpoint"
+            every = together_bytes(self._world, what, partial(self._bytes_of, served))
+            used = [0] * len(every)
+            for number in batch:
+                piece, server = self._pieces[number], self._servers[number]
+                begin, used[server] = used[server], used[server] + piece.end - piece.begin
+                if piece not in wanted or piece in self._here or problem is not None:
+                    continue
+                try:
+                    use(piece, torch.frombuffer(bytearray(every[server][begin : used[server]]), dtype=torch.uint8))
+                except ZeromeshError as error:  # The others go on to the next round, and this rank with them.
+                    problem = error
+        if problem is not None:
+            raise problem
+
+    def _rounds(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """The numbers of pieces in order, in rounds in which each server sends a bounded number of bytes, or one piece."""
+        most = _ROUND_BYTES // self._world.size
+        batch: list[int] = []
+        served: dict[int, int] = {}
+        for number in numbers:
+            server, length = self._servers[number], self._pieces[number].end - self._pieces[number].begin
+            if batch and served.get(server, 0) + length > most:
+                yield batch
+                batch, served = [], {}
+            batch.append(number)
+            served[server] = served.get(server, 0) + length
+        if batch:
+            yield batch
+
+    def _bytes_of(self, pieces: Sequence[ChecksumPiece]) -> bytes:
+        found: list[bytes] = []
+        if self._reader is not None:  # Only ranks that see a part are asked.
+            self._reader.stream(pieces, lambda piece, data: found.append(data.numpy().tobytes()))
+        return b"".join(found)
