@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from zeromesh.environment import ERRORS, LaunchEnvironment, die_with_launcher, rank_variables, setting
+from zeromesh.environment import ERRORS, LaunchEnvironment, die_with_launcher, kept_environment, rank_variables, setting
 from zeromesh.errors import CollectiveError, ZeromeshError
 
 _CAUSE_SECONDS = 2.0
@@ -93,8 +93,8 @@ class RankProcesses:
             error = os.memfd_create(f"zeromesh-error-{local_rank}")
             self._errors.append(error)
             variables = {**place.variables(local_rank), ERRORS: f"/proc/{os.getpid()}/fd/{error}"}
-            command = [sys.executable, *arguments]
-            self._processes.append(subprocess.Popen(command, env={**os.environ, **variables}, start_new_session=True))
+            with kept_environment(variables):
+                self._processes.append(subprocess.Popen([sys.executable, *arguments], start_new_session=True))
 
     def over(self) -> bool:
         """Whether all processes have ended. Call it repeatedly: after a failure it also stops the other processes."""
@@ -213,8 +213,11 @@ def _record(error: BaseException, trace: str, exit_code: int) -> None:
         "exit_code": exit_code,
         "distance": int(isinstance(error, CollectiveError)),
     }
-    with open(path, "wb") as file:
-        file.write(json.dumps(details).encode())
+    descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC)
+    try:
+        os.write(descriptor, json.dumps(details).encode())
+    finally:
+        os.close(descriptor)
 
 
 class StopSignals:
