@@ -22,7 +22,7 @@ from bench.activations import RESULT, Activations, forget, running
 from bench.divided import CHUNKS, Form
 from bench.without_zero import PlainRunner, load_parts
 from bench.workload import Workload
-from zeromesh.comm.activation_collectives import Arriving, Pending
+from zeromesh.comm.activation_collectives import Exchange, Pending
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.schedule import Action, Kind, make_schedule, received_by
 from zeromesh.pipeline.stages.build import Stages, plan_cut
@@ -33,7 +33,7 @@ from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models.prepare import use_fastest_linear
 
 
-class AloneExchange:
+class AloneExchange(Exchange):
     """Stands for the exchange of rank `index` of `size`: all others have what this one has. Slots are not the allocator's."""
 
     def __init__(self, size: int, index: int) -> None:
@@ -48,16 +48,16 @@ class AloneExchange:
         return self._rooms[key]
 
     def sum(self, tensor: Tensor) -> Pending:
-        return Arriving(tensor.detach().clone)
+        return Pending(tensor.detach().clone)
 
     def maximum(self, tensor: Tensor) -> Pending:
-        return Arriving(tensor.detach().clone)
+        return Pending(tensor.detach().clone)
 
     def gather(self, tensor: Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
-        return Arriving(lambda: torch.cat([tensor.detach()] * self.size, dim))
+        return Pending(lambda: torch.cat([tensor.detach()] * self.size, dim))
 
     def scatter_sum(self, tensor: Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
-        return Arriving(lambda: tensor.detach().chunk(self.size, dim)[self.index].clone())
+        return Pending(lambda: tensor.detach().chunk(self.size, dim)[self.index].clone())
 
 
 def divide_layers(model: nn.Module, form: Form, rank: int) -> Parallelized:

@@ -1,4 +1,4 @@
-"""Collectives on activations: the protocol `Exchange`, and the one over process groups.
+"""Collectives on activations: `Exchange`, and the one over process groups.
 
     exchange = open_exchange(mesh.tensor, mesh.device, "auto")     # zeromesh/comm/select.py
     pending = exchange.sum(partial)                                # starts; compute meanwhile
@@ -12,7 +12,7 @@ they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from enum import IntEnum
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,54 @@ import torch.distributed as dist
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.telemetry.step_recorder import Collective
-from zeromesh.telemetry.watchdog import AsyncWork, Watchdog
+from zeromesh.telemetry.watchdog import AsyncWork
 
 _CHUNK = 1 << 15
 """Elements that are summed at a time over more than two ranks, so that the sum stays in a core's cache."""
 
 
-class Pending(Protocol):
+class Kind(IntEnum):
+    """What ranks do with their tensors."""
+
+    SUM = 0
+    MAXIMUM = 1
+    GATHER = 2
+    SCATTER_SUM = 3
+
+    @property
+    def phrase(self) -> str:
+        """What messages call it."""
+        return ("sum", "maximum", "gather", "scattered sum")[self]
+
+    @property
+    def collective(self) -> Collective:
+        """What its traffic counts as."""
+        both = Collective.ALL_REDUCE
+        return (both, both, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)[self]
+
+
+class Pending:
     """An exchange in flight."""
+
+    __slots__ = ("__weakref__", "_read", "_release", "_result")
+
+    def __init__(self, read: Callable[[], torch.Tensor], release: Callable[[], None] | None = None) -> None:
+        """`read` waits and returns the result; `release` is called after it, also for an exchange that nobody waits for."""
+        self._read: Callable[[], torch.Tensor] | None = read
+        self._release = release
+        self._result: torch.Tensor | None = None
+
+    def settle(self) -> None:
+        """Wait, and keep the result until it is asked for."""
+        read, self._read = self._read, None
+        if read is not None:
+            self._result = read()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        release, self._release = self._release, None
+        if release is not None:
+            release()
 
     def wait(self) -> torch.Tensor:
         """The result; once. On CUDA the compute stream waits, not the host.
@@ -35,11 +75,19 @@ class Pending(Protocol):
         Raises:
             CollectiveError: when a peer is gone, late, or exchanges something else; or when asked twice.
         """
-        ...
+        self.settle()
+        result, self._result = self._result, None
+        if result is None:
+            raise CollectiveError("the result of an exchange was asked for twice; keep what `wait` gave")
+        return result
+
+    def __del__(self) -> None:
+        if self._read is not None:
+            self._let_go()
 
 
-class Exchange(Protocol):
-    """Collectives on activations of any dtype and any shape over the ranks of a process set.
+class Exchange:
+    """Collectives on activations of any dtype and any shape over the ranks of a process set; this one is that of a set of one rank.
 
     All ranks call the same ones in the same order, with the same dtypes and shapes (but along `dim`, where `sizes` says what each
     rank has); results may be waited for in any order, or never. A tensor must stay as it is until its result has been waited for.
@@ -47,9 +95,9 @@ class Exchange(Protocol):
     order and arithmetic). Nothing is recorded for autograd.
     """
 
-    size: int
+    size = 1
     """Ranks of the set."""
-    index: int
+    index = 0
     """This rank's position among them."""
 
     def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
@@ -57,11 +105,15 @@ class Exchange(Protocol):
 
         What is computed into it (`out=`) need not be copied, where ranks share memory. It is the exchange's again afterwards.
         """
-        ...
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def sum(self, tensor: torch.Tensor) -> Pending:
         """The sum over the ranks: a new tensor of the same shape and dtype."""
-        ...
+        return self._start(Kind.SUM, tensor)
+
+    def maximum(self, tensor: torch.Tensor) -> Pending:
+        """The element-wise maximum over the ranks: a new tensor of the same shape and dtype."""
+        return self._start(Kind.MAXIMUM, tensor)
 
     def gather(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
         """The ranks' tensors concatenated along `dim`. `sizes`: what each rank has along it, when they differ.
@@ -69,7 +121,15 @@ class Exchange(Protocol):
         Raises:
             LayoutError: when `sizes` do not fit the tensor or the ranks.
         """
-        ...
+        dim = _dim(tensor, dim)
+        length = tensor.shape[dim]
+        lengths = (length,) * self.size if sizes is None else tuple(sizes)
+        if len(lengths) != self.size or lengths[self.index] != length or min(lengths) < 0:
+            raise LayoutError(
+                f"gather of {list(tensor.shape)} along dim {dim}: sizes are {list(lengths)}; allowed are {self.size} of them, "
+                f"of which number {self.index} is {length}, as this rank's tensor has it"
+            )
+        return self._start(Kind.GATHER, tensor, dim, lengths)
 
     def scatter_sum(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
         """The sum, of which each rank has its share of `dim`: equal ones, or those that `sizes` says.
@@ -77,193 +137,90 @@ class Exchange(Protocol):
         Raises:
             LayoutError: when `dim` cannot be shared out so.
         """
-        ...
+        dim = _dim(tensor, dim)
+        length, size = tensor.shape[dim], self.size
+        where = f"scattered sum of {list(tensor.shape)} along dim {dim}"
+        if sizes is None and length % size:
+            raise LayoutError(f"{where}: {length} is no multiple of {size} ranks; give `sizes`")
+        lengths = (length // size,) * size if sizes is None else tuple(sizes)
+        if len(lengths) != size or sum(lengths) != length or min(lengths) < 0:
+            raise LayoutError(f"{where}: sizes are {list(lengths)}; allowed are {size} that add up to {length}")
+        return self._start(Kind.SCATTER_SUM, tensor, dim, lengths)
 
-    def maximum(self, tensor: torch.Tensor) -> Pending:
-        """The element-wise maximum over the ranks: a new tensor of the same shape and dtype."""
-        ...
+    def _start(self, kind: Kind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
+        """Begin an exchange; `lengths` are what each rank gives or gets along `dim`, where it has one."""
+        return Pending(lambda: self._combine(kind, [tensor.detach()], dim, lengths))
 
+    def _shapes(self, kind: Kind, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        """The shapes of the ranks' tensors."""
+        shape = tuple(tensor.shape)
+        if kind is not Kind.GATHER:
+            return [shape] * self.size
+        return [(*shape[:dim], length, *shape[dim + 1 :]) for length in lengths]
 
-class Arriving:
-    """A `Pending` that calls `finish` once."""
-
-    __slots__ = ("_finish",)
-
-    def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
-        self._finish: Callable[[], torch.Tensor] | None = finish
-
-    def wait(self) -> torch.Tensor:
-        finish, self._finish = self._finish, None
-        if finish is None:
-            raise CollectiveError("the result of an exchange was asked for twice; keep what `wait` gave")
-        return finish()
-
-
-class LocalExchange:
-    """The exchange of a set of one rank: every result is a copy."""
-
-    size = 1
-    index = 0
-
-    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-
-    def sum(self, tensor: torch.Tensor) -> Pending:
-        return _copied(tensor)
-
-    def gather(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
-        gathered_along(tensor, dim, sizes, 1, 0)
-        return _copied(tensor)
-
-    def scatter_sum(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
-        shared_along(tensor, dim, sizes, 1)
-        return _copied(tensor)
-
-    def maximum(self, tensor: torch.Tensor) -> Pending:
-        return _copied(tensor)
+    def _combine(self, kind: Kind, parts: list[torch.Tensor], dim: int, lengths: Sequence[int]) -> torch.Tensor:
+        """The result of the ranks' whole tensors."""
+        if kind is Kind.GATHER:
+            return torch.cat(parts, dim)
+        if kind is Kind.MAXIMUM:
+            return maximum_in_ranks(parts)
+        if kind is Kind.SCATTER_SUM:
+            start = sum(lengths[: self.index])
+            parts = [part.narrow(dim, start, lengths[self.index]) for part in parts]
+        return sum_in_ranks(parts)
 
 
-class GroupExchange:
+class GroupExchange(Exchange):
     """The exchange over a process group: gloo on CPU, NCCL on CUDA."""
 
     def __init__(self, group: ProcessSet) -> None:
-        if group.watch is None or group.data_group is None:
-            raise ValueError(f"axis {group.name} has one rank and needs no exchange over process groups")
         self.size = group.size
         self.index = group.index
         self._group = group
-        self._watch: Watchdog = group.watch
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-
-    def sum(self, tensor: torch.Tensor) -> Pending:
-        if self._group.on_stream:
-            return self._reduced(tensor, dist.ReduceOp.SUM, "sum of activations")
-        parts, start = self._everyones(tensor, [tensor.shape] * self.size)
-        return self._begin(Collective.ALL_REDUCE, "sum of activations", tensor, start, lambda: sum_in_ranks(parts))
-
-    def maximum(self, tensor: torch.Tensor) -> Pending:
-        if self._group.on_stream:
-            return self._reduced(tensor, dist.ReduceOp.MAX, "maximum of activations")
-        parts, start = self._everyones(tensor, [tensor.shape] * self.size)
-        what = "maximum of activations"
-        return self._begin(Collective.ALL_REDUCE, what, tensor, start, lambda: maximum_in_ranks(parts))
-
-    def gather(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
-        dim, lengths = gathered_along(tensor, dim, sizes, self.size, self.index)
-        shapes = [(*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]) for length in lengths]
-        parts, start = self._everyones(tensor, shapes)
-        return self._begin(Collective.ALL_GATHER, "gather of activations", parts, start, lambda: torch.cat(parts, dim))
-
-    def scatter_sum(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
-        dim, lengths = shared_along(tensor, dim, sizes, self.size)
-        pieces = [piece.contiguous() for piece in torch.split(tensor.detach(), lengths, dim)]
-        own, group = pieces[self.index], self._group.data_group
-        what = "scattered sum of activations"
-        if self._group.on_stream:
-            out = torch.empty_like(own)
-
-            def reduce() -> list[AsyncWork]:
-                return [dist.reduce_scatter(out, pieces, group=group, async_op=True)]
-
-            return self._begin(Collective.REDUCE_SCATTER, what, pieces, reduce, lambda: out)
-        sent = torch.cat([piece.view(-1) for piece in pieces])
-        received = sent.new_empty(self.size, own.numel())
-        sent_sizes, received_sizes = [piece.numel() for piece in pieces], [own.numel()] * self.size
-
-        def send() -> list[AsyncWork]:
-            return [
-                dist.all_to_all_single(received.view(-1), sent, received_sizes, sent_sizes, group=group, async_op=True)
-            ]
-
-        def summed() -> torch.Tensor:
-            return sum_in_ranks([part.view(own.shape) for part in received])
-
-        return self._begin(Collective.REDUCE_SCATTER, what, sent, send, summed)
-
-    def _reduced(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Pending:
-        out, group = _copy(tensor), self._group.data_group
-
-        def reduce() -> list[AsyncWork]:
-            return [dist.all_reduce(out, op=op, group=group, async_op=True)]
-
-        return self._begin(Collective.ALL_REDUCE, what, out, reduce, lambda: out)
-
-    def _everyones(
-        self, tensor: torch.Tensor, shapes: Sequence[Sequence[int]]
-    ) -> tuple[list[torch.Tensor], Callable[[], list[AsyncWork]]]:
-        """Every rank's tensor, and what starts to fill them. On gloo one broadcast each: its all-gather copies."""
-        parts = [tensor.new_empty(tuple(shape)) for shape in shapes]
-        parts[self.index] = tensor.detach().contiguous()
-        group = self._group.data_group
-
-        def start() -> list[AsyncWork]:
-            if self._group.on_stream:
-                return [dist.all_gather(parts, parts[self.index], group=group, async_op=True)]
-            pairs = zip(self._group.ranks, parts, strict=True)
-            return [dist.broadcast(part, src=rank, group=group, async_op=True) for rank, part in pairs if part.numel()]
-
-        return parts, start
-
-    def _begin(
-        self,
-        collective: Collective,
-        what: str,
-        moved: torch.Tensor | Sequence[torch.Tensor],
-        start: Callable[[], list[AsyncWork]],
-        finish: Callable[[], torch.Tensor],
-    ) -> Arriving:
-        """Start, and count it. `moved`: the tensors that go round, kept until they have."""
-        kept = [moved] if isinstance(moved, torch.Tensor) else list(moved)
+    def _start(self, kind: Kind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         group, traffic = self._group, self._group.traffic
         group.require_member()
-        with traffic.timed(collective, sum(each.nbytes for each in kept)):
-            works = start()
+        with traffic.timed(kind.collective):
+            launched = self._launch(kind, tensor, dim, lengths)
+        moved, finish = launched[1:]
+        traffic.count(kind.collective, sum(each.nbytes for each in moved) if kind is Kind.GATHER else tensor.nbytes)
 
-        def arrive() -> torch.Tensor:
-            with traffic.timed(collective):
-                for work in works:
-                    if group.on_stream:
-                        work.wait()
-                    else:
-                        self._watch.wait_work(work, group.ranks, f"{what} over axis {group.name}")
-                kept.clear()
+        def read() -> torch.Tensor:
+            with traffic.timed(kind.collective):
+                for work in launched[0]:  # What goes round is kept with it.
+                    group.wait(work, f"{kind.phrase} of activations over axis {group.name}")
                 return finish()
 
-        return Arriving(arrive)
+        return Pending(read)
 
-
-def gathered_along(
-    tensor: torch.Tensor, dim: int, sizes: Sequence[int] | None, size: int, index: int
-) -> tuple[int, list[int]]:
-    """The dim from 0, and what each rank has along it. Raises `LayoutError` when `sizes` do not fit."""
-    dim = _dim(tensor, dim)
-    length = tensor.shape[dim]
-    lengths = [length] * size if sizes is None else list(sizes)
-    if len(lengths) != size or lengths[index] != length or min(lengths) < 0:
-        raise LayoutError(
-            f"gather of {list(tensor.shape)} along dim {dim}: sizes are {lengths}; allowed are {size} of them, "
-            f"of which number {index} is {length}, as this rank's tensor has it"
-        )
-    return dim, lengths
-
-
-def shared_along(tensor: torch.Tensor, dim: int, sizes: Sequence[int] | None, size: int) -> tuple[int, list[int]]:
-    """The dim from 0, and each rank's share of it. Raises `LayoutError` when it cannot be shared out so."""
-    dim = _dim(tensor, dim)
-    length = tensor.shape[dim]
-    if sizes is None and length % size:
-        raise LayoutError(
-            f"scattered sum of {list(tensor.shape)}: {length} along dim {dim} is no multiple of {size} ranks; give `sizes`"
-        )
-    lengths = [length // size] * size if sizes is None else list(sizes)
-    if len(lengths) != size or sum(lengths) != length or min(lengths) < 0:
-        raise LayoutError(
-            f"scattered sum of {list(tensor.shape)} along dim {dim}: sizes are {lengths}; "
-            f"allowed are {size} that add up to {length}"
-        )
-    return dim, lengths
+    def _launch(
+        self, kind: Kind, tensor: torch.Tensor, dim: int, lengths: tuple[int, ...]
+    ) -> tuple[list[AsyncWork], list[torch.Tensor], Callable[[], torch.Tensor]]:
+        """The collectives, the tensors that go round, and what makes the result of them."""
+        group, tensor, on_stream = self._group.data_group, tensor.detach(), self._group.on_stream
+        if kind is Kind.SCATTER_SUM:
+            pieces = [piece.contiguous() for piece in torch.split(tensor, list(lengths), dim)]
+            own = pieces[self.index]
+            if on_stream:
+                out = torch.empty_like(own)
+                return [dist.reduce_scatter(out, pieces, group=group, async_op=True)], pieces, lambda: out
+            sent = torch.cat([piece.view(-1) for piece in pieces])
+            received = sent.new_empty(self.size, own.numel())
+            sizes = [own.numel()] * self.size, [piece.numel() for piece in pieces]
+            work = dist.all_to_all_single(received.view(-1), sent, *sizes, group=group, async_op=True)
+            return [work], [sent], lambda: sum_in_ranks([part.view(own.shape) for part in received])
+        if on_stream and kind is not Kind.GATHER:
+            whole, op = _copy(tensor), dist.ReduceOp.SUM if kind is Kind.SUM else dist.ReduceOp.MAX
+            return [dist.all_reduce(whole, op=op, group=group, async_op=True)], [whole], lambda: whole
+        parts = [tensor.new_empty(shape) for shape in self._shapes(kind, tensor, dim, lengths)]
+        parts[self.index] = tensor.contiguous()
+        if on_stream:
+            works = [dist.all_gather(parts, parts[self.index], group=group, async_op=True)]
+        else:  # gloo's all-gather copies.
+            pairs = zip(self._group.ranks, parts, strict=True)
+            works = [dist.broadcast(part, src=rank, group=group, async_op=True) for rank, part in pairs if part.numel()]
+        return works, parts, lambda: self._combine(kind, parts, dim, lengths)
 
 
 def sum_in_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -309,7 +266,3 @@ def _dim(tensor: torch.Tensor, dim: int) -> int:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _copied(tensor: torch.Tensor) -> Arriving:
-    return Arriving(lambda: _copy(tensor))

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from zeromesh.comm.activation_collectives import Exchange, GroupExchange, LocalExchange
+from zeromesh.comm.activation_collectives import Exchange, GroupExchange
 from zeromesh.comm.shm_activation_collectives import SharedExchange
 from zeromesh.comm.shm_transport import SharedTransport
 from zeromesh.comm.torch_transport import CollectiveTransport
@@ -76,5 +76,5 @@ def open_exchange(group: ProcessSet, device: torch.device, kind: TransportName =
     """
     name = choose_transport(kind, group, device)
     if name == "local":
-        return LocalExchange()
+        return Exchange()
     return SharedExchange(group) if name == "shared" else GroupExchange(group)

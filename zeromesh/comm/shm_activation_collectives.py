@@ -18,25 +18,16 @@ import os
 import weakref
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
-from zeromesh.comm.activation_collectives import (
-    Pending,
-    gathered_along,
-    maximum_in_ranks,
-    shared_along,
-    sum_in_ranks,
-)
-from zeromesh.comm.shm_transport import LINE, Counters
+from zeromesh.comm.activation_collectives import Exchange, Kind, Pending
+from zeromesh.comm.shm_transport import LINE, Counters, exchange_segments
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.offload.memory.shared_segment import PAGE, SharedSegment
-from zeromesh.telemetry.step_recorder import Collective
 
 IN_FLIGHT = 64
 """Exchanges that may be under way at once. With more, starting one waits for the result of the oldest."""
@@ -50,32 +41,20 @@ _VIEWS = 32
 _DTYPES = sorted((each for each in vars(torch).values() if isinstance(each, torch.dtype)), key=str)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
-_Result = Callable[[list[torch.Tensor]], torch.Tensor]
 
+class _Slot:
+    """A mapped segment that holds the tensor of exchange `sequence`, seen as tensors.
 
-class _Kind(IntEnum):
-    SUM = 0
-    MAXIMUM = 1
-    GATHER = 2
-    SCATTER_SUM = 3
+    What was seen lately is kept: making a view costs as much as summing a small tensor.
+    """
 
-    @property
-    def phrase(self) -> str:
-        return ("sum", "maximum", "gather", "scattered sum")[self]
+    __slots__ = ("_seen", "raw", "segment", "sequence", "serial")
 
-    @property
-    def collective(self) -> Collective:
-        both = Collective.ALL_REDUCE
-        return (both, both, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)[self]
-
-
-class _Memory:
-    """A mapped slot, seen as tensors. What was seen lately is kept: making a view costs as much as summing a small tensor."""
-
-    __slots__ = ("_seen", "raw")
-
-    def __init__(self, segment: SharedSegment, nbytes: int) -> None:
-        self.raw = segment.tensor(0, nbytes, torch.uint8)
+    def __init__(self, segment: SharedSegment, serial: int) -> None:
+        self.segment = segment
+        self.serial = serial
+        self.sequence = -1
+        self.raw = segment.tensor(0, segment.nbytes, torch.uint8)
         self._seen: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
     def seen(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -89,51 +68,7 @@ class _Memory:
         return found
 
 
-@dataclass(kw_only=True, slots=True)
-class _Slot:
-    """Memory of this rank, which holds the tensor of exchange `sequence`."""
-
-    segment: SharedSegment
-    serial: int
-    memory: _Memory
-    sequence: int = -1
-
-    @property
-    def nbytes(self) -> int:
-        return self.segment.nbytes
-
-
-class _Arriving:
-    """An exchange in flight. Forgotten without having been waited for, it counts as consumed."""
-
-    __slots__ = ("__weakref__", "_exchange", "_read", "_result", "_sequence")
-
-    def __init__(self, exchange: SharedExchange, sequence: int, read: Callable[[], torch.Tensor]) -> None:
-        self._exchange = exchange
-        self._sequence = sequence
-        self._read: Callable[[], torch.Tensor] | None = read
-        self._result: torch.Tensor | None = None
-
-    def settle(self) -> None:
-        """Take the result out of the slots; it is kept until it is asked for."""
-        read, self._read = self._read, None
-        if read is not None:
-            self._result = read()
-            self._exchange.consume(self._sequence)
-
-    def wait(self) -> torch.Tensor:
-        self.settle()
-        result, self._result = self._result, None
-        if result is None:
-            raise CollectiveError("the result of an exchange was asked for twice; keep what `wait` gave")
-        return result
-
-    def __del__(self) -> None:
-        if self._read is not None:
-            self._exchange.consume(self._sequence)
-
-
-class SharedExchange:
+class SharedExchange(Exchange):
     """Collectives over memory that all ranks of a host see. Every rank of `group` makes one, in the same order.
 
     Its memory goes once nobody refers to it on any rank.
@@ -148,8 +83,11 @@ class SharedExchange:
         self.size = group.size
         self.index = group.index
         self._group = group
-        self._pids, self._segment = _open_words(group)
-        self._words = self._segment.words()
+        nbytes = group.size * (2 * LINE + IN_FLIGHT * _ENTRY) * 8
+        made = SharedSegment.create("exchanges", nbytes) if group.index == 0 else None
+        segment = exchange_segments(group, made, "exchanges", nbytes)[0]
+        self._pids = [row[0] for row in group.gather_integers([os.getpid()])]
+        self._words = segment.words()
         counters = [Counters(self._words, row * group.size * LINE, group, group.watch) for row in range(2)]
         self._published, self._consumed = counters
         self._entries = 2 * group.size * LINE
@@ -157,90 +95,61 @@ class SharedExchange:
         self._finished: set[int] = set()
         self._behind = 0
         """The number of the first of this rank's exchanges that is not consumed."""
-        self._flying: dict[int, weakref.ref[_Arriving]] = {}
+        self._flying: dict[int, weakref.ref[Pending]] = {}
         self._slots: list[_Slot] = []
         self._serial = 0
         self._room: int | None = None
         """The slot that the next exchange may have been computed into."""
-        self._theirs: dict[tuple[int, int], tuple[int, _Memory]] = {}
+        self._attached: dict[tuple[int, int], _Slot] = {}
+        """The slots of other ranks that this one has met, by rank and number."""
         _sweep()
-        weakref.finalize(self, _leave, _Remains(self._segment, self._slots, self._published, self._consumed))
+        weakref.finalize(self, _leave, segment, self._slots, self._published, self._consumed)
 
     def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         self._await_entry(self._next, "activation")
         shape = tuple(shape)
         slot, self._room = self._free_slot(math.prod(shape) * dtype.itemsize)
-        return slot.memory.seen(shape, dtype)
+        return slot.seen(shape, dtype)
 
-    def sum(self, tensor: torch.Tensor) -> Pending:
-        shapes = [tuple(tensor.shape)] * self.size
-        return self._start(_Kind.SUM, tensor, shapes, sum_in_ranks)
-
-    def maximum(self, tensor: torch.Tensor) -> Pending:
-        shapes = [tuple(tensor.shape)] * self.size
-        return self._start(_Kind.MAXIMUM, tensor, shapes, maximum_in_ranks)
-
-    def gather(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
-        dim, lengths = gathered_along(tensor, dim, sizes, self.size, self.index)
-        shapes = [(*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]) for length in lengths]
-        return self._start(_Kind.GATHER, tensor, shapes, lambda parts: torch.cat(parts, dim), dim)
-
-    def scatter_sum(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
-        dim, lengths = shared_along(tensor, dim, sizes, self.size)
-        start, length = sum(lengths[: self.index]), lengths[self.index]
-        shapes = [tuple(tensor.shape)] * self.size
-
-        def result(parts: list[torch.Tensor]) -> torch.Tensor:
-            return sum_in_ranks([part.narrow(dim, start, length) for part in parts])
-
-        return self._start(_Kind.SCATTER_SUM, tensor, shapes, result, dim, tuple(lengths))
-
-    def _start(
-        self,
-        kind: _Kind,
-        tensor: torch.Tensor,
-        shapes: Sequence[tuple[int, ...]],
-        result: _Result,
-        dim: int = -1,
-        lengths: tuple[int, ...] = (),
-    ) -> Pending:
-        """Write `tensor` and publish it. `shapes`: of the ranks' tensors; `result` makes the result of them."""
+    def _start(self, kind: Kind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
+        """Write `tensor` and publish it."""
         sequence, dtype, traffic = self._next, tensor.dtype, self._group.traffic
+        shapes = self._shapes(kind, tensor, dim, lengths)
         what = f"{kind.phrase} of activations over axis {self._group.name}"
         about = [_about(kind, dtype, shape, dim, lengths) for shape in shapes]
         self._group.require_member()
         with traffic.timed(kind.collective):
             self._await_entry(sequence, what)
             self._publish(tensor, shapes[self.index], about[self.index])
-        whole = sum(map(math.prod, shapes)) * dtype.itemsize if kind is _Kind.GATHER else tensor.nbytes
+        whole = sum(map(math.prod, shapes)) * dtype.itemsize if kind is Kind.GATHER else tensor.nbytes
         traffic.count(kind.collective, whole)
 
         def read() -> torch.Tensor:
             with traffic.timed(kind.collective):
                 self._published.wait(sequence + 1, what)
                 parts = [self._part(rank, sequence, about[rank], shape, dtype) for rank, shape in enumerate(shapes)]
-                return result(parts)
+                return self._combine(kind, parts, dim, lengths)
 
-        arriving = _Arriving(self, sequence, read)
-        self._flying[sequence] = weakref.ref(arriving)
-        return arriving
+        pending = Pending(read, lambda: self._consume(sequence))
+        self._flying[sequence] = weakref.ref(pending)
+        return pending
 
     def _publish(self, tensor: torch.Tensor, shape: tuple[int, ...], about: list[int]) -> None:
         """Write the next exchange's tensor into a slot, and say so."""
         room, self._room = self._room, None
-        if room is not None and tensor.is_contiguous() and tensor.data_ptr() == self._slots[room].memory.raw.data_ptr():
+        if room is not None and tensor.is_contiguous() and tensor.data_ptr() == self._slots[room].raw.data_ptr():
             slot, number = self._slots[room], room
         else:
             slot, number = self._free_slot(tensor.nbytes)
-            slot.memory.seen(shape, tensor.dtype).copy_(tensor.detach())
+            slot.seen(shape, tensor.dtype).copy_(tensor.detach())
         slot.sequence = self._next
-        where = [number, slot.serial, slot.segment.descriptor, slot.nbytes]
+        where = [number, slot.serial, slot.segment.descriptor, slot.segment.nbytes]
         place = self._entry(self.index, self._next)
         self._words[place : place + _ENTRY] = memoryview(array("q", where + about))
         self._next += 1
         self._published.set(self._next)
 
-    def consume(self, sequence: int) -> None:
+    def _consume(self, sequence: int) -> None:
         """This rank will not read exchange `sequence` any more."""
         self._flying.pop(sequence, None)
         self._finished.add(sequence)
@@ -263,15 +172,14 @@ class SharedExchange:
     def _free_slot(self, nbytes: int) -> tuple[_Slot, int]:
         """The smallest slot that is free and large enough, made if there is none; in place of a free one that is too small."""
         low = self._consumed.lowest()
-        free = [(slot.nbytes, number) for number, slot in enumerate(self._slots) if slot.sequence < low]
+        free = [(slot.segment.nbytes, number) for number, slot in enumerate(self._slots) if slot.sequence < low]
         fitting = [each for each in free if each[0] >= nbytes]
         if fitting:
             number = min(fitting)[1]
             return self._slots[number], number
         self._serial += 1
         capacity = max(_SMALLEST, -(-nbytes // PAGE) * PAGE)
-        segment = SharedSegment.create("activations", capacity)
-        slot = _Slot(segment=segment, serial=self._serial, memory=_Memory(segment, capacity))
+        slot = _Slot(SharedSegment.create("activations", capacity), self._serial)
         if free:
             number = max(free)[1]
             self._slots[number].segment.close()
@@ -291,13 +199,13 @@ class SharedExchange:
             wanted = self._words[(own := self._entry(self.index, sequence)) : own + _ENTRY].tolist()[_ABOUT:]
             raise self._parted(rank, other, wanted)
         if rank == self.index:
-            return self._slots[number].memory.seen(shape, dtype)
-        known = self._theirs.get((rank, number))
-        if known is None or known[0] != serial:
+            return self._slots[number].seen(shape, dtype)
+        slot = self._attached.get((rank, number))
+        if slot is None or slot.serial != serial:
             segment = SharedSegment.attach(self._pids[rank], descriptor, capacity, "activations")
-            known = self._theirs[rank, number] = (serial, _Memory(segment, capacity))
+            slot = self._attached[rank, number] = _Slot(segment, serial)
             segment.close()  # The mapping stays for as long as the tensor.
-        return known[1].seen(shape, dtype)
+        return slot.seen(shape, dtype)
 
     def _parted(self, rank: int, other: list[int], wanted: list[int]) -> CollectiveError:
         ranks = self._group.ranks
@@ -311,51 +219,27 @@ class SharedExchange:
         return self._entries + (rank * IN_FLIGHT + sequence % IN_FLIGHT) * _ENTRY
 
 
-def _open_words(group: ProcessSet) -> tuple[list[int], SharedSegment]:
-    """The process id of every rank, and the segment of counters and entries, which the first one makes."""
-    nbytes = group.size * (2 * LINE + IN_FLIGHT * _ENTRY) * 8
-    segment = SharedSegment.create("exchanges", nbytes) if group.index == 0 else None
-    table = group.gather_integers([os.getpid(), segment.descriptor if segment else -1])
-    segment = segment or SharedSegment.attach(table[0][0], table[0][1], nbytes, "exchanges")
-    group.barrier("mapping of shared memory")
-    return [pid for pid, _ in table], segment
+_LEFT: list[tuple[SharedSegment, list[_Slot], Counters, Counters]] = []
+"""What forgotten exchanges have left: their last tensors stay until the peers, too, have read them."""
 
 
-class _Remains:
-    """What a forgotten exchange has left: its last tensors stay until the peers, too, have read them."""
-
-    def __init__(self, words: SharedSegment, slots: list[_Slot], published: Counters, consumed: Counters) -> None:
-        self._segments = words, slots
-        self._published = published
-        self._consumed = consumed
-
-    def close(self) -> bool:
-        """Give the memory back if nobody needs it; returns whether."""
-        if self._consumed.lowest() < self._published.own():
-            return False
-        words, slots = self._segments
-        for segment in (words, *(slot.segment for slot in slots)):
-            segment.close()
-        return True
-
-
-_REMAINS: list[_Remains] = []
-
-
-def _leave(remains: _Remains) -> None:
-    _REMAINS.append(remains)
+def _leave(words: SharedSegment, slots: list[_Slot], published: Counters, consumed: Counters) -> None:
+    _LEFT.append((words, slots, published, consumed))
     _sweep()
 
 
 def _sweep() -> None:
-    """Close what can be. Collection of garbage may call this amid itself, so the list is never walked while it changes."""
-    for remains in list(_REMAINS):
-        if remains.close() and remains in _REMAINS:
-            _REMAINS.remove(remains)
+    """Close what nobody needs. Collection of garbage may call this amid itself, so the list is never walked while it changes."""
+    for left in list(_LEFT):
+        words, slots, published, consumed = left
+        if consumed.lowest() >= published.own() and left in _LEFT:
+            _LEFT.remove(left)
+            for segment in (words, *(slot.segment for slot in slots)):
+                segment.close()
 
 
 @lru_cache(maxsize=256)
-def _about(kind: _Kind, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: tuple[int, ...]) -> list[int]:
+def _about(kind: Kind, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: tuple[int, ...]) -> list[int]:
     """What the exchange is, as the words of an entry that all ranks compare. Not to be changed."""
     shares = zlib.crc32(array("q", lengths).tobytes())
     dims = [*shape, *([0] * _DIMS)][:_DIMS]
@@ -363,6 +247,6 @@ def _about(kind: _Kind, dtype: torch.dtype, shape: tuple[int, ...], dim: int, le
 
 
 def _phrase(about: list[int]) -> str:
-    kind, dim, dtype = _Kind(about[0] & 0xFF), (about[0] >> 8) - 1, str(_DTYPES[about[2]]).removeprefix("torch.")
+    kind, dim, dtype = Kind(about[0] & 0xFF), (about[0] >> 8) - 1, str(_DTYPES[about[2]]).removeprefix("torch.")
     along = f" along dim {dim}" if dim >= 0 else ""
     return f"{kind.phrase}{along} of {dtype} {about[4 : 4 + min(about[3], _DIMS)]}"

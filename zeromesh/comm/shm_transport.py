@@ -353,9 +353,14 @@ class SharedTransport(Transport):
         for request in requests:
             offsets.append(end)
             end += -(-request.padded * request.dtype.itemsize // PAGE) * PAGE
-        sizes = (end, (2 + 2 * len(requests)) * group.size * LINE * 8)
-        arena, words, *rings = _exchange_segments(group, sizes, ring)
-        self._segments = (arena, words, *rings)
+        ring_bytes, words_bytes = ring.slots * ring.nbytes, (2 + 2 * len(requests)) * group.size * LINE * 8
+        rings = exchange_segments(group, SharedSegment.create("gradients", ring_bytes), "gradients", ring_bytes)
+        first = group.index == 0
+        own_arena = SharedSegment.create("parameters", end, reserve=False) if first else None
+        arena = exchange_segments(group, own_arena, "parameters", end)[0]
+        own_words = SharedSegment.create("counters", words_bytes) if first else None
+        words = exchange_segments(group, own_words, "counters", words_bytes)[0]
+        self._segments = (arena, words, *rings.values())
         table = words.words()
 
         def counters(row: int) -> Counters:
@@ -368,7 +373,7 @@ class SharedTransport(Transport):
             buffers.append(SharedBuffer(request, group, arena, offset, written, done))
         self._released = [buffer for buffer in buffers if not buffer.persistent]
         self.buffers = buffers
-        self.reducer = SharedReducer(ring, group, rings, counters(0), counters(1))
+        self.reducer = SharedReducer(ring, group, [*rings.values()], counters(0), counters(1))
 
     def poll(self) -> None:
         for buffer in self._released:
@@ -379,26 +384,19 @@ class SharedTransport(Transport):
             segment.close()
 
 
-def _exchange_segments(group: ProcessSet, sizes: tuple[int, int], ring: RingRequest) -> list[SharedSegment]:
-    """The arena and the counters, which the first rank makes, and every rank's ring of slots."""
-    first = group.index == 0
-    own_ring = SharedSegment.create("gradients", ring.slots * ring.nbytes)
-    arena = SharedSegment.create("parameters", sizes[0], reserve=False) if first else None
-    words = SharedSegment.create("counters", sizes[1]) if first else None
-    numbers = [os.getpid(), own_ring.descriptor]
-    numbers += [arena.descriptor if arena else -1, words.descriptor if words else -1]
-    table = group.gather_integers(numbers)
-    rings = []
-    for index, (pid, descriptor, arena_at, words_at) in enumerate(table):
-        if index == 0:
-            arena = arena or SharedSegment.attach(pid, arena_at, sizes[0], "parameters")
-            words = words or SharedSegment.attach(pid, words_at, sizes[1], "counters")
-        rings.append(
-            own_ring
-            if index == group.index
-            else SharedSegment.attach(pid, descriptor, ring.slots * ring.nbytes, "gradients")
-        )
-    if arena is None or words is None:
-        raise CollectiveError(f"axis {group.name}: its first rank gave no shared memory")
+def exchange_segments(
+    group: ProcessSet, own: SharedSegment | None, label: str, nbytes: int
+) -> dict[int, SharedSegment]:
+    """The segments of `nbytes` that ranks have made, by their positions in the group; a rank that has made none gives None.
+
+    Raises:
+        StorageError: when a peer's segment cannot be mapped.
+    """
+    found = {}
+    for index, (pid, descriptor) in enumerate(group.gather_integers([os.getpid(), own.descriptor if own else -1])):
+        if index == group.index and own is not None:
+            found[index] = own
+        elif descriptor >= 0:
+            found[index] = SharedSegment.attach(pid, descriptor, nbytes, label)
     group.barrier("mapping of shared memory")
-    return [arena, words, *rings]
+    return found

@@ -6,7 +6,7 @@ import pytest
 import torch
 from workers import Outcome, PoolOptions, Workers
 
-from zeromesh.comm.activation_collectives import LocalExchange
+from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.comm.shm_activation_collectives import IN_FLIGHT
 from zeromesh.errors import LayoutError
 from zeromesh.offload.memory.shared_segment import PAGE
@@ -38,7 +38,7 @@ def test_a_tensor_may_be_computed_where_it_is_read(workers: Workers, kind: str) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_does_not_fit_is_refused(workers: Workers, kind: str) -> None:
     for found in workers.run(2, "exchange_cases:refusals", kind=kind):
-        assert "LayoutError: scattered sum of [3, 5]: 3 along dim 0 is no multiple of 2 ranks" in found["scatter"]
+        assert "LayoutError: scattered sum of [3, 5] along dim 0: 3 is no multiple of 2 ranks" in found["scatter"]
         assert "allowed are 2 that add up to 3" in found["scatter sizes"]
         assert "sizes are [1, 1]; allowed are 2 of them" in found["gather sizes"]
         assert "a tensor of shape [3, 5] has no dim 2" in found["dim"]
@@ -46,7 +46,7 @@ def test_what_does_not_fit_is_refused(workers: Workers, kind: str) -> None:
 
 
 def test_alone_everything_is_a_copy() -> None:
-    exchange, tensor = LocalExchange(), torch.arange(6.0).view(2, 3)
+    exchange, tensor = Exchange(), torch.arange(6.0).view(2, 3)
     results = [
         exchange.sum(tensor),
         exchange.maximum(tensor),
