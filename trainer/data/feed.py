@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from zeromesh.errors import DataError
-from zeromesh.mesh.agreement import require_same
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.mesh.process_set import require_same
 from zeromesh.rng import data_randomness
 from zeromesh.trainer.data.collate import BatchRules, MapDataset, count_targets, require_targets
 from zeromesh.trainer.data.datasets import LoadedData

@@ -10,8 +10,8 @@ import xxhash
 from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError, LayoutError, some
-from zeromesh.mesh.agreement import require_same
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
+from zeromesh.mesh.process_set import require_same
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 _OF_A_HOST = frozenset(

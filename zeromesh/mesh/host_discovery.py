@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from zeromesh.errors import ConfigError
-from zeromesh.mesh.agreement import differences
+from zeromesh.mesh.process_set import differences
 from zeromesh.mesh.rank_order import ProcessLocation
 from zeromesh.telemetry.status_board import Store
 

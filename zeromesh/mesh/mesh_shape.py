@@ -12,8 +12,8 @@ Axes run from outer to inner, so the ranks that talk most (tensor) are neighbour
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -72,13 +72,21 @@ class MeshShape:
         for axis, size in fixed.items():
             _check_size(axis, size)
         others = math.prod(fixed.values())
+        fits, rest = divmod(world_size, others)
+        if shard == "auto" and not rest:
+            shard = fits
         if shard == "auto":
-            if world_size % others:
-                raise LayoutError(_misfit_of_auto(fixed, others, world_size))
-            shard = world_size // others
+            product = f"{_product(fixed)} = {others}, which does not divide the world of {_ranks(world_size)}"
+            more = _ranks(world_size + others - rest)
+            raise LayoutError(f"{product}; start {more}, or change parallel.{max(fixed, key=fixed.__getitem__)}")
         shape = cls(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)
         if shape.world_size != world_size:
-            raise LayoutError(_misfit(shape, others, world_size))
+            sizes = dict(zip(AXES, shape.sizes, strict=True))
+            start = f"start {_ranks(shape.world_size)}"
+            advice = f"{start}, or change parallel.{max(sizes, key=sizes.__getitem__)}"
+            if not rest:
+                advice = f"set parallel.shard to {fits} or auto, or {start}"
+            raise LayoutError(f"{shape} = {shape.world_size}, but the world has {_ranks(world_size)}; {advice}")
         return shape
 
     @property
@@ -141,24 +149,19 @@ class MeshShape:
         `axes`. With no axes, every rank is a group of its own.
         """
         _check_axes(axes)
-        kept = [range(getattr(self, axis)) for axis in AXES if axis not in axes]
-        return tuple(self._members(axes, outside) for outside in itertools.product(*kept))
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            at = self.coordinate(rank)
+            found.setdefault(tuple(getattr(at, axis) for axis in AXES if axis not in axes), []).append(rank)
+        return tuple(tuple(ranks) for ranks in found.values())
 
     def group_of(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """The group over `axes` that holds `rank`, ranks ascending."""
-        _check_axes(axes)
-        at = self.coordinate(rank)
-        return self._members(axes, tuple(getattr(at, axis) for axis in AXES if axis not in axes))
-
-    def _members(self, axes: tuple[Axis, ...], outside: tuple[int, ...]) -> tuple[int, ...]:
-        """The ranks whose indices along the axes not in `axes` are `outside`."""
-        fixed = iter(outside)
-        spans = [range(getattr(self, axis)) if axis in axes else (next(fixed),) for axis in AXES]
-        points = (dict(zip(AXES, at, strict=True)) for at in itertools.product(*spans))
-        return tuple(self.rank(Coordinate(**point)) for point in points)
+        self.coordinate(rank)
+        return next(ranks for ranks in self.groups(*axes) if rank in ranks)
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
+        return _product(dict(zip(AXES, self.sizes, strict=True)))
 
 
 def _check_size(axis: str, size: object) -> None:
@@ -173,26 +176,8 @@ def _check_axes(axes: tuple[str, ...]) -> None:
         raise LayoutError(f"mesh axes {', '.join(axes)}: allowed are {', '.join(AXES)}, each at most once")
 
 
-def _misfit_of_auto(fixed: dict[Axis, int], others: int, world_size: int) -> str:
-    product = " x ".join(f"{axis} {size}" for axis, size in fixed.items())
-    more = math.ceil(world_size / others) * others
-    return (
-        f"{product} = {others}, which does not divide the world of {_ranks(world_size)}; "
-        f"start {_ranks(more)}, or change parallel.{_largest(fixed)}"
-    )
-
-
-def _misfit(shape: MeshShape, others: int, world_size: int) -> str:
-    message = f"{shape} = {shape.world_size}, but the world has {_ranks(world_size)}; "
-    if world_size % others == 0:
-        fits = world_size // others
-        return f"{message}set parallel.shard to {fits} or auto, or start {_ranks(shape.world_size)}"
-    sizes = dict(zip(AXES, shape.sizes, strict=True))
-    return f"{message}start {_ranks(shape.world_size)}, or change parallel.{_largest(sizes)}"
-
-
-def _largest(sizes: dict[Axis, int]) -> str:
-    return max(sizes, key=lambda axis: sizes[axis])
+def _product(sizes: Mapping[Axis, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
 def _ranks(count: int) -> str:

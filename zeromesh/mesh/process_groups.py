@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -61,8 +61,8 @@ class MeshGroups:
         self._environment = environment
         self._on_cuda = device.type == "cuda"
         self._rank = environment.rank
-        self._groups: dict[tuple[GroupPurpose, tuple[int, ...]], dist.ProcessGroup | None] = {}
-        self._links: list[SetGroups] = []
+        self._groups: dict[tuple[GroupPurpose, tuple[int, ...], str], dist.ProcessGroup | None] = {}
+        """By purpose, ranks, and the name of the process set that alone uses it; None where this rank is not in it."""
         self._more: list[dist.ProcessGroup] = []
         self._joined = False
         self.watch: Watchdog | None = None
@@ -106,27 +106,35 @@ class MeshGroups:
         self._joined = True
         self._rank = rank
 
-    def between(self, ranks: tuple[int, ...], purposes: Collection[GroupPurpose] = ()) -> SetGroups | None:
+    def between(
+        self, ranks: tuple[int, ...], purposes: Collection[GroupPurpose] = (), *, name: str = ""
+    ) -> SetGroups | None:
         """The link of these ranks, with the control group and what `purposes` adds; None on others.
 
-        All ranks of the world ask for the same ones in the same order. Equal ranks share the group of a purpose.
+        All ranks of the world ask for the same ones in the same order. Equal ranks share the group of a purpose, but a link
+        with a `name` has its own.
         """
-        wanted: list[GroupPurpose] = ["control", *purposes]
-        for purpose in wanted:
-            if (purpose, ranks) not in self._groups:
-                self._groups[purpose, ranks] = self._make(ranks, purpose)
-        return self._link({purpose: self._groups[purpose, ranks] for purpose in wanted})
+        found: dict[GroupPurpose, dist.ProcessGroup | None] = {}
+        for purpose in ("control", *purposes):
+            key = purpose, ranks, name
+            if key not in self._groups:
+                self._groups[key] = self._make(ranks, purpose)
+            found[purpose] = self._groups[key]
+        control = found["control"]
+        if control is None:
+            return None
+        return SetGroups(control=control, data=found.get("data") or control, reduce=found.get("reduce") or control)
 
-    def apart(self, ranks: tuple[int, ...]) -> SetGroups | None:
+    def apart(self, ranks: tuple[int, ...], name: str) -> SetGroups | None:
         """A link that shares no group with any other, until it is `cut`; None on other ranks, all of which ask for it too."""
-        purposes: list[GroupPurpose] = ["control", "data"] if self._on_cuda else ["control"]
-        return self._link({purpose: self._make(ranks, purpose) for purpose in purposes}, apart=True)
+        return self.between(ranks, ["data"] if self._on_cuda else [], name=name)
 
-    def cut(self, link: SetGroups) -> None:
-        """Leave the groups of a link that was made `apart`, on all its ranks, when nothing is in flight in them."""
-        if link in self._links:
-            self._links.remove(link)
-            self._destroy(link)
+    def cut(self, name: str) -> None:
+        """Leave the groups of the link of this name, on all ranks, when nothing is in flight in them."""
+        for key in [key for key in self._groups if key[2] == name]:
+            group = self._groups.pop(key)
+            if group is not None and (self.watch is None or not self.watch.in_doubt):
+                dist.destroy_process_group(group)
 
     def adopt(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Leave these groups, too, when this mesh leaves."""
@@ -139,7 +147,6 @@ class MeshGroups:
         A group waits for what is in flight in it. After a wait that ended with an error that may be a rank that hangs: then the
         groups stay until the process ends. Without `default` ranks need not leave alike.
         """
-        apart, self._links = self._links, []
         groups, self._groups = [group for group in self._groups.values() if group is not None], {}
         more, self._more = self._more, []
         watch, self.watch = self.watch, None
@@ -150,34 +157,18 @@ class MeshGroups:
             watch.close()
         if not dist.is_initialized() or (watch is not None and watch.in_doubt):
             return
-        for link in apart:
-            self._destroy(link)
         for group in reversed([*groups, *more]):
             dist.destroy_process_group(group)
         if default and joined and not _DEFAULT.users:
             _leave_default()
 
-    def _link(
-        self, groups: Mapping[GroupPurpose, dist.ProcessGroup | None], *, apart: bool = False
-    ) -> SetGroups | None:
-        control = groups["control"]
-        if control is None:
-            return None
-        link = SetGroups(control=control, data=groups.get("data") or control, reduce=groups.get("reduce") or control)
-        if apart:
-            self._links.append(link)
-        return link
-
     def _make(self, ranks: tuple[int, ...], purpose: GroupPurpose) -> dist.ProcessGroup | None:
         backend = "nccl" if self._on_cuda and purpose != "control" else "gloo"
-        group = _new_group(ranks, backend)
-        return group if self._rank in ranks else None
-
-    def _destroy(self, link: SetGroups) -> None:
-        link.left = True
-        if self.watch is None or not self.watch.in_doubt:
-            for group in {link.control, link.data, link.reduce}:
-                dist.destroy_process_group(group)
+        # torch sorts ranks unless told not to, which only newer ones understand.
+        as_given: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+        patience = timedelta(seconds=START_SECONDS)
+        made: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=patience, **as_given)
+        return made if self._rank in ranks else None
 
 
 def _leave_default() -> None:
@@ -199,12 +190,3 @@ def _choose_interface(store: dist.distributed_c10d.Store, environment: LaunchEnv
     )
     if name is not None and setting(INTERFACE) is None:
         export({INTERFACE: name})
-
-
-def _new_group(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
-    # torch sorts ranks unless told not to, which only newer ones understand.
-    as_given: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
-    made: dist.ProcessGroup = dist.new_group(
-        list(ranks), backend=backend, timeout=timedelta(seconds=START_SECONDS), **as_given
-    )
-    return made

@@ -22,8 +22,7 @@ from zeromesh.errors import CollectiveError, ConfigError, LayoutError, StorageEr
 from zeromesh.mesh.host_discovery import exchange_locations
 from zeromesh.mesh.mesh_shape import AXES, Axis, Coordinate, MeshShape
 from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups
-from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.mesh.process_set_registry import ProcessSets
+from zeromesh.mesh.process_set import ProcessSet, ProcessSets
 from zeromesh.mesh.rank_order import Order, ProcessLocation, far_warning, mesh_picture, rank_order
 from zeromesh.mesh.run_store import START_SECONDS
 from zeromesh.offload.memory.shared_segment import SharedSegment
@@ -203,12 +202,9 @@ class ProcessMesh:
 
     def _make_set(self, name: str, axes: tuple[Axis, ...]) -> ProcessSet:
         own = self.shape.group_of(self.rank, *axes)
-        link = None
-        for ranks in self.shape.groups(*axes):
-            if len(ranks) > 1:
-                made = self._links.between(ranks, _PURPOSES.get(axes, ()))
-                link = made if ranks == own else link
-        return self._as_set(name, own, link)
+        groups = [ranks for ranks in self.shape.groups(*axes) if len(ranks) > 1]
+        links = [self._links.between(ranks, _PURPOSES.get(axes, ())) for ranks in groups]
+        return self._as_set(name, own, next(filter(None, links), None))
 
     def _as_set(self, name: str, ranks: tuple[int, ...], link: SetGroups | None) -> ProcessSet:
         """The set as this rank sees it, which need not be in it."""

@@ -1,19 +1,36 @@
-"""`ProcessSet`: some ranks that act together, and their small agreements."""
+"""`ProcessSet`: some ranks that act together, and their small agreements; and the sets beside the axes, which come and go.
+
+As in Horovod (`hvd.add_process_set`) and MPI (`MPI_Comm_split`): every rank of the world makes the same call, in the same order,
+and gets the set, whether it is in it or not. What each of them asks for is compared before anything is made, so that a set which
+two ranks declare differently is refused on all of them, by name.
+
+Each such set has process groups of its own: what happens in one never waits for another, so sets that overlap may be used in
+different orders by different ranks and threads, as far as the program itself would end. Calls on one set are made in one order
+by all its ranks. Declarations have a group of their own as well, and go on beside collectives of other threads.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Sequence
+import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zeromesh.errors import CollectiveError
-from zeromesh.mesh.process_groups import SetGroups
+from zeromesh.errors import CollectiveError, LayoutError, ZeromeshError, some
+from zeromesh.mesh.mesh_shape import AXES
+from zeromesh.mesh.process_groups import MeshGroups, SetGroups
 from zeromesh.telemetry.step_recorder import Collective, CommAccount, StepRecorder
 from zeromesh.telemetry.watchdog import AsyncWork, Watchdog
+
+_ABSENT = "(absent)"
+_SHOWN = 8
+_LENGTH = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,3 +181,162 @@ class ProcessSet:
 
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
+
+
+def require_same(group: ProcessSet, values: Mapping[str, object], error: type[ZeromeshError], *, advice: str) -> None:
+    """Compare named values, as text, with the other ranks of `group`; all of them call this.
+
+    Raises:
+        error: on every rank, with the names that differ, what each rank has, and `advice`.
+    """
+    content = json.dumps({name: str(value) for name, value in values.items()}).encode()
+    digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
+    if len({row[0] for row in group.gather_integers([digest])}) == 1:
+        return
+    rows = [json.loads(row) for row in group.gather_bytes(content, "values that differ between ranks")]
+    raise error(f"ranks were given different things: {'; '.join(differences(rows, group.ranks))}. {advice}")
+
+
+def differences(rows: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
+    """One text for each name whose values differ, such as `run.max_steps is 100 on rank 0, 50 on ranks 1, 2`."""
+    found = []
+    for name in dict.fromkeys(name for row in rows for name in row):
+        holders: dict[str, list[int]] = {}
+        for rank, row in zip(ranks, rows, strict=True):
+            holders.setdefault(row.get(name, _ABSENT), []).append(rank)
+        if len(holders) > 1:
+            sides = [f"{_short(value)} on {_ranks(where)}" for value, where in holders.items()]
+            found.append(f"{name} is {', '.join(sides)}")
+    more = len(found) - _SHOWN
+    return [*found[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {some(ranks, _SHOWN)}"
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _LENGTH else f"{value[: _LENGTH - 3]}..."
+
+
+AsSet = Callable[[str, tuple[int, ...], SetGroups | None], ProcessSet]
+"""Makes a set of a name, ranks, and the link between them."""
+
+_AGREEMENT = "process sets"
+_RESERVED = {"world", "data", _AGREEMENT, *AXES}
+
+
+class ProcessSets(Mapping[str, ProcessSet]):
+    """The process sets of a mesh, by name. Every rank of the world calls each method, with the same arguments, in the same order.
+
+    A name is used once at a time: another set of that name is refused, even of the same ranks. Equal ranks under another name
+    are another set, which shares nothing with the first.
+
+    All methods raise:
+        CollectiveError: when ranks call differently, naming them and what each asked for; or a rank is gone or late.
+        LayoutError: on all ranks alike, for names and ranks that cannot be.
+    """
+
+    def __init__(self, world: ProcessSet, links: MeshGroups, recorder: StepRecorder, as_set: AsSet) -> None:
+        self._world = world
+        self._links = links
+        self._recorder = recorder
+        self._as_set = as_set
+        self._sets: dict[str, ProcessSet] = {}
+        self._lock = threading.Lock()
+        self._agreement: ProcessSet | None = None
+
+    def __getitem__(self, name: str) -> ProcessSet:
+        return self._sets[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._sets))
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    def declare(self, sets: Mapping[str, Sequence[int]]) -> dict[str, ProcessSet]:
+        """Several sets at once, for a start: `{"encoder": [0, 1], "decoder": [2, 3]}`. All of them, or none."""
+        declared = {name: _numbers(ranks) for name, ranks in sorted(sets.items())}
+        with self._lock:
+            listed = ", ".join(f"{name!r} of ranks {ranks}" for name, ranks in declared.items())
+            self._agree(f"to declare {listed or 'nothing'}")
+            for name, ranks in declared.items():
+                self._check(name, ranks)
+            return {name: self._make(name, tuple(ranks)) for name, ranks in declared.items()}
+
+    def add(self, ranks: Sequence[int], *, name: str = "") -> ProcessSet:
+        """A set of these ranks, in this order. Without a name it is called after them."""
+        numbers = _numbers(ranks)
+        name = name or f"ranks {_listed(numbers)}"
+        return self.declare({name: numbers})[name]
+
+    def split(self, colour: int | None, key: int = 0, *, name: str) -> ProcessSet | None:
+        """The set of all ranks that give this rank's `colour`, called `name` and the colour; ordered by `key`, then by rank.
+
+        None for a rank that gives no colour; the sets of all colours are there by name on all ranks.
+        """
+        with self._lock:
+            rows = self._agree(f"to split the world as {name!r}").gather_integers(
+                [-1 if colour is None else colour, key]
+            )
+            wrong = [f"rank {rank} gave {row[0]}" for rank, row in enumerate(rows) if row[0] < -1]
+            if wrong:
+                raise LayoutError(f"split {name}: a colour is an integer from 0, or None; {'; '.join(wrong)}")
+            colours = sorted({row[0] for row in rows if row[0] >= 0})
+            found = {
+                each: tuple(sorted((r for r, row in enumerate(rows) if row[0] == each), key=lambda r: (rows[r][1], r)))
+                for each in colours
+            }
+            for each, ranks in found.items():
+                self._check(f"{name} {each}", ranks)
+            made = {each: self._make(f"{name} {each}", ranks) for each, ranks in found.items()}
+            return None if colour is None else made[colour]
+
+    def remove(self, removed: ProcessSet | str) -> None:
+        """Leave the groups of a set, on all ranks, when nothing is in flight in it. A call on it is an error afterwards."""
+        name = removed if isinstance(removed, str) else removed.name
+        with self._lock:
+            self._agree(f"to remove {name!r}")
+            if name not in self._sets:
+                there = ", ".join(map(repr, self._sets)) or "no others"
+                raise LayoutError(f"process set {name!r} cannot be removed: there is none (there are {there})")
+            gone = self._sets.pop(name)
+            self._recorder.close_account(name)
+            self._links.cut(name)
+            if gone.link is not None:
+                gone.link.left = True
+
+    def _agree(self, call: str) -> ProcessSet:
+        """Compare what all ranks call, over a set that is returned."""
+        if self._agreement is None:
+            self._agreement = self._apart(_AGREEMENT, self._world.ranks)
+        advice = "No process set was changed: every rank of the world makes the same calls in the same order, also outside of a set"
+        require_same(self._agreement, {"the call": call}, CollectiveError, advice=advice)
+        return self._agreement
+
+    def _check(self, name: str, ranks: Sequence[int]) -> None:
+        world = self._world.size
+        where = f"process set {name!r} of ranks {list(ranks)}"
+        if not name or name in _RESERVED or " x " in name:
+            raise LayoutError(f"{where}: the name is one of the mesh's own; choose another")
+        if name in self._sets:
+            there = list(self._sets[name].ranks)
+            raise LayoutError(
+                f"{where}: there is one of that name already (ranks {there}); remove it, or choose another name"
+            )
+        if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= rank < world for rank in ranks):
+            raise LayoutError(f"{where}: allowed are ranks 0 to {world - 1}, at least one, each at most once")
+
+    def _make(self, name: str, ranks: tuple[int, ...]) -> ProcessSet:
+        made = self._sets[name] = self._apart(name, ranks)
+        return made
+
+    def _apart(self, name: str, ranks: tuple[int, ...]) -> ProcessSet:
+        """A set whose groups nobody else uses."""
+        return self._as_set(name, ranks, self._links.apart(ranks, name) if len(ranks) > 1 else None)
+
+
+def _numbers(ranks: Sequence[int]) -> list[int]:
+    """Plain integers. What is none becomes -1, to be refused where all ranks see it: an error here would leave them waiting."""
+    return [-1 if isinstance(rank, bool) or not hasattr(rank, "__index__") else operator.index(rank) for rank in ranks]

@@ -13,8 +13,8 @@ from zeromesh.comm.transport import BufferRequest, GatherBuffer, RingRequest, Tr
 from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, build_layout
 from zeromesh.intervals import Interval
-from zeromesh.mesh.agreement import require_same
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
+from zeromesh.mesh.process_set import require_same
 from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TieredTensor, Tiers, allocate_lasting, available_bytes
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.units.plan import ModelPlan

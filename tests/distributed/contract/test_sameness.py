@@ -7,7 +7,7 @@ from pathlib import Path
 
 from workers import Workers
 
-from zeromesh.mesh.agreement import differences
+from zeromesh.mesh.process_set import differences
 
 WAYS = [
     ("run.max_steps", 2, 3, r"ConfigError: .*run\.max_steps is 2 on rank 0, 3 on rank 1"),

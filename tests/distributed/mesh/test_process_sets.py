@@ -37,10 +37,19 @@ def test_sets_are_declared_split_and_removed(workers: Workers) -> None:
 
 def test_ranks_that_declare_differently_are_named(workers: Workers) -> None:
     for found in workers.run(3, "process_set_cases:disagreements"):
-        assert "ranks 0, 2 declared 'some' of ranks [0, 1]; rank 1 declared 'some' of ranks [0, 2]" in found["ranks"]
-        assert "ranks 0, 2 declared 'some' of ranks [0, 1]; rank 1 declared 'mine' of ranks [0, 1]" in found["names"]
-        assert "ranks 0, 2 removed 'some'; rank 1 split the world as 'half'" in found["calls"]
-        assert "declared 'a' of ranks [0, 1], 'b' of ranks [1, 2]; rank 1 declared nothing" in found["number"]
+        assert (
+            "declare 'some' of ranks [0, 1] on ranks 0, 2, to declare 'some' of ranks [0, 2] on rank 1."
+            in found["ranks"]
+        )
+        assert (
+            "declare 'some' of ranks [0, 1] on ranks 0, 2, to declare 'mine' of ranks [0, 1] on rank 1."
+            in found["names"]
+        )
+        assert "the call is to remove 'some' on ranks 0, 2, to split the world as 'half' on rank 1." in found["calls"]
+        assert (
+            "declare 'a' of ranks [0, 1], 'b' of ranks [1, 2] on ranks 0, 2, to declare nothing on rank 1."
+            in found["number"]
+        )
         assert all(text.startswith("CollectiveError") for text in (found["ranks"], found["calls"]))
         assert found["there"] == []
         assert found["after"] == [[0], [1]]
