@@ -26,7 +26,7 @@ _CHUNK = 1 << 15
 """Elements that are summed at a time over more than two ranks, so that the sum stays in a core's cache."""
 
 
-class Kind(IntEnum):
+class ExchangeKind(IntEnum):
     """What ranks do with their tensors."""
 
     SUM = 0
@@ -109,11 +109,11 @@ class Exchange:
 
     def sum(self, tensor: torch.Tensor) -> Pending:
         """The sum over the ranks: a new tensor of the same shape and dtype."""
-        return self._start(Kind.SUM, tensor)
+        return self._start(ExchangeKind.SUM, tensor)
 
     def maximum(self, tensor: torch.Tensor) -> Pending:
         """The element-wise maximum over the ranks: a new tensor of the same shape and dtype."""
-        return self._start(Kind.MAXIMUM, tensor)
+        return self._start(ExchangeKind.MAXIMUM, tensor)
 
     def gather(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
         """The ranks' tensors concatenated along `dim`. `sizes`: what each rank has along it, when they differ.
@@ -129,7 +129,7 @@ class Exchange:
                 f"gather of {list(tensor.shape)} along dim {dim}: sizes are {list(lengths)}; allowed are {self.size} of them, "
                 f"of which number {self.index} is {length}, as this rank's tensor has it"
             )
-        return self._start(Kind.GATHER, tensor, dim, lengths)
+        return self._start(ExchangeKind.GATHER, tensor, dim, lengths)
 
     def scatter_sum(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
         """The sum, of which each rank has its share of `dim`: equal ones, or those that `sizes` says.
@@ -145,26 +145,28 @@ class Exchange:
         lengths = (length // size,) * size if sizes is None else tuple(sizes)
         if len(lengths) != size or sum(lengths) != length or min(lengths) < 0:
             raise LayoutError(f"{where}: sizes are {list(lengths)}; allowed are {size} that add up to {length}")
-        return self._start(Kind.SCATTER_SUM, tensor, dim, lengths)
+        return self._start(ExchangeKind.SCATTER_SUM, tensor, dim, lengths)
 
-    def _start(self, kind: Kind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
+    def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         """Begin an exchange; `lengths` are what each rank gives or gets along `dim`, where it has one."""
         return Pending(lambda: self._combine(kind, [tensor.detach()], dim, lengths))
 
-    def _shapes(self, kind: Kind, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    def _shapes(
+        self, kind: ExchangeKind, tensor: torch.Tensor, dim: int, lengths: Sequence[int]
+    ) -> list[tuple[int, ...]]:
         """The shapes of the ranks' tensors."""
         shape = tuple(tensor.shape)
-        if kind is not Kind.GATHER:
+        if kind is not ExchangeKind.GATHER:
             return [shape] * self.size
         return [(*shape[:dim], length, *shape[dim + 1 :]) for length in lengths]
 
-    def _combine(self, kind: Kind, parts: list[torch.Tensor], dim: int, lengths: Sequence[int]) -> torch.Tensor:
+    def _combine(self, kind: ExchangeKind, parts: list[torch.Tensor], dim: int, lengths: Sequence[int]) -> torch.Tensor:
         """The result of the ranks' whole tensors."""
-        if kind is Kind.GATHER:
+        if kind is ExchangeKind.GATHER:
             return torch.cat(parts, dim)
-        if kind is Kind.MAXIMUM:
+        if kind is ExchangeKind.MAXIMUM:
             return maximum_in_ranks(parts)
-        if kind is Kind.SCATTER_SUM:
+        if kind is ExchangeKind.SCATTER_SUM:
             start = sum(lengths[: self.index])
             parts = [part.narrow(dim, start, lengths[self.index]) for part in parts]
         return sum_in_ranks(parts)
@@ -178,13 +180,15 @@ class GroupExchange(Exchange):
         self.index = group.index
         self._group = group
 
-    def _start(self, kind: Kind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
+    def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         group, traffic = self._group, self._group.traffic
         group.require_member()
         with traffic.timed(kind.collective):
             launched = self._launch(kind, tensor, dim, lengths)
         moved, finish = launched[1:]
-        traffic.count(kind.collective, sum(each.nbytes for each in moved) if kind is Kind.GATHER else tensor.nbytes)
+        traffic.count(
+            kind.collective, sum(each.nbytes for each in moved) if kind is ExchangeKind.GATHER else tensor.nbytes
+        )
 
         def read() -> torch.Tensor:
             with traffic.timed(kind.collective):
@@ -195,11 +199,11 @@ class GroupExchange(Exchange):
         return Pending(read)
 
     def _launch(
-        self, kind: Kind, tensor: torch.Tensor, dim: int, lengths: tuple[int, ...]
+        self, kind: ExchangeKind, tensor: torch.Tensor, dim: int, lengths: tuple[int, ...]
     ) -> tuple[list[AsyncWork], list[torch.Tensor], Callable[[], torch.Tensor]]:
         """The collectives, the tensors that go round, and what makes the result of them."""
         group, tensor, on_stream = self._group.data_group, tensor.detach(), self._group.on_stream
-        if kind is Kind.SCATTER_SUM:
+        if kind is ExchangeKind.SCATTER_SUM:
             pieces = [piece.contiguous() for piece in torch.split(tensor, list(lengths), dim)]
             own = pieces[self.index]
             if on_stream:
@@ -210,8 +214,8 @@ class GroupExchange(Exchange):
             sizes = [own.numel()] * self.size, [piece.numel() for piece in pieces]
             work = dist.all_to_all_single(received.view(-1), sent, *sizes, group=group, async_op=True)
             return [work], [sent], lambda: sum_in_ranks([part.view(own.shape) for part in received])
-        if on_stream and kind is not Kind.GATHER:
-            whole, op = _copy(tensor), dist.ReduceOp.SUM if kind is Kind.SUM else dist.ReduceOp.MAX
+        if on_stream and kind is not ExchangeKind.GATHER:
+            whole, op = _copy(tensor), dist.ReduceOp.SUM if kind is ExchangeKind.SUM else dist.ReduceOp.MAX
             return [dist.all_reduce(whole, op=op, group=group, async_op=True)], [whole], lambda: whole
         parts = [tensor.new_empty(shape) for shape in self._shapes(kind, tensor, dim, lengths)]
         parts[self.index] = tensor.contiguous()

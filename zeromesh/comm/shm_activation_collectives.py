@@ -23,7 +23,7 @@ from functools import lru_cache
 
 import torch
 
-from zeromesh.comm.activation_collectives import Exchange, Kind, Pending
+from zeromesh.comm.activation_collectives import Exchange, ExchangeKind, Pending
 from zeromesh.comm.shm_transport import LINE, Counters, exchange_segments
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.process_mesh import ProcessSet
@@ -111,7 +111,7 @@ class SharedExchange(Exchange):
         slot, self._room = self._free_slot(math.prod(shape) * dtype.itemsize)
         return slot.seen(shape, dtype)
 
-    def _start(self, kind: Kind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
+    def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         """Write `tensor` and publish it."""
         sequence, dtype, traffic = self._next, tensor.dtype, self._group.traffic
         shapes = self._shapes(kind, tensor, dim, lengths)
@@ -121,7 +121,7 @@ class SharedExchange(Exchange):
         with traffic.timed(kind.collective):
             self._await_entry(sequence, what)
             self._publish(tensor, shapes[self.index], about[self.index])
-        whole = sum(map(math.prod, shapes)) * dtype.itemsize if kind is Kind.GATHER else tensor.nbytes
+        whole = sum(map(math.prod, shapes)) * dtype.itemsize if kind is ExchangeKind.GATHER else tensor.nbytes
         traffic.count(kind.collective, whole)
 
         def read() -> torch.Tensor:
@@ -239,7 +239,9 @@ def _sweep() -> None:
 
 
 @lru_cache(maxsize=256)
-def _about(kind: Kind, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: tuple[int, ...]) -> list[int]:
+def _about(
+    kind: ExchangeKind, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: tuple[int, ...]
+) -> list[int]:
     """What the exchange is, as the words of an entry that all ranks compare. Not to be changed."""
     shares = zlib.crc32(array("q", lengths).tobytes())
     dims = [*shape, *([0] * _DIMS)][:_DIMS]
@@ -247,6 +249,6 @@ def _about(kind: Kind, dtype: torch.dtype, shape: tuple[int, ...], dim: int, len
 
 
 def _phrase(about: list[int]) -> str:
-    kind, dim, dtype = Kind(about[0] & 0xFF), (about[0] >> 8) - 1, str(_DTYPES[about[2]]).removeprefix("torch.")
+    kind, dim, dtype = ExchangeKind(about[0] & 0xFF), (about[0] >> 8) - 1, str(_DTYPES[about[2]]).removeprefix("torch.")
     along = f" along dim {dim}" if dim >= 0 else ""
     return f"{kind.phrase}{along} of {dtype} {about[4 : 4 + min(about[3], _DIMS)]}"
