@@ -30,7 +30,7 @@ FLOORS = {
     "zeromesh": ENGINE,
     "trainer": ENGINE
     | {"transformers", "huggingface_hub", "datasets", "pyarrow", "accelerate", "wandb", "peft"}
-    | {"pydantic", "pydantic_core", "annotated_types", "yaml", "rich", "shtab"}
+    | {"pydantic", "pydantic_core", "annotated_types", "yaml", "rich", "shtab", "plotly"}
     | {"clearml", "comet_ml", "swanlab"},  # which are there where a person tracks by them
 }
 # The package hands `Trainer` on lazily, and `python -m zeromesh` is the command.

@@ -22,7 +22,7 @@ from zeromesh.trainer.checkpoints.trainer_state import TrainerState, name_in
 from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.trainer.tools.checkpoint.paths import checkpoint_at, store_at
 
-_COLUMNS = ("step", "date (UTC)", "size", "loss", "eval loss", "tokens", "written by", "state")
+COLUMNS = ("step", "date (UTC)", "size", "loss", "eval loss", "tokens", "written by", "state")
 _NUMBERS = frozenset({"step", "size", "loss", "eval loss", "tokens", "tensors", "parameters", "bytes"})
 _APART = frozenset({"step", "tracker", "settings"})
 """Of the counters, what has lines of its own."""
@@ -39,8 +39,8 @@ def list_checkpoints(path: Path, *, as_json: bool) -> str:
     left = store.leftovers()
     if as_json:
         return _json({"directory": str(store.root), "checkpoints": found, "leftovers": left})
-    rows = [_row(each) for each in found]
-    lines = [str(store.root), *(_table(_COLUMNS, rows) if rows else ["no checkpoints"])]
+    rows = [summary_row(each) for each in found]
+    lines = [str(store.root), *(_table(COLUMNS, rows) if rows else ["no checkpoints"])]
     lines += [
         f"{name}: being written or removed, or left behind by a kill; the next start of the run removes it"
         for name in left
@@ -96,7 +96,8 @@ def _size(directory: Path) -> int:
     return sum(Path(folder, name).lstat().st_size for folder, _, names in os.walk(directory) for name in names)
 
 
-def _row(found: Mapping[str, Any]) -> list[str]:
+def summary_row(found: Mapping[str, Any]) -> list[str]:
+    """The texts of a summary for the columns of a table, `COLUMNS`."""
     numbers = [found["loss"], found["eval_loss"]]
     return [
         str(found["step"]),

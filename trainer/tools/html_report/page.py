@@ -1,97 +1,311 @@
-"""The page: one file of HTML with everything inside, which asks for nothing over a network and runs no code but its own."""
+"""The page: one file of HTML with everything inside, which loads nothing and runs no code but its own."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
+from itertools import pairwise
+from math import inf
+from statistics import median
+
+from plotly.io.json import to_json_plotly
+from plotly.offline import get_plotlyjs
 
 from zeromesh import __version__
-from zeromesh.trainer.tools.html_report import sections
-from zeromesh.trainer.tools.html_report.chart import Chart
-from zeromesh.trainer.tools.html_report.curves import curves_of
-from zeromesh.trainer.tools.html_report.draw import data, figure
-from zeromesh.trainer.tools.html_report.markup import Html, data_block, element, join
-from zeromesh.trainer.tools.html_report.runs import RunRecord
-from zeromesh.trainer.tools.html_report.stacks import stacks_of
+from zeromesh.mesh.mesh_shape import AXES, Coordinate
+from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
+from zeromesh.trainer.monitoring.start_times import sentence
+from zeromesh.trainer.tools.html_report.charts import COLORS, charts_of
+from zeromesh.trainer.tools.html_report.runs import RunRecord, as_number, settings_of
+
+_STEPS_NAMED, _NOTES, _RANKS_DRAWN, _YEAR_9999 = 20, 100, 1024, 253370764800
+_SCRIPT = """
+const config = { responsive: true, displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
+const charts = JSON.parse(document.getElementById("charts").textContent);
+for (const { id, data, layout } of charts) {
+  const plot = document.getElementById(id);
+  Plotly.newPlot(plot, data, layout, config);
+  plot.parentNode.querySelector("button")?.addEventListener("click", () => {
+    Plotly.relayout(plot, { "yaxis.type": plot.layout.yaxis.type === "log" ? "linear" : "log", "yaxis.autorange": true });
+  });
+}
+const linked = charts.filter((chart) => chart.over_steps).map(({ id }) => document.getElementById(id));
+for (const plot of linked) {
+  const others = linked.filter((other) => other !== plot);
+  plot.on("plotly_relayout", (change) => {
+    const range = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
+    if (range[1] !== undefined) others.forEach((other) => Plotly.relayout(other, { "xaxis.range": range }));
+  });
+  plot.on("plotly_hover", ({ points }) => others.forEach((other) => Plotly.Fx.hover(other, { xval: points[0].x }, "xy", true)));
+  plot.on("plotly_unhover", () => others.forEach((other) => Plotly.Fx.unhover(other)));
+}
+"""
+"""It draws the charts, and shows the steps and the pointer of one in all others."""
+
+
+class Html(str):
+    """Markup. Other text is escaped when it is put into an element."""
+
+    __slots__ = ()
+
+
+def element(name: str, /, *children: object, **attributes: object) -> Html:
+    """`<name attributes>children</name>`. Children are `Html`, other values (as escaped text), lists of these, or None.
+
+    `class_` is the attribute `class`, `_` stands for `-`. An attribute that is None or False is left out, True has no value.
+    """
+    pairs = [
+        (key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value not in (None, False)
+    ]
+    words = "".join(f" {key}" if value is True else f' {key}="{_escaped(value)}"' for key, value in pairs)
+    return Html(f"<{name}{words}>{_escaped(children)}" + ("" if name in ("meta", "link") else f"</{name}>"))
+
+
+def _escaped(content: object) -> str:
+    if isinstance(content, Html):
+        return content
+    if isinstance(content, list | tuple):
+        return "".join(map(_escaped, content))
+    # What nobody sees, or what UTF-8 cannot hold, is replaced.
+    text = "" if content is None else str(content)
+    return html.escape("".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text))
 
 
 def page_of(runs: Sequence[RunRecord], *, now: float | None = None) -> str:
     """The page of one run, or of several beside each other. `now`: seconds since 1970, of the page's date."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
-    script, style = _own("page.js"), _own("page.css")
-    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
-    body = join(
-        element("header", element("h1", title), element("p", f"zeromesh {__version__}, {date}")),
-        element("main", *_main(runs)),
-        element("footer", element("p", ", ".join(str(run.path) for run in runs))),
+    cards, figures = [], []
+    for chart in charts_of(runs):
+        button = element("button", "log", type="button", title="logarithmic or linear scale") if chart.log else None
+        plot = element(
+            "div", id=f"plot-{chart.name}", class_="plot", role="img", aria_label=f"{chart.title}: {chart.note}"
+        )
+        card = element("h3", chart.title, button), element("p", chart.note), plot
+        cards.append(element("figure", card, id=f"chart-{chart.name}"))
+        figures.append({**chart.figure.to_dict(), "id": f"plot-{chart.name}", "over_steps": chart.over_steps})
+    sections = {
+        "": _figures(runs),
+        "What differs": _differences(runs),
+        "Notes": _each(runs, _notes),
+        "Over the steps": element("div", cards, class_="charts") if cards else None,
+        "Mesh": _each(runs, _mesh),
+        "Communication of a step": _each(runs, _communication),
+        "Checkpoints": _each(runs, _checkpoints),
+        "Configuration": _each(runs, _configuration),
+    }
+    scripts = get_plotlyjs(), _SCRIPT
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    sources = " ".join(f"'sha256-{each}'" for each in hashes)
+    # Whatever a run's files hold, the browser runs these scripts alone and loads nothing.
+    policy = (
+        f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
-    head = join(
+    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
+    head = [
         element("meta", charset="utf-8"),
-        # Whatever a run's files hold, the browser runs this one script and loads nothing.
-        element("meta", http_equiv="Content-Security-Policy", content=_policy(script)),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="color-scheme", content="light dark"),
         element("link", rel="icon", href="data:,"),
         element("title", f"{title} - zeromesh report"),
-        Html(f"<style>{style}</style>"),
+        element("style", Html(resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8"))),
+    ]
+    body = [
+        element("header", element("h1", title), element("p", f"zeromesh {__version__}, {date}")),
+        [element("section", element("h2", name) if name else None, each) for name, each in sections.items() if each],
+        element("footer", element("p", ", ".join(str(run.path) for run in runs))),
+        element("script", Html(to_json_plotly(figures)), type="application/json", id="charts"),
+        [element("script", Html(script)) for script in scripts],
+    ]
+    return f"<!DOCTYPE html>\n{element('html', element('head', head), element('body', body), lang='en')}\n"
+
+
+def _each(runs: Sequence[RunRecord], make: Callable[[RunRecord], Html | None]) -> list[Html]:
+    """What `make` has of each run, under the runs' names where there are several."""
+    made = [(run, content) for run in runs if (content := make(run)) is not None]
+    return [each for run, content in made for each in ([element("h3", run.name)] * (len(runs) > 1) + [content])]
+
+
+def _table(columns: Sequence[object], rows: Sequence[Sequence[object]], numbers: Sequence[int] = ()) -> Html | None:
+    """A table that scrolls by itself on a narrow screen; None without rows. `numbers` are columns that stand to the right."""
+
+    def row(kind: str, cells: Sequence[object]) -> Html:
+        return element("tr", [element(kind, cell, class_=at in numbers and "number") for at, cell in enumerate(cells)])
+
+    body = element("tbody", [row("td", cells) for cells in rows])
+    return (
+        element("div", element("table", element("thead", row("th", columns)), body), class_="scroll") if rows else None
     )
-    whole = element("html", element("head", head), element("body", body, Html(f"<script>{script}</script>")), lang="en")
-    return f"<!DOCTYPE html>\n{whole}\n"
 
 
-def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
-    """All charts of one run, or of several: their curves on top of each other, their stacks beside each other."""
-    found = curves_of(runs)
-    for place, run in enumerate(runs):
-        found += stacks_of(run, place if len(runs) > 1 else None)
-    return found
+def _heads(runs: Sequence[RunRecord]) -> list[Html]:
+    """The names of runs, each with its color, for columns of tables."""
+    colors = [element("i", style=f"background:{COLORS[place % len(COLORS)]}") for place in range(len(runs))]
+    return [element("span", color, run.name, class_="run") for color, run in zip(colors, runs, strict=True)]
 
 
-def _main(runs: Sequence[RunRecord]) -> list[Html]:
-    charts = charts_of(runs)
-    steps = [line["step"] for run in runs for line in run.lines]
-    low, high = (min(steps), max(steps)) if steps else (0, 1)
-    domain = (float(low), float(high)) if high > low else (low - 0.5, low + 0.5)
-    drawn = [figure(chart, domain) for chart in charts]
-    found = [_section("", "figures", sections.summary(runs))]
+def _figures(runs: Sequence[RunRecord]) -> list[Html | None]:
+    """The figures that people look for first: as cards of one run, as a table of several."""
+    figures = [_figures_of(run) for run in runs]
+    names = list(dict.fromkeys(name for each in figures for name in each))
     if len(runs) > 1:
-        found.append(_section("What differs", "differences", sections.differences(runs)))
-    found.append(_section("Notes", "notes", _each(runs, sections.notes)))
-    found.append(_section("Over the steps", "pictures", element("div", *drawn, class_="charts") if drawn else None))
-    found.append(_section("Mesh", "mesh", _each(runs, sections.mesh)))
-    found.append(_section("Communication of a step", "communication", _each(runs, sections.communication)))
-    found.append(_section("Checkpoints", "checkpoints", _each(runs, sections.checkpoints)))
-    found.append(_section("Configuration", "configuration", _each(runs, sections.configuration)))
-    return [each for each in found if each is not None] + [
-        data_block("data", [data(chart, domain) for chart in charts])
+        return [_table(["", *_heads(runs)], [[name, *(each.get(name) for each in figures)] for name in names])]
+    long = [name for name in names if name in ("start", "hardware", "versions")]
+    cards = [element("div", element("dt", name), element("dd", figures[0][name])) for name in names if name not in long]
+    return [element("dl", cards, class_="cards"), *(element("p", f"{name}: {figures[0][name]}") for name in long)]
+
+
+def _figures_of(run: RunRecord) -> dict[str, object]:
+    last = run.lines[-1] if run.lines else {}
+    unit = "samples" if last.get("unit") == "samples" else "tokens"
+    section, facts = run.config.get("run"), run.starts[-1] if run.starts else {}
+    most = as_number(section.get("max_steps")) if isinstance(section, dict) else None
+    found: dict[str, object] = {"steps": f"{last['step']:,}" + (f" / {most:,.0f}" if most else "")} if last else {}
+    for name, column, pick, shown in (
+        ("last loss", run.columns.get(("loss",), {}), lambda values: values[-1], "{:.4f}".format),
+        ("best eval loss", run.evaluation_losses(), min, "{:.4f}".format),
+        (unit, run.column("tokens"), max, human_count),
+        (f"{unit}/s", run.column("tokens_per_second"), median, human_count),
+        ("step time", run.column("step_seconds"), median, human_seconds),
+        ("peak memory", run.column("peak_memory_bytes"), max, human_bytes),
+    ):
+        found[name] = shown(pick(list(column.values()))) if any(column.values()) else None
+    parameters, parts = as_number(facts.get("parameters")), {}
+    for keys, values in run.columns.items():
+        if keys[0] == "start":
+            parts[keys[-1]] = list(values.values())[-1]
+    begins = [begin for start in run.starts if (begin := as_number(start.get("time"))) is not None]
+    times = [*run.column("time").values(), *begins]
+    seconds = sum(max(at for at in times if begin <= at < end) - begin for begin, end in pairwise([*begins, inf]))
+    versions = facts.get("versions")
+    found |= {
+        "ranks": run.shape and run.shape.world_size,
+        "start": sentence(parts) if parts else None,
+        "parameters": parameters and human_count(parameters),
+        "wall time": human_seconds(seconds) if seconds else None,
+        "hardware": facts.get("hardware"),
+        "versions": ", ".join(f"{name} {each}" for name, each in versions.items())
+        if isinstance(versions, dict)
+        else None,
+        "skipped steps": sum(bool(line.get("skipped")) for line in run.lines) or None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _mesh(run: RunRecord) -> Html | None:
+    """Each rank in boxes of the axes that it lies on, and what it did last."""
+    shape = run.shape
+    if shape is None:
+        return None
+    states = {int(row["rank"]): row for row in run.ranks}
+    axes = [axis for axis in AXES if getattr(shape, axis) > 1]
+    sizes = " x ".join(f"{axis} {getattr(shape, axis)}" for axis in AXES)
+    text = f"{sizes}: {shape.world_size} rank{'s' * (shape.world_size > 1)}" + (
+        f", beside each other along {axes[-1]}" if axes else ""
+    )
+    failed = [
+        f"rank {rank} failed in step {row.get('step')}: {row['failure']}"
+        for rank, row in states.items()
+        if row.get("failure")
     ]
 
+    def boxes(axes: Sequence[str], at: Mapping[str, int]) -> Html:
+        if not axes:
+            rank = shape.rank(Coordinate(**at))
+            state = states.get(rank, {})
+            doing = f"rank {rank}: step {state.get('step')}, {state.get('failure') or state.get('doing')}"
+            return element(
+                "div", rank, class_="rank failed" if state.get("failure") else "rank", title=doing if state else None
+            )
+        inner = [boxes(axes[1:], {**at, axes[0]: index}) for index in range(getattr(shape, axes[0]))]
+        if len(axes) > 1:
+            inner = [
+                element("div", element("span", f"{axes[0]} {index}"), each, class_="group")
+                for index, each in enumerate(inner)
+            ]
+        return element("div", inner, class_="groups")
 
-def _section(title: str, name: str, content: Html | None) -> Html | None:
-    if content is None:
-        return None
-    return element("section", element("h2", title) if title else None, content, class_=name)
-
-
-def _each(runs: Sequence[RunRecord], make: Callable[[RunRecord], Html | None]) -> Html | None:
-    """What `make` has to say of each run, under the runs' names where there are several; None where it is nothing."""
-    made = [(run, content) for run in runs if (content := make(run)) is not None]
-    if not made:
-        return None
-    return join(*[content if len(runs) == 1 else join(element("h3", run.name), content) for run, content in made])
-
-
-def _own(name: str) -> str:
-    """A file of this package, which goes into the page as it is."""
-    return resources.files("zeromesh.trainer.tools.html_report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _policy(script: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return (
-        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+    drawn = boxes(axes, {}) if shape.world_size <= _RANKS_DRAWN else None
+    return element(
+        "div", element("p", text), [element("p", each, class_="bad") for each in failed], drawn, class_="mesh"
     )
+
+
+def _communication(run: RunRecord) -> Html | None:
+    """What the first rank sent and received in a step, on average, by axis and collective."""
+    steps = len({step for keys, values in run.columns.items() if keys[0] == "communication" for step in values})
+    means = {
+        keys[1:]: sum(values.values()) / steps
+        for keys, values in run.columns.items()
+        if keys[0] == "communication" and len(keys) == 4
+    }
+    pairs = sorted({keys[:2] for keys in means}, key=lambda pair: -means.get((*pair, "seconds"), 0.0))
+    if not pairs:
+        return None
+    most = means.get((*pairs[0], "seconds")) or 1.0
+    rows = []
+    for pair in pairs:
+        calls, nbytes, seconds = (means.get((*pair, name), 0.0) for name in ("calls", "bytes", "seconds"))
+        bar = element("meter", value=f"{seconds / most:.3f}")
+        rows.append([*pair, f"{calls:,.1f}", human_bytes(nbytes), human_seconds(seconds), bar])
+    return _table(["axis", "collective", "calls", "bytes", "time", ""], rows, numbers=(2, 3, 4))
+
+
+def _checkpoints(run: RunRecord) -> Html | None:
+    """The checkpoints that are there, oldest first."""
+    if not run.checkpoints:
+        return None
+    from zeromesh.trainer.tools.checkpoint.inspect import COLUMNS, summary_row  # It needs torch.
+
+    rows = [[*summary_row(each)] for each in run.checkpoints]
+    states = [
+        element("span", row.pop(), class_="good" if each["whole"] else "bad")
+        for row, each in zip(rows, run.checkpoints, strict=True)
+    ]
+    return _table(COLUMNS, [[*row, state] for row, state in zip(rows, states, strict=True)], numbers=(0, 2, 3, 4, 5))
+
+
+def _notes(run: RunRecord) -> Html | None:
+    """What is worth knowing of single steps, and what of the run could not be read."""
+    found = [element("li", remark, class_="bad") for remark in run.remarks]
+    for start in run.starts[-_NOTES:] if len(run.starts) > 1 or any(start["step"] for start in run.starts) else ():
+        seconds = as_number(start.get("time"))
+        known = seconds is not None and 0 <= seconds < _YEAR_9999
+        when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds)) if known else "at an unknown time"
+        what = f"resumed after step {start['step']:,}" if start["step"] else "began"
+        found.append(element("li", f"{when}: {what} on {start.get('host', 'an unknown host')}"))
+    causes: dict[str, list[int]] = {}
+    for line in run.lines:
+        if line.get("skipped"):
+            causes.setdefault(str(line.get("cause") or "not finite"), []).append(line["step"])
+    for cause, steps in list(causes.items())[:_NOTES]:
+        some = ", ".join(f"{step:,}" for step in steps[:_STEPS_NAMED])
+        more = f" and {len(steps) - _STEPS_NAMED:,} more" if len(steps) > _STEPS_NAMED else ""
+        found.append(element("li", f"No update in step{'s' * (len(steps) > 1)} {some}{more}: {cause}", class_="bad"))
+    if len(causes) > _NOTES:
+        found.append(element("li", f"{len(causes) - _NOTES:,} more causes of steps without an update are left out."))
+    return element("ul", found, class_="notes") if found else None
+
+
+def _configuration(run: RunRecord) -> Html | None:
+    """The keys that are not at their default, and behind a click the others."""
+    settings = settings_of(run).items()
+    changed = [
+        [element("code", each) for each in (path, *values)] for path, values in settings if values[1] is not None
+    ]
+    others = [[element("code", path), element("code", value)] for path, (value, default) in settings if default is None]
+    summary = element("summary", f"{len(others)} keys at their defaults")
+    more = element("details", summary, _table(["key", "value"], others))
+    return element("div", _table(["key", "value", "default"], changed), more, class_="config") if settings else None
+
+
+def _differences(runs: Sequence[RunRecord]) -> Html | None:
+    """The keys in which runs differ; None where they do not."""
+    settings = [settings_of(run) for run in runs]
+    values = {path: [each.get(path, ("(none)",))[0] for each in settings] for each in settings for path in each}
+    rows = [[element("code", each) for each in (path, *words)] for path, words in values.items() if len({*words}) > 1]
+    return _table(["key", *_heads(runs)], rows)

@@ -4,305 +4,205 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zeromesh.errors import ConfigError, LayoutError, StorageError, ZeromeshError
+from zeromesh.errors import ConfigError, LayoutError, ZeromeshError
 from zeromesh.files import read_whole
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
-from zeromesh.trainer.config.messages import known_paths, shown
+from zeromesh.telemetry.status_file import NAME as RANKS
+from zeromesh.trainer.config.messages import shown
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_yaml, plain_scalar
+from zeromesh.trainer.config.yaml_reader import MAX_DEPTH, parse_yaml
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, STARTS, read_metrics
 
-CONFIG, RANKS = "config.resolved.yaml", "ranks.json"
-CHECKPOINTS, STEP_MEMORY = "checkpoints", "step_memory.json"
-_BROKEN_SHOWN = 3
-_PURPOSES = 64
-_RUNS_SHOWN = 8
-_ABSENT = object()
+CONFIG, CHECKPOINTS, STEP_MEMORY = "config.resolved.yaml", "checkpoints", "step_memory.json"
+_BROKEN_SHOWN, _RUNS_SHOWN = 3, 8
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Key:
-    """A key of the configuration: its dotted path, its value for people, never a secret, and its default where it differs."""
-
-    path: str
-    value: str
-    default: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepMemory:
-    """Bytes over a step of so many seconds: changes in order of time, each with seconds since it began, tier, purpose and bytes."""
-
-    step: int
-    seconds: float
-    events: tuple[tuple[float, str, str, float], ...]
+StepMemory = tuple[int, float, list[tuple[float, str, str, float]]]
+"""A step, its seconds, and changes in order of time: seconds since it began, tier, purpose, and bytes from then on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """What a run's directory holds. Lines are in order of their steps, each step once."""
+    """What a run's directory holds."""
 
     name: str
     path: Path
-    lines: tuple[Mapping[str, Any], ...] = ()
-    """Lines of metrics, each with a `step`."""
-    starts: tuple[Mapping[str, Any], ...] = ()
-    """When it began and went on, and after which step."""
-    keys: tuple[Key, ...] = ()
-    """The configuration, flat."""
-    max_steps: int | None = None
-    """Steps that the run was to have."""
-    checkpoints: tuple[Mapping[str, Any], ...] = ()
-    """As `zeromesh checkpoint list --json` has them, oldest first."""
-    ranks: tuple[Mapping[str, Any], ...] = ()
-    """What ranks were last seen at."""
-    shape: MeshShape | None = None
-    step_memory: StepMemory | None = None
-    remarks: tuple[str, ...] = ()
-    """What could not be read, or was not as it should be."""
+    remarks: list[str]
+    """What could not be read, or is not as it should be."""
+    lines: list[dict[str, Any]]
+    """Lines of metrics and evaluations in the order of their steps, each step once."""
+    columns: dict[tuple[str, ...], dict[int, float]]
+    """The numbers of the lines by their keys, then by step. They may be NaN or infinite."""
+    starts: list[dict[str, Any]]
+    config: dict[str, Any]
+    checkpoints: list[dict[str, Any]]
+    """Summaries as `zeromesh checkpoint list --json` has them, oldest first."""
+    ranks: list[dict[str, Any]]
+    """The last known activity of each rank."""
+    step_memory: StepMemory | None
+
+    def column(self, *keys: str) -> dict[int, float]:
+        """The finite numbers under some keys, by step."""
+        return {step: value for step, value in self.columns.get(keys, {}).items() if math.isfinite(value)}
+
+    def evaluation_losses(self) -> dict[int, float]:
+        """Losses of evaluations by step, of lines and of checkpoints."""
+        stored = {each["step"]: each["eval_loss"] for each in self.checkpoints if each["eval_loss"] is not None}
+        return dict(sorted((stored | self.column("eval_loss")).items()))
+
+    @property
+    def shape(self) -> MeshShape | None:
+        """The mesh, from the ranks and the configuration or from the newest checkpoint; None where it is unknown."""
+        try:
+            if self.ranks:
+                return MeshShape.resolve(len(self.ranks), **{axis: self.config["parallel"][axis] for axis in AXES})
+            return MeshShape(**self.checkpoints[-1]["layout"]["mesh"])
+        except (LayoutError, LookupError, TypeError):
+            return None
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Runs by their directories, under names that tell them apart.
+    """The runs in some directories, under names that tell them apart.
 
     Raises:
-        ConfigError: for what is no run's directory; all of them are named.
+        ConfigError: for what is not a run's directory; all of these are named.
     """
-    problems = [problem for path in paths if (problem := _problem(path)) is not None]
-    if problems:
+    if problems := [problem for path in paths if (problem := _problem(path))]:
         raise ConfigError(problems)
-    return [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+    base = os.path.commonpath([path.absolute().parent for path in paths])
+    return [_read(path, os.path.relpath(path.absolute(), base)) for path in paths]
 
 
-def _problem(path: Path) -> str | None:
+def _problem(path: Path) -> str:
     if not path.is_dir():
         return f"{path} is {'no directory' if path.exists() else 'not there'}; give a run's directory, <run.output_dir>/<run.name>"
     if any((path / name).exists() for name in (METRICS, CONFIG, CHECKPOINTS)):
-        return None
-    inside = sorted(each.parent.name for name in (METRICS, CONFIG) for each in path.glob(f"*/{name}"))
-    runs = list(dict.fromkeys(inside))
+        return ""
+    runs = sorted({each.parent.name for name in (METRICS, CONFIG) for each in path.glob(f"*/{name}")})
     more = f" and {len(runs) - _RUNS_SHOWN} more" if len(runs) > _RUNS_SHOWN else ""
     hint = f"; runs in it are {', '.join(runs[:_RUNS_SHOWN])}{more}" if runs else ""
     return f"{path} holds no run: there is neither {METRICS} nor {CONFIG}{hint}"
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
-    """As much of the end of each path as tells it from the others."""
-    parts = [path.absolute().parts for path in paths]
-    length = 1
-    while len({each[-length:] for each in parts}) < len(set(parts)):
-        length += 1
-    names = ["/".join(each[-length:]) for each in parts]
-    return [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names, start=1)]
-
-
 def _read(path: Path, name: str) -> RunRecord:
     remarks: list[str] = []
     lines = _lines(path, remarks)
-    config = _tried(lambda: _config(path / CONFIG), remarks) or {}
-    starts = _whole_lines(path / STARTS, remarks)
-    checkpoints = _tried(lambda: _checkpoints(path), remarks) or []
-    ranks = _tried(lambda: _ranks(path / RANKS), remarks) or []
-    steps = config.get("run", {}).get("max_steps") if isinstance(config.get("run"), dict) else None
+    columns: dict[tuple[str, ...], dict[int, float]] = {}
+    for line in lines:
+        for keys, value in leaves(line):
+            if (number := as_number(value)) is not None:
+                columns.setdefault(keys, {})[line["step"]] = number
+    if not (path / CONFIG).exists():
+        remarks.append(f"there is no {CONFIG}")
     return RunRecord(
         name=name,
         path=path,
-        lines=tuple(lines),
-        starts=tuple(each for each in starts if type(each.get("step")) is int),
-        keys=tuple(_keys(config)),
-        max_steps=steps if type(steps) is int else None,
-        checkpoints=tuple(checkpoints),
-        ranks=tuple(ranks),
-        step_memory=_tried(lambda: _step_memory(path / STEP_MEMORY), remarks),
-        shape=_shape(config, checkpoints, len(ranks)),
-        remarks=tuple(remarks),
+        remarks=remarks,
+        lines=lines,
+        columns=columns,
+        starts=[line for line in _whole_lines(path / STARTS, remarks) if type(line.get("step")) is int],
+        config=_tried(path / CONFIG, _config, remarks) or {},
+        checkpoints=_tried(path / CHECKPOINTS, _checkpoints, remarks) or [],
+        ranks=_tried(path / RANKS, _ranks, remarks) or [],
+        step_memory=_tried(path / STEP_MEMORY, _step_memory, remarks),
     )
 
 
-def _tried(read: Callable[[], T], remarks: list[str]) -> T | None:
-    """What `read` gives; a file that cannot be read is a remark, and None."""
+def _tried(path: Path, read: Callable[[Path], T], remarks: list[str]) -> T | None:
+    """What `read` makes of a path; None where nothing is there, or, with a remark, where it cannot be read."""
     try:
-        return read()
+        return read(path) if path.exists() else None
     except (ZeromeshError, OSError) as error:
         remarks.append(str(error))
-        return None
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        remarks.append(f"{path.name} cannot be read: it is not as zeromesh writes it ({error!r})")
+    return None
 
 
-# Metrics
-
-
-def _lines(path: Path, remarks: list[str]) -> list[Mapping[str, Any]]:
+def _lines(path: Path, remarks: list[str]) -> list[dict[str, Any]]:
     """Lines of metrics and of evaluations, those of one step as one."""
     if not (path / METRICS).exists():
         remarks.append(f"there is no {METRICS}: the run has logged no step (run.log_every)")
     by_step: dict[int, dict[str, Any]] = {}
-    twice = 0
+    repeated = 0
     for name in (METRICS, EVALUATIONS):
         for line in _whole_lines(path / name, remarks):
-            step = line.get("step")
-            if type(step) is not int or step < 0:
-                continue
-            before = by_step.get(step)
-            if before is not None:
-                twice += "loss" in before and "loss" in line
-                line = before | line
-            by_step[step] = line
-    if twice:
-        remarks.append(f"{METRICS} has {twice} steps more than once; of each the last line counts")
+            if type(step := line.get("step")) is int and step >= 0:
+                repeated += name == METRICS and step in by_step
+                by_step[step] = by_step.get(step, {}) | line
+    if repeated:
+        remarks.append(f"{METRICS} has {repeated} steps more than once; of each the last line counts")
     if not by_step and not remarks:
         remarks.append(f"{METRICS} has no step yet")
     return [by_step[step] for step in sorted(by_step)]
 
 
 def _whole_lines(path: Path, remarks: list[str]) -> list[dict[str, Any]]:
-    """The lines of a file that can be read; none where there is no such file."""
-    if not path.exists():
-        return []
+    """The lines of a file that can be read."""
     broken: list[str] = []
-    found = _tried(lambda: read_metrics(path, broken), remarks) or []
+    found = _tried(path, lambda path: read_metrics(path, broken), remarks) or []
     remarks += broken[:_BROKEN_SHOWN]
     if len(broken) > _BROKEN_SHOWN:
         remarks.append(f"{len(broken) - _BROKEN_SHOWN} more lines of {path.name} cannot be read")
     return found
 
 
-def number(value: object) -> float | None:
-    """A value of a line as a number, which may be NaN or infinite (they are texts in strict JSON); None for what is none."""
-    if type(value) is float:
-        return value
-    if type(value) is int:
-        try:
-            return float(value)
-        except OverflowError:
-            return None
-    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else None
+def as_number(value: Any) -> float | None:
+    """A JSON value as a number, which may be NaN or infinite (texts in strict JSON); None for anything else."""
+    try:
+        return float(value) if type(value) in (int, float) or value in ("nan", "inf", "-inf") else None
+    except OverflowError:
+        return None
 
 
-def value_at(path: Sequence[str], line: Mapping[str, Any]) -> object:
-    """The value at a path of names inside of mappings; None where there is none."""
-    found: object = line
-    for name in path:
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
-
-
-# Configuration
+def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value of nested mappings, with the keys that lead to it; empty and very deep mappings are values too."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value and len(above) < MAX_DEPTH:
+            yield from leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
 
 
 def _config(path: Path) -> dict[str, Any]:
-    try:
-        content = read_whole(path, MAX_BYTES)
-        found = parse_yaml(content.decode("utf-8"), where=CONFIG)
-    except FileNotFoundError:
-        raise StorageError(f"there is no {CONFIG}") from None
-    except UnicodeDecodeError as error:
-        raise StorageError(f"{CONFIG} is no UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise StorageError(f"{CONFIG} cannot be read: {error.strerror or error}") from error
+    found = parse_yaml(read_whole(path).decode(), where=CONFIG)
     if not isinstance(found, dict):
-        raise StorageError(f"{CONFIG} holds no mapping of sections")
+        raise ConfigError(f"{CONFIG} holds no mapping of sections")
     return found
 
 
-def _keys(config: Mapping[str, Any]) -> list[Key]:
-    if not config:
-        return []
-    defaults = dict(_flat(TrainerConfig().model_dump(mode="json")))
-    found = []
-    for path, value in _flat(config):
-        default = defaults.get(path, _ABSENT)
-        text = "(no such key in this version)" if default is _ABSENT and not _free(path) else _word(path, default)
-        found.append(Key(path=path, value=_word(path, value), default=None if value == default else text))
+def settings_of(run: RunRecord) -> dict[str, tuple[str, str | None]]:
+    """Each key of a run's configuration: its value, never a secret, and its default where that differs."""
+    defaults = {".".join(keys): value for keys, value in leaves(TrainerConfig().model_dump(mode="json"))}
+    found = {}
+    for keys, value in leaves(run.config):
+        path = ".".join(keys)
+        default = shown(path, defaults[path]).strip("'") if path in defaults else "(none)"
+        found[path] = shown(path, value).strip("'"), None if value == defaults.get(path, ...) else default
     return found
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Every value under its dotted path; mappings are taken apart, but for empty ones."""
-    found: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        path = f"{prefix}{name}"
-        found += _flat(value, f"{path}.") if isinstance(value, Mapping) and value else [(path, value)]
-    return found
+def _ranks(path: Path) -> list[dict[str, Any]]:
+    return sorted((dict(row) for row in json.loads(read_whole(path))["ranks"]), key=lambda row: int(row["rank"]))
 
 
-def _free(path: str) -> bool:
-    """Whether a key lies inside of one that holds whatever it is given, such as `model.config`."""
-    parents = [path[:place] for place, letter in enumerate(path) if letter == "."]
-    return any(parent in known_paths() and "." in parent for parent in parents)
+def _step_memory(path: Path) -> StepMemory:
+    content = json.loads(read_whole(path))
+    events = [(float(at), str(tier), str(purpose), float(nbytes)) for at, tier, purpose, nbytes in content["events"]]
+    times, seconds = [at for at, *_ in events], float(content["seconds"])
+    if times != sorted(times) or not all(0 <= each < math.inf for each in (seconds, *times, *(e[3] for e in events))):
+        raise ValueError("times or sizes that cannot be")
+    return int(content["step"]), seconds, events
 
 
-def _word(path: str, value: object) -> str:
-    """A value as one would write it: plain text without quotes where it means nothing else."""
-    text = "(none)" if value is _ABSENT else shown(path, value)
-    return value if isinstance(value, str) and text == repr(value) and plain_scalar(value) == value else text
-
-
-# Mesh and ranks
-
-
-def _shape(config: Mapping[str, Any], checkpoints: Sequence[Mapping[str, Any]], ranks: int) -> MeshShape | None:
-    """The mesh, from the newest checkpoint or from the configuration and the number of ranks; None where it is not known."""
-    for each in reversed(checkpoints):
-        mesh = each["layout"].get("mesh")
-        if isinstance(mesh, dict) and set(mesh) == set(AXES):
-            try:
-                shape = MeshShape(**mesh)
-            except LayoutError:
-                continue
-            if not ranks or shape.world_size == ranks:
-                return shape
-    parallel = config.get("parallel")
-    if not ranks or not isinstance(parallel, dict):
-        return None
-    try:
-        return MeshShape.resolve(ranks, **{axis: parallel[axis] for axis in AXES if axis in parallel})
-    except (LayoutError, TypeError):
-        return None
-
-
-def _ranks(path: Path) -> list[Mapping[str, Any]]:
-    try:
-        rows = json.loads(read_whole(path))["ranks"]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StorageError(f"{RANKS} cannot be read: {error}") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and type(row.get("rank")) is int for row in rows):
-        raise StorageError(f"{RANKS} holds no list of ranks")
-    return sorted(rows, key=lambda row: int(row["rank"]))
-
-
-def _step_memory(path: Path) -> StepMemory | None:
-    try:
-        content = json.loads(read_whole(path))
-        events = [
-            (float(at), str(tier), str(purpose), float(nbytes)) for at, tier, purpose, nbytes in content["events"]
-        ]
-        found = StepMemory(step=int(content["step"]), seconds=float(content["seconds"]), events=tuple(events))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise StorageError(f"{STEP_MEMORY} cannot be read: {error}") from error
-    if len({(tier, purpose) for _, tier, purpose, _ in found.events}) > _PURPOSES:
-        raise StorageError(f"{STEP_MEMORY} has more than {_PURPOSES} purposes, which no run has")
-    times = [at for at, *_ in found.events]
-    good = all(math.isfinite(each) and each >= 0 for at, _, _, nbytes in found.events for each in (at, nbytes))
-    if not good or times != sorted(times) or not (math.isfinite(found.seconds) and found.seconds > 0):
-        raise StorageError(f"{STEP_MEMORY} has times or sizes that cannot be")
-    return found
-
-
-def _checkpoints(path: Path) -> list[Mapping[str, Any]]:
-    if not (path / CHECKPOINTS).is_dir():
-        return []
+def _checkpoints(path: Path) -> list[dict[str, Any]]:
     from zeromesh.checkpoint.store import CheckpointStore
     from zeromesh.trainer.tools.checkpoint.inspect import summary_of
 
-    store = CheckpointStore(path / CHECKPOINTS)
+    store = CheckpointStore(path)
     return [summary_of(store, step) for step in reversed(store.steps())]

@@ -1,0 +1,254 @@
+"""The charts of runs, as figures of plotly: curves of several runs on top of each other, stacks of one run each."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from math import isfinite, log, nan
+from statistics import median
+from typing import Any, NamedTuple
+
+import plotly.graph_objects as go
+
+from zeromesh.errors import printable
+from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
+from zeromesh.trainer.tools.html_report.runs import RunRecord
+
+COLORS = ("#2f7fd6", "#e2751d", "#35a869", "#c04fa9", "#22a3b3", "#cfa11f", "#7d66d2", "#d8525f", "#8a9a3b", "#86909c")
+"""They are readable on the light and on the dark page."""
+MOST_POINTS, MOST_STACKED = 1200, 300
+"""Of a line and of a stack; a screen has fewer columns."""
+_SMOOTHED_FROM, _DOTS_UP_TO = 60, 40
+"""Points from which on a loss is smoothed, and up to which values of evaluations are dots."""
+_LOG_FROM = 50.0
+"""Highest over lowest value from which on a logarithmic axis shows more."""
+_FAR, _FEW = 2.5, 2
+"""Times the median from which on seconds of a step, at most so many or a fiftieth of all, are cut off."""
+
+_UNITS: dict[str, tuple[Callable[[float], str], str, str, str]] = {
+    "plain": ("{:.4g}".format, "~r", ".5~r", ""),
+    "count": (human_count, "~s", ".4~s", ""),
+    "bytes": (human_bytes, "~r", ".4~r", ""),
+    "seconds": (human_seconds, "~s", ".4~s", "s"),
+    "percent": ("{:.1%}".format, "~%", ".3~%", ""),
+}
+"""A number in a legend; the formats of ticks and of values under the pointer in d3's notation; what follows both."""
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
+_CURVES = (
+    ("lr", "Learning rate", "plain", ""),
+    ("grad_norm", "Gradient norm", "plain", "before clipping"),
+    ("tokens_per_second", "Throughput", "count", "tokens (of models without tokens, samples) a second, over all ranks"),
+    ("step_seconds", "Time of a step", "seconds", ""),
+    ("mfu", "Model FLOPs utilisation", "percent", "of the peak of all ranks"),
+    ("peak_memory_bytes", "Peak memory", "bytes", "the most that any rank has needed so far"),
+    ("loss_scale", "Loss scale", "plain", "of float16"),
+    ("_wait_seconds", "Waiting for offloaded bytes", "seconds", "of the first rank in a step"),
+    ("bubble", "Pipeline bubble", "percent", "part of a step in which ranks of the pipeline stood still"),
+    ("eval_runtime", "Time of an evaluation", "seconds", ""),
+    ("eval_samples_per_second", "Samples a second of evaluations", "plain", ""),
+    ("eval_steps_per_second", "Steps a second of evaluations", "plain", ""),
+)
+"""Charts of one key, or of all keys with an end that begins with `_`: its name, the title, the unit, a note."""
+_AXIS = {"gridcolor": "#e6e9ee", "linecolor": "#5b6470", "zeroline": False, "automargin": True, "ticklabelstandoff": 4}
+_LAYOUT = {
+    "template": "none",
+    "font": {"family": 'system-ui, "Segoe UI", Roboto, "Noto Sans", sans-serif', "size": 12, "color": "#5b6470"},
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+    "margin": {"l": 56, "r": 12, "t": 24, "b": 24},
+    "hovermode": "x unified",
+    "hoverlabel": {"namelength": -1},
+    "showlegend": True,
+    "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+    "xaxis": {**_AXIS, "showgrid": False, "showline": True, "unifiedhovertitle": {"text": "step %{x}"}},
+    "yaxis": {**_AXIS, "nticks": 6, "showline": False},
+}
+_LOOKS: dict[str, dict[str, Any]] = {
+    "line": {"mode": "lines", "line_width": 1.8},
+    "dashed": {"mode": "lines", "line_width": 1.8, "line_dash": "dash"},
+    "faint": {"mode": "lines", "line_width": 1, "opacity": 0.4, "showlegend": False},
+    "dots": {"mode": "lines+markers", "line_width": 1, "line_dash": "dot", "marker_size": 7, "cliponaxis": False},
+    "stack": {"mode": "none", "stackgroup": "all"},
+    "levels": {"mode": "none", "stackgroup": "all", "line_shape": "hv"},
+}
+
+
+class Line(NamedTuple):
+    """Values by step (`levels`: by second), of which those that are not finite interrupt the line."""
+
+    name: str
+    values: Mapping[Any, float]
+    color: int
+    look: str = "line"
+
+
+class Chart(NamedTuple):
+    """A figure and the words above it. `over_steps` is False over the seconds of one step; `log`: its axis may be logarithmic."""
+
+    name: str
+    title: str
+    note: str
+    figure: go.Figure
+    over_steps: bool
+    log: bool
+
+
+def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
+    """All charts that the runs have values for. Those over steps show the same steps."""
+    found = [_chart(*each) for each in _curves(runs) if any(any(line.values.values()) for line in each[-1])]
+    for place, run in enumerate(runs):
+        end, of = (f"-{place}", f": {run.name}") if len(runs) > 1 else ("", "")
+        for name, title, unit, note, parts, look in _stacks(run):
+            some = {part.replace("_", " "): values for part, values in parts.items() if any(values.values())}
+            lines = [Line(part, values, color, look) for color, (part, values) in enumerate(some.items())]
+            found += [_chart(name + end, title + of, unit, note, lines)] if lines else []
+    steps = {line["step"] for run in runs for line in run.lines}
+    for chart in found:
+        if chart.over_steps and len(steps) > 1:
+            chart.figure.update_xaxes(range=[min(steps), max(steps)], dtick=1 if len(steps) < 8 else None)
+    return found
+
+
+def kept(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
+    """Indices of at most `most` (4 or more) values: of stretches of equal length the first, lowest, highest and last one."""
+    if len(values) <= most:
+        return list(range(len(values)))
+    ends = [number * len(values) // (most // 4) for number in range(most // 4 + 1)]
+    found: set[int] = set()
+    for begin, end in pairwise(ends):
+        inside = range(begin, end)
+        found |= {begin, min(inside, key=values.__getitem__), max(inside, key=values.__getitem__), end - 1}
+    return sorted(found)
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """Means over `window` values around each one; fewer at both ends, so that the curve does not lag."""
+    sums = [0.0, *accumulate(values)]
+    reaches = [min(window // 2, place, len(values) - 1 - place) for place in range(len(values))]
+    return [(sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1) for at, reach in enumerate(reaches)]
+
+
+def _curves(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str, str, str, list[Line]]]:
+    """The charts of lines: name, title, unit, note, lines."""
+    several = len(runs) > 1
+    losses: list[Line] = []
+    for place, run in enumerate(runs):
+        prefix, values, finite = f"{run.name}, " * several, run.columns.get(("loss",), {}), run.column("loss")
+        if len(finite) >= _SMOOTHED_FROM:
+            losses.append(Line(f"{prefix}training", values, place, "faint"))
+            means = smoothed(list(finite.values()), max(5, len(finite) // 40))
+            losses.append(Line(f"{prefix}training, smoothed", values | dict(zip(finite, means, strict=True)), place))
+        elif values:
+            losses.append(Line(f"{prefix}training", values, place))
+        if evaluations := run.evaluation_losses():
+            look = "dots" if len(evaluations) <= _DOTS_UP_TO else "line"
+            losses.append(Line(f"{prefix}evaluation", evaluations, place if several else 1, look))
+    yield "loss", "Loss", "plain", "mean over the targets of a step", losses
+    paths = list(dict.fromkeys(keys for run in runs for keys in run.columns))
+    known = {"eval_loss", *(name for name, *_ in _CURVES)}
+    evaluated = [name for name, *_ in paths if name.startswith("eval_") and name not in known]
+    for name, title, unit, note in [*((name, name, "plain", "of evaluations") for name in evaluated), *_CURVES]:
+        lines = []
+        for place, run in enumerate(runs):
+            own = [keys for keys in paths if keys[0] == name or (name[0] == "_" and keys[0].endswith(name))]
+            for other, keys in enumerate(own):
+                values = run.columns.get(keys, {})
+                words = [run.name if several else "", keys[0].removesuffix(name), *keys[1:]]
+                look = "dots" if name.startswith("eval_") and len(values) <= _DOTS_UP_TO else "line"
+                look = "dashed" if keys[-1] == "predicted" else look
+                label = ", ".join(filter(None, words)) or title.lower()
+                lines += [Line(label, values, place if several else other, look)] if values else []
+        yield name, title, unit, note, lines
+
+
+def _stacks(run: RunRecord) -> Iterator[tuple[str, str, str, str, dict[str, dict[Any, float]], str]]:
+    """The charts of what adds up in a run: name, title, unit, note, values by part and step, look."""
+    columns = {keys: run.column(*keys) for keys in run.columns}
+    phases = {keys[1]: values for keys, values in columns.items() if keys[0] == "phases"}
+    timed = {step for values in phases.values() for step in values}
+    whole = {step: seconds for step, seconds in run.column("step_seconds").items() if step in timed}
+    rest = {step: seconds - sum(values.get(step, 0.0) for values in phases.values()) for step, seconds in whole.items()}
+    phases["other"] = {step: seconds for step, seconds in rest.items() if seconds > 0.01 * whole[step]}
+    yield "phases", "Time by phase", "seconds", "of the first rank in a step", phases, "stack"
+    for tier in dict.fromkeys(keys[1] for keys in columns if keys[0] == "memory"):
+        purposes = {keys[-1]: values for keys, values in columns.items() if keys[:2] == ("memory", tier)}
+        note = "of the first rank, the most of each purpose in a step"
+        yield f"memory-{tier}", f"Memory by purpose, {tier}", "bytes", note, purposes, "stack"
+    number, seconds, events = run.step_memory or (0, 0.0, [])
+    for tier in dict.fromkeys(tier for _, tier, _, _ in events):
+        now: dict[str, float] = {}
+        moments: dict[float, dict[str, float]] = {}
+        for at, where, purpose, nbytes in events:
+            if where == tier:
+                now[purpose] = nbytes
+                moments[at] = dict(now)
+        if len(moments) > 1:
+            moments.setdefault(max(seconds, *moments), now)
+            levels = {purpose: {at: row.get(purpose, 0.0) for at, row in moments.items()} for purpose in now}
+            note = "bytes that the first rank has allocated there"
+            yield f"step-memory-{tier}", f"Memory over step {number}, {tier}", "bytes", note, levels, "levels"
+    traffic = {
+        ": ".join(keys[1:3]): each for keys, each in columns.items() if keys[::3] == ("communication", "seconds")
+    }
+    note = "of the first rank in starting collectives and waiting for them"
+    yield "communication", "Communication by axis", "seconds", note, traffic, "stack"
+
+
+def _chart(name: str, title: str, unit: str, note: str, lines: Sequence[Line]) -> Chart:
+    """A chart of at least one line; of a stack from the bottom to the top."""
+    shown, ticks, hover, suffix = _UNITS[unit]
+    stacked, over_steps = lines[0].look in ("stack", "levels"), lines[0].look != "levels"
+    tops = [(step, value) for line in lines for step, value in line.values.items() if isfinite(value)]
+    if stacked:
+        steps = sorted({step for line in lines for step in line.values})
+        tops = [(step, sum(line.values.get(step, 0.0) for line in lines)) for step in steps]
+        steps = [steps[place] for place in kept([top for _, top in tops], MOST_STACKED)]
+    values = [value for _, value in tops] or [0.0]
+    notes, high, factor = [note] if note else [], max(values), 1.0
+    near = [value for value in values if value <= _FAR * median(values)]
+    if unit == "seconds" and 0 < (far := len(values) - len(near)) <= max(_FEW, len(values) // 50):
+        step = max(tops, key=lambda top: top[1])[0]
+        notes.append(f"{far} value{'s' * (far > 1)} above the picture, the highest {shown(high)} in step {step}")
+        high = max(near)
+    if unit == "bytes":
+        power = min(4, int(log(max(high, 1.0), 1024)))
+        factor, suffix = 1024.0**power, f" {_BYTES[power]}"
+    figure = go.Figure(layout=_LAYOUT)
+    figure.update_yaxes(tickformat=ticks, hoverformat=hover, ticksuffix=suffix)
+    broken: set[float] = set()
+    for line in lines:
+        finite = {step: value for step, value in line.values.items() if isfinite(value)}
+        bad = [step for step in line.values if step not in finite]
+        broken.update(bad := [bad[place] for place in kept(bad)])
+        xs = steps if stacked else sorted([*bad, *(list(finite)[place] for place in kept(list(finite.values())))])
+        ys = [float(f"{line.values.get(x, 0.0) / factor:.7g}") for x in xs]
+        last = shown([nan, *finite.values()][-1])
+        if line.look == "levels":
+            last = f"up to {shown(max(finite.values()))}"
+        elif stacked and unit == "seconds":
+            last = f"{sum(finite.values()) / sum(values):.0%}"
+        text = html.escape(printable(line.name), quote=False).replace("%{", "% {")
+        color = COLORS[line.color % len(COLORS)]
+        figure.add_scatter(
+            x=xs if len(xs) > 1 or not stacked else [xs[0] - 0.5, xs[0] + 0.5],
+            y=ys if len(xs) > 1 or not stacked else ys * 2,
+            name=f"{text.removesuffix(', smoothed')}  {last}",
+            hovertemplate=f"%{{y}}<extra>{text}</extra>",
+            legendgroup=str(line.color),
+            line_color=color,
+            fillcolor=color,
+            **_LOOKS[line.look],
+        )
+    if broken:
+        notes.append(f"not finite in {len(broken)} step{'s' * (len(broken) > 1)} (red)")
+        path = "".join(f"M{step},0L{step},0.06" for step in sorted(broken))
+        figure.add_shape(type="path", yref="paper", path=path, line={"color": "#d33a2f", "width": 2})
+    from_zero = unit != "plain" or name == "lr"
+    if from_zero:
+        figure.update_yaxes(range=[0.0, 1.06 * high / factor or 1.0])
+    elif 0 < _LOG_FROM * min(values) <= high:
+        figure.update_yaxes(type="log")
+    if not over_steps:
+        figure.update_xaxes(unifiedhovertitle_text="%{x}", tickformat="~s", ticksuffix="s")
+    return Chart(name, title, "; ".join(notes), figure, over_steps, not from_zero and min(values) > 0)
