@@ -110,7 +110,7 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", media=kind, features=features)
 
-    def mouse(self, kind: str, x: float, y: float) -> None:
+    def mouse(self, kind: str, x: float, y: float, count: int = 1) -> None:
         """Move, press or release the mouse: `mouseMoved`, `mousePressed`, `mouseReleased`."""
         pressed = kind != "mouseMoved"
         self.call(
@@ -119,7 +119,7 @@ class Browser:
             x=x,
             y=y,
             button="left" if pressed else "none",
-            clickCount=int(pressed),
+            clickCount=count if pressed else 0,
         )
 
     def picture(self, path: Path, *, whole: bool = True) -> None:

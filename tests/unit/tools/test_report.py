@@ -409,6 +409,11 @@ def test_the_pointer_shows_values_and_drags_open_a_closer_look(browser: Browser,
     for name in ("loss", "phases", "lr"):
         assert steps(name) == pytest.approx([100, 150], abs=3)
     assert steps("step-memory-device")[0] == 0
+    for count in (1, 2):
+        browser.mouse("mousePressed", left + width / 2, top + height / 2, count)
+        browser.mouse("mouseReleased", left + width / 2, top + height / 2, count)
+    browser.ask("new Promise((done) => setTimeout(done, 600))")
+    assert steps("loss") == steps("lr") == [1, 200]
     # A series that is left out of a stack leaves no hole in it.
     browser.ask("document.querySelector('#chart-phases .legendtoggle').dispatchEvent(new MouseEvent('mousedown'))")
     browser.ask("document.querySelector('#chart-phases .legendtoggle').dispatchEvent(new MouseEvent('mouseup'))")

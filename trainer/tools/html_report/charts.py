@@ -246,7 +246,7 @@ def _chart(name: str, title: str, unit: str, note: str, lines: Sequence[Line]) -
         figure.add_shape(type="path", yref="paper", path=path, line={"color": "#d33a2f", "width": 2})
     from_zero = unit != "plain" or name == "lr"
     if from_zero:
-        figure.update_yaxes(range=[0.0, 1.06 * high / factor or 1.0])
+        figure.update_yaxes(range=[0.0, 1.06 * high / factor or 1.0], rangemode="tozero")
     elif 0 < _LOG_FROM * min(values) <= high:
         figure.update_yaxes(type="log")
     if not over_steps:

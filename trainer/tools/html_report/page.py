@@ -36,9 +36,10 @@ for (const { id, data, layout } of charts) {
 const linked = charts.filter((chart) => chart.over_steps).map(({ id }) => document.getElementById(id));
 for (const plot of linked) {
   const others = linked.filter((other) => other !== plot);
-  plot.on("plotly_relayout", (change) => {
-    const range = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
-    if (range[1] !== undefined) others.forEach((other) => Plotly.relayout(other, { "xaxis.range": range }));
+  plot.on("plotly_relayout", () => {
+    const range = [...plot.layout.xaxis.range];
+    for (const other of others)
+      if (String(other.layout.xaxis.range) !== String(range)) Plotly.relayout(other, { "xaxis.range": range });
   });
   plot.on("plotly_hover", ({ points }) => others.forEach((other) => Plotly.Fx.hover(other, { xval: points[0].x }, "xy", true)));
   plot.on("plotly_unhover", () => others.forEach((other) => Plotly.Fx.unhover(other)));
