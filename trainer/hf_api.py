@@ -26,8 +26,7 @@ from zeromesh.trainer.callbacks.transformers_callbacks import Batches, bring_up_
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset
 from zeromesh.trainer.data.feed import Feed
-from zeromesh.trainer.hub.model_card import write_model_card
-from zeromesh.trainer.hub.upload import open_repository, push
+from zeromesh.trainer.hub.upload import open_repository, push, write_model_card
 from zeromesh.trainer.loop.context import FitReport
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.monitoring.step_metrics import strict

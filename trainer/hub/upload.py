@@ -1,4 +1,4 @@
-"""Uploading a model to the Hub: rank 0 does it, and the other ranks wait for what came of it.
+"""Uploading a model to the Hub, with a model card: rank 0 does it, and the other ranks wait for what came of it.
 
 What goes there is what `Trainer.save` writes, and a draft of a model card: nothing else of the run's directory, whose files name
 paths and settings of this machine.
@@ -9,48 +9,56 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub import CommitInfo
 from transformers import PreTrainedConfig
+from transformers.modelcard import TrainingSummary
 
 from zeromesh.environment import secret_values
 from zeromesh.errors import ConfigError, StorageError
+from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.callbacks.transformers_callbacks import arguments_of
 from zeromesh.trainer.config.redact import Redaction
-from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.hub.model_card import DescribedTrainer, write_model_card
+from zeromesh.trainer.models.adapters import is_adapted
 from zeromesh.trainer.models.hub_download import T, while_posting
-from zeromesh.trainer.tracking.worker import describe_error
+from zeromesh.trainer.tracking.tracking import describe_error
 
 FOLDER = "hub-upload"
-"""In the run's directory: what is uploaded, until it is."""
+"""The folder of the run's directory where what is uploaded lies until it is."""
 _TOKEN = "give a token that may write (HF_TOKEN, hub_token, or `hf auth login`)"
 
 
-class UploadedTrainer(DescribedTrainer, Protocol):
-    """What an upload reads of a trainer, and what it has it do."""
+def write_model_card(trainer: Any, directory: Path, values: Mapping[str, Any]) -> None:
+    """Write `README.md`, transformers' own draft of a model card, for a `Trainer`.
 
-    @property
-    def config(self) -> TrainerConfig: ...
+    `values` are what the user says of the model, by transformers' names.
+    """
+    config, mesh = trainer.run_config, trainer.mesh
+    described = SimpleNamespace(  # What transformers reads of a trainer for a card.
+        args=trainer.training_arguments or arguments_of(config),
+        model=trainer.model,
+        state=trainer.state,
+        train_dataset=trainer.train_dataset,
+        eval_dataset=trainer.eval_dataset,
+    )
+    card = TrainingSummary.from_trainer(described, **values)
+    if mesh.world_size > 1:  # What follows from the number of ranks, which transformers' arguments do not always know.
+        micro = config.batch.eval_micro_size or config.batch.micro_size
+        card.hyperparameters |= {
+            "num_devices": mesh.world_size,
+            "total_train_batch_size": config.batch.global_size,
+            "total_eval_batch_size": micro * mesh.data.size,
+        }
+    write_whole(directory / "README.md", card.to_model_card().encode())
+    if is_adapted(trainer.model):
+        trainer.model.create_or_update_model_card(str(directory))
 
-    @property
-    def hub_model_id(self) -> str | None: ...
 
-    @property
-    def run_directory(self) -> Path: ...
-
-    def save(self, directory: Path) -> Any:
-        """Save the model as transformers reads it."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Show a line."""
-        ...
-
-
-def open_repository(trainer: UploadedTrainer, token: str | None, private: bool | None) -> str:
+def open_repository(trainer: Any, token: str | None, private: bool | None) -> str:
     """The full name of the repository, which is made if there is none; all ranks call it.
 
     Raises:
@@ -61,33 +69,34 @@ def open_repository(trainer: UploadedTrainer, token: str | None, private: bool |
     token = token or _token_of(trainer)
 
     def make() -> str:
-        wanted = hub.private if private is None else private
-        return huggingface_hub.HfApi().create_repo(name, token=token, private=wanted, exist_ok=True).repo_id
+        chosen = hub.private if private is None else private
+        return huggingface_hub.HfApi().create_repo(name, token=token, private=chosen, exist_ok=True).repo_id
 
     found, failure = _by_first_rank(trainer.mesh, make, token, "repository on the Hub")
     if failure:
         raise ConfigError(
             f"the repository {name!r} of the Hub cannot be written to: {failure}; {_TOKEN}", where="hub.repository"
         )
-    return trainer.mesh.world.gather_bytes((found or "").encode(), "name of the repository")[0].decode()
+    mesh: Mesh = trainer.mesh
+    return mesh.world.gather_bytes((found or "").encode(), "name of the repository")[0].decode()
 
 
 def push(
-    trainer: UploadedTrainer, message: str | None, *, token: str | None, revision: str | None, card: Mapping[str, Any]
+    trainer: Any, message: str | None, *, token: str | None, revision: str | None, card: Mapping[str, Any]
 ) -> CommitInfo | None:
-    """Upload the model as it is now to `trainer.hub_model_id`; all ranks call it. The commit, on rank 0.
+    """Upload the model as it is now to `trainer.hub_model_id`; all ranks call it. Returns the commit on rank 0.
 
     Raises:
         StorageError: on all ranks, where it cannot be saved or uploaded; what was saved stays in `hub-upload`.
     """
-    directory, token = trainer.run_directory / FOLDER, token or _token_of(trainer)
+    directory, repository, token = trainer.run_directory / FOLDER, trainer.hub_model_id, token or _token_of(trainer)
     trainer.save(directory)
 
     def upload() -> CommitInfo:
         if isinstance(getattr(trainer.model, "config", None), PreTrainedConfig):
             write_model_card(trainer, directory, _values_of_card(trainer, card))
         return huggingface_hub.HfApi().upload_folder(
-            repo_id=trainer.hub_model_id or "",
+            repo_id=repository,
             folder_path=directory,
             commit_message=message,
             token=token,
@@ -97,8 +106,8 @@ def push(
     commit, failure = _by_first_rank(trainer.mesh, upload, token, "upload to the Hub")
     if failure:
         raise StorageError(
-            f"the model could not be uploaded to {trainer.hub_model_id}: {failure}. It is in {directory}: upload it with "
-            f"`hf upload {trainer.hub_model_id} {directory}`"
+            f"the model could not be uploaded to {repository}: {failure}. It is in {directory}: upload it with "
+            f"`hf upload {repository} {directory}`"
         )
     if commit is not None:
         shutil.rmtree(directory, ignore_errors=True)
@@ -106,15 +115,15 @@ def push(
     return commit
 
 
-def _token_of(trainer: UploadedTrainer) -> str | None:
-    """What `TrainingArguments` say; None: huggingface_hub looks for one."""
+def _token_of(trainer: Any) -> str | None:
+    """The token of `TrainingArguments`; None: huggingface_hub looks for one."""
     return getattr(trainer.training_arguments, "hub_token", None)
 
 
-def _values_of_card(trainer: UploadedTrainer, values: Mapping[str, Any]) -> dict[str, Any]:
+def _values_of_card(trainer: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """The repository's name and the model's tags beside what the user says of the model, as in transformers."""
-    values = {"model_name": (trainer.hub_model_id or "").rpartition("/")[2], **values}
-    tags: Any = getattr(trainer.model, "model_tags", None)
+    values = {"model_name": trainer.hub_model_id.rpartition("/")[2], **values}
+    tags = getattr(trainer.model, "model_tags", None)
     if tags:
         own = values.get("tags") or []
         values["tags"] = list(dict.fromkeys([*([own] if isinstance(own, str) else own), *tags]))
@@ -128,5 +137,5 @@ def _by_first_rank(mesh: Mesh, call: Callable[[], T], token: str | None, what: s
         try:
             result = while_posting(mesh, call)
         except Exception as error:  # noqa: BLE001 - a library's and the network's; all ranks have to know
-            failure = describe_error(error, Redaction([*([token] if token else []), *secret_values()]))
+            failure = describe_error(error, Redaction([*filter(None, [token]), *secret_values()]))
     return result, mesh.world.gather_bytes(failure.encode(), what)[0].decode()

@@ -1,14 +1,20 @@
-"""The trackers that a run can send figures to, by name, over those of accelerate: how each begins, and how far it has got."""
+"""The trackers that a run can send figures to, by name, over those of accelerate: how each begins, and how far it has got.
+
+Nothing of the machine, the command line, the code, the repository or the output goes to a tracker. Most look at all of that unless
+they are told not to, each in words of its own.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import heapq
 import json
 import os
 import re
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +22,199 @@ from typing import Any
 import yaml
 
 from zeromesh.files import read_whole, write_whole
-from zeromesh.trainer.tracking.backend_options import TrackedRun, arguments_of
-from zeromesh.trainer.tracking.rows import Sent, TrackedRow
+from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, last_metrics
 from zeromesh.trainer.tracking.wandb_log import last_row
+
+_NAMES = {
+    "loss": "train/loss",
+    "lr": "train/learning_rate",
+    "grad_norm": "train/grad_norm",
+    "tokens": "train/tokens",
+    "tokens_per_second": "perf/tokens_per_second",
+    "step_seconds": "perf/step_seconds",
+    "mfu": "perf/mfu",
+    "peak_memory_bytes": "memory/peak_bytes",
+    "phases": "time",
+}
+"""What fields of a step's line are called in trackers; others are `train/NAME`, and mappings `NAME/KEY`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackedRow:
+    """Figures of a step, or of an evaluation after it."""
+
+    step: int
+    values: Mapping[str, float]
+    evaluation: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """How far a tracker has got: the last step, and whether its evaluation too."""
+
+    step: int = -1
+    """-1: nobody knows."""
+    evaluated: bool = False
+
+    def covers(self, row: TrackedRow) -> bool:
+        """Whether the tracker has a row."""
+        return row.step < self.step or (row.step == self.step and (self.evaluated or not row.evaluation))
+
+
+def step_row(record: Mapping[str, Any]) -> TrackedRow:
+    """The row of a step, from its line in `metrics.jsonl`."""
+    values: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            values |= _numbers(_NAMES.get(name, name), value)
+        elif isinstance(value, int | float) and name not in ("step", "time"):
+            values[_NAMES.get(name, f"train/{name}")] = value
+    return TrackedRow(step=record["step"], values=values)
+
+
+def _numbers(path: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of mappings in mappings, by their paths."""
+    for key, value in values.items():
+        name = f"{path}/{key.replace(' ', '-')}"
+        if isinstance(value, Mapping):
+            yield from _numbers(name, value)
+        elif isinstance(value, int | float):
+            yield name, value
+
+
+def evaluation_row(step: int, values: Mapping[str, Any]) -> TrackedRow:
+    """The row of an evaluation after `step`; what is no number among its values is left out."""
+    numbers = {name.removeprefix("eval_"): value for name, value in values.items() if name != "time"}
+    named = {f"eval/{name}": value for name, value in numbers.items() if isinstance(value, int | float)}
+    return TrackedRow(step=step, values=named, evaluation=True)
+
+
+def missed_rows(directory: Path, sent: Sent, through: int) -> Iterator[TrackedRow]:
+    """What the files of a run's directory have of the steps up to `through` and a tracker has not: a kill met it on its way.
+
+    None where it is not known how far the tracker has got. Raises `StorageError` where a file cannot be read.
+    """
+    if sent.step < 0:
+        return
+    steps = map(step_row, last_metrics(directory / METRICS, sent.step, through))
+    lines = last_metrics(directory / EVALUATIONS, sent.step, through)
+    evaluations = (evaluation_row(line.pop("step"), line) for line in lines)
+    for row in heapq.merge(steps, evaluations, key=lambda row: (row.step, row.evaluation)):
+        if not sent.covers(row):
+            yield row
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackedRun:
+    """What trackers know about a run. `config` holds no secrets; `step` is the one after which this process goes on."""
+
+    ident: str
+    name: str
+    project: str
+    tags: tuple[str, ...]
+    online: bool
+    directory: Path
+    step: int
+    config: Mapping[str, Any]
+
+
+_FRAMEWORKS = (
+    "detect_repository matplotlib tensorflow tensorboard pytorch xgboost scikit fastai lightgbm hydra tfdefines joblib megengine "
+    "catboost gradio jsonargparse"
+)
+"""What ClearML would watch; only all of their names keep it from the repository and from files that are saved."""
+
+
+_COMET_WATCHES = (
+    "log_code log_graph parse_args log_git_metadata log_git_patch log_env_details auto_output_logging auto_param_logging "
+    "auto_metric_logging auto_log_co2"
+)
+
+
+def arguments_of(name: str, run: TrackedRun) -> dict[str, Any]:
+    """Keyword arguments for the tracker `name` of accelerate; none for one that a user has registered."""
+    return _ARGUMENTS[name](run) if name in _ARGUMENTS else {}
+
+
+def _aim(run: TrackedRun) -> dict[str, Any]:
+    return {"experiment": run.name, "system_tracking_interval": None, "capture_terminal_logs": False}
+
+
+def _clearml(run: TrackedRun) -> dict[str, Any]:
+    if not run.online:
+        from clearml import Task
+
+        Task.set_offline(True)
+    return {
+        "task_name": run.name,
+        "tags": list(run.tags),
+        "reuse_last_task_id": False,
+        "auto_connect_arg_parser": False,
+        "auto_connect_frameworks": dict.fromkeys(_FRAMEWORKS.split(), False),
+        "auto_resource_monitoring": False,
+        "auto_connect_streams": False,
+    }
+
+
+def _comet_ml(run: TrackedRun) -> dict[str, Any]:
+    from comet_ml import ExperimentConfig
+
+    settings = ExperimentConfig(
+        name=run.name,
+        tags=list(run.tags),
+        offline_directory=str(run.directory / "comet_ml"),
+        display_summary_level=0,
+        **dict.fromkeys(_COMET_WATCHES.split(), False),
+    )
+    # A key has 32 characters at least.
+    key = hashlib.sha256(run.ident.encode()).hexdigest()[:32]
+    where = {} if run.online else {"online": False}
+    return {"experiment_key": key, "mode": "get_or_create", "experiment_config": settings, **where}
+
+
+def _dvclive(run: TrackedRun) -> dict[str, Any]:
+    # An experiment of DVC's would be a commit of all that is in the repository. In a directory of its own, `dvc.yaml` would name
+    # each file once more with every step.
+    paths = {"dir": str(run.directory / "dvclive"), "dvcyaml": str(run.directory / "dvc.yaml")}
+    return {**paths, "resume": run.step > 0, "save_dvc_exp": False}
+
+
+def _mlflow(run: TrackedRun) -> dict[str, Any]:
+    # Its tags have names, of few characters.
+    return {"run_name": run.name, "tags": {"tags": ", ".join(run.tags)} if run.tags else None}
+
+
+def _swanlab(run: TrackedRun) -> dict[str, Any]:
+    from swanlab import Settings
+
+    hidden = dict.fromkeys(("hardware", "runtime", "requirements", "conda", "git", "monitor"), False)
+    where = {} if run.online else {"mode": "offline"}
+    return {
+        "name": run.name,
+        "tags": list(run.tags),
+        "id": run.ident,
+        "resume": "allow",
+        "log_dir": str(run.directory / "swanlab"),
+        "settings": Settings(probe=hidden, terminal={"proxy_type": "none"}),
+        **where,
+    }
+
+
+def _trackio(run: TrackedRun) -> dict[str, Any]:
+    # It knows runs by their names alone.
+    return {"name": f"{run.name}-{run.ident}", "resume": "allow", "auto_log_gpu": False, "auto_log_cpu": False}
+
+
+_ARGUMENTS: dict[str, Callable[[TrackedRun], dict[str, Any]]] = {
+    "aim": _aim,
+    "clearml": _clearml,
+    "comet_ml": _comet_ml,
+    "dvclive": _dvclive,
+    "mlflow": _mlflow,
+    "swanlab": _swanlab,
+    "trackio": _trackio,
+}
+
 
 GLOBAL_STEP = "train/global_step"
 """The name under which each row says its step; transformers' own callback calls it the same."""

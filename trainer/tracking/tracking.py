@@ -9,28 +9,40 @@ this one computes their steps anew. `tracking.json` in the run's directory has t
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import re
 import secrets
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Self
 
 import torch
 
 from zeromesh.environment import kept_environment, secret_values
+from zeromesh.errors import summary
 from zeromesh.files import read_whole, write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.monitoring.step_metrics import StepMetrics
-from zeromesh.trainer.tracking.backend_options import TrackedRun
-from zeromesh.trainer.tracking.backends import Tracker, make_tracker
-from zeromesh.trainer.tracking.rows import TrackedRow, evaluation_row, step_row
-from zeromesh.trainer.tracking.worker import HAS_ALL, Sender, describe_error
+from zeromesh.trainer.tracking.backends import (
+    TrackedRow,
+    TrackedRun,
+    Tracker,
+    evaluation_row,
+    make_tracker,
+    missed_rows,
+    step_row,
+)
 
+HAS_ALL = "metrics.jsonl has every step"
 NAME = "tracking.json"
 _CAPACITY = 10_000
 _FINISH_SECONDS = 30.0
@@ -40,6 +52,81 @@ _ABANDON_SECONDS = 2.0
 _SHARE = 0.7
 """The part of the time for which ranks wait for each other that the end may take."""
 _IDENT = re.compile(r"[A-Za-z0-9]{1,64}")
+
+
+class Sender:
+    """Sends the rows of one tracker in a thread of its own, so that it holds up neither training nor other trackers.
+
+    The training thread calls the public methods, and waits in `ended` alone.
+    """
+
+    def __init__(self, tracker: Tracker, redaction: Redaction, capacity: int) -> None:
+        """At most `capacity` rows wait for the tracker; more are counted, and left out."""
+        self.name = tracker.name
+        self._tracker = tracker
+        self._redaction = redaction
+        self._capacity = capacity
+        self._rows: SimpleQueue[TrackedRow | None] = SimpleQueue()
+        self._lost = 0
+        self._closed = False
+        self._warnings: deque[str] = deque()
+        self._thread = threading.Thread(target=self._send, name=f"tracking by {tracker.name}", daemon=True)
+        self.start = self._thread.start
+
+    def put(self, row: TrackedRow) -> None:
+        """Send a row when its turn comes, unless the tracker has failed."""
+        if self._thread.is_alive() and self._rows.qsize() < self._capacity:
+            self._rows.put(row)
+        elif self._thread.is_alive():
+            self._lost += 1
+
+    def close(self) -> None:
+        """End the tracker after the rows that wait."""
+        self._closed = True
+        self._rows.put(None)
+
+    def ended(self, end: float) -> bool:
+        """Wait until `end`, in monotonic time, for the tracker; whether it has ended."""
+        self._thread.join(max(0.0, end - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def abandon(self) -> None:
+        """Let go of a tracker that does not answer. What it says then is not news."""
+        self._warnings = deque(maxlen=0)
+        with contextlib.suppress(Exception):
+            self._tracker.abandon()
+
+    def news(self) -> Iterator[str]:
+        """Warnings that nobody has seen yet."""
+        while self._warnings:
+            yield self._warnings.popleft()
+        if self._lost and self._closed:
+            yield f"WARNING: tracking by {self.name} was too slow for {self._lost} rows, which it misses; {HAS_ALL}"
+            self._lost = 0
+
+    def _send(self) -> None:
+        """Run the tracker: first what an earlier process did not get as far as to send. Training goes on whatever it raises."""
+        tracker, last, what = self._tracker, 0, "did not begin"
+        try:
+            tracker.start()
+            missed = list(missed_rows(tracker.run.directory, tracker.sent, tracker.run.step))
+            for row in itertools.chain(missed, iter(self._rows.get, None)):
+                what = f"ended after step {last}"
+                if not tracker.sent.covers(row):
+                    tracker.log(row)
+                last = row.step
+            what = "did not end well"
+            tracker.finish()
+        except BaseException as error:  # noqa: BLE001 - other people's code, some of which exits; it must not end a run
+            reason = describe_error(error, self._redaction)
+            self._warnings.append(f"WARNING: tracking by {self.name} {what}: {reason}. Training goes on; {HAS_ALL}")
+            with contextlib.suppress(Exception):
+                tracker.give_up(error)
+
+
+def describe_error(error: BaseException, redaction: Redaction) -> str:
+    """An error's class and the first line of its text, without secrets."""
+    return redaction.text(summary(error)).rstrip(". ")
 
 
 class Tracking:
@@ -124,47 +211,40 @@ class Tracking:
     def _put(self, row: TrackedRow) -> None:
         for sender in self._senders:
             sender.put(row)
-        self._tell()
+        self._show_news()
+
+    def _show_news(self) -> None:
+        for sender in self._senders:
+            for line in sender.news():
+                self._note(line)
 
     def __enter__(self) -> Self:
         for sender in self._senders:
             sender.start()
         return self
 
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self.finish(min(_FINISH_SECONDS if error is None else _ERROR_SECONDS, self._patience))
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.finish(min(_FINISH_SECONDS if kind is None else _ERROR_SECONDS, self._patience))
 
     def finish(self, seconds: float) -> None:
         """Send what is left, waiting for that so many seconds at most. Nothing is sent afterwards."""
-        if not self._senders:
-            return
         end = time.monotonic() + seconds
         for sender in self._senders:
             sender.close()
         late = [sender for sender in self._senders if not sender.ended(end)]
+        self._show_news()
         if late:
             names = ", ".join(sender.name for sender in late)
-            self._tell()
             self._note(f"WARNING: tracking by {names} did not end within {seconds:g} seconds; {HAS_ALL}")
-            _abandon(late)
-        else:
+            for sender in late:
+                sender.abandon()
+            end = time.monotonic() + _ABANDON_SECONDS
+            for sender in late:
+                sender.ended(end)
+        elif self._senders:
             self._leave()
-        self._tell()
+        self._show_news()
         self._senders = []
-
-    def _tell(self) -> None:
-        for sender in self._senders:
-            for line in sender.news():
-                self._note(line)
-
-
-def _abandon(late: Sequence[Sender]) -> None:
-    """Let go of trackers that do not answer."""
-    for sender in late:
-        sender.abandon()
-    end = time.monotonic() + _ABANDON_SECONDS
-    for sender in late:
-        sender.ended(end)
 
 
 def _ident(path: Path, run: str, step: int, known: Mapping[str, Any], note: Callable[[str], None]) -> str:

@@ -23,15 +23,13 @@ from step_lines import check_phases
 from workers import PoolOptions, Workers
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config.loading import machine_checks
+from zeromesh.trainer.config.loading import load as machine_checks
 from zeromesh.trainer.config.loading.load import load_config
 from zeromesh.trainer.config.redact import REDACTED, Redaction
 from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, StepMetrics, read_metrics
 from zeromesh.trainer.tracking import backends as kinds
 from zeromesh.trainer.tracking import tracking as tracking_module
-from zeromesh.trainer.tracking.backend_options import TrackedRun
-from zeromesh.trainer.tracking.backends import Tracker
-from zeromesh.trainer.tracking.rows import Sent, TrackedRow, missed_rows
+from zeromesh.trainer.tracking.backends import Sent, TrackedRow, TrackedRun, Tracker, missed_rows
 from zeromesh.trainer.tracking.tracking import Tracking
 from zeromesh.trainer.tracking.wandb_log import last_row
 
@@ -442,7 +440,7 @@ def test_the_training_thread_never_waits_and_what_does_not_fit_is_counted() -> N
     tracking = Tracking([slow], said.append, ident="x", capacity=3)
     with tracking:
         tracking.log(metrics(1))
-        while tracking._senders[0]._rows:
+        while tracking._senders[0]._rows.qsize():
             time.sleep(0.001)
         began = time.monotonic()
         for step in range(2, 11):
