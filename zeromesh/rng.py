@@ -16,11 +16,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
+import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,49 +41,78 @@ def seed_generators(number: int) -> None:
 def seed_all(number: int) -> None:
     """Seed the generators of PyTorch, NumPy and Python. Models of speech draw from NumPy's what they mask."""
     seed_generators(number)
-    random.seed(number)
+    _python.seed(number)
     _numpy.seed(number & 0xFFFFFFFF)
 
 
-class _NumpyGenerator:
-    """NumPy's global generator, which remembers its last seed until something draws: most units never draw from it.
+class _Seeded(NamedTuple):
+    """The state of a generator from which nothing was drawn since it was seeded, and its memory then."""
 
-    To seed it takes 2 us; to get and to set its state, an array of 624 numbers, takes 80 us.
+    number: int
+    memory: bytes
+
+
+class _HostGenerator:
+    """A global Mersenne Twister of the host, as fast to save and to put back as may be while nothing draws from it.
+
+    Most units never do: a copy of its memory takes 1 us, and its state as 625 numbers takes up to 80 us.
     """
 
-    def __init__(self) -> None:
-        self._seeded: tuple[int, bytes] | None = None
-        """The last seed, and what the generator's memory was right after it."""
+    def __init__(
+        self,
+        seed: Callable[[int], object],
+        get: Callable[[], Any],
+        put: Callable[[Any], object],
+        address: Callable[[], int | None],
+    ) -> None:
+        """`address()` is where its 624 numbers and the position in them lie; None: that is not known."""
+        self._seed, self._get, self._put, self._address = seed, get, put, address
+        self._seeded: _Seeded | None = None
 
     def seed(self, number: int) -> None:
-        """Seed it with 32 bits."""
-        np.random.seed(number)
-        memory = self._memory()
-        self._seeded = None if memory is None else (number, memory)
+        """Seed it."""
+        self._seed(number)
+        address = self._address()
+        self._seeded = None if address is None else _Seeded(number, ctypes.string_at(address, _TWISTER_BYTES))
 
     def state(self) -> Any:
-        """Its seed where nothing has drawn from it since, else what `numpy.random.get_state` returns."""
-        seeded = self._seeded
-        return seeded[0] if seeded is not None and seeded[1] == self._memory() else np.random.get_state()
+        """The last seed where nothing was drawn since, else the whole state."""
+        seeded, address = self._seeded, self._address()
+        if seeded is None or address is None or ctypes.string_at(address, _TWISTER_BYTES) != seeded.memory:
+            return self._get()
+        return seeded
 
     def restore(self, state: Any) -> None:
         """Put it into a state that `state` has returned."""
-        if isinstance(state, int):
-            self.seed(state)
-        else:
+        if not isinstance(state, _Seeded):
             self._seeded = None
-            np.random.set_state(state)
-
-    @staticmethod
-    def _memory() -> bytes | None:
-        """The 624 numbers and the position of a Mersenne Twister; None for another kind, which a program may have set."""
-        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        return (
-            ctypes.string_at(generator.ctypes.state_address, 625 * 4) if type(generator) is np.random.MT19937 else None
-        )
+            self._put(state)
+        elif self._seeded is not None and self.state() is self._seeded and (address := self._address()) is not None:
+            ctypes.memmove(address, state.memory, _TWISTER_BYTES)
+            self._seeded = state
+        else:  # A normal number may be kept beside the memory, which seeding drops.
+            self.seed(state.number)
 
 
-_numpy = _NumpyGenerator()
+_TWISTER_BYTES = 625 * 4
+
+
+def _numpy_address() -> int | None:
+    generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    return int(generator.ctypes.state_address) if type(generator) is np.random.MT19937 else None
+
+
+def _python_address() -> int | None:
+    """The memory behind `random.getstate`, which CPython keeps after an object's head; None where it is not so."""
+    address = id(random._inst) + object.__basicsize__  # type: ignore[attr-defined]
+    *numbers, position = random.getstate()[1]
+    found = ctypes.string_at(address, min(_TWISTER_BYTES, random.Random.__basicsize__ - object.__basicsize__))
+    return address if found == struct.pack("=625I", position, *numbers) else None
+
+
+_address_of_python = _python_address()
+_python = _HostGenerator(random.seed, random.getstate, random.setstate, lambda: _address_of_python)
+_numpy = _HostGenerator(np.random.seed, np.random.get_state, np.random.set_state, _numpy_address)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,17 +120,17 @@ class HostState:
     """The states of NumPy's and Python's global generators, which `torch.utils.checkpoint` does not restore."""
 
     numpy: Any
-    python: tuple[Any, ...]
+    python: Any
 
     @classmethod
     def now(cls) -> HostState:
         """The present states of both generators."""
-        return cls(numpy=_numpy.state(), python=random.getstate())
+        return cls(numpy=_numpy.state(), python=_python.state())
 
     def restore(self) -> None:
         """Put both generators into this state."""
         _numpy.restore(self.numpy)
-        random.setstate(self.python)
+        _python.restore(self.python)
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
