@@ -108,11 +108,10 @@ def hooked_parameters(model: nn.Module) -> tuple[str, ...]:
 def lost_buffers(model: nn.Module, seed: int) -> tuple[str, ...]:
     """The buffers on meta whose values nothing would compute again; `model` is left as it was."""
     before = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    try:
-        return materialize_buffers(model, "cpu", seed)
-    finally:
-        for table, buffers in before:
-            table.update(buffers)
+    lost = materialize_buffers(model, "cpu", seed)
+    for table, buffers in before:
+        table.update(buffers)
+    return lost
 
 
 def _build_on_cpu(build: Callable[[], nn.Module], seed: int, reason: str) -> BuiltModel:
@@ -131,18 +130,17 @@ def _initialised_otherwise(model: nn.Module, construction: WriteLog, seed: int) 
     if is_pretrained_model(model):
         return ()
     skeleton = Skeleton(model)
-    names: list[str] = []
     replays: dict[str, WriteLog] = {}
-    for name, parameter in model.named_parameters():
+
+    def differs(name: str, parameter: nn.Parameter) -> bool:
         owner, _, leaf = name.rpartition(".")
         if not parameter.is_meta or skeleton.managed_by_pretrained(owner):
-            continue
+            return False
         if owner not in replays:
-            replays[owner] = WriteLog()
-            with replays[owner], seeded_cpu(seed, owner):
+            with WriteLog() as replays[owner], seeded_cpu(seed, owner):
                 for initialiser in skeleton.initialisers(owner):
                     initialiser()
         copy = skeleton.path(owner)[-1]._parameters[leaf]
-        if copy is not None and construction.of(parameter) != replays[owner].of(copy):
-            names.append(name)
-    return tuple(names)
+        return copy is not None and construction.of(parameter) != replays[owner].of(copy)
+
+    return tuple(name for name, parameter in model.named_parameters() if differs(name, parameter))

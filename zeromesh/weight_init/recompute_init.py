@@ -28,9 +28,8 @@ from zeromesh.rng import number_of
 Table = Literal["_parameters", "_buffers"]
 Initialiser = Callable[[], object]
 
-# What an initialiser raises when it needs a value that is not there: reading meta tensors, missing
-# attributes, shapes.
 INITIALISER_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
+"""What an initialiser raises when it needs a value that is not there."""
 
 
 @contextmanager
@@ -73,7 +72,6 @@ class Skeleton:
         self._clones: dict[int, nn.Module] = {}
         self._tensors: dict[int, torch.Tensor] = {}
         self.root = self._clone(model)
-        self.modules: dict[str, nn.Module] = dict(self.root.named_modules())
 
     def _clone(self, module: nn.Module) -> nn.Module:
         if id(module) in self._clones:
@@ -81,16 +79,17 @@ class Skeleton:
         clone: nn.Module = object.__new__(type(module))
         clone.__dict__.update(module.__dict__)
         self._clones[id(module)] = clone
-        clone.__dict__["_parameters"] = {n: self._on_meta(p) for n, p in module._parameters.items()}
-        clone.__dict__["_buffers"] = {n: self._on_meta(b) for n, b in module._buffers.items()}
-        clone.__dict__["_modules"] = {
-            n: None if child is None else self._clone(child) for n, child in module._modules.items()
+        tables: dict[str, Callable[[Any], Any]] = {
+            "_parameters": self._on_meta,
+            "_buffers": self._on_meta,
+            "_modules": self._clone,
         }
+        for table, copied in tables.items():
+            values = module.__dict__[table].items()
+            clone.__dict__[table] = {name: None if value is None else copied(value) for name, value in values}
         return clone
 
-    def _on_meta(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None:
-            return None
+    def _on_meta(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._tensors:
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             if isinstance(tensor, nn.Parameter):
@@ -131,25 +130,23 @@ class Skeleton:
         return result
 
     def _attempt(self, fqn: str, table: Table, names: Sequence[str], seed: int, *, reset_first: bool) -> Recomputed:
-        owner: dict[str, torch.Tensor | None] = self.path(fqn)[-1].__dict__[table]
+        owner: dict[str, torch.Tensor] = self.path(fqn)[-1].__dict__[table]
         before = {name: owner[name] for name in names}
-        shapes = {name: tensor for name, tensor in before.items() if tensor is not None}
-        inexact = all(tensor.is_floating_point() or tensor.is_complex() for tensor in shapes.values())
         runs: list[dict[str, torch.Tensor]] = []
         try:
             # A NaN left over marks a value that nothing set. Integers and booleans have no NaN: what nothing set still differs
             # after two identical computations over two different fillings.
-            for filling in (0,) if inexact else (0, 1):
-                owner.update({name: _filled(tensor, filling) for name, tensor in shapes.items()})
+            for filling in (0,) if all(map(_has_nan, before.values())) else (0, 1):
+                owner.update({name: _filled(tensor, filling) for name, tensor in before.items()})
                 with seeded_cpu(seed, fqn):
                     for initialiser in self.initialisers(fqn, reset_first=reset_first):
                         initialiser()
-                runs.append({name: tensor.detach() for name in shapes if (tensor := owner[name]) is not None})
+                runs.append({name: owner[name].detach() for name in names if owner[name] is not None})
         except INITIALISER_ERRORS as error:
             return Recomputed(values={}, lost=tuple(names), reason=summary(error))
         finally:
             owner.update(before)
-        lost = tuple(name for name in shapes if not _was_set(shapes[name], [run.get(name) for run in runs]))
+        lost = tuple(name for name in names if not _was_set(before[name], [run.get(name) for run in runs]))
         return Recomputed(values=runs[0], lost=lost, reason="nothing set them again")
 
 
@@ -163,17 +160,17 @@ def _initialiser(path: Sequence[nn.Module]) -> Initialiser | None:
 
 
 def _reset(module: nn.Module) -> Initialiser | None:
-    for name in ("reset_parameters", "_reset_parameters", "reset_running_stats"):
-        reset = getattr(module, name, None)
-        if callable(reset):
-            found: Initialiser = reset
-            return found
-    return None
+    resets = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters", "reset_running_stats"))
+    return next(filter(callable, resets), None)
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _filled(like: torch.Tensor, filling: int) -> torch.Tensor:
     """Memory of `like`'s shape and dtype on CPU that holds NaN, or for dtypes without NaN one of two other values."""
-    if like.is_floating_point() or like.is_complex():
+    if _has_nan(like):
         value: float | int | bool = float("nan")
     elif like.dtype is torch.bool:
         value = bool(filling)
@@ -184,14 +181,10 @@ def _filled(like: torch.Tensor, filling: int) -> torch.Tensor:
 
 
 def _was_set(like: torch.Tensor, results: Sequence[torch.Tensor | None]) -> bool:
-    present = [result for result in results if result is not None]
-    if len(present) != len(results):
+    present = [each for each in results if each is not None and not each.is_meta]
+    if len(present) != len(results) or any((each.shape, each.dtype) != (like.shape, like.dtype) for each in present):
         return False
-    if any(result.is_meta or result.shape != like.shape or result.dtype != like.dtype for result in present):
-        return False
-    if like.is_floating_point() or like.is_complex():
-        return not bool(torch.isnan(present[0]).any())
-    return bool(torch.equal(present[0], present[1]))
+    return not bool(present[0].isnan().any()) if _has_nan(like) else torch.equal(present[0], present[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -65,9 +65,7 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 class BuiltSource(ParameterSource):
-    """The parameters of `model` as they are now. Later changes of `param.data` do not matter; in-place ones
-    would.
-    """
+    """The parameters of `model` as they are now. Later changes of `param.data` do not matter; in-place ones would."""
 
     def __init__(self, model: nn.Module) -> None:
         self._canonical = canonical_names(model)
@@ -131,24 +129,16 @@ class SeededSource(ParameterSource):
         if owner in self._cache:
             self._cache.move_to_end(owner)
             return self._cache[owner]
-        self._shrink(sum(self._bytes(owner, leaf) for leaf in self._owned[owner]))
+        wanted = sum(self._live[_joined(owner, leaf)].nbytes for leaf in self._owned[owner])
+        while (
+            self._cache and wanted + sum(t.nbytes for m in self._cache.values() for t in m.values()) > self._cache_bytes
+        ):
+            self._cache.popitem(last=False)
         result = self._skeleton.recompute(owner, "_parameters", self._owned[owner], self._seed)
         if result.lost:
-            names = tuple(f"{owner}.{leaf}" if owner else leaf for leaf in result.lost)
-            raise LostValuesError(names, result.reason)
+            raise LostValuesError(tuple(_joined(owner, leaf) for leaf in result.lost), result.reason)
         self._cache[owner] = dict(result.values)
         return self._cache[owner]
-
-    def _bytes(self, owner: str, leaf: str) -> int:
-        parameter = self._skeleton.path(owner)[-1]._parameters[leaf]
-        return 0 if parameter is None else parameter.numel() * parameter.element_size()
-
-    def _shrink(self, wanted: int) -> None:
-        """Make room for `wanted` bytes, oldest first."""
-        held = sum(self._bytes(owner, leaf) for owner, leaves in self._cache.items() for leaf in leaves)
-        while self._cache and held + wanted > self._cache_bytes:
-            owner, leaves = self._cache.popitem(last=False)
-            held -= sum(self._bytes(owner, leaf) for leaf in leaves)
 
     def lost(self) -> tuple[str, ...]:
         """Parameters that nothing would set, found by a dry run on meta, which costs no memory, before anything is read.
@@ -159,16 +149,15 @@ class SeededSource(ParameterSource):
         names: list[str] = []
         for owner, leaves in self._owned.items():
             kinds = tuple(type(module) for module in self._skeleton.path(owner))
-            parameters = self._skeleton.path(owner)[-1]._parameters
-            key = (kinds, tuple((leaf, p.shape) for leaf in leaves if (p := parameters[leaf]) is not None))
+            key = (kinds, tuple((leaf, self._live[_joined(owner, leaf)].shape) for leaf in leaves))
             if key not in verdicts:
                 verdicts[key] = self._lost_in(owner, leaves)
-            names += [f"{owner}.{leaf}" if owner else leaf for leaf in verdicts[key]]
+            names += [_joined(owner, leaf) for leaf in verdicts[key]]
         return tuple(names)
 
     def _lost_in(self, owner: str, leaves: list[str]) -> tuple[str, ...]:
         parameters = self._skeleton.path(owner)[-1]._parameters
-        wanted = {leaf: p for leaf in leaves if (p := parameters[leaf]) is not None}
+        wanted = [p for leaf in leaves if (p := parameters[leaf]) is not None]
         for reset_first in (False, True):
             try:
                 with WriteLog() as log, seeded_cpu(self._seed, owner):
@@ -179,11 +168,8 @@ class SeededSource(ParameterSource):
                 return self._skeleton.recompute(owner, "_parameters", leaves, self._seed).lost
             if any(log.of(p) for p in self._live.values() if p.is_meta):
                 return tuple(leaves)  # it reaches the model around the skeleton: not safe to run later
-            missing = tuple(
-                leaf for leaf, p in wanted.items() if p.numel() and all(w.numel < p.numel() for w in log.of(p))
-            )
-            if not missing:
-                return missing
+            if all(not p.numel() or any(w.numel >= p.numel() for w in log.of(p)) for p in wanted):
+                return ()
             if not self._skeleton.managed_by_pretrained(owner):
                 break
         # On meta some initialisers do nothing (torch's `trunc_normal_`): whether these do is seen in earnest.
@@ -212,15 +198,18 @@ def source_for(model: nn.Module, seed: int) -> ParameterSource:
     return source
 
 
+def _joined(fqn: str, leaf: str) -> str:
+    return f"{fqn}.{leaf}" if fqn else leaf
+
+
 def _meta_attributes(model: nn.Module) -> Iterator[str]:
     """Plain tensor attributes, registered nowhere, that building on meta left without values."""
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
             items = value if isinstance(value, list | tuple) else (value,)
-            if any(
-                isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter) and item.is_meta for item in items
-            ):
-                yield f"{fqn}.{name}" if fqn else name
+            tensors = [each for each in items if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)]
+            if any(each.is_meta for each in tensors):
+                yield _joined(fqn, name)
 
 
 def materialize_buffers(
@@ -237,22 +226,21 @@ def materialize_buffers(
     moved: dict[int, torch.Tensor] = {}  # one buffer may be registered twice
     lost: list[str] = list(_meta_attributes(model))
     for fqn, module in model.named_modules():
-        meta = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        todo = [name for name in meta if id(module._buffers[name]) not in moved]
+        buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        new = {name: buffer for name, buffer in buffers.items() if id(buffer) not in moved}
+        todo = [name for name, buffer in new.items() if buffer.is_meta]
         result = skeleton.recompute(fqn, "_buffers", todo, seed) if todo else None
-        for name, buffer in module._buffers.items():
-            if buffer is None:
+        for name, buffer in new.items():
+            if id(buffer) in moved:
                 continue
-            if id(buffer) not in moved:
-                full = f"{fqn}.{name}" if fqn else name
-                value: torch.Tensor | None = buffer
-                if buffer.is_meta and result is not None:
-                    stored = source.buffer(full) if source is not None else None
-                    value = stored if stored is not None else result.values.get(name)
-                    if stored is None and name in result.lost:
-                        lost.append(full)
+            value: torch.Tensor | None = buffer
+            if buffer.is_meta and result is not None:
+                value = source.buffer(_joined(fqn, name)) if source is not None else None
                 if value is None:
-                    value = torch.full(buffer.shape, -1 if not buffer.is_floating_point() else float("nan"))
-                moved[id(buffer)] = value.detach().to(device=target, dtype=buffer.dtype)
-            module._buffers[name] = moved[id(buffer)]
+                    value = result.values.get(name)
+                    lost += [_joined(fqn, name)] if name in result.lost else []
+            if value is None:
+                value = torch.full(buffer.shape, float("nan") if buffer.is_floating_point() else -1)
+            moved[id(buffer)] = value.detach().to(device=target, dtype=buffer.dtype)
+        module._buffers.update({name: moved[id(buffer)] for name, buffer in buffers.items()})
     return tuple(lost)
