@@ -104,7 +104,7 @@ def _numpy_address() -> int | None:
 
 def _python_address() -> int | None:
     """The memory behind `random.getstate`, which CPython keeps after an object's head; None where it is not so."""
-    address = id(random._inst) + object.__basicsize__  # type: ignore[attr-defined]
+    address = id(random._inst) + object.__basicsize__
     *numbers, position = random.getstate()[1]
     found = ctypes.string_at(address, min(_TWISTER_BYTES, random.Random.__basicsize__ - object.__basicsize__))
     return address if found == struct.pack("=625I", position, *numbers) else None

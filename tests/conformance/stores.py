@@ -151,7 +151,7 @@ def _is(holding: TensorShard, wanted: Tensors) -> bool:
     whole = wanted.get((holding.spec.kind, name), wanted.get(("model", name)))
     assert whole is not None, name
     local = _taken(whole, holding.region).reshape(-1)[holding.interval.start : holding.interval.end]
-    found = torch.empty_like(local, dtype=holding.values.tensor.dtype)
+    found = torch.empty_like(local, dtype=holding.values.dtype)
     holding.values.copy_to(found)
     return torch.equal(found, local.to(found.dtype))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.tensor_shard import TensorShard
-from zeromesh.flat.layout import ParameterSpec, ShardPiece
+from zeromesh.flat.layout import ParameterSpec
 from zeromesh.flat.regions import Region, share_of
 from zeromesh.intervals import ALIGNMENT, Interval
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
@@ -52,7 +53,8 @@ class CheckpointState:
             if _has(bucket, slot.spec, kind, reading=reading)
         ]
         found += [_spec_of(name, buffer) for name, buffer in saved_buffers(self._model).items()]
-        return [spec for stage in _of_stages(found, self._mesh.pipeline, "tensors of all stages") for spec in stage]
+        stages = of_stages([(spec, None) for spec in found], self._mesh.pipeline, "tensors of all stages")
+        return [spec for stage in stages for spec, _ in stage]
 
     def aliases(self) -> dict[str, str]:
         """Further names of tied parameters, to the name under which they are stored."""
@@ -62,24 +64,22 @@ class CheckpointState:
         return {alias: name for row in rows for alias, name in row.items()}
 
     def written(self) -> list[TensorShard]:
-        """The parts that this rank writes: of what several ranks hold alike a share each, so that every element is written once."""
-        replicated = self._options.placements.optimizer is Placement.REPLICATED
+        """The parts that this rank writes: of what several ranks hold alike a share each, so that every element is written once.
+
+        Of buffers, the first rank of a stage writes those that no earlier stage has.
+        """
         holders, index = self._mesh.replicate.size, self._mesh.replicate.index
-        if replicated:
+        if self._options.placements.optimizer is Placement.REPLICATED:
             holders, index = self._mesh.data.size, self._mesh.data_index
         found: list[TensorShard] = []
         for bucket in self._buckets:
             if self._updater.sharing.counts(bucket):
                 found += self._of(bucket, share_of(bucket.interval, holders, index, ALIGNMENT))
         # Forward may change a buffer while it is written.
-        return [*found, *(_of_buffer(name, buffer.clone()) for name, buffer in self._own_buffers().items())]
-
-    def _own_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that this rank writes: the first rank of a stage those that no earlier stage has."""
         buffers, here = saved_buffers(self._model), self._mesh.coordinate
         specs = buffers_of_stages(self._model, self._mesh.pipeline)[here.pipeline]
         first = here.tensor == self._mesh.data_index == 0
-        return {spec.name: buffers[spec.name] for spec in specs if first}
+        return [*found, *(_of_buffer(spec.name, buffers[spec.name].clone()) for spec in specs if first)]
 
     def wanted(self) -> list[TensorShard]:
         """The parts that this rank reads: its whole shards, with master weights rather than parameters, and all buffers."""
@@ -98,45 +98,36 @@ class CheckpointState:
 
     def _kinds(self, bucket: Bucket, *, reading: bool = False) -> list[tuple[str, torch.dtype, TieredTensor]]:
         """Kind, stored dtype and place of what a bucket's shard holds."""
-        master = bucket.master
-        found = [(MASTER, master.dtype, master)] if bucket.trainable else []
-        if not reading and master.dtype == bucket.dtype:
-            found = []
+        master, optimizer = bucket.master, self._updater.optimizer_of(bucket)
+        found = []
         if not (reading and bucket.trainable):
-            found.insert(0, (MODEL, bucket.dtype, master if reading else bucket.copy or master))
-        optimizer = self._updater.optimizer_of(bucket)
+            found.append((MODEL, bucket.dtype, master if reading else bucket.copy or master))
+        if bucket.trainable and (reading or master.dtype != bucket.dtype):
+            found.append((MASTER, master.dtype, master))
         moments = dict(optimizer.moments) if optimizer is not None else {}
         average = self._updater.averages.of(bucket) if self._updater.averages is not None else None
         moments |= {AVERAGE: average} if average is not None else {}
         return [*found, *((name, moment.dtype, moment) for name, moment in moments.items())]
 
     def _of(self, bucket: Bucket, interval: Interval, *, reading: bool = False) -> Iterator[TensorShard]:
-        pieces = bucket.layout.pieces(interval)
-        offset = interval.start - bucket.interval.start
+        offset, pieces = interval.start - bucket.interval.start, bucket.layout.pieces(interval)
         for kind, dtype, tensor in self._kinds(bucket, reading=reading):
-            own = tensor.slice(offset, offset + interval.length)
-            yield from (
-                _of_piece(kind, dtype, own, piece, self.owner_of(bucket))
-                for piece in pieces
-                if _has(bucket, piece.spec, kind, reading=reading)
-            )
+            for piece in pieces:
+                if _has(bucket, piece.spec, kind, reading=reading):
+                    region, where = piece.spec.region, piece.in_shard
+                    yield TensorShard(
+                        spec=TensorSpec(kind=kind, name=piece.spec.name, dtype=dtype, shape=region.shape),
+                        region=region,
+                        interval=piece.in_parameter,
+                        values=tensor.slice(offset + where.start, offset + where.end),
+                        owner=self.owner_of(bucket),
+                    )
 
 
 def _has(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool) -> bool:
     """Whether a checkpoint has a kind of tensor of a parameter; one that never was trained has weights alone, which become its
     master weights, and averages of them, where others of its bucket are trained."""
     return kind == MODEL or (reading and kind in (MASTER, AVERAGE)) or bucket.learned(spec.fqn)
-
-
-def _of_piece(kind: str, dtype: torch.dtype, values: TieredTensor, piece: ShardPiece, owner: int) -> TensorShard:
-    region = piece.spec.region
-    return TensorShard(
-        spec=TensorSpec(kind=kind, name=piece.spec.name, dtype=dtype, shape=region.shape),
-        region=region,
-        interval=piece.in_parameter,
-        values=values.slice(piece.in_shard.start, piece.in_shard.end),
-        owner=owner,
-    )
 
 
 def _spec_of(name: str, buffer: torch.Tensor) -> TensorSpec:
@@ -157,26 +148,28 @@ def _of_buffer(name: str, buffer: torch.Tensor) -> TensorShard:
 
 def buffers_of_stages(model: nn.Module, pipeline: ProcessSet) -> list[list[TensorSpec]]:
     """The persistent buffers of each stage that no earlier one has; all ranks of `pipeline` call this."""
-    specs = [_spec_of(name, buffer) for name, buffer in saved_buffers(model).items()]
-    return _of_stages(specs, pipeline, "buffers of all stages")
+    specs = [(_spec_of(name, buffer), None) for name, buffer in saved_buffers(model).items()]
+    return [[spec for spec, _ in stage] for stage in of_stages(specs, pipeline, "buffers of all stages")]
 
 
-def _of_stages(specs: list[TensorSpec], pipeline: ProcessSet, what: str) -> list[list[TensorSpec]]:
-    """The tensors of each stage of a pipeline that no earlier stage has, from those of this rank's stage."""
-    if pipeline.size == 1:
-        return [specs]
-    rows = [[spec.kind, spec.name, str(spec.dtype).removeprefix("torch."), spec.shape] for spec in specs]
+def of_stages(
+    tensors: Sequence[tuple[TensorSpec, Any]], pipeline: ProcessSet, what: str
+) -> list[list[tuple[TensorSpec, Any]]]:
+    """Exchange what each stage of a pipeline has: tensors, and JSON values of them.
+
+    Returns those of each stage that no earlier stage has. All ranks of `pipeline` call this.
+    """
+    rows = [[spec.kind, spec.name, str(spec.dtype).removeprefix("torch."), spec.shape, more] for spec, more in tensors]
     seen: set[tuple[str, str]] = set()
     stages = []
     for stage in pipeline.gather_json(rows, what):
-        new = [row for row in stage if (row[0], row[1]) not in seen]
-        seen.update((kind, name) for kind, name, *_ in new)
-        stages.append(
-            [
-                TensorSpec(kind=kind, name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
-                for kind, name, dtype, shape in new
-            ]
-        )
+        new = [
+            (TensorSpec(kind=kind, name=name, dtype=getattr(torch, dtype), shape=tuple(shape)), more)
+            for kind, name, dtype, shape, more in stage
+            if (kind, name) not in seen
+        ]
+        seen.update((spec.kind, spec.name) for spec, _ in new)
+        stages.append(new)
     return stages
 
 

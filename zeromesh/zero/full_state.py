@@ -6,7 +6,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,24 +20,23 @@ from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor
 from zeromesh.units.unit import Bucket, Unit, all_buckets, digest, set_values
-from zeromesh.zero.checkpoint_state import MODEL, buffers_of_stages, saved_buffers
+from zeromesh.zero.checkpoint_state import MODEL, buffers_of_stages, of_stages, saved_buffers
 
 _Whole = Callable[[Bucket], torch.Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Known:
-    """What all ranks know of a whole parameter, from the stage of the pipeline that has it."""
+    """What all ranks know of a whole parameter, from the stage of the pipeline that has it. `spec` has the dtype of its master
+    weights."""
 
-    name: str
+    spec: TensorSpec
     other_names: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
     trainable: bool
 
-    def empty(self, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
-        """Memory for the whole parameter."""
-        return torch.empty(self.shape, dtype=dtype or getattr(torch, self.dtype), device=device)
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.spec.name, *self.other_names
 
 
 class FullState:
@@ -61,38 +61,27 @@ class FullState:
         self._gradient_dtype = gradient_dtype
         self._slots = [(bucket, slot) for bucket in all_buckets(units) for slot in bucket.layout.slots]
         self._stages = self._known_by_stages()
-        self._canonical: dict[str, tuple[int, _Known]] = {}
-        for stage, known in enumerate(self._stages):
-            for each in known:
-                for name in (each.name, *each.other_names):
-                    self._canonical.setdefault(name, (stage, each))
+        self._canonical: dict[str, _Known] = {}
+        for each in self._known():
+            self._canonical |= {name: each for name in each.names if name not in self._canonical}
         self._regions = self._regions_of_ranks()
 
     def _known_by_stages(self) -> list[list[_Known]]:
         """The parameters of each stage of a pipeline; one that several stages have counts for the first of them alone."""
-        own = [
-            [
-                slot.spec.name,
-                slot.spec.other_names,
-                slot.spec.region.shape,
-                str(bucket.master.dtype).removeprefix("torch."),
-                trained,
-            ]
-            for bucket in all_buckets(self._units)
-            for slot, trained in zip(bucket.layout.slots, bucket.training, strict=True)
+        own: list[tuple[TensorSpec, Any]] = []
+        for bucket in all_buckets(self._units):
+            for slot, trained in zip(bucket.layout.slots, bucket.training, strict=True):
+                name, shape = slot.spec.name, slot.spec.region.shape
+                spec = TensorSpec(kind=MODEL, name=name, dtype=bucket.master.dtype, shape=shape)
+                own.append((spec, (slot.spec.other_names, trained)))
+        stages = of_stages(own, self._mesh.pipeline, "parameters of all stages")
+        return [
+            [_Known(spec=spec, other_names=tuple(others), trainable=trained) for spec, (others, trained) in stage]
+            for stage in stages
         ]
-        rows = self._mesh.pipeline.gather_json(own, "parameters of all stages")
-        seen: set[str] = set()
-        stages = []
-        for row in rows:
-            known = [
-                _Known(name=name, other_names=tuple(others), shape=tuple(shape), dtype=dtype, trainable=trainable)
-                for name, others, shape, dtype, trainable in row
-                if name not in seen
-            ]
-            seen.update(each.name for each in known)
-            stages.append(known)
-        return stages
+
+    def _known(self) -> Iterator[_Known]:
+        return chain.from_iterable(self._stages)
 
     def _regions_of_ranks(self) -> dict[str, list[Region]]:
         """The regions that each rank of the tensor axis has of the divided parameters of this stage, by name."""
@@ -106,17 +95,17 @@ class FullState:
         for row in rows:
             for name, dims in row.items():
                 intervals = tuple(tuple(Interval(start=start, end=end) for start, end in dim) for dim in dims)
-                found.setdefault(name, []).append(Region(shape=self._canonical[name][1].shape, dims=intervals))
+                found.setdefault(name, []).append(Region(shape=self._canonical[name].spec.shape, dims=intervals))
         return found
 
     @property
     def numel(self) -> int:
         """Elements of the whole model."""
-        return sum(prod(each.shape) for known in self._stages for each in known)
+        return sum(each.spec.numel for each in self._known())
 
     def names(self) -> list[str]:
         """Canonical names, tied parameters once, in the order in which `parameters` yields them."""
-        return [each.name for known in self._stages for each in known]
+        return [each.spec.name for each in self._known()]
 
     def parameters(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """`(name, tensor)` of every parameter: master weights in fp32 whatever the model computes in, on CPU or the device.
@@ -124,7 +113,7 @@ class FullState:
         With `names`, only these: buckets without them are not gathered. A tensor may be a view of this rank's own
         weights, which the next step changes: copy it to keep it.
         """
-        return self._of_all_stages(lambda known: names is None or known.name in names, self._weights, None)
+        return self._of_all_stages(lambda known: names is None or known.spec.name in names, self._weights, None)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """`(name, tensor)` of every persistent buffer of the whole model; one that several stages have is the first one's."""
@@ -137,12 +126,8 @@ class FullState:
 
     def stored_specs(self) -> list[TensorSpec]:
         """The tensors that `stored` yields: parameters in the dtype of their master weights; frozen ones in that of the model."""
-        found = [
-            TensorSpec(kind=MODEL, name=each.name, dtype=getattr(torch, each.dtype), shape=each.shape)
-            for known in self._stages
-            for each in known
-        ]
-        return [*found, *(spec for specs in buffers_of_stages(self._model, self._mesh.pipeline) for spec in specs)]
+        buffers = buffers_of_stages(self._model, self._mesh.pipeline)
+        return [*(each.spec for each in self._known()), *chain.from_iterable(buffers)]
 
     def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
         """`(name, tensor)` of all that a saved model has: parameters, tied ones once, and persistent buffers."""
@@ -151,7 +136,7 @@ class FullState:
 
     def parameter(self, fqn: str) -> torch.Tensor:
         """One whole parameter, a copy in the dtype of its master weights."""
-        known = self._find(fqn)[1]
+        known = self._find(fqn)
         return next(self._of_all_stages(lambda each: each is known, self._weights, None))[1].clone()
 
     def gradient(self, fqn: str) -> torch.Tensor | None:
@@ -162,7 +147,7 @@ class FullState:
         Raises:
             PhaseError: when the optimizer has used it up inside backward.
         """
-        known = self._find(fqn)[1]
+        known = self._find(fqn)
         if not known.trainable:
             return None
         found = next(self._of_all_stages(lambda each: each is known, self._gradients, self._gradient_dtype), None)
@@ -176,8 +161,7 @@ class FullState:
 
     def nbytes_of(self, fqns: Iterable[str]) -> int:
         """Bytes that `whole` needs on a rank for these parameters. Raises `LayoutError` for names that no stage has."""
-        found = {each.name: each for each in (self._find(fqn)[1] for fqn in fqns)}
-        return sum(prod(each.shape) * getattr(torch, each.dtype).itemsize for each in found.values())
+        return sum(each.spec.nbytes for each in {id(each): each for each in map(self._find, fqns)}.values())
 
     @contextmanager
     def whole(self, fqns: Iterable[str], dtype: torch.dtype) -> Iterator[None]:
@@ -190,12 +174,12 @@ class FullState:
             LayoutError: for names that no stage has.
             PhaseError: at the end of the block, for a parameter that was written inside it; what is trained has not changed.
         """
-        wanted = {self._find(fqn)[1].name for fqn in fqns}
-        restore: list[Callable[[], None]] = []
+        wanted = {self._find(fqn).spec.name for fqn in fqns}
+        restore: list[Callable[[], object]] = []
         before: dict[str, tuple[nn.Parameter, tuple[int, int]]] = {}
         try:
-            for name, value in self._of_all_stages(lambda each: each.name in wanted, self._weights, None):
-                shown = self._show(self._find(name)[1], value, dtype, restore)
+            for name, value in self._of_all_stages(lambda each: each.spec.name in wanted, self._weights, None):
+                shown = self._show(self._find(name), value, dtype, restore)
                 before[name] = (shown, _fingerprint(shown))
             yield
             written = [name for name, (shown, was) in before.items() if _fingerprint(shown) != was]
@@ -211,23 +195,25 @@ class FullState:
                 unit.point()
 
     def _show(
-        self, known: _Known, value: torch.Tensor, dtype: torch.dtype, restore: list[Callable[[], None]]
+        self, known: _Known, value: torch.Tensor, dtype: torch.dtype, restore: list[Callable[[], object]]
     ) -> nn.Parameter:
         """Let the model's parameter, or a stand-in, hold a copy of `value`; a call that undoes that is added to `restore`."""
-        names = (known.name, *known.other_names)
-        modules = [(self._model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
-        here, *others = [module._parameters.get(leaf) for module, leaf in modules]
+        places = [
+            (self._model.get_submodule(owner)._parameters, leaf)
+            for owner, _, leaf in (name.rpartition(".") for name in known.names)
+        ]
+        here, *others = [table.get(leaf) for table, leaf in places]
         # What other stages have is on meta here, perhaps under one of several names alone.
-        alone = all(each is here for each in others)
-        if here is not None and alone and not here.is_meta and here.shape == value.shape:
+        if here is not None and all(each is here for each in others) and not here.is_meta and here.shape == value.shape:
             set_values(here, value.to(here.dtype, copy=True))
             return here
         made = nn.Parameter(
             value.to(dtype if known.trainable else value.dtype, copy=True), requires_grad=known.trainable
         )
-        for module, leaf in modules:
-            restore.append(partial(_put_back, module, leaf, module._parameters.get(leaf)))
-            module._parameters[leaf] = made
+        for table, leaf in places:
+            # What stood nowhere before stands for a module of another stage.
+            restore.append(partial(table.__setitem__, leaf, table[leaf]) if leaf in table else partial(table.pop, leaf))
+            table[leaf] = made
         return made
 
     def make_whole(self, restore: Callable[[], None]) -> None:
@@ -241,14 +227,14 @@ class FullState:
         for name, value in buffers.items():
             self._model.get_buffer(name).copy_(value)
         for name, value in values.items():
-            known = self._canonical[name][1]
+            known = self._canonical[name]
             made = nn.Parameter(value, requires_grad=known.trainable)
-            for each in (name, *known.other_names):
+            for each in known.names:
                 owner, _, leaf = each.rpartition(".")
-                module = self._model.get_submodule(owner)
-                parameter = module._parameters[leaf]
+                table = self._model.get_submodule(owner)._parameters
+                parameter = table[leaf]
                 if parameter is None or parameter.is_meta:
-                    module._parameters[leaf] = made
+                    table[leaf] = made
                 else:  # The model's own object, which others may hold.
                     set_values(parameter, value)
                     parameter.grad = None
@@ -263,7 +249,7 @@ class FullState:
         pipeline = self._mesh.pipeline
         for stage, known in enumerate(self._stages):
             chosen = [each for each in known if wanted(each)]
-            own = self._of_this_stage({each.name for each in chosen}, whole) if stage == pipeline.index else None
+            own = self._of_this_stage({each.spec.name for each in chosen}, whole) if stage == pipeline.index else None
             if pipeline.size == 1 and own is not None:
                 yield from own
                 continue
@@ -271,8 +257,9 @@ class FullState:
                 found = next(own, None) if own is not None else None
                 if not pipeline.gather_integers([int(found is not None)])[stage][0]:
                     return
-                value = each.empty(dtype, self._mesh.device) if found is None else found[1].contiguous()
-                yield each.name, pipeline.broadcast_(value, stage, f"reading of {each.name}")
+                spec, device = each.spec, self._mesh.device
+                empty = torch.empty(spec.shape, dtype=dtype or spec.dtype, device=device) if found is None else found[1]
+                yield spec.name, pipeline.broadcast_(empty.contiguous(), stage, f"reading of {spec.name}")
 
     def _of_this_stage(self, names: set[str], whole: _Whole) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in all_buckets(self._units):
@@ -316,17 +303,10 @@ class FullState:
         self._mesh.shard.all_gather_flat(full, shard.detach(), f"reading of {bucket.name}")
         return full
 
-    def _find(self, fqn: str) -> tuple[int, _Known]:
+    def _find(self, fqn: str) -> _Known:
         if fqn not in self._canonical:
             raise LayoutError(f"the model has no parameter {fqn!r}; names are as in model.named_parameters()")
         return self._canonical[fqn]
-
-
-def _put_back(module: nn.Module, leaf: str, original: nn.Parameter | None) -> None:
-    if original is None:  # What stood here stood for a module of another stage.
-        del module._parameters[leaf]
-    else:
-        module._parameters[leaf] = original
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
