@@ -133,7 +133,8 @@ class TieredTensor:
 
     def slice(self, start: int, end: int) -> TieredTensor:
         """Elements [start, end) as a tensor, which views these. Raises `ValueError` where they are others'."""
-        self._require(start, end)
+        if not 0 <= start <= end <= self.numel:
+            raise ValueError(f"elements [{start}, {end}) do not lie in {self.numel}")
         parts = []
         for part in self.parts:
             begin, last = max(start, part.start), min(end, part.end)
@@ -152,10 +153,6 @@ class TieredTensor:
                 )
         return TieredTensor(self.dtype, parts)
 
-    def _require(self, start: int, end: int) -> None:
-        if not 0 <= start <= end <= self.numel:
-            raise ValueError(f"elements [{start}, {end}) do not lie in {self.numel}")
-
     def read(self, start: int, out: torch.Tensor) -> Transfer:
         """Start to fill `out`, 1-D, from element `start` on, converted to its dtype.
 
@@ -172,15 +169,9 @@ class TieredTensor:
         return self._move(start, data, write=True)
 
     def _move(self, start: int, data: torch.Tensor, *, write: bool) -> Transfer:
-        end = start + data.numel()
-        self._require(start, end)
-        moves = []
-        for part in self.parts:
-            first, last = max(start, part.start), min(end, part.end)
-            if first < last:
-                move = _move(self.dtype, part, first - part.start, data[first - start : last - start], write=write)
-                if move is not DONE:
-                    moves.append(move)
+        parts = self.slice(start, start + data.numel()).parts
+        started = [_move(self.dtype, part, data[part.start : part.end], write=write) for part in parts]
+        moves = [move for move in started if move is not DONE]
         return TransferGroup(moves) if len(moves) > 1 else moves[0] if moves else DONE
 
     def settle(self) -> None:
@@ -226,19 +217,18 @@ class TieredTensor:
             raise ValueError(f"{count} elements to copy, for a tensor of {self.numel}")
 
 
-def _move(dtype: torch.dtype, part: TieredPart, at: int, data: torch.Tensor, *, write: bool) -> Transfer:
-    """Start to move `data` to or from the elements of a part from `at` on, which are of `dtype`."""
+def _move(dtype: torch.dtype, part: TieredPart, data: torch.Tensor, *, write: bool) -> Transfer:
+    """Start to move `data` to or from all elements of a part, which are of `dtype`."""
     if part.memory is not None:
-        here = part.memory[at : at + data.numel()]
-        return _copy(data, here) if write else _copy(here, data)
+        return _copy(data, part.memory) if write else _copy(part.memory, data)
     if part.slot is None:
         raise ValueError("a part is either in memory or in a slot")
-    move, at = part.slot.write if write else part.slot.read, part.first + at
+    move = part.slot.write if write else part.slot.read
     if data.dtype == dtype:
-        return move(at * dtype.itemsize, data.view(torch.uint8))
+        return move(part.first * dtype.itemsize, data.view(torch.uint8))
     for number, piece in enumerate(torch.split(data, _CONVERTED)):
         passing = piece.to(device="cpu", dtype=dtype) if write else torch.empty(piece.numel(), dtype=dtype)
-        move((at + number * _CONVERTED) * dtype.itemsize, passing.view(torch.uint8)).wait()
+        move((part.first + number * _CONVERTED) * dtype.itemsize, passing.view(torch.uint8)).wait()
         if not write:
             piece.copy_(passing)
     return DONE
@@ -293,25 +283,26 @@ class Tiers:
         cut, away = choice.cut(numel), Tier.FILE if choice.tier == "file" else Tier.HOST
         parts: list[TieredPart] = []
         for start, end, tier in ((0, cut, away), (cut, numel, Tier.DEVICE)):
-            if start < end and tier is Tier.FILE:
-                slot = self.file().allocate((end - start) * dtype.itemsize, label)
-                parts.append(TieredPart(start=start, end=end, tier=tier, slot=slot))
-            elif start < end:
-                memory = self._memory(tier, end - start, dtype, label)
-                parts.append(TieredPart(start=start, end=end, tier=tier, memory=memory))
+            length, memory, slot = end - start, None, None
+            if not length:
+                continue
+            try:
+                if tier is Tier.FILE:
+                    slot = self.file().allocate(length * dtype.itemsize, label)
+                elif tier is Tier.HOST:
+                    memory = self.pinned.allocate(length, dtype, self.device)
+                else:
+                    memory = allocate_lasting(length, dtype, self.device)
+            except StorageError:
+                raise
+            except (OSError, MemoryError, RuntimeError) as error:
+                raise StorageError(
+                    f"{tier.value} tier, {label}: {length * dtype.itemsize:,} bytes cannot be allocated: {error}"
+                ) from error
+            parts.append(TieredPart(start=start, end=end, tier=tier, memory=memory, slot=slot))
         for part in parts:
             self.ledger.add(part.tier, purpose, (part.end - part.start) * dtype.itemsize)
         return TieredTensor(dtype, parts)
-
-    def _memory(self, tier: Tier, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        try:
-            if tier is Tier.HOST:
-                return self.pinned.allocate(numel, dtype, self.device)
-            return allocate_lasting(numel, dtype, self.device)
-        except (OSError, MemoryError, RuntimeError) as error:
-            raise StorageError(
-                f"{tier.value} tier, {label}: {numel * dtype.itemsize:,} bytes cannot be allocated: {error}"
-            ) from error
 
     def buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Make a buffer `[nbytes]`, uint8, on `device` for bytes on their way from another tier; on the host on its own pages."""

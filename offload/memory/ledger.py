@@ -116,7 +116,7 @@ class Ledger:
 
     def total(self, *tiers: Tier) -> int:
         """Bytes now, of some tiers; of all memory where none is named."""
-        return sum(nbytes for (where, _), nbytes in self._bytes.items() if where in (tiers or MEMORY))
+        return sum(self.by_purpose(*tiers).values())
 
     def peak(self) -> int:
         """The highest total in memory so far, in bytes."""

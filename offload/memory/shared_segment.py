@@ -10,7 +10,6 @@ import ctypes
 import errno
 import mmap
 import os
-from typing import Self
 
 import torch
 
@@ -103,10 +102,6 @@ class SharedSegment:
         """The segment as signed 64-bit words. A store of one aligned word is atomic on the machines this is used on."""
         return memoryview(self._map).cast("q")
 
-    def view(self) -> memoryview:
-        """The segment as bytes."""
-        return memoryview(self._map)
-
     def reserve(self, offset: int, nbytes: int) -> None:
         """Take memory for a range whose pages were given back."""
         os.posix_fallocate(self.descriptor, offset, nbytes)
@@ -123,9 +118,3 @@ class SharedSegment:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

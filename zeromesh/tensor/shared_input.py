@@ -89,18 +89,6 @@ class _Reading:
         return total.add_(grad)
 
 
-@dataclass(kw_only=True, slots=True)
-class _Seen:
-    """The input that was read last, and what layers get for it."""
-
-    source: torch.Tensor
-    version: int
-    recorded: bool
-    output: torch.Tensor
-    reading: _Reading
-    left: int
-
-
 @dataclass(eq=False, slots=True)
 class SharedInput:
     """Hands the same input to all layers that read it."""
@@ -111,7 +99,11 @@ class SharedInput:
     before: bool = False
     """The shares are put together before the input is read (`joined`), since code around the layers reads its shape."""
     _members: list[Any] = field(default_factory=list)
-    _seen: _Seen | None = None
+    _seen: tuple[torch.Tensor, int, bool] | None = None
+    """The input that was read last, its version, and whether gradients were recorded."""
+    _handed_out: tuple[torch.Tensor, _Reading] | None = None
+    """What members get for it."""
+    _left: int = 0
     _joined: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def join(self, member: nn.Module) -> int:
@@ -126,20 +118,18 @@ class SharedInput:
     @uncompiled
     def take(self, x: torch.Tensor) -> tuple[torch.Tensor, _Reading]:
         """Return `x` as a member reads it. Members that read the same tensor get the same result."""
-        seen, recorded = self._seen, torch.is_grad_enabled()
-        version = 0 if x.is_inference() else x._version
-        if seen is None or seen.source is not x or (seen.version, seen.recorded) != (version, recorded):
-            output, reading = self._read(x)
-            left = len(self._members)
-            seen = _Seen(source=x, version=version, recorded=recorded, output=output, reading=reading, left=left)
-        seen.left -= 1
-        # Kept no longer than it is needed: it may be all that holds the input.
-        self._seen = seen if seen.left else None
-        return seen.output, seen.reading
+        now = (x, 0 if x.is_inference() else x._version, torch.is_grad_enabled())
+        if self._handed_out is None or self._seen is None or self._seen[0] is not x or self._seen[1:] != now[1:]:
+            self._seen, self._handed_out, self._left = now, self._read(x), len(self._members)
+        given = self._handed_out
+        self._left -= 1
+        if not self._left:  # Kept no longer than it is needed: it may be all that holds the input.
+            self._seen = self._handed_out = None
+        return given
 
     def forget(self) -> None:
         """Let go of what was read last: it will not be asked for again, though not all members have."""
-        self._seen = self._joined = None
+        self._seen = self._handed_out = self._joined = None
 
     def _read(self, x: torch.Tensor) -> tuple[torch.Tensor, _Reading]:
         mode, share = "sum", x

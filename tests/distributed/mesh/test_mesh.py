@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
@@ -316,7 +317,7 @@ class TestWatch:
 
 class TestSegments:
     def test_two_mappings_are_one_memory(self) -> None:
-        with SharedSegment.create("test", 3 * PAGE) as mine:
+        with closing(SharedSegment.create("test", 3 * PAGE)) as mine:
             theirs = SharedSegment.attach(os.getpid(), mine.descriptor, 3 * PAGE, "test")
             mine.tensor(64, 10, torch.float32).fill_(2.5)
             assert theirs.tensor(64, 10, torch.float32).tolist() == [2.5] * 10
@@ -326,7 +327,7 @@ class TestSegments:
             theirs.close()
 
     def test_pages_given_back_read_as_zeros_and_can_be_taken_again(self) -> None:
-        with SharedSegment.create("test", 4 * PAGE) as segment:
+        with closing(SharedSegment.create("test", 4 * PAGE)) as segment:
             everything = segment.tensor(0, 4 * PAGE, torch.uint8)
             everything.fill_(1)
             assert os.fstat(segment.descriptor).st_blocks * 512 == 4 * PAGE

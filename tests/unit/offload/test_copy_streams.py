@@ -60,7 +60,7 @@ class Apart(TieredTensor):
 
     def __init__(self, memory: torch.Tensor, log: list[str]) -> None:
         super().__init__(memory.dtype, TieredTensor.of(memory).parts)
-        self.memory, self.log = memory, log
+        self.held, self.log = memory, log
         self.leaving: list[Crossing] = []
         self.orders = False
         """Whether writes go into a device."""
@@ -70,14 +70,14 @@ class Apart(TieredTensor):
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:
         self.log.append(f"read {start}")
-        found = Crossing(self.memory[start : start + out.numel()].clone(), out, orders=not self.orders, log=self.log)
+        found = Crossing(self.held[start : start + out.numel()].clone(), out, orders=not self.orders, log=self.log)
         if self.orders:
             found.arrive()
         return found
 
     def write(self, start: int, data: torch.Tensor) -> Transfer:
         self.log.append(f"write {start}")
-        found = Crossing(data, self.memory[start : start + data.numel()], orders=self.orders, log=self.log)
+        found = Crossing(data, self.held[start : start + data.numel()], orders=self.orders, log=self.log)
         if not self.orders:
             self.leaving.append(found)
         return found
@@ -105,7 +105,7 @@ def test_what_leaves_a_device_is_waited_for_by_settle_alone() -> None:
     running.join(GATE)
     assert not running.is_alive(), "run has waited for bytes on their way to the host"
     assert "waited" not in log
-    assert not tensor.memory.any()
+    assert not tensor.held.any()
     settling = threading.Thread(target=found.settle, daemon=True)
     settling.start()
     settling.join(0.1)
@@ -114,7 +114,7 @@ def test_what_leaves_a_device_is_waited_for_by_settle_alone() -> None:
         each.arrive()
     settling.join(GATE)
     assert not settling.is_alive()
-    assert bool((tensor.memory == 1).all())
+    assert bool((tensor.held == 1).all())
 
 
 def test_what_goes_into_a_device_is_ordered_before_what_comes_next() -> None:
@@ -124,7 +124,7 @@ def test_what_goes_into_a_device_is_ordered_before_what_comes_next() -> None:
     rows = rows_of(found, tensor)
     found.run(rows, add)
     assert log[-len(rows) :] == ["ordered"] * len(rows)
-    assert bool((tensor.memory == 1).all())
+    assert bool((tensor.held == 1).all())
 
 
 def test_several_transfers_are_on_a_device_only_together() -> None:

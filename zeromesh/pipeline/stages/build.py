@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -19,7 +19,10 @@ from torch import nn
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.pipeline.stages.model_anatomy import Anatomy, body_inputs
 from zeromesh.pipeline.stages.moe_balance_loss import ExpertBalance
-from zeromesh.pipeline.stages.stubs import BlockStub, NanStub, Shares, StageSlot, meta_copy
+from zeromesh.pipeline.stages.stubs import BlockStub, NanStub, StageSlot, meta_copy
+
+if TYPE_CHECKING:
+    from zeromesh.tensor.shared_input import SequenceShares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,7 +198,7 @@ class Stages:
         cut: Cut,
         own: Sequence[int],
         outside: Mapping[str, nn.Module] | None = None,
-        shares: Shares | None = None,
+        shares: SequenceShares | None = None,
     ) -> None:
         """`outside` has what `copies_outside` made of a model whose layers have been divided since; `shares`: of the sequence,
         that blocks pass on.

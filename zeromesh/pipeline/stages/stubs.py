@@ -14,7 +14,7 @@ Where tensor ranks pass on shares of the sequence, inject and capture have share
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,21 +23,14 @@ from torch.utils import _pytree as pytree
 from zeromesh.errors import PhaseError
 from zeromesh.pipeline.stages.model_anatomy import BlockOutput
 
-
-class Shares(Protocol):
-    """Shares of the sequence that blocks pass on: `zeromesh.tensor.shared_input.SequenceShares` in full."""
-
-    def enter(self, length: int) -> bool:
-        """Decide for a sequence of `length` that enters the blocks; whether it is to be shared out."""
-
-    def whole(self, length: int) -> int:
-        """The length of the sequence of which blocks pass on `length`."""
+if TYPE_CHECKING:
+    from zeromesh.tensor.shared_input import SequenceShares
 
 
 class StageSlot:
     """Holds what passes in and out of the stage that is running. Stubs of a model share one."""
 
-    def __init__(self, last: int, shares: Shares | None) -> None:
+    def __init__(self, last: int, shares: SequenceShares | None) -> None:
         self.last = last
         """The last of all blocks."""
         self.shares = shares
