@@ -16,7 +16,7 @@ from zeromesh.trainer.loop.context import LogHistory, RunContext, RunProgress, U
 from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.models.build import check_model
 from zeromesh.trainer.models.hub_download import pin_sources
-from zeromesh.trainer.monitoring.console import make_console
+from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.start_times import StartTimes
 from zeromesh.trainer.monitoring.step_stats import StepStats
 from zeromesh.trainer.setup import build
@@ -37,7 +37,7 @@ def build_run(
     # What all ranks must have in common, and what the libraries are set to.
     require_same_settings(mesh, config, {**inputs.names(), "callbacks": "some" if events else "none"})
     config = pin_sources(config, mesh, model_given=inputs.model is not None)
-    console = make_console(mesh.rank)
+    console = Console(shown=mesh.rank == 0)
     if mesh.device.type == "cpu":
         reuse_freed_memory()
         take_product_buffers()

@@ -26,7 +26,7 @@ from zeromesh.trainer.loop.prediction import PreprocessLogits
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.lr_schedule import LRSchedule
-from zeromesh.trainer.monitoring.console import RunConsole
+from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.start_times import StartTimes
 from zeromesh.trainer.monitoring.step_metrics import StepMetrics, strict, unstrict
 from zeromesh.trainer.monitoring.step_stats import StepResult, StepStats
@@ -278,7 +278,7 @@ class RunContext:
     mesh: Mesh
     inputs: UserInputs
     events: CallbackDispatcher
-    console: RunConsole
+    console: Console
     start_times: StartTimes
     plan: BatchPlan
     data: RunData

@@ -27,7 +27,7 @@ from zeromesh.trainer.models.flops import ModelFlops
 from zeromesh.trainer.models.generation import check_arguments, generate
 from zeromesh.trainer.models.prepare import KeptAttributes
 from zeromesh.trainer.models.save_pretrained import save_model
-from zeromesh.trainer.monitoring.console import RunConsole
+from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.memory import explained
 from zeromesh.zero.engine import ZeroEngine
 
@@ -38,7 +38,7 @@ class TrainedModel:
 
     config: TrainerConfig
     mesh: Mesh
-    console: RunConsole
+    console: Console
     steps_made: Callable[[], int]
     """How many steps the run has made."""
     processing_class: Any

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere, nothing on ranks above 0.
+"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere.
 
 Training never fails for the sake of its display: a terminal that goes away or a closed pipe makes the console
 silent.
@@ -28,36 +28,6 @@ _SILENCE_SECONDS = 5.0  # after which a log file gets a line of status
 _DISPLAY_ERRORS = (OSError, ValueError, ConsoleError)
 
 
-class RunConsole:
-    """What the trainer tells about a run. All methods may be called in any order, and none raises. This class shows nothing: it
-    is the console of all ranks but the first.
-    """
-
-    def note(self, text: str) -> None:
-        """Show one line once."""
-
-    def status(self, text: str) -> None:
-        """Show what goes on now, until anything else is shown."""
-
-    def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
-        """Begin to show progress: `first_step` of `total_steps` are done, and what comes `after` them takes as long as so many."""
-
-    def advance(self, step: int) -> None:
-        """Show that `step` steps are done."""
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Show a logged step."""
-
-    def close(self) -> None:
-        """Stop showing progress and leave the terminal as it was. Closing twice is allowed."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 class _Terminal(RichConsole):
     """rich's console, but a closed pipe is an error of this file's, where rich would end the process."""
 
@@ -65,35 +35,37 @@ class _Terminal(RichConsole):
         raise BrokenPipeError("the reader of the output has gone")
 
 
-class Console(RunConsole):
-    """The console of rank 0, on `stream` (standard output if None).
+class Console:
+    """What the trainer shows of a run, on `stream` (standard output if None); nothing unless `shown`, as on ranks above 0.
 
     On a terminal: a bar with steps, time left and the numbers of the last logged step, drawn a few times a second at most; notes
-    stand above it. Elsewhere: a line per logged step, and a line of status where nothing has been shown for a while.
+    stand above it. Elsewhere: a line per logged step, and a line of status where nothing has been shown for a while. Methods may
+    be called in any order, and none raises.
     """
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, *, shown: bool = True) -> None:
         self._rich = _Terminal(file=stream, highlight=False, markup=False, emoji=False)
         self._is_terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
+        self._shown = shown
         self._progress: Progress | None = None
         self._task = TaskID(0)
-        self._total_steps = 0
-        self._first_step = 0
+        self._total_steps = self._first_step = 0
         self._after = 0.0
-        self._started = time.monotonic()
+        self._started = self._printed = time.monotonic()
         self._drawn = -math.inf
-        self._printed = time.monotonic()
-        self._alive = True
         self._live: Live | None = None
         self._numbers = ""
 
     def note(self, text: str) -> None:
+        """Show one line once."""
         self._attempt(lambda: self._print(text))
 
     def status(self, text: str) -> None:
+        """Show what goes on now, until anything else is shown."""
         self._attempt(lambda: self._show_status(text))
 
     def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
+        """Begin to show progress: `first_step` of `total_steps` are done, and what comes `after` them takes as long as so many."""
         self._attempt(self._end_status, always=True)
         self._total_steps, self._first_step, self._started = total_steps, first_step, time.monotonic()
         self._after = after
@@ -101,9 +73,12 @@ class Console(RunConsole):
             self._attempt(self._start_bar)
 
     def advance(self, step: int) -> None:
-        self._attempt(lambda: self._move_bar(step))
+        """Show that `step` steps are done."""
+        if self._progress is not None:
+            self._attempt(lambda: self._move_bar(step))
 
     def step(self, metrics: StepMetrics) -> None:
+        """Show a logged step."""
         if self._progress is not None:
             self._numbers = _bar_numbers(metrics)
             self._attempt(lambda: self._move_bar(metrics.step, self._numbers))
@@ -111,19 +86,26 @@ class Console(RunConsole):
             self._attempt(lambda: self._print(self._line(metrics)))
 
     def close(self) -> None:
+        """Stop showing progress and leave the terminal as it was. Closing twice is allowed."""
         self._attempt(self._end_status, always=True)
         progress, self._progress = self._progress, None
         if progress is not None:
             self._attempt(progress.stop, always=True)  # it also gives standard output back
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _attempt(self, action: Callable[[], None], *, always: bool = False) -> None:
         """Run an action on the stream; after the first that fails, only those to be tried `always`."""
-        if not (self._alive or always):
+        if not (self._shown or always):
             return
         try:
             action()
         except _DISPLAY_ERRORS as error:
-            self._alive = False
+            self._shown = False
             _LOG.warning("nothing more is shown of this run: %s", error)
 
     def _print(self, text: str) -> None:
@@ -189,11 +171,6 @@ class Console(RunConsole):
             pace = (time.monotonic() - self._started) / done
             line += f"  {human_seconds(pace * left)} left"
         return line
-
-
-def make_console(rank: int, stream: TextIO | None = None) -> RunConsole:
-    """The console of a rank: rank 0 shows, the others are silent."""
-    return Console(stream) if rank == 0 else RunConsole()
 
 
 def step_line(metrics: StepMetrics, *, total_steps: int = 0) -> str:

@@ -8,10 +8,10 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Self
 
 from zeromesh.errors import StorageError
 from zeromesh.files import open_regular, read_whole, write_whole
@@ -26,8 +26,6 @@ model, and `versions` of packages."""
 LOCK = "run.lock"
 """Locked by the process of rank 0, which it names, also after a kill. After any other end it says how the run has ended."""
 ENDED = "ended"
-_BLOCK = 1 << 18
-"""Bytes that are read at once from a file's end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +98,7 @@ class MetricsWriter:
         """Close the file; closing twice is allowed."""
         self._file.close()
 
-    def __enter__(self) -> MetricsWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -120,7 +118,7 @@ def read_metrics(path: str | os.PathLike[str], broken: list[str] | None = None) 
     found = []
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
         try:
-            found.append(_parse(line, _line(path, number)))
+            found.append(_parse(line, path, number))
         except StorageError as error:
             if broken is None:
                 raise
@@ -128,43 +126,14 @@ def read_metrics(path: str | os.PathLike[str], broken: list[str] | None = None) 
     return found
 
 
-def last_metrics(path: Path, first: int, last: int) -> list[dict[str, Any]]:
-    """The lines of the steps from `first` to `last` of a file in the order of its steps, with numbers as they were before `strict`.
-
-    It is read from its end: what lies before step `first` costs nothing. None where there is no such file.
+def metrics_of_steps(path: Path, first: int, last: int) -> list[dict[str, Any]]:
+    """The lines of the steps from `first` to `last`, with numbers as they were before `strict`; none where there is no such file.
 
     Raises:
-        StorageError: where it cannot be read, or holds a line that is no JSON object there.
+        StorageError: where it cannot be read, or holds a line that is no JSON object.
     """
-    found = []
-    try:
-        with open(open_regular(path, os.O_RDONLY), "rb") as file:
-            lines = _backwards(file)
-            next(lines)  # What a kill has cut short, or nothing.
-            for number, line in enumerate(lines, start=1):
-                record = _parse(line, f"{str(path)!r} line {number} from its end")
-                step = record.get("step")
-                if isinstance(step, int) and step < first:
-                    break
-                if isinstance(step, int) and step <= last:
-                    found.append({name: unstrict(value) for name, value in record.items()})
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StorageError(_reason("read", path, error)) from error
-    return found[::-1]
-
-
-def _backwards(file: BinaryIO) -> Iterator[bytes]:
-    """What lies between the ends of lines, the last one first; before it what follows the last end, which may be nothing."""
-    end, rest = file.seek(0, os.SEEK_END), b""
-    while end:
-        start = max(0, end - _BLOCK)
-        file.seek(start)
-        rest, *lines = (file.read(end - start) + rest).split(b"\n")
-        yield from reversed(lines)
-        end = start
-    yield rest
+    lines = read_metrics(path) if path.exists() else []
+    return [{name: unstrict(value) for name, value in line.items()} for line in lines if first <= _step(line) <= last]
 
 
 def _repair(path: Path, keep_through: int | None) -> None:
@@ -180,22 +149,19 @@ def _repair(path: Path, keep_through: int | None) -> None:
     if keep_through is None:
         return
     lines = content[:whole].splitlines(keepends=True)
-    kept = [line for number, line in enumerate(lines, start=1) if _step(line, _line(path, number)) <= keep_through]
+    kept = [line for number, line in enumerate(lines, 1) if _step(_parse(line, path, number)) <= keep_through]
     if len(kept) < len(lines):
         write_whole(path, b"".join(kept))
 
 
-def _step(line: bytes, where: str) -> float:
+def _step(record: Mapping[str, Any]) -> float:
     """The step that a line is about; one that names none is about all of them, and stays."""
-    step = _parse(line, where).get("step")
+    step = record.get("step")
     return step if isinstance(step, int) else -math.inf
 
 
-def _line(path: str | os.PathLike[str], number: int) -> str:
-    return f"{os.fspath(path)!r} line {number}"
-
-
-def _parse(line: bytes, where: str) -> dict[str, Any]:
+def _parse(line: bytes, path: str | os.PathLike[str], number: int) -> dict[str, Any]:
+    where = f"{os.fspath(path)!r} line {number}"
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:

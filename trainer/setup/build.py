@@ -25,7 +25,7 @@ from zeromesh.trainer.data.streaming import StreamedDataset, is_stream
 from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.loop.context import UserInputs
-from zeromesh.trainer.monitoring.console import RunConsole
+from zeromesh.trainer.monitoring.console import Console
 
 
 def connect(config: TrainerConfig) -> Mesh:
@@ -90,7 +90,7 @@ def over_data(
     return config.model_copy(update=sections), plan
 
 
-def prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console: RunConsole) -> RunData:
+def prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console: Console) -> RunData:
     """The user's datasets, or datasets of the text that the configuration names, in tokens of the user's tokenizer if there is one;
     all ranks call it.
 

@@ -35,7 +35,7 @@ from zeromesh.trainer.models.flops import ModelFlops, parameters_of
 from zeromesh.trainer.models.forward_inputs import ForwardInputs
 from zeromesh.trainer.models.prepare import KeptAttributes, prepare_model
 from zeromesh.trainer.models.user_model import Compile, require_adapters_that_fit, require_no_layer_drop, unwrap
-from zeromesh.trainer.monitoring.console import RunConsole
+from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.start_times import StartTimes
 from zeromesh.trainer.monitoring.step_stats import require_free_names
 from zeromesh.trainer.setup.engine_options import exempted
@@ -60,7 +60,7 @@ def build_trained_model(
     data: RunData,
     plan: BatchPlan,
     progress: RunProgress,
-    console: RunConsole,
+    console: Console,
     start_times: StartTimes,
 ) -> TrainedModel:
     """Build the model, check it and the data, leave on this rank its part of the model, and give that its values.
@@ -282,7 +282,7 @@ def _notes_on_modules(model: nn.Module) -> list[str]:
 class WatchedSource:
     """Reads from the source of `built`, and shows the console and the other ranks that reading goes on."""
 
-    def __init__(self, built: BuiltModel, console: RunConsole, mesh: Mesh) -> None:
+    def __init__(self, built: BuiltModel, console: Console, mesh: Mesh) -> None:
         self._source: ParameterSource = built.source
         self._console = console
         self._mesh = mesh

@@ -17,7 +17,7 @@ from zeromesh import Callback, Trainer
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import StorageError
-from zeromesh.trainer.monitoring.console import RunConsole
+from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
 from zeromesh.trainer.tools.checkpoint.inspect import summary_of
@@ -202,5 +202,5 @@ def test_a_checkpoint_is_amended_whole_or_not_at_all(tmp_path: Path, monkeypatch
                 store.amend(2, name, b'{"newest": 333}')
         CheckpointReader(store.path(2)).verify()
     store.amend(2, name, (store.path(2) / "trainer_state.json").read_bytes())
-    export_checkpoint(store.path(2), tmp_path / "out", "keep", RunConsole())
+    export_checkpoint(store.path(2), tmp_path / "out", "keep", Console(shown=False))
     assert not list((tmp_path / "out").glob("trainer_state*"))

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from zeromesh.errors import StorageError
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
-from zeromesh.trainer.monitoring import step_metrics
-from zeromesh.trainer.monitoring.console import Console, RunConsole, make_console, step_line
-from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, StepMetrics, last_metrics, read_metrics
+from zeromesh.trainer.monitoring.console import Console, step_line
+from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, StepMetrics, metrics_of_steps, read_metrics
 
 
 def metrics(step: int = 1, **changes: Any) -> StepMetrics:
@@ -100,24 +99,16 @@ def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path: Path) -> None:
     assert [line["step"] for line in read_metrics(path)] == [1, 2]
 
 
-@pytest.mark.parametrize("block", [1, 7, 64, 1 << 18])
 @pytest.mark.parametrize("end", ["", '{"step": 9, "lo'])
-def test_the_last_lines_are_read_from_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, end: str
-) -> None:
-    monkeypatch.setattr(step_metrics, "_BLOCK", block)
+def test_the_lines_of_some_steps(tmp_path: Path, end: str) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [*({"step": step, "loss": 0.5} for step in range(1, 6)), {"of": "none"}, {"step": 6, "loss": "nan"}]
-    path.write_text("not JSON\n" + "".join(json.dumps(line) + "\n" for line in lines) + end)
-    assert [line["step"] for line in last_metrics(path, 3, 5)] == [3, 4, 5]
-    assert math.isnan(last_metrics(path, 6, 6)[0]["loss"])
-    assert last_metrics(path, 7, 9) == []
-    with pytest.raises(StorageError, match=r"metrics.jsonl' line 8 from its end is not JSON"):
-        last_metrics(path, 0, 9)
-    path.write_text(end)
-    assert last_metrics(path, 0, 9) == last_metrics(tmp_path / "nowhere", 0, 9) == []
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + end)
+    assert [line["step"] for line in metrics_of_steps(path, 3, 5)] == [3, 4, 5]
+    assert math.isnan(metrics_of_steps(path, 6, 6)[0]["loss"])
+    assert metrics_of_steps(path, 7, 9) == metrics_of_steps(tmp_path / "nowhere", 0, 9) == []
     with pytest.raises(StorageError, match="cannot be read"):
-        last_metrics(tmp_path, 0, 9)
+        metrics_of_steps(tmp_path, 0, 9)
 
 
 def test_resuming_removes_the_steps_that_come_again(tmp_path: Path) -> None:
@@ -256,15 +247,13 @@ def test_a_text_that_the_stream_cannot_encode_does_not_end_a_run() -> None:
 
 
 def test_ranks_above_zero_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
-    console = make_console(1)
-    assert type(console) is RunConsole
-    with console:
+    with Console(shown=False) as console:
         console.start(total_steps=3)
         console.note("x")
+        console.status("y")
         console.advance(1)
         console.step(metrics())
     assert capfd.readouterr() == ("", "")
-    assert isinstance(make_console(0), Console)
 
 
 @pytest.mark.parametrize(

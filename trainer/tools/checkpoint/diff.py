@@ -16,7 +16,7 @@ from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES
 from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
 from zeromesh.offload import TieredTensor
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
-from zeromesh.trainer.monitoring.console import RunConsole
+from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.inspect import state_of
 from zeromesh.trainer.tools.checkpoint.progress import Throughput, one_core
 
@@ -69,7 +69,7 @@ class _CommonPart:
     count: int
 
 
-def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: RunConsole) -> bool:
+def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Console) -> bool:
     """Tell a person what differs; whether nothing does, bit by bit, or beyond the tolerance.
 
     Raises:
@@ -96,7 +96,7 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Run
     return False
 
 
-def _tell(console: RunConsole, lines: Sequence[str]) -> None:
+def _tell(console: Console, lines: Sequence[str]) -> None:
     for line in lines[:_SHOWN]:
         console.note(line)
     if len(lines) > _SHOWN:
@@ -157,7 +157,7 @@ def _only(here: Iterable[tuple[str, str]], there: Iterable[tuple[str, str]], whi
 # Elements
 
 
-def _compare(readers: Sequence[CheckpointReader], common: list[_Apart], console: RunConsole) -> list[_Apart]:
+def _compare(readers: Sequence[CheckpointReader], common: list[_Apart], console: Console) -> list[_Apart]:
     moved = Throughput(console, "comparing", sum(each.one.spec.nbytes + each.two.spec.nbytes for each in common))
     for batch in _batches(common):
         memories = []

@@ -31,7 +31,7 @@ from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.offload.io.transfer import StagingPool
 from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, name_in
 from zeromesh.trainer.models.save_pretrained import ADAPTER_WEIGHTS
-from zeromesh.trainer.monitoring.console import RunConsole
+from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.adapter_export import convert_adapter, has_adapter, merge_adapter
 from zeromesh.trainer.tools.checkpoint.progress import Throughput, one_core
 from zeromesh.trainer.weights.hub_names import HubNames
@@ -57,7 +57,7 @@ class _TensorTarget:
 
 
 def export_checkpoint(
-    directory: Path, out: Path, dtype: str, console: RunConsole, *, merge: bool = False, ema: bool = False
+    directory: Path, out: Path, dtype: str, console: Console, *, merge: bool = False, ema: bool = False
 ) -> None:
     """Write the model of a checkpoint to `out`: `dtype` is a name, or `keep` for the weights that the model computes with.
 

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import torch
 
 from zeromesh.trainer.formatting import human_bytes, human_seconds
-from zeromesh.trainer.monitoring.console import RunConsole
+from zeromesh.trainer.monitoring.console import Console
 
 
 class Throughput:
     """Called with the bytes of each transfer that is done, shows how far all are; as text, what they took."""
 
-    def __init__(self, console: RunConsole, what: str, total: int) -> None:
+    def __init__(self, console: Console, what: str, total: int) -> None:
         self._console, self._what, self._total = console, what, total
         self._done = 0
         self._began = time.monotonic()
