@@ -33,8 +33,7 @@ from zeromesh.trainer.loop.prediction import PreprocessLogits
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 from zeromesh.trainer.monitoring.start_times import StartTimes
-from zeromesh.trainer.run import build_run
-from zeromesh.trainer.setup import build
+from zeromesh.trainer.setup.build import build_run, connect
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
 from zeromesh.trainer.weights.library_logging import only_rank_0_logs
 from zeromesh.zero.engine import ZeroEngine
@@ -336,7 +335,7 @@ class Trainer(TransformersNames):
 
     def note(self, text: str) -> None:
         """Show a line to a person; rank 0 does."""
-        self._prepare().note(text)
+        self._prepare().console.note(text)
 
     @property
     def run_directory(self) -> Path:
@@ -366,7 +365,7 @@ class Trainer(TransformersNames):
     def _connect(self) -> Mesh:
         if self._mesh is None:
             self.start_times.begin()
-            self._mesh = build.connect(self.config)
+            self._mesh = connect(self.config)
             self.start_times.end("rendezvous")
         return self._mesh
 

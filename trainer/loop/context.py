@@ -349,11 +349,6 @@ class RunContext:
             "epoch": self.epoch,
         }
 
-    def note(self, *lines: str | None) -> None:
-        """Show lines to a person, on rank 0; None stands for no line."""
-        for line in filter(None, lines):
-            self.console.note(line)
-
     def log_values(self, values: Mapping[str, Any]) -> None:
         """Add values that are no step's to the history, and announce them to callbacks."""
         self.progress.history.values(values, self.progress.step, self.epoch)

@@ -33,7 +33,7 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
     """
     config, mesh, progress = run.config, run.mesh, run.progress
     if progress.report is not None:
-        run.note(f"already finished at step {progress.step}; a new Trainer trains this model further")
+        run.console.note(f"already finished at step {progress.step}; a new Trainer trains this model further")
         return progress.report
     feed = run.model.feeds.train()
     if feed is None:
@@ -86,7 +86,7 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
                 _load_best(run, checkpoints)
             report = progress.report = _end(run, eval_loss)
     if report is None:
-        run.note(f"stopped after step {progress.step}")
+        run.console.note(f"stopped after step {progress.step}")
         leave(stopped)
     progress.require_trained()
     return report
@@ -129,18 +129,18 @@ def _resume(run: RunContext, checkpoints: RunCheckpoints) -> float | None:
     progress.skipped, progress.loss_before = state.skipped, state.loss
     if state.max_steps != section.max_steps and run.config.schedule.name not in STEADY:
         change = f"{state.max_steps} then, {section.max_steps} now"
-        run.note(f"run.max_steps: {change}; the learning rate follows the curve of the new one from here on")
+        run.console.note(f"run.max_steps: {change}; the learning rate follows the curve of the new one from here on")
     if run.finished:
         evaluates = run.data.eval is not None and bool(section.eval_at_end or section.eval_every)
         progress.owes_evaluation = evaluates and state.eval_loss is None
         owed = ", but not evaluated there, which is done now" if progress.owes_evaluation else ""
         length = "run.max_steps" if section.epochs is None else "run.epochs"
-        run.note(
+        run.console.note(
             f"nothing was trained: run {section.name!r} is complete at step {progress.reached} of {section.max_steps}{owed}; "
             f"raise {length}, or choose another run.name"
         )
     else:
-        run.note(f"resumed from step {state.step} ({human_count(state.tokens)} tokens)")
+        run.console.note(f"resumed from step {state.step} ({human_count(state.tokens)} tokens)")
     return state.eval_loss
 
 
@@ -149,7 +149,7 @@ def _load_best(run: RunContext, checkpoints: RunCheckpoints) -> None:
     best = run.progress.best
     if best.value is not None and best.step != run.progress.step:
         checkpoints.load_weights(best.step)
-        run.note(f"weights of step {best.step}: {run.config.run.metric} {best.value:.4g} is the best")
+        run.console.note(f"weights of step {best.step}: {run.config.run.metric} {best.value:.4g} is the best")
 
 
 def _end(run: RunContext, eval_loss: float | None) -> FitReport:
@@ -157,11 +157,11 @@ def _end(run: RunContext, eval_loss: float | None) -> FitReport:
     progress = run.progress
     report = progress.report_of(eval_loss, rank_figures(run.mesh)[0], progress.summary or run.summary_values())
     if report.losses:
-        run.note(
+        run.console.note(
             f"done: {report.final_step} steps, loss {report.final_loss:.4f}, "
             f"{human_count(report.tokens_per_second)} {progress.unit}/s, "
             f"peak memory {human_bytes(report.peak_memory_bytes)} a rank"
         )
-    run.note(*progress.notes())
+    run.console.note(*progress.notes())
     run.model.make_whole()
     return report

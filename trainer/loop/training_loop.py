@@ -84,7 +84,7 @@ class TrainingLoop:
             self._save_last()
             self._evaluate()
         if self._ended:
-            run.note(f"ended after step {progress.step}: {self._ended}")
+            run.console.note(f"ended after step {progress.step}: {self._ended}")
         self._save_last()
         self._announce_save()
         self.checkpoints.close()
@@ -123,16 +123,16 @@ class TrainingLoop:
         peak, busy = rank_figures(run.mesh, self._stragglers.busy) if due.log else (0, ())
         metrics = run.stats.line(result, step=number, lr=progress.learning_rate, tokens=progress.tokens, peak=peak)
         if result.skipped and result.loss_scale == 1.0:
-            run.note(f"step {number}: no update on any rank: {result.cause}")
+            run.console.note(f"step {number}: no update on any rank: {result.cause}")
         self._metrics = self._write(metrics) if due.log else metrics
-        run.note(start)
+        run.console.note(start)
         events.request(due)
         self._announce("on_step_end", self._metrics)
         events.agree(run.mesh)
         if not self._log():
             run.console.advance(number)
         if due.log:
-            run.note(self._stragglers.look(number, busy))
+            run.console.note(self._stragglers.look(number, busy))
         progress.check()
 
         # Evaluate, save and stop.
@@ -278,7 +278,7 @@ class TrainingLoop:
         values = evaluate(run, None, ignored=progress.ignored_outputs, stop=self._stop_requested)
         if values is None:
             return
-        run.note(evaluation_line(run, values))
+        run.console.note(evaluation_line(run, values))
         metric = progress.latest_metric = value_of(section.metric, values)
         self._evaluated = (progress.step, values["eval_loss"])
         if self.writer is not None:

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Self, TextIO
 
 from rich.console import Console as RichConsole
@@ -56,13 +57,14 @@ class Console:
         self._live: Live | None = None
         self._numbers = ""
 
-    def note(self, text: str) -> None:
-        """Show one line once."""
-        self._attempt(lambda: self._print(text))
+    def note(self, *lines: str | None) -> None:
+        """Show lines once; None stands for no line."""
+        for line in filter(None, lines):
+            self._attempt(partial(self._print, line))
 
     def status(self, text: str) -> None:
         """Show what goes on now, until anything else is shown."""
-        self._attempt(lambda: self._show_status(text))
+        self._attempt(partial(self._show_status, text))
 
     def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
         """Begin to show progress: `first_step` of `total_steps` are done, and what comes `after` them takes as long as so many."""

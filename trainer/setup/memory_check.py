@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,24 +27,26 @@ _FILE = TierChoice(tier="file")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Need:
-    """The bytes that the ranks of one host need for a planned model. `parts` ranks share the states over `transport`."""
+class _Host:
+    """The bytes that the ranks of one host need for a planned model, and those that it has.
+
+    `parts` ranks share the states over `transport`. `inputs` are bytes of a rank's kept inputs of recomputed blocks on files, as
+    far as they are known beforehand. `memory_room` is free memory with swap, and `disk_room` is free on all disks of the file tier.
+    """
 
     plan: ModelPlan
     parts: int
     transport: str
     local_ranks: int
     inputs: int
-    """Bytes of a rank's kept inputs of recomputed blocks on files, as far as they are known beforehand."""
+    memory_room: int
+    disk_room: int
 
     def least(self, options: ZeroOptions) -> MemoryModel:
         """Memory of one rank, with as much kept gathered as takes least where options leave that open."""
         budgets = (0, None) if options.gathered_budget is None else (options.gathered_budget,)
-        found = [
-            predict_memory(self.plan, options, parts=self.parts, transport=self.transport, budget=budget)
-            for budget in budgets
-        ]
-        return min(found, key=lambda footprint: footprint.total)
+        predict = partial(predict_memory, self.plan, options, parts=self.parts, transport=self.transport)
+        return min((predict(budget=budget) for budget in budgets), key=lambda footprint: footprint.total)
 
     def memory(self, options: ZeroOptions) -> int:
         """Bytes of memory of all ranks of the host."""
@@ -53,22 +56,17 @@ class Need:
         """Bytes of swap files of all ranks of the host."""
         return self.local_ranks * (self.least(options).on_disk + self.inputs)
 
-    def fits(self, options: ZeroOptions, room: Room) -> bool:
+    def fits(self, options: ZeroOptions) -> bool:
         """Whether there is room for memory and files."""
-        return self.memory(options) <= room.memory and self.disk(options) <= room.disk
+        return self.memory(options) <= self.memory_room and self.disk(options) <= self.disk_room
 
-    def listed(self, options: ZeroOptions, *, on_disk: bool) -> str:
-        """The terms of what memory, or files, of all ranks of the host hold."""
-        footprint = self.least(options)
-        terms = {purpose.value: nbytes for purpose, nbytes in (footprint.files if on_disk else footprint.terms).items()}
-        if on_disk:
-            terms[Purpose.ACTIVATIONS.value] = self.inputs
-        else:
-            terms["parameters gathered around their use"] = footprint.gathered
-            terms["gradient shards on their way"] = footprint.passing
-        return ", ".join(f"{human_bytes(self.local_ranks * nbytes)} {what}" for what, nbytes in terms.items() if nbytes)
+    def listed(self, terms: Mapping[Purpose, int], **others: int) -> str:
+        """Terms of one rank, in bytes by purpose, as what all ranks of the host hold."""
+        named = {purpose.value: nbytes for purpose, nbytes in terms.items()}
+        named |= {name.replace("_", " "): nbytes for name, nbytes in others.items()}
+        return ", ".join(f"{human_bytes(self.local_ranks * nbytes)} {what}" for what, nbytes in named.items() if nbytes)
 
-    def advice(self, options: ZeroOptions, room: Room) -> Iterator[str]:
+    def advice(self, options: ZeroOptions) -> Iterator[str]:
         """What would need less memory, first of all what fits."""
         higher = {stage: self.memory(replace(options, stage=stage)) for stage in range(options.stage + 1, 4)}
         best = min(higher, key=lambda stage: (higher[stage], stage), default=options.stage)
@@ -80,26 +78,13 @@ class Need:
             offloads["offload.optimizer and offload.parameters"] = replace(optimizer, parameters=_FILE)
         for keys, offload in offloads.items():
             changed = replace(options, stage=best, offload=offload)
-            if self.memory(changed) < self.memory(options) and self.fits(changed, room):
+            if self.memory(changed) < self.memory(options) and self.fits(changed):
                 stage = f"zero.stage to {best} and " if best != options.stage else ""
                 memory, disk = human_bytes(self.memory(changed)), human_bytes(self.disk(changed))
                 yield f"set {stage}{keys} to file, which needs {memory}, and {disk} of disk"
                 break
         yield "make the model smaller"
         yield "use more hosts" if options.stage else "use more hosts with a zero.stage above 0"
-
-    def fitting_fraction(self, options: ZeroOptions, room: Room) -> float | None:
-        """The largest part of what is to rest on files for which there is room; None where there is none for any."""
-        fractions = (round(count * _STEP, 2) for count in range(round(1 / _STEP) - 1, 0, -1))
-        return next((each for each in fractions if self.fits(_with_fraction(options, each), room)), None)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
-    """Free bytes of a host: `memory`, with swap, and those of the disk that files of the file tier go to (all of them together)."""
-
-    memory: int
-    disk: int
 
 
 def _with_fraction(options: ZeroOptions, fraction: float) -> ZeroOptions:
@@ -133,39 +118,49 @@ def require_memory(
 
     `inputs`: bytes of kept inputs of recomputed blocks that leave the device. Returns notes on what rests on files.
     """
-    need = Need(
+    local_ranks, directories, free = (
+        mesh.environment.local_world_size,
+        options.offload.files.directories,
+        available_bytes(),
+    )
+    freed = local_ranks * sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
+    host = _Host(
         plan=plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts),
         parts=mesh.shard.size,
         transport=transport,
-        local_ranks=mesh.environment.local_world_size,
+        local_ranks=local_ranks,
         inputs=inputs if options.offload.activations.tier == "file" else 0,
+        memory_room=free + swap_bytes() + freed,
+        disk_room=_free_on_disks(directories),
     )
-    free, directories = available_bytes(), options.offload.files.directories
-    freed = need.local_ranks * sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
-    room = Room(memory=free + swap_bytes() + freed, disk=_free_on_disks(directories))
-    memory, disk = need.memory(options), need.disk(options)
-    if mesh.device.type == "cpu" and free and memory > room.memory:
+    least, memory, disk = host.least(options), host.memory(options), host.disk(options)
+    if mesh.device.type == "cpu" and free and memory > host.memory_room:
+        terms = host.listed(
+            least.terms,
+            parameters_gathered_around_their_use=least.gathered,
+            gradient_shards_on_their_way=least.passing,
+        )
         count = human_count(sum(p.numel() for p in model.parameters()))
-        *others, last = need.advice(options, room)
+        *others, last = host.advice(options)
         raise StorageError(
             f"{count} parameters at stage {options.stage} need at least {human_bytes(memory)} on this host "
-            f"({need.listed(options, on_disk=False)}), and {human_bytes(free)} are free; {', '.join(others)}, or {last}"
+            f"({terms}), and {human_bytes(free)} are free; {', '.join(others)}, or {last}"
         )
     if not disk:
         return []
-    where = ", ".join(map(str, directories))
-    shown, terms = human_bytes(disk), need.listed(options, on_disk=True)
-    if disk > room.disk:
-        fraction = need.fitting_fraction(options, room)
+    where, room = ", ".join(map(str, directories)), human_bytes(host.disk_room)
+    shown, terms = human_bytes(disk), host.listed({**least.files, Purpose.ACTIVATIONS: host.inputs})
+    if disk > host.disk_room:
+        fractions = (round(count * _STEP, 2) for count in range(round(1 / _STEP) - 1, 0, -1))
+        fraction = next((each for each in fractions if host.fits(_with_fraction(options, each))), None)
         fits = f"a fraction of {fraction:g} of it fits: {{tier: file, fraction: {fraction:g}}}" if fraction else ""
         raise StorageError(
-            f"offload: swap files of {shown} ({terms}) do not fit into {where}, which has {human_bytes(room.disk)} free; "
+            f"offload: swap files of {shown} ({terms}) do not fit into {where}, which has {room} free; "
             f"{fits or 'no part of it fits beside the memory there is'}, or give offload.directory a larger disk"
         )
     kinds = {str(directory): file_system_of(directory) for directory in directories}
     return [
-        f"offload: {shown} of swap files ({terms}) in {where}, which has "
-        f"{human_bytes(room.disk)} free; {human_bytes(memory)} of states in memory",
+        f"offload: {shown} of swap files ({terms}) in {where}, which has {room} free; {human_bytes(memory)} of states in memory",
         *(
             f"WARNING: offload: {path} is {kind}, which is memory and no disk; set offload.directory to a directory on a disk"
             for path, kind in kinds.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -13,22 +13,23 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from zeromesh.comm.select import choose_transport
-from zeromesh.errors import ConfigError, some
+from zeromesh.errors import ConfigError, DataError, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import settle_heap
 from zeromesh.options import ZeroOptions
-from zeromesh.parallelize import Divided, ParallelOptions, divide
+from zeromesh.parallelize import ParallelOptions, divide
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import BatchRules
 from zeromesh.trainer.data.feed import Feeds, RunData
 from zeromesh.trainer.data.sampler import BatchPlan
+from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.data.tokenizer import Tokenizer
 from zeromesh.trainer.formatting import human_count
 from zeromesh.trainer.loop.context import RunProgress, UserInputs
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
-from zeromesh.trainer.losses.losses import make_loss
+from zeromesh.trainer.losses.losses import LabelLoss, Loss, make_loss
 from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.flops import ModelFlops, parameters_of
@@ -39,12 +40,11 @@ from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.start_times import StartTimes
 from zeromesh.trainer.monitoring.step_stats import require_free_names
 from zeromesh.trainer.setup.engine_options import exempted
-from zeromesh.trainer.setup.first_batch_checks import check_first_batches
 from zeromesh.trainer.setup.memory_check import kept_input_bytes, require_memory
 from zeromesh.trainer.setup.rank_agreement import share_weights
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.meta_init import BuiltModel, build_deferred, hooked_parameters, wrap_passed_model
-from zeromesh.weight_init.weight_sources import ParameterSource, materialize_buffers
+from zeromesh.weight_init.weight_sources import materialize_buffers
 from zeromesh.zero.engine import ZeroEngine
 
 _REDUCED = {"shared": "through host-shared memory", "gloo": "over gloo", "nccl": "over NCCL"}
@@ -70,20 +70,22 @@ def build_trained_model(
             divided or trained so, for data that it cannot be trained on, and for too little memory.
     """
 
-    def show(notes: Iterable[str]) -> None:
-        for note in notes:
-            console.note(note)
-
     console.status("building the model")
-    built = build_whole_model(inputs.model, config, data.tokenizer)
+    built = _build_whole_model(inputs.model, config, data.tokenizer)
+    if config.model.lora is not None:
+        built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
     model = built.model
     options = exempted(options, config, model)
     kept = KeptAttributes(model)
     tiers = open_tiers(mesh, options)
     try:
         _require_layout_fits(model, mesh)
-        _place_buffers(built, mesh, config.run.seed)
-        show(share_weights(model, mesh))
+        lost = materialize_buffers(model, mesh.device, config.run.seed, source=built.source)
+        if lost:
+            raise ConfigError(
+                f"buffers {some(lost, 8)} were lost by building on the meta device; pass the model built, or a callable"
+            )
+        console.note(*share_weights(model, mesh))
         # The inputs, the parameters and the loss are those of the whole model, so that all ranks take the same batches, count alike
         # and refuse alike.
         forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
@@ -99,7 +101,17 @@ def build_trained_model(
             check_scalars=partial(require_free_names, whose="compute_loss"),
         )
         start_times.end("loss")
-        divided = _divide_model(model, config, mesh)
+        parallel = config.parallel
+        cuts = ParallelOptions(
+            rules=parallel.plan or {},
+            sequence=parallel.sequence,
+            transport=parallel.transport,
+            schedule=parallel.schedule,
+            chunks=parallel.chunks,
+            stages=parallel.stages or (),
+            balance=parallel.balance,
+        )
+        divided = divide(model, mesh, cuts)
         prepared = prepare_model(model, config.model, options, tiers, built.compile)
         feeds = Feeds(
             data=data,
@@ -115,14 +127,14 @@ def build_trained_model(
                 sample_fields=forward.named if config.data.remove_unused else None,
             ),
         )
-        show([*divided.notes, *prepared.notes, *built.notes, *_notes_on_modules(model), *loss.notes])
-        show(check_first_batches(feeds, config, forward, loss, inputs))
+        console.note(*divided.notes, *prepared.notes, *built.notes, *_notes_on_modules(model), *loss.notes)
+        console.note(*_check_first_batches(feeds, config, forward, loss, inputs))
         transport = choose_transport(options.transport, mesh.shard, mesh.device)
         length = config.data.sequence_length if data.loaded is not None else 0
         kept_inputs = kept_input_bytes(model, prepared.away, config.batch.micro_size, length, options.precision.compute)
-        show(require_memory(model, options, mesh, transport=transport, inputs=kept_inputs, cuts=divided.cuts))
+        console.note(*require_memory(model, options, mesh, transport=transport, inputs=kept_inputs, cuts=divided.cuts))
         mesh.meet("start of the run")
-        source = WatchedSource(built, console, mesh)
+        source = _WatchedSource(built, console, mesh)
         engine = ZeroEngine.build(model, mesh, options, source, tiers, divided.cuts)
         source.close()
     except BaseException:
@@ -153,18 +165,15 @@ def build_trained_model(
     here = " on this rank" if divided.pipeline is not None else ""
     units = f"{len(engine.units)} unit{'s' if len(engine.units) > 1 else ''}{here}"
     reduced = f", gradients reduced {_REDUCED[engine.reduction_name]}" if mesh.shard.size > 1 else ""
-    place = engine.update_device.note()
-    show(
-        [
-            f"{type(model).__name__}: {human_count(engine.state.numel)} parameters in {units}{reduced}",
-            *filter(None, [place]),
-        ]
+    console.note(
+        f"{type(model).__name__}: {human_count(engine.state.numel)} parameters in {units}{reduced}",
+        engine.update_device.note(),
     )
     start_times.end("engine")
     return trained
 
 
-def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None) -> BuiltModel:
+def _build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None) -> BuiltModel:
     """Build the whole model, and say where its weights come from: it is passed built, built by a callable on meta, or named by the
     configuration.
 
@@ -172,12 +181,6 @@ def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | 
         ConfigError: for a model that cannot be built.
         LostValuesError: for a model on the meta device whose weights nothing computes.
     """
-    built = _build_without_lora(model, config, tokenizer)
-    lora = config.model.lora
-    return built if lora is None else add_lora(built, lora, config.model.head, config.run.seed)
-
-
-def _build_without_lora(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None) -> BuiltModel:
     seed = config.run.seed
     if model is None:
         section = config.model
@@ -229,38 +232,6 @@ def _require_layout_fits(model: nn.Module, mesh: Mesh) -> None:
     require_no_layer_drop(model, mesh.data.size)
 
 
-def _place_buffers(built: BuiltModel, mesh: Mesh, seed: int) -> None:
-    """Put the model's buffers on the device, in their own dtypes.
-
-    Raises:
-        ConfigError: when some on the meta device cannot be recomputed.
-    """
-    lost = materialize_buffers(built.model, mesh.device, seed, source=built.source)
-    if lost:
-        raise ConfigError(
-            f"buffers {', '.join(lost[:8])} were lost by building on the meta device; pass the model built, or a callable"
-        )
-
-
-def _divide_model(model: nn.Module, config: TrainerConfig, mesh: Mesh) -> Divided:
-    """Leave on this rank its part of the model.
-
-    Raises:
-        LayoutError: for a model that cannot be divided so.
-    """
-    parallel = config.parallel
-    options = ParallelOptions(
-        rules=parallel.plan or {},
-        sequence=parallel.sequence,
-        transport=parallel.transport,
-        schedule=parallel.schedule,
-        chunks=parallel.chunks,
-        stages=parallel.stages or (),
-        balance=parallel.balance,
-    )
-    return divide(model, mesh, options)
-
-
 def _notes_on_modules(model: nn.Module) -> list[str]:
     """Notes on modules in training mode whose result depends on how the global batch is cut.
 
@@ -279,31 +250,77 @@ def _notes_on_modules(model: nn.Module) -> list[str]:
     ]
 
 
-class WatchedSource:
+class _WatchedSource:
     """Reads from the source of `built`, and shows the console and the other ranks that reading goes on."""
 
     def __init__(self, built: BuiltModel, console: Console, mesh: Mesh) -> None:
-        self._source: ParameterSource = built.source
-        self._console = console
-        self._mesh = mesh
+        self.read, self.buffer, self.close = built.source.read, built.source.buffer, built.source.close
+        self._release, self._console, self._mesh = built.source.release, console, mesh
         self._total = sum(1 for _ in built.model.parameters())
         self._done = 0
 
-    def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
-        """Read values of a parameter from the source."""
-        return self._source.read(fqn, start, end)
-
-    def buffer(self, name: str) -> torch.Tensor | None:
-        """Read a buffer from the source; None where it has none."""
-        return self._source.buffer(name)
-
     def release(self, fqn: str) -> None:
         """Release a parameter in the source, and show that one more is done."""
-        self._source.release(fqn)
+        self._release(fqn)
         self._done += 1
         self._console.status(f"setting the weights: {self._done} of {self._total} parameters")
         self._mesh.post(Activity.IDLE)
 
-    def close(self) -> None:
-        """Close the source."""
-        self._source.close()
+
+def _check_first_batches(
+    feeds: Feeds, config: TrainerConfig, forward: ForwardInputs, loss: Loss, inputs: UserInputs
+) -> list[str]:
+    """Check the first batch of each dataset before anything large is allocated; returns notes for the start of the run.
+
+    Raises:
+        ConfigError, DataError: for settings and data that cannot be trained with.
+    """
+    _check_settings(config, forward, loss, inputs, text=feeds.data.loaded is not None)
+    notes, train = [], feeds.data.train
+    size = feeds.plan.global_size
+    if train is not None and not isinstance(train, StreamedDataset) and len(train) < size:
+        samples = f"{len(train)} samples are fewer than a global batch of {size}"
+        notes.append(f"train_dataset: {samples}: they come again in it")
+    for name, feed in feeds.named().items():
+        batch = feed.first_batch()
+        forward.check(batch)
+        _check_sequence_shards(config, batch)
+        loss.count(batch)
+        left_out = forward.left_out(batch)
+        if left_out:
+            notes.append(f"{name}: left out {', '.join(left_out)}, which {forward.model}.forward does not take")
+    return notes
+
+
+def _check_settings(
+    config: TrainerConfig, forward: ForwardInputs, loss: Loss, inputs: UserInputs, *, text: bool
+) -> None:
+    """Raise `ConfigError` for settings that do not go with the model, its loss or the user's inputs. `text`: the data is text that
+    the configuration names."""
+    if inputs.compute_loss is not None:
+        late = "needs the number of targets before forward, and compute_loss counts them after it"
+        if config.optimizer.in_backward:
+            raise ConfigError(f"optimizer.in_backward {late}; set optimizer.in_backward: false")
+        if config.batch.average == "samples":
+            raise ConfigError(f"batch.average: samples {late}; set it to tokens")
+    if config.data.separate_documents and forward.fields is not None and "position_ids" not in forward.fields:
+        raise ConfigError(
+            f"data.separate_documents: {forward.model} takes no position_ids, which separate documents; set it to false"
+        )
+    if text:
+        forward.check_length(config.data.sequence_length, "lower data.sequence_length")
+        if inputs.collate is None and isinstance(loss, LabelLoss) and not loss.causal:
+            raise ConfigError(
+                f"{forward.model} does not predict the next token, so plain text has no labels for it; "
+                "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"
+            )
+
+
+def _check_sequence_shards(config: TrainerConfig, batch: Mapping[str, Any]) -> None:
+    """Raise `DataError` for sequences that tensor ranks cannot share out, before one stage of a pipeline finds out."""
+    parallel, ids = config.parallel, batch.get("input_ids")
+    if parallel.sequence and isinstance(ids, torch.Tensor) and ids.ndim > 1 and ids.shape[1] % parallel.tensor:
+        raise DataError(
+            f"sequences of {ids.shape[1]} tokens cannot be shared out to {parallel.tensor} tensor ranks "
+            f"(parallel.sequence); pad them to a multiple of {parallel.tensor}, or set parallel.sequence: false"
+        )
