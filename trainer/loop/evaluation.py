@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
-from transformers import EvalPrediction
 from transformers.trainer_utils import PredictionOutput
 
 from zeromesh.errors import ConfigError, DataError, PhaseError
@@ -38,11 +36,10 @@ def evaluate(
     chosen = dataset if dataset is not None else run.data.eval
     if chosen is None:
         raise ConfigError("there is no evaluation data; give eval_dataset, or set data.eval or data.eval_fraction")
-    named = (
-        {f"{prefix}_{name}": each for name, each in chosen.items()} if isinstance(chosen, Mapping) else {prefix: chosen}
-    )
+    sets = {f"_{name}": each for name, each in chosen.items()} if isinstance(chosen, Mapping) else {"": chosen}
     values: Values = {}
-    for name, each in named.items():
+    for suffix, each in sets.items():
+        name = f"{prefix}{suffix}"
         began, feed = time.perf_counter(), _feed_of(run, each)
         result = _run_through(run, feed, ignored, stop, outputs=run.inputs.compute_metrics is not None)
         if result is None:
@@ -101,16 +98,18 @@ def _run_through(
 
 def _metrics(run: RunContext, result: EvaluationResult, prefix: str) -> Values:
     """The values of `compute_metrics` over all samples; every rank computes them."""
-    compute, prediction = run.inputs.compute_metrics, result.prediction
-    if compute is None or prediction is None:
+    if run.inputs.compute_metrics is None or result.prediction is None:
         return {}
-    found = compute(EvalPrediction(predictions=prediction.predictions, label_ids=prediction.label_ids))
+    found = run.inputs.compute_metrics(result.prediction)
     if not isinstance(found, Mapping):
         raise DataError(
             f"compute_metrics returned a {type(found).__name__}; it should return a mapping of names to numbers"
         )
     return {
-        name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": _python_number(value)
+        # A number of NumPy's or PyTorch's becomes Python's.
+        name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": (
+            value.item() if hasattr(value, "item") and np.size(value) == 1 else value
+        )
         for name, value in found.items()
     }
 
@@ -138,8 +137,3 @@ def evaluation_line(run: RunContext, values: Mapping[str, float]) -> str:
         word = "below" if loss < loaded.byte_pair_entropy else "above"
         text += f", {word} the byte-pair entropy {loaded.byte_pair_entropy:.4f}"
     return text
-
-
-def _python_number(value: Any) -> Any:
-    """A number of NumPy's or PyTorch's as Python's; anything else as it is."""
-    return value.item() if hasattr(value, "item") and np.size(value) == 1 else value

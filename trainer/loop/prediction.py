@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load, save
 from torch import Tensor
+from transformers import EvalPrediction
 
 from zeromesh.errors import DataError
 from zeromesh.mesh.process_mesh import Mesh
@@ -26,14 +26,6 @@ PreprocessLogits = Callable[[Any, Any], Any]
 PADDING = -100
 """The value after the end of a sequence that is shorter than the longest."""
 _LABELS = ("labels", "label_ids", "label", "start_positions", "end_positions")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    """All samples of a dataset: `predictions` as the model returned them, without its loss; `label_ids` as the batches had them."""
-
-    predictions: Tree
-    label_ids: Tree
 
 
 class Collector:
@@ -66,58 +58,54 @@ class Collector:
         for part in parts:
             payload = b"" if part is None else encode(part)
             gathered = self._mesh.world.gather_bytes(payload, "predictions of a microbatch")
-            by_data_rank = sorted(
-                (self._mesh.shape.data_index(self._mesh.world.ranks[at]), each)
-                for at, each in enumerate(gathered)
-                if each
-            )
-            self._found += [decode(each) for _, each in by_data_rank]
+            rows = zip(map(self._mesh.shape.data_index, self._mesh.world.ranks), gathered, strict=True)
+            self._found += [decode(each) for _, each in sorted(rows) if each]
 
-    def result(self) -> Prediction:
-        """All samples, as one array for each output. Raises `DataError` where microbatches gave different kinds of outputs."""
+    def result(self) -> EvalPrediction:
+        """All samples: `predictions` as the model returned them, without its loss, and `label_ids` as the batches had them, as one
+        array for each output.
+
+        Raises:
+            DataError: where microbatches gave different kinds of outputs.
+        """
         try:
             whole = _concatenated(self._found)
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"what the model returned for two microbatches cannot be put together: {error}") from error
-        return Prediction(predictions=whole["predictions"], label_ids=whole["label_ids"])
+        return EvalPrediction(predictions=whole["predictions"], label_ids=whole["label_ids"])
 
 
 def encode(tree: Tree) -> bytes:
     """A tree as bytes: its arrays as safetensors, and its structure as JSON in their metadata."""
     arrays: dict[str, Any] = {}
-    skeleton = json.dumps(_taken_apart(tree, arrays))
-    return bytes(save(arrays, {"tree": skeleton}))
+
+    def structure(part: Tree) -> Any:
+        if part is None:
+            return None
+        if isinstance(part, Mapping):
+            return {str(name): structure(value) for name, value in part.items()}
+        if isinstance(part, tuple | list):
+            return ["tuple" if isinstance(part, tuple) else "list", *map(structure, part)]
+        number = len(arrays)
+        arrays[f"{number}"] = np.asarray(part, order="C")
+        return number
+
+    text = json.dumps(structure(tree))
+    return bytes(save(arrays, {"tree": text}))
 
 
 def decode(content: bytes) -> Tree:
     """The tree that `encode` has made into bytes; tuples stay tuples."""
-    length = int.from_bytes(content[:8], "little")
-    skeleton = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["tree"])
-    return _put_together(skeleton, load(content))
+    length, arrays = int.from_bytes(content[:8], "little"), load(content)
 
+    def tree(structure: Any) -> Tree:
+        if isinstance(structure, dict):
+            return {name: tree(value) for name, value in structure.items()}
+        if isinstance(structure, list):
+            return (tuple if structure[0] == "tuple" else list)(map(tree, structure[1:]))
+        return None if structure is None else arrays[f"{structure}"]
 
-def _taken_apart(tree: Tree, arrays: dict[str, Any]) -> Any:
-    if tree is None:
-        return None
-    if isinstance(tree, Mapping):
-        return {"mapping": {str(name): _taken_apart(value, arrays) for name, value in tree.items()}}
-    if isinstance(tree, tuple | list):
-        kind = "tuple" if isinstance(tree, tuple) else "list"
-        return {kind: [_taken_apart(value, arrays) for value in tree]}
-    name = f"{len(arrays)}"
-    arrays[name] = np.ascontiguousarray(tree)
-    return {"array": name, "shape": list(np.shape(tree))}
-
-
-def _put_together(skeleton: Any, arrays: Mapping[str, Any]) -> Tree:
-    if skeleton is None:
-        return None
-    if "mapping" in skeleton:
-        return {name: _put_together(value, arrays) for name, value in skeleton["mapping"].items()}
-    for kind, make in (("tuple", tuple), ("list", list)):
-        if kind in skeleton:
-            return make(_put_together(value, arrays) for value in skeleton[kind])
-    return arrays[skeleton["array"]].reshape(skeleton["shape"])
+    return tree(json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["tree"]))
 
 
 def _alone(found: Sequence[Any]) -> Any:
@@ -149,9 +137,7 @@ def _concatenated(trees: Sequence[Tree]) -> Tree:
         return np.stack(trees)
     if first.ndim == 1:
         return np.concatenate(trees)
-    longest = max(tree.shape[1] for tree in trees)
-    padded = [
-        np.pad(tree, [(0, 0), (0, longest - tree.shape[1])] + [(0, 0)] * (tree.ndim - 2), constant_values=PADDING)
-        for tree in trees
-    ]
-    return np.concatenate(padded)
+    longest, rest = max(tree.shape[1] for tree in trees), [(0, 0)] * (first.ndim - 2)
+    return np.concatenate(
+        [np.pad(tree, [(0, 0), (0, longest - tree.shape[1]), *rest], constant_values=PADDING) for tree in trees]
+    )

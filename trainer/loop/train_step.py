@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import EvalPrediction
 
 from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
@@ -26,7 +27,7 @@ from zeromesh.rng import Streams
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.trainer.data.feed import Feed, require_same_batches
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch
-from zeromesh.trainer.loop.prediction import Collector, Prediction
+from zeromesh.trainer.loop.prediction import Collector
 from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.prepare import in_evaluation_mode
 from zeromesh.trainer.monitoring.step_stats import StepResult, UserScalars
@@ -40,7 +41,7 @@ class EvaluationResult:
 
     loss: float
     targets: int
-    prediction: Prediction | None = None
+    prediction: EvalPrediction | None = None
 
 
 class Stepper:
@@ -256,8 +257,9 @@ class Stepper:
         """The loss of a batch, its targets and, if they are wanted, the model's outputs, without gradients."""
         if outputs:
             loss, made = self._loss.with_outputs(self._model, batch)
-            return loss, self._loss.last_count, made
-        return self._loss(self._model, batch, seed=0.0), self._loss.last_count, None
+        else:
+            loss, made = self._loss(self._model, batch, seed=0.0), None
+        return loss, self._loss.last_count, made
 
     def _loss_of(self, batch: Mapping[str, Any], seed: float) -> Tensor:
         """The sum of the losses of a microbatch on the device, whose backward starts with `seed`."""

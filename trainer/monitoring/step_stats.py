@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -133,8 +132,8 @@ class UserScalars:
         if not int(mesh.world.max_(torch.tensor([len(sums)]), "values that are logged")[0]):
             return {}
         found: dict[str, list[float]] = {}
-        for row in mesh.world.gather_bytes(json.dumps(sums).encode(), "values that are logged"):
-            for name, (total, count) in json.loads(row).items():
+        for row in mesh.world.gather_json(sums, "values that are logged"):
+            for name, (total, count) in row.items():
                 so_far = found.setdefault(name, [0.0, 0])
                 so_far[0] += total
                 so_far[1] += count
