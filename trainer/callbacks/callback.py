@@ -107,26 +107,9 @@ class RunState:
     log_history: Sequence[dict[str, Any]] = ()
     """What the run has logged, now and later: losses, values of evaluations, and in the end those of the whole run."""
 
-    @property
-    def global_step(self) -> int:
-        return self.step
-
-    @property
-    def num_train_epochs(self) -> float:
-        return self.epochs
-
-    @property
-    def num_input_tokens_seen(self) -> int:
-        return self.tokens
-
-    @property
-    def best_global_step(self) -> int:
-        return self.best_step
-
-    @property
-    def best_model_checkpoint(self) -> str | None:
-        return self.best_checkpoint
-
-    @property
-    def is_local_process_zero(self) -> bool:
-        return self.is_world_process_zero
+    global_step = property(lambda self: self.step)
+    num_train_epochs = property(lambda self: self.epochs)
+    num_input_tokens_seen = property(lambda self: self.tokens)
+    best_global_step = property(lambda self: self.best_step)
+    best_model_checkpoint = property(lambda self: self.best_checkpoint)
+    is_local_process_zero = property(lambda self: self.is_world_process_zero)

@@ -165,15 +165,6 @@ class RunCheckpoints:
             self._metrics[state.step] = state.metric
         return state
 
-    def load_weights(self, step: int) -> None:
-        """Load the weights after a step whose checkpoint this run has written.
-
-        Raises:
-            CheckpointError: when it is not there any more, or damaged.
-        """
-        self.finish()
-        load_weights(self.store.path(step), self._engine, self._mesh)
-
     # Saving
 
     def require_room(self) -> None:
@@ -211,7 +202,8 @@ class RunCheckpoints:
         except (CheckpointError, StorageError) as error:
             self._failed(str(error))
             return False
-        self._set_in_flight(state.step)
+        self.in_flight = state.step
+        self._engine.on_before_update(self._release)
         if wait or not self._section.asynchronous:
             self.finish()
         return True
@@ -256,7 +248,7 @@ class RunCheckpoints:
     def give_up(self) -> None:
         """After an error of a run of one rank, which may go on: end what is being written, and leave nothing of it."""
         if self._saver is not None:
-            self._set_in_flight(None)
+            self.in_flight = None
             self._saver.give_up()
 
     def close(self) -> None:
@@ -272,7 +264,7 @@ class RunCheckpoints:
     def _ended(self, saved: Saved | None) -> None:
         if saved is None:
             return
-        self._set_in_flight(None)
+        self.in_flight = None
         if saved.failure:
             self._failed(f"the checkpoint of step {saved.step} was not written: {saved.failure}")
             return
@@ -298,16 +290,10 @@ class RunCheckpoints:
         then = "Training goes on" if self._last_attempts is None else "It is tried once more"
         self._note(f"WARNING: {why}; {kept}. {then}")
 
-    def _set_in_flight(self, step: int | None) -> None:
-        """While a checkpoint is written, an update waits until the elements that it changes have been copied."""
-        self.in_flight = step
-        self._engine.on_before_update(self._go_on if step is None else self._release)
-
-    def _go_on(self, bucket: Bucket) -> None:
-        """An update that changes nothing that is being copied."""
-
     def _release(self, bucket: Bucket) -> None:
-        self._made().release(self._engine.checkpoint_state.owner_of(bucket))
+        """Before an update: wait until the elements that it changes have been copied."""
+        if self._saver is not None and self.in_flight is not None:
+            self._saver.release(self._engine.checkpoint_state.owner_of(bucket))
 
     def _kept(self) -> set[int]:
         """The steps that `keep_last` and `keep_best` keep, once the newest is there; called on rank 0."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zeromesh.errors import ConfigError, DataError
-from zeromesh.trainer.checkpoints.manager import RunCheckpoints
+from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
 from zeromesh.trainer.checkpoints.trainer_state import Best
 from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.formatting import human_bytes, human_count
@@ -65,9 +65,7 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
                 Tracking.open(
                     config, mesh, directory.path, step=progress.step, known=progress.tracker, note=run.console.note
                 ) as tracking,
-                Profile(
-                    config.profile, directory.path, mesh, run.model.require_engine().settle, run.console.note
-                ) as profile,
+                Profile(config.profile, directory.path, run.model.require_engine(), run.console.note) as profile,
             ):
                 run.start_times.end("files and trackers")
                 loop = TrainingLoop(
@@ -82,8 +80,10 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
                 stopped = loop.go()
                 eval_loss = loop.eval_loss
         if not stopped:
-            if config.run.load_best:
-                _load_best(run, checkpoints)
+            best = progress.best
+            if config.run.load_best and best.value is not None and best.step != progress.step:
+                load_weights(checkpoints.store.path(best.step), run.model.require_engine(), mesh)
+                run.console.note(f"weights of step {best.step}: {config.run.metric} {best.value:.4g} is the best")
             report = progress.report = _end(run, eval_loss)
     if report is None:
         run.console.note(f"stopped after step {progress.step}")
@@ -142,14 +142,6 @@ def _resume(run: RunContext, checkpoints: RunCheckpoints) -> float | None:
     else:
         run.console.note(f"resumed from step {state.step} ({human_count(state.tokens)} tokens)")
     return state.eval_loss
-
-
-def _load_best(run: RunContext, checkpoints: RunCheckpoints) -> None:
-    """Go back to the weights of the best evaluation."""
-    best = run.progress.best
-    if best.value is not None and best.step != run.progress.step:
-        checkpoints.load_weights(best.step)
-        run.console.note(f"weights of step {best.step}: {run.config.run.metric} {best.value:.4g} is the best")
 
 
 def _end(run: RunContext, eval_loss: float | None) -> FitReport:

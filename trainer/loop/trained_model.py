@@ -119,12 +119,9 @@ class TrainedModel:
     def state_dict(self, *, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters by name, as `Trainer.state_dict` gives them."""
         self._require_average(ema)
-        if self.engine is None and ema:
-            own = self.module.named_parameters()
-            yield from ((name, self._averages.get(name, parameter.detach())) for name, parameter in own)
-            return
         if self.engine is None:
-            yield from ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
+            averages = self._averages if ema else {}
+            yield from ((name, averages.get(name, own.detach())) for name, own in self.module.named_parameters())
             return
         with self.mesh.call("trainer.state_dict()"):
             yield from (self.engine.averaged_state if ema else self.engine.state).parameters()

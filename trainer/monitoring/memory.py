@@ -65,11 +65,21 @@ _CURES = (
 
 
 def snapshot(engine: ZeroEngine | None, mesh: Mesh) -> dict[str, Any]:
-    """Bytes of this rank: of the process, by tier and purpose as counted, and the largest buffers.
+    """Count the bytes of this rank: of the process, by tier and purpose, and the largest buffers.
 
     `uncounted` is what the process holds beside: activations, the libraries, and what is private to other people's code.
     """
-    found: dict[str, Any] = {"rank": mesh.rank, "process": _process(mesh.device), "purposes": {}, "largest": []}
+    process = {"resident": resident_bytes(), "resident_peak": peak_bytes(), "available": available_bytes()}
+    if mesh.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(mesh.device)
+        process |= {
+            "device_allocated": torch.cuda.memory_allocated(mesh.device),
+            "device_reserved": torch.cuda.memory_reserved(mesh.device),
+            "device_peak": torch.cuda.max_memory_allocated(mesh.device),
+            "device_free": free,
+            "device_total": total,
+        }
+    found: dict[str, Any] = {"rank": mesh.rank, "process": process, "purposes": {}, "largest": []}
     if engine is None:
         return found
     ledger = engine.ledger
@@ -77,24 +87,10 @@ def snapshot(engine: ZeroEngine | None, mesh: Mesh) -> dict[str, Any]:
         purposes = ledger.by_purpose(tier)
         if purposes:
             found["purposes"][tier.value] = {purpose.value: nbytes for purpose, nbytes in purposes.items()}
-    held = found["process"].get("device_allocated") or found["process"]["resident"]
+    held = process.get("device_allocated") or process["resident"]
     counted = ledger.total(Tier.DEVICE) if mesh.device.type == "cuda" else ledger.total()
     found |= {"counted": counted, "counted_peak": ledger.peak(), "uncounted": max(0, held - counted)}
     found["largest"] = _largest(engine)
-    return found
-
-
-def _process(device: torch.device) -> dict[str, int]:
-    found = {"resident": resident_bytes(), "resident_peak": peak_bytes(), "available": available_bytes()}
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        found |= {
-            "device_allocated": torch.cuda.memory_allocated(device),
-            "device_reserved": torch.cuda.memory_reserved(device),
-            "device_peak": torch.cuda.max_memory_allocated(device),
-            "device_free": free,
-            "device_total": total,
-        }
     return found
 
 

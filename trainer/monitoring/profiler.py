@@ -16,9 +16,9 @@ from typing import Self
 
 from torch.profiler import ProfilerActivity, profile
 
-from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.step_recorder import BACKWARD_RANGE
 from zeromesh.trainer.config.sections.outputs import ProfileSection
+from zeromesh.zero.engine import ZeroEngine
 
 FOLDER = "profile"
 _NAME = f'"name": "{BACKWARD_RANGE}'
@@ -28,24 +28,19 @@ _ROW = re.compile(r'(?<="tid": )[^,\s]+')
 class Profile:
     """The profile of one run on one rank, a context manager: a run that ends early, in order, writes what there is.
 
-    `settle` waits for the collectives that still run in the background, and `note` shows a line.
+    `note` shows a line.
     """
 
     def __init__(
-        self,
-        section: ProfileSection,
-        directory: Path,
-        mesh: Mesh,
-        settle: Callable[[], None],
-        note: Callable[[str], None],
+        self, section: ProfileSection, directory: Path, engine: ZeroEngine, note: Callable[[str], None]
     ) -> None:
         first, last = section.steps or (0, -1)
         self.steps = range(first, last + 1)
         """The steps that are recorded, counted from 1."""
         self._memory = section.memory
         self._folder = directory / FOLDER
-        self._mesh = mesh
-        self._settle = settle
+        self._mesh = engine.mesh
+        self._settle = engine.settle
         self._note = note
         self._recorded: list[int] = []
         self._open: ExitStack | None = None
