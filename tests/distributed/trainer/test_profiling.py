@@ -273,7 +273,8 @@ def test_collectives_end_before_the_profiler_does(tmp_path: Path) -> None:
         rank=0, world_size=1, device=torch.device("cpu"), recorder=StepRecorder(), meet=lambda what: None
     )
     section = load_config({"profile": {"steps": [1, 2]}}).profile
-    with Profile(section, tmp_path, mesh, settle, print) as profile:
+    engine: Any = SimpleNamespace(mesh=mesh, settle=settle)
+    with Profile(section, tmp_path, engine, print) as profile:
         for number in (1, 2):
             with profile.step(number):
                 torch.ones(3).sum()
