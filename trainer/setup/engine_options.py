@@ -70,10 +70,10 @@ def _offload(config: TrainerConfig) -> OffloadOptions:
     named = section.directory or str(Path(config.run.output_dir, config.run.name, "offload"))
     directories = (named,) if isinstance(named, str) else named
     return OffloadOptions(
-        optimizer=TierChoice(**section.optimizer.model_dump()),
-        gradients=None if gradients.tier == "auto" else TierChoice(**gradients.model_dump()),
-        parameters=TierChoice(**section.parameters.model_dump()),
-        activations=TierChoice(**section.activations.model_dump()),
+        optimizer=TierChoice(tier=section.optimizer.tier, fraction=section.optimizer.fraction),
+        gradients=None if gradients.tier == "auto" else TierChoice(tier=gradients.tier, fraction=gradients.fraction),
+        parameters=TierChoice(tier=section.parameters.tier, fraction=section.parameters.fraction),
+        activations=TierChoice(tier=section.activations.tier, fraction=section.activations.fraction),
         files=FileSettings(
             directories=tuple(Path(directory).expanduser().absolute() for directory in directories),
             label=config.run.name,
