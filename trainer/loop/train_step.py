@@ -83,12 +83,9 @@ class Stepper:
         before_update: Callable[[], None],
         stop_signal: int = 0,
     ) -> StepResult:
-        """Run step `step` (from 0).
+        """Run step `step` (from 0) on the batches of a feed, with the learning rate and the momentum of its update.
 
         Args:
-            feed: the batches of the training data.
-            step: the number of the step.
-            rates: the learning rate and the momentum of its update.
             substep_end: called after each microbatch but the last one that counts.
             before_update: called between the last backward and the update.
             stop_signal: the signal by which this rank was asked to stop after the step; 0: none.
@@ -97,7 +94,9 @@ class Stepper:
             DataError: for a batch that cannot be trained on.
             CollectiveError: when a peer is gone, late or elsewhere.
         """
-        engine, mesh = self._require_engine(), self._mesh
+        engine, mesh = self._engine, self._mesh
+        if engine is None:
+            raise PhaseError("the model is whole again, and no longer trained")
         began, waited = time.perf_counter(), mesh.waited
         mesh.recorder.take_traffic()  # What was sent since the last step is no part of this one.
         mesh.recorder.begin_step(engine.waits)
@@ -126,7 +125,7 @@ class Stepper:
             """Add a microbatch to the sums, where this rank counts it, and announce that it is over."""
             if microbatches[number].weight and self._counts:
                 loss, targets, scalars = self._computed[number]
-                own = [float(loss) * shares[number], targets, _inputs_of(batches[number])]
+                own = [float(loss) * shares[number], targets, _inputs_of(batches[number])[1]]
                 sums[:3] += torch.tensor(own, dtype=torch.float64)
                 self.scalars.add(scalars)
             if number + 1 < rounds:
@@ -160,7 +159,7 @@ class Stepper:
             loss=loss_sum / targets if targets else float("nan"),
             targets=int(targets),
             tokens=int(inputs),
-            unit=_unit(batches[0]),
+            unit=_inputs_of(batches[0])[0],
             stop_signal=int(signal.SIGTERM if terminated else signal.SIGINT if interrupted else 0),
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
@@ -295,27 +294,17 @@ class Stepper:
 
     def _to_device(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Tensors to the device; floating-point inputs to the compute dtype, but labels as they are."""
-        moved: dict[str, Any] = {}
+        moved = dict(batch)
         for name, value in batch.items():
             if isinstance(value, Tensor):
                 dtype = self._dtype if value.is_floating_point() and name != "labels" else value.dtype
-                value = value.to(self._mesh.device, dtype, non_blocking=True)
-            moved[name] = value
+                moved[name] = value.to(self._mesh.device, dtype, non_blocking=True)
         return moved
 
-    def _require_engine(self) -> ZeroEngine:
-        if self._engine is None:
-            raise PhaseError("the model is whole again, and no longer trained")
-        return self._engine
 
-
-def _unit(batch: Mapping[str, Any]) -> str:
-    """What throughput counts: tokens where a batch has `input_ids`, else samples."""
-    return "tokens" if isinstance(batch.get("input_ids"), Tensor) else "samples"
-
-
-def _inputs_of(batch: Mapping[str, Any]) -> int:
-    """The number of input elements of a batch, in its `_unit`."""
-    if _unit(batch) == "tokens":
-        return int(batch["input_ids"].numel())
-    return next((value.shape[0] for value in batch.values() if isinstance(value, Tensor)), 0)
+def _inputs_of(batch: Mapping[str, Any]) -> tuple[str, int]:
+    """What throughput counts, tokens where a batch has `input_ids` and else samples, and how many the batch has."""
+    ids = batch.get("input_ids")
+    if isinstance(ids, Tensor):
+        return "tokens", ids.numel()
+    return "samples", next((value.shape[0] for value in batch.values() if isinstance(value, Tensor)), 0)

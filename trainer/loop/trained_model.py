@@ -139,17 +139,14 @@ class TrainedModel:
             with self.engine.averaged():
                 yield
             return
-        self._exchange()
+        weights = {name: self.module.get_parameter(name).data for name in self._averages}
         try:
+            for name, average in self._averages.items():
+                self.module.get_parameter(name).data = average
             yield
         finally:
-            self._exchange()
-
-    def _exchange(self) -> None:
-        """Let a whole model's weights and their averages change places."""
-        for name, average in self._averages.items():
-            parameter = self.module.get_parameter(name)
-            self._averages[name], parameter.data = parameter.data, average
+            for name, weight in weights.items():
+                self.module.get_parameter(name).data = weight
 
     def save(self, path: Path, *, ema: bool = False) -> None:
         """Write the model as a Hugging Face directory, as `Trainer.save` does."""

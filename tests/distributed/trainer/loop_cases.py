@@ -1,4 +1,4 @@
-"""Cases of the loop that workers run: epochs, evaluations with metrics, wishes of callbacks, streams."""
+"""Cases of the loop that workers run: epochs, evaluations with metrics, flags of callbacks, streams."""
 
 from __future__ import annotations
 
@@ -186,16 +186,16 @@ def metrics(mesh: Mesh, folder: str, samples: int, micro: int, sections: Mapping
 class Theirs(TrainerCallback):
     """Notes all events of transformers, and sets flags."""
 
-    def __init__(self, wishes: Mapping[str, str]) -> None:
-        self.wishes = wishes
+    def __init__(self, flags: Mapping[str, str]) -> None:
+        self.flags = flags
         self.events: list[str] = []
         self.logs: list[dict[str, float]] = []
 
     def _note(self, name: str, state: Any, control: Any) -> Any:
         self.events.append(f"{name} {state.global_step}")
-        wish = self.wishes.get(f"{name} {state.global_step}")
-        if wish is not None:
-            setattr(control, wish.lstrip("-"), not wish.startswith("-"))
+        flag = self.flags.get(f"{name} {state.global_step}")
+        if flag is not None:
+            setattr(control, flag.lstrip("-"), not flag.startswith("-"))
             return control
         return None
 
@@ -218,10 +218,10 @@ for _name in (
     setattr(Theirs, _name, _event(_name))
 
 
-def theirs(mesh: Mesh, folder: str, wishes: Mapping[str, str], alone: bool, **run: Any) -> dict[str, Any]:
-    """A run with a callback of transformers; `alone`: only that of rank 1 wishes anything."""
+def theirs(mesh: Mesh, folder: str, flags: Mapping[str, str], alone: bool, **run: Any) -> dict[str, Any]:
+    """A run with a callback of transformers; `alone`: only that of rank 1 sets any."""
     config = settings(folder, batch={"last": "partial"}, run={"max_steps": 6, **run}, checkpoint={"every_steps": 4})
-    callback = Theirs({} if alone and mesh.rank != 1 else wishes)
+    callback = Theirs({} if alone and mesh.rank != 1 else flags)
     trainer = Trainer(
         seeded(llama),
         config,

@@ -1,4 +1,4 @@
-"""The loop: epochs, evaluations with metrics, what callbacks wish for, streams, schedulers."""
+"""The loop: epochs, evaluations with metrics, what callbacks ask for, streams, schedulers."""
 
 from __future__ import annotations
 
@@ -70,13 +70,15 @@ def test_metrics_are_exact_over_uneven_data(
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_flags_of_transformers_callbacks_are_wishes_of_all_ranks(workers: Workers, tmp_path: Path, alone: bool) -> None:
-    wishes = {
+def test_flags_of_transformers_callbacks_are_requests_of_all_ranks(
+    workers: Workers, tmp_path: Path, alone: bool
+) -> None:
+    flags = {
         "on_step_end 1": "should_evaluate",
         "on_step_end 2": "should_save",
         "on_step_end 5": "should_training_stop",
     }
-    said = workers.run(2, f"{CASES}:theirs", folder=str(tmp_path), wishes=wishes, alone=alone)
+    said = workers.run(2, f"{CASES}:theirs", folder=str(tmp_path), flags=flags, alone=alone)
     for found in said:
         assert found["steps"] == [5]
         assert found["saved"] == [2, 4, 5]
@@ -95,7 +97,7 @@ def test_flags_of_transformers_callbacks_are_wishes_of_all_ranks(workers: Worker
 
 def test_flags_can_be_taken_back(workers: Workers, tmp_path: Path) -> None:
     found = workers.run(
-        1, f"{CASES}:theirs", folder=str(tmp_path), wishes={"on_step_end 4": "-should_save"}, alone=False
+        1, f"{CASES}:theirs", folder=str(tmp_path), flags={"on_step_end 4": "-should_save"}, alone=False
     )[0]
     assert found["saved"] == [6]
 
@@ -103,7 +105,7 @@ def test_flags_can_be_taken_back(workers: Workers, tmp_path: Path) -> None:
 def test_an_epoch_can_be_ended_early(workers: Workers, tmp_path: Path) -> None:
     """Of two epochs of three steps, the first ends after one: what was left of it is passed over."""
     for found in workers.run(
-        2, f"{CASES}:theirs", folder=str(tmp_path), wishes={"on_step_end 1": "should_epoch_stop"}, alone=False, epochs=2
+        2, f"{CASES}:theirs", folder=str(tmp_path), flags={"on_step_end 1": "should_epoch_stop"}, alone=False, epochs=2
     ):
         assert found["steps"] == [4]
         ends = [each for each in found["events"] if each.startswith(("on_epoch_begin", "on_epoch_end"))]
