@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from zeromesh.files import read_whole, write_whole
-from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, last_metrics
+from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, metrics_of_steps
 from zeromesh.trainer.tracking.wandb_log import last_row
 
 _NAMES = {
@@ -96,8 +96,8 @@ def missed_rows(directory: Path, sent: Sent, through: int) -> Iterator[TrackedRo
     """
     if sent.step < 0:
         return
-    steps = map(step_row, last_metrics(directory / METRICS, sent.step, through))
-    lines = last_metrics(directory / EVALUATIONS, sent.step, through)
+    steps = map(step_row, metrics_of_steps(directory / METRICS, sent.step, through))
+    lines = metrics_of_steps(directory / EVALUATIONS, sent.step, through)
     evaluations = (evaluation_row(line.pop("step"), line) for line in lines)
     for row in heapq.merge(steps, evaluations, key=lambda row: (row.step, row.evaluation)):
         if not sent.covers(row):
