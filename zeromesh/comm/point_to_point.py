@@ -55,7 +55,7 @@ class Incoming:
     def __init__(self, line: _Line, kind: Hashable, specs: Sequence[MessageSpec] | None, what: str) -> None:
         self._line = line
         self._kind = kind
-        self._header: torch.Tensor | None = None
+        self._header: tuple[torch.Tensor, AsyncWork] | None = None
         self._tensors: list[torch.Tensor] = []
         self._works: list[AsyncWork] | None = None
         self._specs = specs
@@ -70,20 +70,20 @@ class Incoming:
             self._specs = line.known.get(self._kind)
         if self._specs is None:
             if self._header is None:
-                self._header = torch.zeros(HEADER_WORDS, dtype=torch.int64, device=line.device)
-                self._header_work = line.receive(self._header)
-            if not block and not self._header_work.is_completed():
+                words = torch.zeros(HEADER_WORDS, dtype=torch.int64, device=line.device)
+                self._header = words, line.receive(words)
+            words, work = self._header
+            if not block and not work.is_completed():
                 return False
-            line.wait(self._header_work, f"the shapes of {self.what}")
-            self._specs = line.known[self._kind] = read_header(self._header.tolist())
-            self._header = None
+            line.wait(work, f"the shapes of {self.what}")
+            self._specs = line.known[self._kind] = read_header(words.tolist())
         self._tensors = [spec.empty(line.device) for spec in self._specs]
         self._works = [line.receive(tensor) for tensor in self._tensors]
         return True
 
     def wait(self) -> tuple[list[torch.Tensor], Sequence[MessageSpec]]:
         """The tensors, and what they are; once."""
-        self._line.advance_to(self)
+        self._line.advance(self)
         for work in self._works or ():
             self._line.wait(work, self.what)
         tensors, self._tensors, self._works = self._tensors, [], []
@@ -123,15 +123,9 @@ class _Line:
         self.advance()
         return incoming
 
-    def advance(self) -> None:
-        """Begin with messages whose shapes are known by now, in order."""
-        while self._queue and self._queue[0].advance(block=False):
-            self._queue.popleft()
-
-    def advance_to(self, wanted: Incoming) -> None:
-        """Begin with a message, and with those before it."""
-        while wanted in self._queue:
-            self._queue[0].advance(block=True)
+    def advance(self, wanted: Incoming | None = None) -> None:
+        """Begin with messages whose shapes are known by now, in order; wait for those of `wanted` and the ones before it."""
+        while self._queue and self._queue[0].advance(block=wanted in self._queue):
             self._queue.popleft()
 
     def send(
@@ -160,13 +154,10 @@ class _Line:
         self._flying.append((tensor, work, what))
 
     def settle(self) -> None:
-        """Wait until all that was sent is gone."""
+        """Wait until all that was sent is gone. Shapes are not remembered without end."""
         while self._flying:
             _tensor, work, what = self._flying.popleft()
             self.wait(work, what)
-
-    def forget(self) -> None:
-        """Between steps: do not remember shapes without end."""
         if len(self.known) > _KINDS:
             self.known.clear()
 
@@ -203,15 +194,12 @@ class Channels:
             for pair in _neighbours(len(ranks), ring=ring):
                 ends = [ranks[index] for index in pair]
                 for source, target in (ends, ends[::-1]):
-                    made = _pair(ends, device)
+                    backend = "nccl" if device.type == "cuda" else "gloo"
+                    made = dist.new_group(ends, backend=backend, timeout=_FOREVER)
                     if rank not in ends or group.watch is None:
                         continue
-                    peer = target if rank == source else source
-                    line = _Line(made, source, peer, group.watch, device, group.traffic)
-                    if rank == source:
-                        self._out[group.ranks.index(target)] = line
-                    else:
-                        self._in[group.ranks.index(source)] = line
+                    peer, lines = (target, self._out) if rank == source else (source, self._in)
+                    lines[group.ranks.index(peer)] = _Line(made, source, peer, group.watch, device, group.traffic)
 
     def send(
         self,
@@ -245,10 +233,8 @@ class Channels:
         Raises:
             CollectiveError: as `Watchdog` has it.
         """
-        for line in self._out.values():
-            line.settle()
         for line in (*self._out.values(), *self._in.values()):
-            line.forget()
+            line.settle()
 
     def close(self) -> None:
         """Leave the groups, on all ranks alike, when nothing is in flight. After a wait that ended with an error they stay until
@@ -265,19 +251,9 @@ def _neighbours(size: int, *, ring: bool) -> list[tuple[int, int]]:
     return sorted(pairs + ([(0, size - 1)] if ring and size > 2 else []))
 
 
-def _pair(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    made: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=_FOREVER)
-    return made
-
-
 def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> AsyncWork:
-    # Bytes: not every backend takes every dtype.
-    flat = (
-        tensor.reshape(-1).view(torch.uint8)
-        if tensor.numel()
-        else torch.zeros(1, dtype=torch.uint8, device=tensor.device)
-    )
+    # Bytes: not every backend takes every dtype. One of them at least: an empty message could not be waited for.
+    flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_zeros(1, dtype=torch.uint8)
     work: AsyncWork = dist.broadcast(flat, src=source, group=group, async_op=True)
     return work
 

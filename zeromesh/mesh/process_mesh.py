@@ -82,7 +82,8 @@ class ProcessMesh:
         self._links = MeshGroups(environment, device)
         self.watch: Watchdog | None = self._links.watch
         """Bounds waits for the others; None on a single rank, and once the mesh is closed."""
-        self._one_host = True
+        self.one_host = True
+        """Whether all ranks are on one host, and share its memory."""
         self._shares_memory = True
         self._sets: dict[frozenset[Axis], ProcessSet] = {}
         self._device_mesh: DeviceMesh | None = None
@@ -124,7 +125,7 @@ class ProcessMesh:
         self.rank = self.processes.index(process)
         self.environment = replace(self.environment, rank=self.rank)
         self._links.join(self.rank)
-        self._one_host = len({place.host for place in self.places}) == 1
+        self.one_host = len({place.host for place in self.places}) == 1
         self.watch = self._links.watch = self._make_watch(store, timeout_seconds)
         warning = far_warning(self.shape, self.places)
         if warning and self.rank == 0:
@@ -143,11 +144,11 @@ class ProcessMesh:
         return found
 
     def _make_watch(self, store: Store, timeout_seconds: float) -> Watchdog:
-        if self._one_host:
+        if self.one_host:
             segment = self._shared_board(store)
             if segment is not None:
                 return Watchdog(SharedBoard(segment, self.rank), self.rank, timeout_seconds, compare_events=True)
-            self._one_host = self._shares_memory = False
+            self.one_host = self._shares_memory = False
         store = self._links.rows() or store
         board = StoreBoard(store, store.clone(), self.rank, stale_seconds=timeout_seconds)
         dist.barrier()
@@ -245,11 +246,6 @@ class ProcessMesh:
             self._links.adopt(group for group in made.get_all_groups() if group is not dist.group.WORLD)
             self._device_mesh = made
         return self._device_mesh
-
-    @property
-    def one_host(self) -> bool:
-        """Whether all ranks are on one host, and share its memory."""
-        return self._one_host
 
     def meet(self, what: str) -> None:
         """Wait for all ranks, longer than within a step: until here they read and build at speeds of their own."""

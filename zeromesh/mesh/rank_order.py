@@ -1,26 +1,26 @@
-"""A picture of who is where: host by host, rank by rank, with coordinates. No torch and no processes.
-
-pipeline 2 x replicate 1 x shard 1 x tensor 2: 4 ranks on 2 hosts
-  node-a
-    rank 0   pipeline 0  tensor 0
-    rank 1   pipeline 0  tensor 1
-  node-b
-    rank 2   pipeline 1  tensor 0   <- here
-    rank 3   pipeline 1  tensor 1
-
-In which order processes become ranks, so that those that talk most are near each other. No torch and no processes.
+"""In which order processes become ranks, so that those that talk most are near each other, and a picture of who is where.
 
 The mesh numbers its axes from outer to inner, pipeline, replicate, shard, tensor, and neighbours along tensor are neighbouring
 ranks. So it is enough that ranks run through one host after the other, and within a host through one island (NUMA node, or
 devices joined by NVLink) after the other. Launchers mostly number processes so; `srun --distribution=cyclic` and
 `mpirun --map-by node` do not.
+
+    pipeline 2 x replicate 1 x shard 1 x tensor 2: 4 ranks on 2 hosts
+      node-a
+        rank 0   pipeline 0  tensor 0
+        rank 1   pipeline 0  tensor 1
+      node-b
+        rank 2   pipeline 1  tensor 0   <- here
+        rank 3   pipeline 1  tensor 1
+
+Nothing here needs torch or processes.
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -88,20 +88,17 @@ def far_warning(shape: MeshShape, places: Sequence[ProcessLocation]) -> str:
         return ""
     shown = "; ".join(f"ranks {', '.join(map(str, ranks))}" for ranks in groups[:3]) + (" ..." if groups[3:] else "")
     sizes = [sum(place.host == host for place in places) for host in dict.fromkeys(place.host for place in places)]
+    shown_sizes = ", ".join(map(str, sizes[:6])) + (", ..." if sizes[6:] else "")
     return (
         f"{len(groups)} of {len(shape.groups('tensor'))} tensor groups span hosts ({shown}), and their activations cross the "
-        f"network in every layer; choose parallel.tensor so that it divides the processes of every host ({_sizes(sizes)})"
+        f"network in every layer; choose parallel.tensor so that it divides the processes of every host ({shown_sizes})"
     )
 
 
-def _sizes(sizes: Sequence[int]) -> str:
-    return ", ".join(map(str, sizes[:6])) + (", ..." if sizes[6:] else "")
-
-
-T = TypeVar("T")
 WIDTH = 100
 _RANKS_SHOWN = 8
 _HOSTS_SHOWN = 6
+Item = TypeVar("Item")
 
 
 def mesh_picture(
@@ -112,23 +109,26 @@ def mesh_picture(
     `processes` are the numbers that the launch had given the ranks, shown where they differ. Of a host with many ranks only the
     first and the last are shown, so of a world with many hosts, and always the reader's.
     """
-    hosts = _by_host(places)
+    hosts: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        hosts.setdefault(place.host, []).append(rank)
     names = _names(places, list(hosts))
-    count = f"{shape.world_size} rank{'s' * (shape.world_size > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)}"
-    lines = [f"{shape}: {count}"]
     axes: list[Axis] = [axis for axis in AXES if getattr(shape, axis) > 1]
-    for host in _shown(list(hosts), _HOSTS_SHOWN, [] if here is None else [places[here].host]):
-        if isinstance(host, _Gap):
-            lines.append(f"  ... {host.count} more host{'s' * (host.count > 1)}")
-            continue
-        lines.append(f"  {names[host]}")
+
+    def of_host(host: str) -> list[str]:
         islands = len({places[rank].island for rank in hosts[host]}) > 1
-        for rank in _shown(hosts[host], _RANKS_SHOWN, [] if here is None else [here]):
-            if isinstance(rank, _Gap):
-                lines.append(f"    ... {rank.count} more rank{'s' * (rank.count > 1)}")
-            else:
-                lines.append("    " + _line(shape, axes, rank, places[rank] if islands else None, here, processes))
-    return "\n".join([*(line[:WIDTH] for line in lines), *_wrapped(far_warning(shape, places))])
+
+        def of_rank(rank: int) -> list[str]:
+            return [_line(shape, axes, rank, places[rank] if islands else None, here, processes)]
+
+        ranks = _lines(hosts[host], _RANKS_SHOWN, [] if here is None else [here], "rank", of_rank)
+        return [names[host], *(f"  {line}" for line in ranks)]
+
+    count = f"{shape.world_size} rank{'s' * (shape.world_size > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)}"
+    lines = _lines(list(hosts), _HOSTS_SHOWN, [] if here is None else [places[here].host], "host", of_host)
+    warning = far_warning(shape, places)
+    wrapped = textwrap.wrap(f"warning: {warning}", WIDTH - 2) if warning else []
+    return "\n".join([f"{shape}: {count}"[:WIDTH], *(f"  {line}"[:WIDTH] for line in [*lines, *wrapped])])
 
 
 def _line(
@@ -152,13 +152,6 @@ def _line(
     return "  ".join(words).rstrip()
 
 
-def _by_host(places: Sequence[ProcessLocation]) -> dict[str, list[int]]:
-    hosts: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        hosts.setdefault(place.host, []).append(rank)
-    return hosts
-
-
 def _names(places: Sequence[ProcessLocation], hosts: Sequence[str]) -> dict[str, str]:
     """What hosts are called; those of one name are numbered."""
     named = {place.host: place.name or place.host for place in reversed(places)}
@@ -171,27 +164,16 @@ def _names(places: Sequence[ProcessLocation], hosts: Sequence[str]) -> dict[str,
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Gap:
-    """So many that are not shown."""
-
-    count: int
-
-
-def _shown(items: Sequence[T], most: int, needed: Collection[T]) -> list[T | _Gap]:
-    """The items, but of more than `most` only the first and last few and the `needed`, with gaps between them."""
-    if len(items) <= most:
-        return list(items)
-    found: list[T | _Gap] = []
+def _lines(
+    items: Sequence[Item], most: int, needed: Sequence[Item], noun: str, show: Callable[[Item], list[str]]
+) -> list[str]:
+    """The lines of the items. Of more than `most` only the first and last few and the `needed` are shown, the others counted."""
+    found: list[str] = []
     gap = 0
     for number, item in enumerate(items):
-        if number < most - 2 or number >= len(items) - 2 or item in needed:
-            found += [_Gap(gap), item] if gap else [item]
+        if len(items) <= most or number < most - 2 or number >= len(items) - 2 or item in needed:
+            found += [f"... {gap} more {noun}{'s' * (gap > 1)}"] * (gap > 0) + show(item)
             gap = 0
         else:
             gap += 1
     return found
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(f"warning: {text}", WIDTH, initial_indent="  ", subsequent_indent="  ") if text else []
