@@ -18,11 +18,10 @@ from transformers.activations import ACT2FN
 
 from zeromesh.errors import ConfigError, summary
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection
-from zeromesh.trainer.models.forward_inputs import integer, text_part
 from zeromesh.trainer.models.hub_download import directory_of
+from zeromesh.trainer.models.user_model import integer, text_part
 from zeromesh.trainer.weights.hub_names import match
-from zeromesh.trainer.weights.safetensors_reader import TensorFiles
-from zeromesh.trainer.weights.safetensors_source import SafetensorsSource
+from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, TensorFiles
 from zeromesh.weight_init.meta_init import BuiltModel, build_deferred
 from zeromesh.weight_init.recompute_init import INITIALISER_ERRORS
 from zeromesh.weight_init.weight_sources import canonical_names

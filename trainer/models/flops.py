@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.trainer.models.forward_inputs import integer, text_part
+from zeromesh.trainer.models.user_model import integer, text_part
 
 _PEAKS = {
     "A100": 312e12,

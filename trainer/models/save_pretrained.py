@@ -24,7 +24,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.trainer.models.adapters import adapter_names, is_adapted, pretrained_of, wraps_another
-from zeromesh.trainer.weights.safetensors_reader import INDEX, SINGLE
+from zeromesh.trainer.weights.safetensors_source import INDEX, SINGLE
 from zeromesh.weight_init.weight_sources import canonical_names
 from zeromesh.zero.checkpoint_state import saved_buffers
 from zeromesh.zero.full_state import FullState

@@ -1,17 +1,20 @@
-"""The model that a user gives: what is inside its wrapper, and whether the layout can train it."""
+"""The model that a user gives: what is inside its wrapper, whether the layout can train it, and what its forward accepts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, DataError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
+from zeromesh.weight_init.recompute_init import is_pretrained_model
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes a compiled function of a function."""
@@ -97,3 +100,107 @@ def require_adapters_that_fit(model: nn.Module, mesh: Mesh) -> None:
             "a model with adapters is shared out over data axes alone: set parallel.tensor and parallel.pipeline to 1; "
             "zero.stage: 3 shares out its frozen weights"
         )
+
+
+_LABELS = frozenset({"labels", "label", "label_ids"})
+"""What labels are called in samples: collators make `labels` of them."""
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardInputs:
+    """What a batch has to be like for a model's forward."""
+
+    model: str
+    """The name of the model's class."""
+    fields: frozenset[str] | None
+    """Fields that forward accepts; None where any may go."""
+    named: frozenset[str]
+    """Fields that forward names, and labels by any of their names."""
+    required: tuple[str, ...]
+    vocab_size: int | None
+    """Rows of the input embedding, which token ids stay below; None: not known."""
+    positions: int | None
+    """Tokens of the longest sequence; None: not known."""
+
+    @classmethod
+    def of(cls, model: nn.Module, *, users_loss: bool) -> ForwardInputs:
+        """Read what `model` accepts; with a loss function of the user's own, fields are that function's business."""
+        pretrained = pretrained_of(model)
+        model = model if pretrained is None else pretrained  # Adapters hand their inputs on to the model inside.
+        parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+        named = frozenset(each.name for each in parameters if each.kind in _NAMED)
+        fields: frozenset[str] | None = named
+        anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+        # A Hugging Face forward hands unknown keywords on to where they may or may not matter; its own Trainer drops them.
+        if users_loss or (anything and not (pretrained is not None and fields)):
+            fields = None
+        required = [each.name for each in parameters if each.kind in _NAMED and each.default is each.empty]
+        main = getattr(model, "main_input_name", None)
+        if pretrained is not None and fields and main in fields and main not in required:
+            required.insert(0, main)  # all arguments of a Hugging Face forward have defaults
+        return cls(
+            model=type(model).__name__,
+            fields=fields,
+            named=named | _LABELS,
+            required=() if users_loss else tuple(required),
+            vocab_size=_vocabulary_of(model),
+            positions=_positions_of(model),
+        )
+
+    def left_out(self, batch: Mapping[str, Any]) -> list[str]:
+        """Fields of a batch that forward does not accept."""
+        return [name for name in batch if self.fields is not None and name not in self.fields]
+
+    def check(self, batch: Mapping[str, Any]) -> None:
+        """Raise `DataError` for a batch that lacks a required field or is longer than the model's positions."""
+        missing = [name for name in self.required if name not in batch]
+        if missing and not ("inputs_embeds" in batch and missing == ["input_ids"]):
+            raise DataError(
+                f"{self.model}.forward needs {', '.join(missing)}, and the batch has {', '.join(batch) or 'nothing'}; name "
+                "the dataset's fields after the arguments of forward, or pass a data_collator or compute_loss"
+            )
+        ids = batch.get("input_ids")
+        if isinstance(ids, torch.Tensor) and ids.ndim > 1:
+            self.check_length(ids.shape[-1], "cut the samples")
+
+    def check_length(self, length: int, cure: str) -> None:
+        """Raise `DataError` for sequences of `length` tokens that the model has no positions for."""
+        if self.positions is not None and length > self.positions:
+            raise DataError(
+                f"sequences of {length} tokens are longer than the {self.positions} positions of {self.model} "
+                f"(max_position_embeddings of its configuration); {cure}, or build the model with more positions"
+            )
+
+
+def _vocabulary_of(model: nn.Module) -> int | None:
+    try:
+        embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    except (NotImplementedError, AttributeError):
+        return None
+    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+
+
+def _positions_of(model: nn.Module) -> int | None:
+    config: Any = getattr(model, "config", None)
+    if not is_pretrained_model(model) or config is None:
+        return None
+    found = integer(text_part(config), "max_position_embeddings")
+    return found if found is not None and found > 0 else None
+
+
+def text_part(config: Any) -> Any:
+    """The part of a Hugging Face configuration for the model's language part; the whole where there is no single one."""
+    try:
+        return config.get_text_config()
+    except (AttributeError, ValueError):
+        return config
+
+
+def integer(config: Any, name: str) -> int | None:
+    """A value of a configuration that is one integer for the whole model, or None."""
+    try:
+        value = getattr(config, name, None)
+    except (AttributeError, ValueError, RuntimeError):  # it differs from layer to layer
+        return None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

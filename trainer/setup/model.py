@@ -33,9 +33,14 @@ from zeromesh.trainer.losses.losses import LabelLoss, Loss, make_loss
 from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.flops import ModelFlops, parameters_of
-from zeromesh.trainer.models.forward_inputs import ForwardInputs
 from zeromesh.trainer.models.prepare import KeptAttributes, prepare_model
-from zeromesh.trainer.models.user_model import Compile, require_adapters_that_fit, require_no_layer_drop, unwrap
+from zeromesh.trainer.models.user_model import (
+    Compile,
+    ForwardInputs,
+    require_adapters_that_fit,
+    require_no_layer_drop,
+    unwrap,
+)
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.start_times import StartTimes
 from zeromesh.trainer.monitoring.step_stats import require_free_names

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from zeromesh.errors import ConfigError, LayoutError, StorageError
 from zeromesh.trainer.models.build import build_model
-from zeromesh.trainer.weights import safetensors_reader
-from zeromesh.trainer.weights.safetensors_reader import TensorFiles
+from zeromesh.trainer.weights import safetensors_source
+from zeromesh.trainer.weights.safetensors_source import TensorFiles
 from zeromesh.weight_init.weight_sources import materialize_buffers
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -102,7 +102,7 @@ def test_only_the_wanted_elements_are_read(tmp_path: Path, monkeypatch: pytest.M
         counts.append(preadv(descriptor, [buffers[0][:7]], offset))  # short reads are continued
         return counts[-1]
 
-    monkeypatch.setattr(safetensors_reader.os, "preadv", counted)
+    monkeypatch.setattr(safetensors_source.os, "preadv", counted)
     value = built.source.read("model.layers.1.mlp.up_proj.weight", 5, 15)
     assert value.shape == (10,)
     assert sum(counts) == 40
