@@ -21,8 +21,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.callbacks.callback import RunState, TrainerControl
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import load_weights, require_settings
-from zeromesh.trainer.config.loading.load import load_config
-from zeromesh.trainer.config.loading.sources import ConfigSource
+from zeromesh.trainer.config.load import ConfigSource, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset
 from zeromesh.trainer.hf_api import TransformersNames, collator_of, loss_of

@@ -9,7 +9,7 @@ from bench.ours import configuration
 from bench.workload import Workload
 from zeromesh.offload import Purpose
 from zeromesh.optim.fused_optimizer import GroupRules
-from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.setup.engine_options import engine_options
 from zeromesh.units.plan import plan_model
 from zeromesh.zero.memory_model import predict_memory

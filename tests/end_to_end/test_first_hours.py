@@ -14,7 +14,7 @@ from workers import Workers
 from zeromesh import Trainer
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.trainer.cli.main import main
-from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.run_directory import RunDirectory

@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 
 from zeromesh.trainer.cli.launch import check_mesh
 from zeromesh.trainer.cli.main import _parse, make_parser
-from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config.load import load_config
 
 PLACEHOLDER = re.compile(r"[A-Z_]+")
 """What a reader puts in: CONFIG, STEP_DIR."""

@@ -20,7 +20,7 @@ from workers import Workers
 from zeromesh.checkpoint.format import manifest
 from zeromesh.launch.hostfile import read_hosts
 from zeromesh.trainer.cli.launch import check_mesh
-from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config.load import load_config
 
 TRAINED = {"README.md", "docs/howto/finetune.md"}
 """Pages whose `zeromesh train` is carried out: configurations of their own, small enough as they stand."""

@@ -15,7 +15,7 @@ from zeromesh.environment import INTERFACE, python_arguments, setting
 from zeromesh.errors import ConfigError
 from zeromesh.launch.hostfile import Host, read_hosts
 from zeromesh.mesh.mesh_shape import MeshShape
-from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:

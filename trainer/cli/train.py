@@ -21,7 +21,7 @@ from zeromesh.environment import (
 )
 from zeromesh.errors import ConfigError, ZeromeshError, printable, printable_lines
 from zeromesh.trainer.cli.launch import check_mesh
-from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.monitoring.start_times import StartTimes
 

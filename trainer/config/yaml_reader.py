@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import yaml
@@ -41,7 +41,6 @@ def parse_yaml(text: str, *, where: str) -> Any:
     _check_size(text, where)
     try:
         node = _Loader(text).get_single_node()
-        return None if node is None else plain_value(_Values(where).of(node), where=where)
     except RecursionError:
         raise ConfigError(f"nested deeper than {MAX_DEPTH} levels", where=where) from None
     except yaml.MarkedYAMLError as error:
@@ -51,6 +50,7 @@ def parse_yaml(text: str, *, where: str) -> Any:
         raise ConfigError(f"{place}{_yaml_mistake(error)}", where=where) from None
     except yaml.YAMLError as error:
         raise ConfigError(_unreadable(error, text), where=where) from None
+    return plain_value(node, where=where)
 
 
 def parse_json(text: str, *, where: str) -> Any:
@@ -71,40 +71,65 @@ def parse_json(text: str, *, where: str) -> Any:
 def plain_value(value: Any, *, where: str) -> Any:
     """A copy of `value` made of dict, list, str, int, float, bool and None, within the limits.
 
-    Tuples become lists and paths text; what is none of these is left for the models to refuse. Raises
-    `ConfigError`.
+    Nodes of YAML become what they mean, an alias as often as it is used, tuples become lists and paths text; what is none of these
+    is left for the models to refuse. Raises `ConfigError`.
     """
     count = 0
 
-    def copy(value: Any, depth: int, path: str) -> Any:
+    def refuse(part: Any, why: str) -> NoReturn:
+        line = f"line {part.start_mark.line + 1}: " if isinstance(part, yaml.Node) else ""
+        raise ConfigError(line + why, where=where)
+
+    def copy(part: Any, depth: int, path: str) -> Any:
         nonlocal count
         count += 1
+        if isinstance(part, yaml.Node) and part.tag not in (_PLAIN, _UNTAGGED):
+            refuse(part, "tags (!...) are not allowed; write plain values")
         if depth > MAX_DEPTH:
-            raise ConfigError(f"nested deeper than {MAX_DEPTH} levels", where=where)
+            refuse(part, f"nested deeper than {MAX_DEPTH} levels")
         if count > MAX_VALUES:
-            raise ConfigError(f"holds more than {MAX_VALUES} values", where=where)
-        if isinstance(value, Mapping):
-            for key in value:
-                if not isinstance(key, str):
-                    raise ConfigError(f"key {key!r} is not text; write it in quotes", where=where)
-            below = f"{path}." if path else ""
-            return {_whole_text(key, where): copy(item, depth + 1, f"{below}{key}") for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [copy(item, depth + 1, path) for item in value]
+            aliases = " once its aliases are expanded" if isinstance(part, yaml.Node) else ""
+            refuse(part, f"holds more than {MAX_VALUES} values{aliases}")
+        if isinstance(part, yaml.MappingNode | Mapping):
+            return copy_mapping(part.value if isinstance(part, yaml.MappingNode) else part.items(), depth + 1, path)
+        if isinstance(part, list | tuple | yaml.SequenceNode):
+            parts = part.value if isinstance(part, yaml.SequenceNode) else part
+            return [copy(each, depth + 1, path) for each in parts]
+        try:
+            value = part
+            if isinstance(part, yaml.ScalarNode):
+                value = plain_scalar(part.value) if part.tag == _PLAIN else part.value
+            elif isinstance(part, os.PathLike):
+                value = os.fspath(part)
+        except ValueError as error:
+            refuse(part, str(error))
         if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-            raise ConfigError(f"{path}: an integer of {value.bit_length():,} bits, which no key takes", where=where)
-        value = os.fspath(value) if isinstance(value, os.PathLike) else value
-        return _whole_text(value, where) if isinstance(value, str) else value
+            refuse(None, f"{path}: an integer of {value.bit_length():,} bits, which no key takes")
+        try:
+            # The halves of a character, as \\ud83d\\ude00 escapes leave them, are joined to one.
+            halved = isinstance(value, str) and not value.isascii()
+            return value.encode("utf-16", "surrogatepass").decode("utf-16") if halved else value
+        except UnicodeDecodeError:
+            refuse(None, "holds half a character (a lone surrogate)")
+
+    def copy_mapping(pairs: Iterable[tuple[Any, Any]], depth: int, path: str) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        for key_part, part in pairs:
+            key = copy(key_part, depth, path)
+            if not isinstance(key, str):
+                name = "" if isinstance(key, dict | list) else f" ({key})"
+                refuse(key_part, f"a key that is not text{name}; write it in quotes")
+            if isinstance(key_part, yaml.Node):
+                if key == "<<" and key_part.tag == _PLAIN:
+                    refuse(key_part, "merge keys (<<) are not supported; write the keys out")
+                if key in lines:
+                    refuse(key_part, f"key {key!r} is given twice, first in line {lines[key]}")
+                lines[key] = key_part.start_mark.line + 1
+            mapping[key] = copy(part, depth, f"{path}.{key}" if path else key)
+        return mapping
 
     return copy(value, 1, "")
-
-
-def _whole_text(text: str, where: str) -> str:
-    r"""`text` with the halves of a character, as `\ud83d\ude00` escapes leave them, joined to one."""
-    try:
-        return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16")
-    except UnicodeDecodeError:
-        raise ConfigError("holds half a character (a lone surrogate)", where=where) from None
 
 
 def plain_scalar(text: str) -> str | int | float | bool | None:
@@ -130,49 +155,6 @@ class _Loader(yaml.SafeLoader):
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
         """The tag of a node that has none: `plain_scalar` says later what a plain scalar means."""
         return _PLAIN if kind is yaml.ScalarNode and implicit[0] else _UNTAGGED
-
-
-class _Values:
-    """Makes plain values of the nodes of a document, an alias as often as it is used, and counts them."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._count = 0
-
-    def of(self, node: yaml.Node, depth: int = 1) -> Any:
-        self._count += 1
-        if node.tag not in (_PLAIN, _UNTAGGED):
-            self._refuse(node, "tags (!...) are not allowed; write plain values")
-        if depth > MAX_DEPTH:
-            self._refuse(node, f"nested deeper than {MAX_DEPTH} levels")
-        if self._count > MAX_VALUES:
-            self._refuse(node, f"holds more than {MAX_VALUES} values once its aliases are expanded")
-        if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, depth)
-        if isinstance(node, yaml.SequenceNode):
-            return [self.of(item, depth + 1) for item in node.value]
-        try:
-            return plain_scalar(node.value) if node.tag == _PLAIN else node.value
-        except ValueError as error:
-            self._refuse(node, str(error))
-
-    def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Any]:
-        mapping: dict[str, Any] = {}
-        lines: dict[str, int] = {}
-        for key_node, value_node in node.value:
-            key = self.of(key_node, depth + 1)
-            if not isinstance(key, str):
-                self._refuse(key_node, "a key that is not text; write it in quotes")
-            if key == "<<" and key_node.tag == _PLAIN:
-                self._refuse(key_node, "merge keys (<<) are not supported; write the keys out")
-            if key in lines:
-                self._refuse(key_node, f"key {key!r} is given twice, first in line {lines[key]}")
-            lines[key] = key_node.start_mark.line + 1
-            mapping[key] = self.of(value_node, depth + 1)
-        return mapping
-
-    def _refuse(self, node: yaml.Node, why: str) -> NoReturn:
-        raise ConfigError(f"line {node.start_mark.line + 1}: {why}", where=self._where)
 
 
 def _check_size(text: str, where: str) -> None:

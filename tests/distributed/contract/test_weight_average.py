@@ -13,7 +13,7 @@ from trainer_cases import distance
 from workers import Workers
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
 from zeromesh.trainer.tools.checkpoint.paths import checkpoint_at

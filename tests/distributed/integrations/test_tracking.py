@@ -23,8 +23,8 @@ from step_lines import check_phases
 from workers import PoolOptions, Workers
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config.loading import load as machine_checks
-from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config import load as loading
+from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.redact import REDACTED, Redaction
 from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, StepMetrics, read_metrics
 from zeromesh.trainer.tracking import backends as kinds
@@ -350,7 +350,7 @@ def problems_of(backends: list[str]) -> tuple[str, ...]:
 
 
 def test_unknown_trackers_and_missing_packages_are_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
     found = "\n".join(problems_of(["wandbb", "comet_ml", "nonsense"]))
     assert "tracking.backends: got 'wandbb'; allowed are aim, clearml, comet_ml" in found
     assert "did you mean wandb?" in found
@@ -362,7 +362,7 @@ def test_unknown_trackers_and_missing_packages_are_said_before_anything_starts(m
 def test_a_folder_of_the_same_name_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "aim").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert [problem for problem in machine_checks.tracker_problems(["aim"]) if "pip install aim" in problem]
+    assert [problem for problem in loading.tracker_problems(["aim"]) if "pip install aim" in problem]
 
 
 # The thread

@@ -16,7 +16,7 @@ from trainer_cases import LLAMA, llama, sentences
 from workers import Workers
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.sections.model import LoraSection
 from zeromesh.trainer.losses.losses import LabelLoss, make_loss
 from zeromesh.trainer.losses.trial import InFloat64

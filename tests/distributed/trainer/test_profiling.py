@@ -21,7 +21,7 @@ from workers import PoolOptions, Workers
 from zeromesh.errors import CollectiveError, ConfigError, StorageError
 from zeromesh.offload import WaitTime
 from zeromesh.telemetry.step_recorder import Collective, StepPhase, StepRecorder
-from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
 from zeromesh.trainer.monitoring.memory import ran_out
 from zeromesh.trainer.monitoring.profiler import Profile

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from workers import Workers
 
-from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
 CASES = "trainer_cases"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.cli.main import main
-from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.messages import known_paths
 from zeromesh.trainer.config.migration.deepspeed import is_deepspeed, read_deepspeed
 from zeromesh.trainer.config.migration.deepspeed_table import TABLE

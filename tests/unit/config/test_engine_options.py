@@ -16,7 +16,7 @@ from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.optim.gradients import LossScaler
 from zeromesh.options import OptimizerSettings, Precision, ScalerSettings, ZeroOptions
-from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.setup.engine_options import engine_options
 from zeromesh.zero.engine import ZeroEngine
 

@@ -25,7 +25,7 @@ from transformers import (
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.callbacks.transformers_callbacks import arguments_of
-from zeromesh.trainer.config.loading.load import load_config
+from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.messages import known_paths
 from zeromesh.trainer.config.migration.training_arguments import read_training_arguments
 from zeromesh.trainer.config.migration.training_arguments_table import TABLE

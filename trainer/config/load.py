@@ -1,13 +1,15 @@
 """From what a person gave, with overrides, to a `TrainerConfig` or one error with every problem.
 
-What a configuration names and this machine does not have: paths, and packages of trackers.
+A configuration is given as a path, a mapping, a `TrainerConfig`, or settings of another trainer.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
@@ -15,84 +17,218 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zeromesh.environment import secret_values
+from zeromesh.environment import read_environment, secret_values
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config.loading.sources import ConfigSource, read_source, with_translation
 from zeromesh.trainer.config.messages import allowed, known_paths, nearest_choice, section_of, shown, suggestion
+from zeromesh.trainer.config.migration.deepspeed import is_deepspeed, read_deepspeed
+from zeromesh.trainer.config.migration.translate import LaunchFacts, Translation, nested
 from zeromesh.trainer.config.redact import REDACTED, Redaction
 from zeromesh.trainer.config.sections.base import REPOSITORY
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
-from zeromesh.trainer.config.yaml_reader import parse_yaml, plain_scalar
+from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_json, parse_yaml, plain_scalar, plain_value
 
-_PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
-    "aim": (("aim",), "aim"),
-    "clearml": (("clearml",), "clearml"),
-    "comet_ml": (("comet_ml",), "comet-ml"),
-    "dvclive": (("dvclive",), "dvclive"),
-    "mlflow": (("mlflow",), "mlflow"),
-    "swanlab": (("swanlab",), "swanlab"),
-    "tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"),
-    "trackio": (("trackio",), "trackio"),
-    "wandb": (("wandb",), "wandb"),
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | Any | None
+"""A path of YAML or JSON, a mapping of sections, a `TrainerConfig`, transformers' `TrainingArguments`, or None for the defaults.
+
+A file or a mapping may also be a DeepSpeed configuration."""
+OWN = "zeromesh"
+"""The key of a DeepSpeed configuration that holds sections of zeromesh. DeepSpeed itself passes it over."""
+WORD = "TrainingArguments"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedSource:
+    """`data`: sections and keys, which who asks may change. `arguments` and `deepspeed` are to be translated below them."""
+
+    where: str
+    data: dict[str, Any]
+    arguments: Any = None
+    deepspeed: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def read_source(source: ConfigSource, arguments: Any = None) -> LoadedSource:
+    """What `source` says, on top of `arguments`. Raises `ConfigError` for what cannot be read."""
+    if _is_training_arguments(source):
+        if arguments is not None:
+            raise ConfigError("both are TrainingArguments; give one of them", where="config and args")
+        source, arguments = None, source
+    where, data = _plain(source)
+    notes = source.notes if isinstance(source, TrainerConfig) else ()
+    deepspeed, own = _parted(data, where)
+    if arguments is None:
+        return LoadedSource(where=where, data=own, deepspeed=deepspeed, notes=notes)
+    if not _is_training_arguments(arguments):
+        raise ConfigError(f"got {type(arguments).__name__}; allowed is transformers' TrainingArguments", where="args")
+    if isinstance(source, TrainerConfig):
+        raise ConfigError("it says every key; give a path or a mapping beside args", where="config")
+    where = WORD if source is None else f"{WORD} and {where}"
+    if arguments.deepspeed:
+        if deepspeed is not None:
+            raise ConfigError("both config and deepspeed of args are DeepSpeed configurations; give one of them")
+        named, plain = _plain(arguments.deepspeed)
+        deepspeed, below = _parted(plain, named)
+        if deepspeed is None:
+            raise ConfigError(
+                "deepspeed: is no DeepSpeed configuration; it has sections such as zero_optimization", where=WORD
+            )
+        own = _merged(below, own)
+    return LoadedSource(where=where, data=own, arguments=arguments, deepspeed=deepspeed)
+
+
+def _parted(data: dict[str, Any], where: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """A DeepSpeed configuration, if `data` is one, and what else there is of zeromesh's own sections."""
+    if not is_deepspeed(data):
+        return None, data
+    own = data.pop(OWN, {})
+    if not isinstance(own, dict):
+        raise ConfigError(f"{OWN}: got {shown('', own)}; allowed is a mapping of sections of zeromesh", where=where)
+    return data, own
+
+
+def with_translation(
+    source: LoadedSource, *, ranks: int | None, samples: int | None
+) -> tuple[dict[str, Any], Translation]:
+    """The data of `source` over what settings of other trainers come to, and how they did."""
+    translation = Translation()
+    if source.arguments is None and source.deepspeed is None:
+        return source.data, translation
+    world = read_environment().world_size if ranks is None else ranks
+    place = LaunchFacts(
+        ranks=world, samples=samples, tensor=_axis(source.data, "tensor"), pipeline=_axis(source.data, "pipeline")
+    )
+    if source.arguments is not None:
+        from zeromesh.trainer.config.migration.training_arguments import read_training_arguments
+
+        translation = read_training_arguments(source.arguments, place)
+    if source.deepspeed is not None:
+        translation = read_deepspeed(source.deepspeed, place, translation.values).on(translation)
+    return _merged(nested(translation.values), source.data), translation
+
+
+def _is_training_arguments(source: Any) -> bool:
+    """Tell transformers' `TrainingArguments` without an import of transformers, which takes seconds."""
+    names = [(base.__module__, base.__name__) for base in type(source).__mro__]
+    return ("transformers.training_args", "TrainingArguments") in names
+
+
+def _axis(data: Mapping[str, Any], name: str) -> int | None:
+    parallel = data.get("parallel")
+    size = parallel.get(name) if isinstance(parallel, Mapping) else None
+    return size if type(size) is int and size > 0 else None
+
+
+def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        if isinstance(under, dict) and (value is None or isinstance(value, Mapping)):
+            merged[key] = _merged(under, value or {})
+        else:
+            merged[key] = value
+    return merged
+
+
+def _plain(source: ConfigSource) -> tuple[str, dict[str, Any]]:
+    """A name for messages, and the plain values of `source`."""
+    if source is None:
+        return "configuration", {}
+    if isinstance(source, TrainerConfig):
+        return "configuration", source.model_dump(mode="json")
+    if isinstance(source, Mapping):
+        return "configuration", plain_value(source, where="configuration")
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"got {type(source).__name__}; allowed is a path, a mapping, a TrainerConfig or TrainingArguments",
+            where="config",
+        )
+    path = Path(source).expanduser()
+    text = _read_text(path)
+    parse = parse_json if path.suffix == ".json" and text.strip() else parse_yaml
+    value = parse(text, where=str(source))
+    if value is None:
+        raise ConfigError(
+            "is empty; write what is to be trained, such as `model: {source: DIRECTORY}`, or {} for all defaults",
+            where=str(source),
+        )
+    if not isinstance(value, dict):
+        sections = ", ".join(TrainerConfig.model_fields)
+        message = f"holds {shown('', value)}; allowed is a mapping of sections ({sections})"
+        raise ConfigError(message, where=str(source))
+    return str(source), value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            # One byte more than allowed tells a file that is too large, however large it is.
+            content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError("no such file; give the path of a YAML or JSON file", where=str(path)) from None
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    except ValueError as error:
+        raise ConfigError(f"is no path: {error}", where=repr(str(path))) from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"larger than {MAX_BYTES} bytes, which no configuration is", where=str(path))
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not UTF-8 text (byte {error.start})", where=str(path)) from None
+
+
+_TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+_PATHS: dict[str, tuple[tuple[str, ...], str]] = {
+    "model.source": (
+        (),
+        "give a local directory with config.json and *.safetensors, or the name of a model on the Hub",
+    ),
+    "data.train": (
+        ("stdlib",),
+        "give stdlib, or files and directories of this machine (hub names are not looked up)",
+    ),
+    "data.eval": (("stdlib",), "give null, or files and directories of this machine (hub names are not looked up)"),
+    "data.tokenizer": (
+        ("bytes",),
+        "give bytes, a local directory that save_pretrained wrote, or the name of a model on the Hub",
+    ),
+    "checkpoint.resume": (("auto", "never"), "give auto, never, or the directory of a run or of a checkpoint"),
 }
-"""By name: the modules, of which one is needed, and what pip installs."""
+"""Keys of paths: words that they may have instead, and what to do where a path does not exist."""
 
 
-def missing_paths(config: TrainerConfig, *, wrong: frozenset[str] = frozenset()) -> list[str]:
+def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str]:
     """The paths that `config` names and this machine does not have."""
-    named = {
-        "model.source": (config.model.source,),
-        "data.train": _paths(config.data.train, builtin="stdlib"),
-        "data.eval": _paths(config.data.eval, builtin="stdlib"),
-        "data.tokenizer": _paths(config.data.tokenizer, builtin="bytes"),
-        "checkpoint.resume": () if config.checkpoint.resume in ("auto", "never") else (config.checkpoint.resume,),
-    }
-    return [
-        f"{key}: {path!r} does not exist{_looked_at(path)}; {_CURES[key]}"
-        for key, paths in named.items()
-        if key not in wrong
-        for path in paths
-        if path is not None and not Path(path).expanduser().exists()
-        if not (key in _ON_THE_HUB and REPOSITORY.fullmatch(path))
-    ]
-
-
-def _looked_at(path: str) -> str:
-    """Where a relative path was looked for, and what one with commas may mean."""
-    found = "" if Path(path).expanduser().is_absolute() else f" in {Path.cwd()}"
-    return found + (f", and several paths are a list: [{path}]" if "," in path else "")
-
-
-_ON_THE_HUB = ("model.source", "data.tokenizer")
-_CURES = {
-    "checkpoint.resume": "give auto, never, or the directory of a run or of a checkpoint",
-    "model.source": "give a local directory with config.json and *.safetensors, or the name of a model on the Hub",
-    "data.train": "give stdlib, or files and directories of this machine (hub names are not looked up)",
-    "data.eval": "give null, or files and directories of this machine (hub names are not looked up)",
-    "data.tokenizer": "give bytes, a local directory that save_pretrained wrote, or the name of a model on the Hub",
-}
-
-
-def _paths(value: str | tuple[str, ...] | None, *, builtin: str) -> tuple[str, ...]:
-    if value is None or value == builtin:
-        return ()
-    return (value,) if isinstance(value, str) else value
+    for key, (words, cure) in _PATHS.items():
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        if key in wrong or value is None or value in words:
+            continue
+        for path in (value,) if isinstance(value, str) else value:
+            there = Path(path).expanduser()
+            if there.exists() or ("model on the Hub" in cure and REPOSITORY.fullmatch(path)):
+                continue
+            place = "" if there.is_absolute() else f" in {Path.cwd()}"
+            several = f", and several paths are a list: [{path}]" if "," in path else ""
+            yield f"{key}: {path!r} does not exist{place}{several}; {cure}"
 
 
 def tracker_problems(names: Sequence[str]) -> Iterator[str]:
     """What is wrong with these names of trackers: unknown ones, and those whose package is missing."""
+    # accelerate's own trackers, and those that were registered in this process.
+    registered = getattr(sys.modules.get("accelerate.tracking"), "LOGGER_TYPE_TO_CLASS", {})
     for name in names:
-        if name in _PACKAGES:
-            modules, package = _PACKAGES[name]
-            if not any(map(_installed, modules)):
+        if name in _TRACKERS:
+            if not any(map(_installed, (name, *(["tensorboardX"] if name == "tensorboard" else [])))):
+                package = name.replace("_", "-")
                 yield f"tracking.backends: {name} needs a package that is not installed; run: pip install {package}"
-        elif name not in _registered():
-            near = difflib.get_close_matches(name.lower(), _PACKAGES, n=1, cutoff=0.6)
+        elif name not in registered:
+            near = difflib.get_close_matches(name.lower(), _TRACKERS, n=1, cutoff=0.6)
             hint = f"; did you mean {near[0]}?" if near else ""
             yield (
-                f"tracking.backends: got {name!r}; allowed are {', '.join(_PACKAGES)}, and names of trackers that were given to "
+                f"tracking.backends: got {name!r}; allowed are {', '.join(_TRACKERS)}, and names of trackers that were given to "
                 f"accelerate.tracking.register_tracker_class{hint}"
             )
 
@@ -101,12 +237,6 @@ def _installed(module: str) -> bool:
     spec = find_spec(module)
     # A folder of that name, such as the one that wandb makes for its runs, is no package.
     return spec is not None and spec.origin is not None
-
-
-def _registered() -> Mapping[str, Any]:
-    """Trackers that accelerate knows; its own, and those that were registered in this process."""
-    module = sys.modules.get("accelerate.tracking")
-    return module.LOGGER_TYPE_TO_CLASS if module is not None else {}
 
 
 # What people try that has a reason why it is not there.
@@ -154,8 +284,10 @@ def load_config(
     origins = {key: origin for key, origin in translation.origins.items() if not _holds(own, key)}
     config, wrong = _validate(data, unused)
     count = len(problems) + sum(_key_of(problem) in overridden_keys for problem in wrong)
-    problems += [_with_origin(problem, origins | overridden_keys) for problem in wrong]
-    if config is None or problems:
+    origins |= overridden_keys
+    # A problem of a key that came from a setting of another trainer or an override names that too.
+    problems += [f"{each} ({origins[key]})" if (key := _key_of(each)) in origins else each for each in wrong]
+    if problems:
         clean = Redaction(secret_values()).text
         where = found.where if len(problems) > count or translation.problems else ""
         raise ConfigError([clean(problem) for problem in problems], where=where)
@@ -169,12 +301,6 @@ def _holds(data: Any, path: str) -> bool:
             return False
         data = data[key]
     return True
-
-
-def _with_origin(problem: str, origins: Mapping[str, str]) -> str:
-    """A problem of a key that came from a setting of another trainer names that too."""
-    origin = origins.get(_key_of(problem))
-    return f"{problem} ({origin})" if origin else problem
 
 
 def _key_of(problem: str) -> str:
@@ -238,18 +364,17 @@ def _set(data: dict[str, Any], keys: list[str], value: Any) -> str | None:
     return None
 
 
-def _validate(data: dict[str, Any], unused: frozenset[str]) -> tuple[TrainerConfig | None, list[str]]:
-    """The configuration, or None and the problems of single keys; with it the problems of keys together."""
+def _validate(data: dict[str, Any], unused: frozenset[str]) -> tuple[TrainerConfig, list[str]]:
+    """The configuration of what is valid in `data`; and the problems of single keys, and of keys together."""
     # A section whose keys are all commented out is null in YAML.
     data = {key: {} if value is None and key in known_paths() else value for key, value in data.items()}
     wrong: dict[tuple[str, ...], str] = {}
     config = _without_wrong_keys(data, wrong)
     # Where a key inside is wrong, so is what holds it.
     paths = unused.union(".".join(keys[:depth]) for keys in wrong for depth in range(1, len(keys) + 1))
-    more = [*disagreements(config, wrong=paths), *missing_paths(config, wrong=paths)]
+    more = [*disagreements(config, wrong=paths), *_missing_paths(config, paths)]
     more += [] if "tracking.backends" in paths else tracker_problems(config.tracking.backends)
-    problems = [*wrong.values(), *more]
-    return (None if problems else config), problems
+    return config, [*wrong.values(), *more]
 
 
 def _without_wrong_keys(data: dict[str, Any], wrong: dict[tuple[str, ...], str]) -> TrainerConfig:
