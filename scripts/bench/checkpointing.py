@@ -22,7 +22,7 @@ import torch.distributed as dist
 from bench.probe import memory_now
 from bench.worker import RESULT, die_with_parent
 from bench.workload import Workload
-from zeromesh.checkpoint.io.blocks import GRID
+from zeromesh.checkpoint.io.file_slices import GRID
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.offload.io.transfer import StagingPool
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from zeromesh.checkpoint.io.tensor_shard import TensorShard
+from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.checkpoint.loader import Loader
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
@@ -115,7 +115,7 @@ def _saved(run: Run, folder: Path, step: int) -> tuple[Saved, int]:
         keep=lambda: set(range(100)),
         aliases=holdings.aliases(),
     )
-    with patch("zeromesh.checkpoint.io.interleaved.LEAST_TENSOR", 0):  # Others are larger than these.
+    with patch("zeromesh.checkpoint.io.write_plan.LEAST_TENSOR", 0):  # Others are larger than these.
         saver.begin(step, content)
     assert saver._save is not None
     shares = sum(piece.block is not None for piece in saver._save.writer._pieces)

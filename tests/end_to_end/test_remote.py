@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.launch.hostfile import Host
 from zeromesh.launch.messages import line
-from zeromesh.launch.ssh import HostFailure, HostStream, LaunchPlan, Output, Reach, Start, supervise
+from zeromesh.launch.ssh import Host, HostFailure, HostStream, LaunchPlan, Output, Reach, Start, supervise
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = """\

@@ -19,7 +19,7 @@ from stored_cases import small_units, split, values_of, write
 from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.format.manifest import checksum
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
-from zeromesh.checkpoint.io.blocks import GRID
+from zeromesh.checkpoint.io.file_slices import GRID
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.errors import CheckpointError
 

@@ -18,7 +18,7 @@ from doc_commands import PLACEHOLDER, Command, Reader, commands
 from workers import Workers
 
 from zeromesh.checkpoint.format import manifest
-from zeromesh.launch.hostfile import read_hosts
+from zeromesh.launch.ssh import read_hosts
 from zeromesh.trainer.cli.launch import check_mesh
 from zeromesh.trainer.config.load import load_config
 

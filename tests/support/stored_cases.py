@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from zeromesh.checkpoint.format import safetensors_layout
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest, StoredTensor
 from zeromesh.checkpoint.format.safetensors_layout import DTYPES, FileLayout, TensorSpec, index_files, plan_files
-from zeromesh.checkpoint.io import blocks, interleaved
-from zeromesh.checkpoint.io.interleaved import check_interleaved, collect_digests
+from zeromesh.checkpoint.io import file_slices, write_plan
+from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
-from zeromesh.checkpoint.io.tensor_shard import TensorShard
-from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner
+from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner, check_interleaved, collect_digests
 from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.loader import _targets
 from zeromesh.checkpoint.store import CheckpointStore
@@ -38,8 +37,8 @@ def small_units() -> Iterator[None]:
     """Files of a few KB are already worth more than one, their pieces are of two blocks, and tensors of two may have bands."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(safetensors_layout, "_LEAST_FILE", 64)
-        patch.setattr(blocks, "GRID", 2 * BLOCK)
-        patch.setattr(interleaved, "LEAST_TENSOR", 2 * BLOCK)
+        patch.setattr(file_slices, "GRID", 2 * BLOCK)
+        patch.setattr(write_plan, "LEAST_TENSOR", 2 * BLOCK)
         yield
 
 

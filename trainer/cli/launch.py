@@ -9,17 +9,14 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zeromesh.environment import INTERFACE, python_arguments, setting
 from zeromesh.errors import ConfigError
-from zeromesh.launch.hostfile import Host, read_hosts
+from zeromesh.launch.ssh import SSH, Host, HostFailure, LaunchPlan, Reach, Start, read_hosts, supervise
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
-if TYPE_CHECKING:
-    from zeromesh.launch.ssh import HostFailure, LaunchPlan, Start
 
 PASSED = (
     "OMP_NUM_THREADS",
@@ -37,8 +34,6 @@ def run_launch(options: argparse.Namespace, tell: Callable[[str], None]) -> Host
     Raises:
         ConfigError: for a hostfile, a configuration or an option that cannot be used.
     """
-    from zeromesh.launch.ssh import supervise
-
     hosts = _hosts(options.hostfile)
     config = load_config(options.config, options.overrides, ranks=sum(host.slots for host in hosts))
     plan = _plan(options, config, hosts)
@@ -65,8 +60,6 @@ def check_mesh(config: TrainerConfig, processes: int) -> None:
 
 
 def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host, ...]) -> LaunchPlan:
-    from zeromesh.launch.ssh import SSH, LaunchPlan, Reach
-
     if options.min_hosts is not None and options.min_hosts > len(hosts):
         raise ConfigError(f"--min-hosts {options.min_hosts}: {options.hostfile} has {len(hosts)}")
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (options.min_hosts is not None)

@@ -4,10 +4,9 @@ saver, loader    what all ranks do together: save while training goes on, and lo
 store            a directory of checkpoints: each appears all at once, and old ones are removed
 verify           finds all damage of a checkpoint on disk
 io/              from a rank's memory to bytes of files and back
-    tensor_shard     what a rank holds of a tensor, and where elements lie in a file
-    write_plan       which bytes each rank writes; `interleaved` is for tensors that ranks divide inside of rows
+    file_slices      what a rank holds of a tensor, and where elements lie in a file
+    write_plan       which bytes each rank writes, also of tensors that ranks divide inside of rows
     writer, reader   move the bytes, with a checksum for each piece
-    blocks           arithmetic of byte intervals
 format/          the safetensors files and `manifest.json`
 multi_host/      agreement of ranks, and hosts without a shared disk: parts of checkpoints, merging them
 """

@@ -9,8 +9,8 @@ from typing import Any
 from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.manifest import StoredTensor
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
+from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint, ReadTarget
-from zeromesh.checkpoint.io.tensor_shard import TensorShard
 from zeromesh.checkpoint.multi_host.agreement import together
 from zeromesh.checkpoint.multi_host.parts import PartsReader, check_parts
 from zeromesh.checkpoint.store import CheckpointStore

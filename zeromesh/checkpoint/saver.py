@@ -25,9 +25,8 @@ import torch
 
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest, StoredTensor
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, index_files, plan_files
-from zeromesh.checkpoint.io.interleaved import check_interleaved, collect_digests
-from zeromesh.checkpoint.io.tensor_shard import TensorShard
-from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner
+from zeromesh.checkpoint.io.file_slices import TensorShard
+from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner, check_interleaved, collect_digests
 from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.multi_host.agreement import find_sharing, together
 from zeromesh.checkpoint.store import CheckpointStore

@@ -24,7 +24,7 @@ from zeromesh import fault_injection
 from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest, checksum
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout
-from zeromesh.checkpoint.io.blocks import cut_at_grid
+from zeromesh.checkpoint.io.file_slices import cut_at_grid
 from zeromesh.checkpoint.io.reader import manifest_of
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.files import read_whole, write_whole

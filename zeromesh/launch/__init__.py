@@ -4,8 +4,7 @@ rendezvous       runs a command as the ranks of this host until all have ended: 
                  number their ranks, and start again when hosts come or go
 rank_processes   the processes of one start on this host, and the signals that end them
 messages         checked messages, and the authenticated connection between launchers
-ssh              a run on hosts that are reached over ssh, started again without the hosts that are lost
+ssh              a run on the hosts of a hostfile that are reached over ssh, started again without the hosts that are lost
 heartbeat        the host's end of a connection over ssh
-hostfile         the file that lists hosts
 self_test        a trial launch on this host
 """

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
-from zeromesh.checkpoint.io.tensor_shard import TensorShard
+from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.flat.layout import ParameterSpec
 from zeromesh.flat.regions import Region, share_of
 from zeromesh.intervals import ALIGNMENT, Interval

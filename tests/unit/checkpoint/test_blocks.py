@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeromesh.checkpoint.io.blocks import (
+from zeromesh.checkpoint.io.file_slices import (
     GRID,
     cut_at_grid,
     merged,

@@ -32,9 +32,9 @@ from stored_cases import (
 from zeromesh.checkpoint.format import manifest, safetensors_layout
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, index_files, plan_files, read_header
-from zeromesh.checkpoint.io import blocks
+from zeromesh.checkpoint.io import file_slices
+from zeromesh.checkpoint.io.file_slices import FileSlice
 from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
-from zeromesh.checkpoint.io.tensor_shard import FileSlice
 from zeromesh.checkpoint.io.write_plan import WritePiece, WritePlan, WriteSource
 from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.store import CheckpointStore
@@ -99,8 +99,8 @@ def test_pieces_of_the_real_grid_are_written_and_read(tmp_path: Path) -> None:
     }
     reader = write(tmp_path, 1, split(values, 3, random.Random(5)))
     record = reader.manifest.files["model-00001-of-00001.safetensors"]
-    assert record.nbytes == BLOCK + 4 * (1_700_000 + 555_555) > 2 * blocks.GRID
-    assert max(piece.end - piece.begin for piece in record.pieces) <= blocks.GRID
+    assert record.nbytes == BLOCK + 4 * (1_700_000 + 555_555) > 2 * file_slices.GRID
+    assert max(piece.end - piece.begin for piece in record.pieces) <= file_slices.GRID
     assert len({piece.rank for piece in record.pieces}) > 1
     memory = torch.zeros(1_200_000)
     tensor = reader.tensor("model", "a")
@@ -328,7 +328,7 @@ def test_a_writer_without_the_others_edges_says_which_bytes_are_nobodys(tmp_path
 
 
 def test_a_disk_that_fails_is_the_training_threads_affair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "GRID", BLOCK)
+    monkeypatch.setattr(file_slices, "GRID", BLOCK)
     files = plan_files([spec("w", (100 * 1024,))], 1)
     directory = CheckpointStore(tmp_path).create(1, files)
     rows = [source(files[0].path, BLOCK + BLOCK * n, torch.ones(1024), n) for n in range(100)]
@@ -380,7 +380,7 @@ def test_what_is_released_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_what_changes_first_is_written_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "GRID", BLOCK)
+    monkeypatch.setattr(file_slices, "GRID", BLOCK)
     files = plan_files([spec("w", (5 * 1024,))], 1)
     rows = [source(files[0].path, BLOCK + BLOCK * n, torch.ones(1024), n) for n in range(5)]
     order = {3: 0, 1: 1, 4: 2, 0: 3, 2: 4}

@@ -20,7 +20,7 @@ from stored_cases import split, targets_of, tell, values_of
 from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.format.safetensors_layout import read_header
 from zeromesh.checkpoint.io import reader as readers
-from zeromesh.checkpoint.io.blocks import GRID
+from zeromesh.checkpoint.io.file_slices import GRID
 from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
 from zeromesh.checkpoint.verify import Damage, find_damage
 from zeromesh.errors import CheckpointError

@@ -17,11 +17,9 @@ from stored_cases import KINDS, bits, manifest_of, plans_of, spec, targets_of, t
 from test_regions import Slices, intervals_of, oracle, regions
 
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, plan_files
-from zeromesh.checkpoint.io import blocks
-from zeromesh.checkpoint.io.blocks import merged, minus
-from zeromesh.checkpoint.io.interleaved import check_interleaved, collect_digests
-from zeromesh.checkpoint.io.tensor_shard import TensorShard
-from zeromesh.checkpoint.io.write_plan import WritePlan
+from zeromesh.checkpoint.io import file_slices
+from zeromesh.checkpoint.io.file_slices import TensorShard, merged, minus
+from zeromesh.checkpoint.io.write_plan import WritePlan, check_interleaved, collect_digests
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.flat.regions import Region
@@ -132,7 +130,7 @@ def test_what_ranks_write_between_each_other_is_read_by_any(
     ranks, _ = dealt(values, tensor, shards, rng)
     number = [{"one": 0, "by shard": rank // tensor, "by rank": rank}[hosts] for rank in range(tensor * shards)]
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "GRID", 4 * BLOCK)
+        patch.setattr(file_slices, "GRID", 4 * BLOCK)
         reader = write(Path(root), 7, ranks, hosts=number)
         reader.verify()
         for wanted in dealt(values, readers, 2, rng)[0]:

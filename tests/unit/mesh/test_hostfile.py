@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
 from zeromesh.launch.heartbeat import BEGIN, frame
-from zeromesh.launch.hostfile import Host, read_hosts
-from zeromesh.launch.ssh import HostStream, Output
+from zeromesh.launch.ssh import Host, HostStream, Output, read_hosts
 from zeromesh.mesh import network_interfaces
 from zeromesh.mesh.run_store import LocalRowStore
 from zeromesh.trainer.cli.main import _parse, main

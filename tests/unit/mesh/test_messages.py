@@ -97,7 +97,7 @@ def test_every_field_is_taken_or_refused(message: dict[str, Any]) -> None:
     ],
 )
 def test_a_host_that_sends_nonsense_is_named(tmp_path: Path, said: dict[str, Any], named: str) -> None:
-    from zeromesh.launch.hostfile import Host as Named
+    from zeromesh.launch.ssh import Host as Named
 
     (tmp_path / "said").write_bytes(frame(said))
     reach = Reach(ssh=("sh",), directory="/", python_path=None, variables={}, silence_seconds=2.0)

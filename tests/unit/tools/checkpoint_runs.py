@@ -61,7 +61,7 @@ def trained_runs(folder: Path) -> Iterator[Trained]:
     tokenizer = tf.AutoTokenizer.from_pretrained(tokenizer_in(folder / "words"))
     models = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zeromesh.checkpoint.io.blocks.GRID", SMALL_GRID)
+        patch.setattr("zeromesh.checkpoint.io.file_slices.GRID", SMALL_GRID)
         for name, (model, sections, data) in runs.items():
             run = {"max_steps": 1, **sections.pop("run", {}), "name": name}
             config = settings(str(folder), **sections, run=run, checkpoint={"every_steps": 1})

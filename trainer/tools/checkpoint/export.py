@@ -20,7 +20,7 @@ import torch
 
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, StoredTensor
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, index_files, parse_json, plan_files
-from zeromesh.checkpoint.io.blocks import merged, overlapping
+from zeromesh.checkpoint.io.file_slices import merged, overlapping
 from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
 from zeromesh.checkpoint.store import fresh_directory
 from zeromesh.errors import CheckpointError, ConfigError

@@ -17,8 +17,7 @@ import torch
 from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, Manifest, StoredTensor, checksum
 from zeromesh.checkpoint.format.safetensors_layout import parse_json
-from zeromesh.checkpoint.io.blocks import GRID, overlapping
-from zeromesh.checkpoint.io.tensor_shard import FileSlice
+from zeromesh.checkpoint.io.file_slices import GRID, FileSlice, overlapping
 from zeromesh.errors import CheckpointError, ZeromeshError, some
 from zeromesh.files import read_whole
 from zeromesh.flat.regions import StridedRows

@@ -17,7 +17,7 @@ import torch
 
 from zeromesh import fault_injection
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, checksum
-from zeromesh.checkpoint.io.blocks import GRID
+from zeromesh.checkpoint.io.file_slices import GRID
 from zeromesh.checkpoint.io.write_plan import WritePiece
 from zeromesh.errors import CheckpointError, StorageError, ZeromeshError
 from zeromesh.offload.io.direct_io import PositionalFile
