@@ -17,7 +17,6 @@ from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
-
 PASSED = (
     "OMP_NUM_THREADS",
     INTERFACE,
