@@ -24,7 +24,7 @@ from zeromesh.errors import ConfigError, StorageError
 from zeromesh.files import read_whole, write_whole
 from zeromesh.trainer.callbacks.transformers_callbacks import Batches, bring_up_to_date
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import Collate, MapDataset
+from zeromesh.trainer.data.collate import Collate, MapDataset, count_targets
 from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.hub.upload import open_repository, push, write_model_card
 from zeromesh.trainer.loop.context import FitReport
@@ -277,5 +277,5 @@ def _targets(batch: Mapping[str, Any]) -> int:
     """Labels that are not -100; samples where there are none."""
     labels = batch.get("labels")
     if isinstance(labels, Tensor):
-        return int((labels != -100).sum()) if not labels.is_floating_point() else labels.numel()
+        return count_targets(labels, causal=False)
     return next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 0)

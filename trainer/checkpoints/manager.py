@@ -378,12 +378,12 @@ def _fill(
     """Load the kinds of tensors that are wanted. `count` updates are in the averages of weights; without any they begin anew."""
     averaged = any(tensor.spec.kind == AVERAGE for tensor in reader.manifest.tensors)
 
-    def taken(kind: str) -> bool:
+    def loads(kind: str) -> bool:
         return wanted(kind) and (averaged or kind != AVERAGE)
 
-    tensors = [spec for spec in engine.checkpoint_state.tensors(reading=True) if taken(spec.kind)]
+    tensors = [spec for spec in engine.checkpoint_state.tensors(reading=True) if loads(spec.kind)]
     with engine.loading(averaged_updates=count if averaged else 0):
-        loader.fill(reader, tensors, [each for each in engine.checkpoint_state.wanted() if taken(each.spec.kind)])
+        loader.fill(reader, tensors, [each for each in engine.checkpoint_state.wanted() if loads(each.spec.kind)])
 
 
 _NONE = float("inf")

@@ -116,7 +116,7 @@ class TrainingLoop:
         start = None if run.start_times.over else self._end_start()
         self._stopped = self._stopped or result.stop_signal
         events.call("on_optimizer_step", number)
-        self._stragglers.took(result.seconds, result.idle)
+        self._stragglers.add(result.seconds, result.idle)
 
         # Log it, where the configuration or a callback asks for that.
         due = self._due_after_step(position)

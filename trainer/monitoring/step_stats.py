@@ -142,9 +142,11 @@ class UserScalars:
 
 def require_free_names(values: Mapping[str, Any], whose: str) -> None:
     """Raise `ConfigError` for names that fields of a step's line have already."""
-    taken = sorted(RESERVED_NAMES.intersection(values))
-    if taken:
-        raise ConfigError(f"{whose}: {', '.join(taken)} is a field of every step's line already; choose another name")
+    reserved = sorted(RESERVED_NAMES.intersection(values))
+    if reserved:
+        raise ConfigError(
+            f"{whose}: {', '.join(reserved)} is a field of every step's line already; choose another name"
+        )
 
 
 def rank_figures(mesh: Mesh, busy: float = 0.0) -> tuple[int, tuple[float, ...]]:
@@ -178,7 +180,7 @@ class Stragglers:
         self._begun = False
         self._own: list[float] = []
 
-    def took(self, seconds: float, waited: float) -> None:
+    def add(self, seconds: float, waited: float) -> None:
         """This rank has made a step of so many seconds, of which it has waited `waited` for other ranks."""
         if self._begun:
             self._own.append(max(0.0, seconds - waited))

@@ -16,11 +16,11 @@ from zeromesh.trainer.monitoring.step_stats import Stragglers
 def looks(busy: Sequence[float], count: int, steps: int = 1) -> list[str | None]:
     """The lines of so many looks, one after so many steps, on a run whose ranks are at work for `busy` seconds a step."""
     looker = Stragglers()
-    looker.took(9.0, 0.0)  # The first step is not looked at.
+    looker.add(9.0, 0.0)  # The first step is not looked at.
     lines = []
     for look in range(1, count + 1):
         for _ in range(steps):
-            looker.took(0.4, 0.4 - busy[0])
+            looker.add(0.4, 0.4 - busy[0])
         assert looker.busy == pytest.approx(busy[0])
         lines.append(looker.look(look * steps, busy))
     return lines
@@ -50,7 +50,7 @@ def test_what_is_nearly_as_fast_or_not_worth_it_is_not(busy: list[float]) -> Non
 def test_a_rank_is_never_at_work_for_less_than_no_time() -> None:
     looker = Stragglers()
     for _ in range(3):
-        looker.took(0.1, 0.4)
+        looker.add(0.1, 0.4)
     assert looker.busy == 0.0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,20 +52,28 @@ def plain_epochs(config: dict[str, Any], epochs: int, last: str, smoothing: floa
     model = seeded(llama).double().train()
     plan = BatchPlan(global_size=size, micro_size=1, data_ranks=1, epoch_size=len(data), last=last)  # type: ignore[arg-type]
     steps = plan.steps_of(epochs)
+    order = SampleOrder(length=len(data), seed=5)
+    rows = [[order.dataset_index(index) for index in plan.samples_of(step)] for step in range(steps)]
+    losses = plain_losses(
+        model, steps, config["run"]["clip_norm"], lambda step: _mean(model, stacked(data, rows[step]), smoothing)
+    )
+    return {"losses": losses, "parameters": {name: each.detach() for name, each in model.named_parameters()}}
+
+
+def plain_losses(model: Any, steps: int, clip_norm: float, loss_of: Callable[[int], torch.Tensor]) -> list[float]:
+    """The losses of a plain loop, and the model trained by them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = tf.get_scheduler("linear", optimizer, 1, steps)
-    order = SampleOrder(length=len(data), seed=5)
     losses = []
     for step in range(steps):
-        batch = stacked(data, [order.dataset_index(index) for index in plan.samples_of(step)])
-        loss = _mean(model, batch, smoothing)
+        loss = loss_of(step)
         loss.backward()
         losses.append(float(loss.detach()))
-        nn.utils.clip_grad_norm_(model.parameters(), config["run"]["clip_norm"])
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    return {"losses": losses, "parameters": {name: each.detach() for name, each in model.named_parameters()}}
+    return losses
 
 
 def _mean(model: Any, batch: dict[str, torch.Tensor], smoothing: float) -> torch.Tensor:
@@ -127,20 +135,13 @@ def by_samples(mesh: Mesh, folder: str) -> float:
     data, model = sentences(), seeded(llama).double()
     with Trainer(copy.deepcopy(model), config, train_dataset=data) as trainer:
         losses = trainer.fit().losses
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = tf.get_scheduler("linear", optimizer, 1, 3)
-    order, wanted = SampleOrder(length=len(data), seed=5), []
-    for step in range(3):
+    order = SampleOrder(length=len(data), seed=5)
+
+    def mean(step: int) -> torch.Tensor:
         rows = [stacked(data, [order.dataset_index(index)]) for index in range(8 * step, 8 * step + 8)]
-        means = [total / count for total, count in (sentence_loss(model, row) for row in rows)]
-        loss = torch.stack(means).mean()
-        loss.backward()
-        wanted.append(float(loss.detach()))
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return apart(losses, wanted)
+        return torch.stack([total / count for total, count in (sentence_loss(model, row) for row in rows)]).mean()
+
+    return apart(losses, plain_losses(model, 3, 0.5, mean))
 
 
 def accuracy(prediction: tf.EvalPrediction) -> dict[str, float]:
@@ -354,19 +355,13 @@ def own_losses(mesh: Mesh, folder: str) -> dict[str, list[float]]:
 def raising(mesh: Mesh, folder: str, theirs: bool) -> list[str]:
     """What is raised by a callback on the last rank."""
 
-    class Ours(Callback):
-        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-            if mesh.rank == mesh.world_size - 1:
-                raise ValueError("no more")
+    def fail(*_: Any, **__: Any) -> None:
+        if mesh.rank == mesh.world_size - 1:
+            raise ValueError("no more")
 
-    class Other(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if mesh.rank == mesh.world_size - 1:
-                raise ValueError("no more")
-
-    trainer = Trainer(
-        seeded(llama), settings(folder), train_dataset=sentences(), callbacks=[Other() if theirs else Ours()]
-    )
+    made: Any = type("Other", (TrainerCallback,), {}) if theirs else type("Ours", (Callback,), {})
+    made.on_step_end = fail
+    trainer = Trainer(seeded(llama), settings(folder), train_dataset=sentences(), callbacks=[made()])
     try:
         trainer.fit()
     except (ValueError, ZeromeshError) as error:
