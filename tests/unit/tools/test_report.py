@@ -188,6 +188,14 @@ def test_a_run_says_how_large_how_long_and_on_what(tmp_path: Path) -> None:
     assert "versions: torch 2.13.0" in text
 
 
+def test_values_of_another_kind_than_is_written_are_left_out(tmp_path: Path) -> None:
+    odd = {"phases": 3, "memory": {"device": 1}, "communication": {"shard": 5}, "bubble": [], "start": 1, "loss": "inf"}
+    run = write_run(tmp_path / "run", steps=9, changes=dict.fromkeys(range(1, 10), odd | {"step_seconds": -1.0}))
+    starts = [{"step": 0, "time": 9}, {"step": 2, "time": 5}, {"step": 3, "time": "nan", "hardware": [], "versions": 1}]
+    (run / "starts.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in starts))
+    assert {"loss", "lr"} <= shown(run).charts
+
+
 def test_many_evaluations_are_a_line_and_their_speed_comes_last(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=75)
     lines = [{"step": step, "eval_loss": 1.0, "eval_f1": 0.5, "eval_runtime": 2.0} for step in range(1, 76)]

@@ -144,7 +144,8 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str, str, str, lis
         if evaluations := run.evaluation_losses():
             look = "dots" if len(evaluations) <= _DOTS_UP_TO else "line"
             losses.append(Line(f"{prefix}evaluation", evaluations, place if several else 1, look))
-    yield "loss", "Loss", "plain", "mean over the targets of a step", losses
+    note = "mean over the targets of a step" + "; bold: smoothed" * any(line.look == "faint" for line in losses)
+    yield "loss", "Loss", "plain", note, losses
     paths = list(dict.fromkeys(keys for run in runs for keys in run.columns))
     known = {"eval_loss", *(name for name, *_ in _CURVES)}
     evaluated = [name for name, *_ in paths if name.startswith("eval_") and name not in known]
@@ -165,13 +166,13 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str, str, str, lis
 def _stacks(run: RunRecord) -> Iterator[tuple[str, str, str, str, dict[str, dict[Any, float]], str]]:
     """The charts of what adds up in a run: name, title, unit, note, values by part and step, look."""
     columns = {keys: run.column(*keys) for keys in run.columns}
-    phases = {keys[1]: values for keys, values in columns.items() if keys[0] == "phases"}
+    phases = {keys[1]: values for keys, values in columns.items() if len(keys) == 2 and keys[0] == "phases"}
     timed = {step for values in phases.values() for step in values}
     whole = {step: seconds for step, seconds in run.column("step_seconds").items() if step in timed}
     rest = {step: seconds - sum(values.get(step, 0.0) for values in phases.values()) for step, seconds in whole.items()}
     phases["other"] = {step: seconds for step, seconds in rest.items() if seconds > 0.01 * whole[step]}
     yield "phases", "Time by phase", "seconds", "of the first rank in a step", phases, "stack"
-    for tier in dict.fromkeys(keys[1] for keys in columns if keys[0] == "memory"):
+    for tier in dict.fromkeys(keys[1] for keys in columns if len(keys) == 3 and keys[0] == "memory"):
         purposes = {keys[-1]: values for keys, values in columns.items() if keys[:2] == ("memory", tier)}
         note = "of the first rank, the most of each purpose in a step"
         yield f"memory-{tier}", f"Memory by purpose, {tier}", "bytes", note, purposes, "stack"
@@ -188,9 +189,7 @@ def _stacks(run: RunRecord) -> Iterator[tuple[str, str, str, str, dict[str, dict
             levels = {purpose: {at: row.get(purpose, 0.0) for at, row in moments.items()} for purpose in now}
             note = "bytes that the first rank has allocated there"
             yield f"step-memory-{tier}", f"Memory over step {number}, {tier}", "bytes", note, levels, "levels"
-    traffic = {
-        ": ".join(keys[1:3]): each for keys, each in columns.items() if keys[::3] == ("communication", "seconds")
-    }
+    traffic = {": ".join(keys[1:3]): columns[keys] for keys in columns if keys[::3] == ("communication", "seconds")}
     note = "of the first rank in starting collectives and waiting for them"
     yield "communication", "Communication by axis", "seconds", note, traffic, "stack"
 
@@ -206,11 +205,12 @@ def _chart(name: str, title: str, unit: str, note: str, lines: Sequence[Line]) -
         steps = [steps[place] for place in kept([top for _, top in tops], MOST_STACKED)]
     values = [value for _, value in tops] or [0.0]
     notes, high, factor = [note] if note else [], max(values), 1.0
-    near = [value for value in values if value <= _FAR * median(values)]
+    usual = median(values)
+    near = [value for value in values if value <= _FAR * usual]
     if unit == "seconds" and 0 < (far := len(values) - len(near)) <= max(_FEW, len(values) // 50):
         step = max(tops, key=lambda top: top[1])[0]
         notes.append(f"{far} value{'s' * (far > 1)} above the picture, the highest {shown(high)} in step {step}")
-        high = max(near)
+        high = max(near, default=high)
     if unit == "bytes":
         power = min(4, int(log(max(high, 1.0), 1024)))
         factor, suffix = 1024.0**power, f" {_BYTES[power]}"
@@ -219,15 +219,15 @@ def _chart(name: str, title: str, unit: str, note: str, lines: Sequence[Line]) -
     broken: set[float] = set()
     for line in lines:
         finite = {step: value for step, value in line.values.items() if isfinite(value)}
-        bad = [step for step in line.values if step not in finite]
+        good, bad = list(finite), [step for step in line.values if step not in finite]
         broken.update(bad := [bad[place] for place in kept(bad)])
-        xs = steps if stacked else sorted([*bad, *(list(finite)[place] for place in kept(list(finite.values())))])
+        xs = steps if stacked else sorted([*bad, *(good[place] for place in kept(list(finite.values())))])
         ys = [float(f"{line.values.get(x, 0.0) / factor:.7g}") for x in xs]
         last = shown([nan, *finite.values()][-1])
         if line.look == "levels":
             last = f"up to {shown(max(finite.values()))}"
         elif stacked and unit == "seconds":
-            last = f"{sum(finite.values()) / sum(values):.0%}"
+            last = f"{sum(finite.values()) / (sum(values) or 1.0):.0%}"
         text = html.escape(printable(line.name), quote=False).replace("%{", "% {")
         color = COLORS[line.color % len(COLORS)]
         figure.add_scatter(

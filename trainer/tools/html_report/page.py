@@ -59,10 +59,10 @@ def element(name: str, /, *children: object, **attributes: object) -> Html:
 
     `class_` is the attribute `class`, `_` stands for `-`. An attribute that is None or False is left out, True has no value.
     """
-    pairs = [
-        (key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value not in (None, False)
-    ]
-    words = "".join(f" {key}" if value is True else f' {key}="{_escaped(value)}"' for key, value in pairs)
+    words = ""
+    for key, value in attributes.items():
+        if value not in (None, False):
+            words += f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{_escaped(value)}"')
     return Html(f"<{name}{words}>{_escaped(children)}" + ("" if name in ("meta", "link") else f"</{name}>"))
 
 
@@ -82,9 +82,8 @@ def page_of(runs: Sequence[RunRecord], *, now: float | None = None) -> str:
     cards, figures = [], []
     for chart in charts_of(runs):
         button = element("button", "log", type="button", title="logarithmic or linear scale") if chart.log else None
-        plot = element(
-            "div", id=f"plot-{chart.name}", class_="plot", role="img", aria_label=f"{chart.title}: {chart.note}"
-        )
+        label = f"{chart.title}: {chart.note}"
+        plot = element("div", id=f"plot-{chart.name}", class_="plot", role="img", aria_label=label)
         card = element("h3", chart.title, button), element("p", chart.note), plot
         cards.append(element("figure", card, id=f"chart-{chart.name}"))
         figures.append({**chart.figure.to_dict(), "id": f"plot-{chart.name}", "over_steps": chart.over_steps})
@@ -138,9 +137,8 @@ def _table(columns: Sequence[object], rows: Sequence[Sequence[object]], numbers:
         return element("tr", [element(kind, cell, class_=at in numbers and "number") for at, cell in enumerate(cells)])
 
     body = element("tbody", [row("td", cells) for cells in rows])
-    return (
-        element("div", element("table", element("thead", row("th", columns)), body), class_="scroll") if rows else None
-    )
+    table = element("table", element("thead", row("th", columns)), body)
+    return element("div", table, class_="scroll") if rows else None
 
 
 def _heads(runs: Sequence[RunRecord]) -> list[Html]:
@@ -181,17 +179,17 @@ def _figures_of(run: RunRecord) -> dict[str, object]:
             parts[keys[-1]] = list(values.values())[-1]
     begins = [begin for start in run.starts if (begin := as_number(start.get("time"))) is not None]
     times = [*run.column("time").values(), *begins]
-    seconds = sum(max(at for at in times if begin <= at < end) - begin for begin, end in pairwise([*begins, inf]))
-    versions = facts.get("versions")
+    seconds = sum(
+        max((at for at in times if begin <= at < end), default=begin) - begin for begin, end in pairwise([*begins, inf])
+    )
+    versions = facts.get("versions") if isinstance(facts.get("versions"), dict) else {}
     found |= {
         "ranks": run.shape and run.shape.world_size,
         "start": sentence(parts) if parts else None,
         "parameters": parameters and human_count(parameters),
         "wall time": human_seconds(seconds) if seconds else None,
         "hardware": facts.get("hardware"),
-        "versions": ", ".join(f"{name} {each}" for name, each in versions.items())
-        if isinstance(versions, dict)
-        else None,
+        "versions": ", ".join(f"{name} {each}" for name, each in versions.items()) or None,
         "skipped steps": sum(bool(line.get("skipped")) for line in run.lines) or None,
     }
     return {name: value for name, value in found.items() if value is not None}
@@ -205,11 +203,10 @@ def _mesh(run: RunRecord) -> Html | None:
     states = {int(row["rank"]): row for row in run.ranks}
     axes = [axis for axis in AXES if getattr(shape, axis) > 1]
     sizes = " x ".join(f"{axis} {getattr(shape, axis)}" for axis in AXES)
-    text = f"{sizes}: {shape.world_size} rank{'s' * (shape.world_size > 1)}" + (
-        f", beside each other along {axes[-1]}" if axes else ""
-    )
+    text = f"{sizes}: {shape.world_size} rank{'s' * (shape.world_size > 1)}"
+    text += f", beside each other along {axes[-1]}" if axes else ""
     failed = [
-        f"rank {rank} failed in step {row.get('step')}: {row['failure']}"
+        element("p", f"rank {rank} failed in step {row.get('step')}: {row['failure']}", class_="bad")
         for rank, row in states.items()
         if row.get("failure")
     ]
@@ -219,31 +216,23 @@ def _mesh(run: RunRecord) -> Html | None:
             rank = shape.rank(Coordinate(**at))
             state = states.get(rank, {})
             doing = f"rank {rank}: step {state.get('step')}, {state.get('failure') or state.get('doing')}"
-            return element(
-                "div", rank, class_="rank failed" if state.get("failure") else "rank", title=doing if state else None
-            )
+            kind = "rank failed" if state.get("failure") else "rank"
+            return element("div", rank, class_=kind, title=doing if state else None)
         inner = [boxes(axes[1:], {**at, axes[0]: index}) for index in range(getattr(shape, axes[0]))]
         if len(axes) > 1:
-            inner = [
-                element("div", element("span", f"{axes[0]} {index}"), each, class_="group")
-                for index, each in enumerate(inner)
-            ]
+            labels = [element("span", f"{axes[0]} {index}") for index in range(len(inner))]
+            inner = [element("div", pair, class_="group") for pair in zip(labels, inner, strict=True)]
         return element("div", inner, class_="groups")
 
     drawn = boxes(axes, {}) if shape.world_size <= _RANKS_DRAWN else None
-    return element(
-        "div", element("p", text), [element("p", each, class_="bad") for each in failed], drawn, class_="mesh"
-    )
+    return element("div", element("p", text), failed, drawn, class_="mesh")
 
 
 def _communication(run: RunRecord) -> Html | None:
     """What the first rank sent and received in a step, on average, by axis and collective."""
-    steps = len({step for keys, values in run.columns.items() if keys[0] == "communication" for step in values})
-    means = {
-        keys[1:]: sum(values.values()) / steps
-        for keys, values in run.columns.items()
-        if keys[0] == "communication" and len(keys) == 4
-    }
+    columns = {keys[1:]: run.column(*keys) for keys in run.columns if len(keys) == 4 and keys[0] == "communication"}
+    steps = len({step for values in columns.values() for step in values})
+    means = {keys: sum(values.values()) / max(1, steps) for keys, values in columns.items()}
     pairs = sorted({keys[:2] for keys in means}, key=lambda pair: -means.get((*pair, "seconds"), 0.0))
     if not pairs:
         return None
@@ -262,12 +251,11 @@ def _checkpoints(run: RunRecord) -> Html | None:
         return None
     from zeromesh.trainer.tools.checkpoint.inspect import COLUMNS, summary_row  # It needs torch.
 
-    rows = [[*summary_row(each)] for each in run.checkpoints]
-    states = [
-        element("span", row.pop(), class_="good" if each["whole"] else "bad")
-        for row, each in zip(rows, run.checkpoints, strict=True)
-    ]
-    return _table(COLUMNS, [[*row, state] for row, state in zip(rows, states, strict=True)], numbers=(0, 2, 3, 4, 5))
+    rows = []
+    for each in run.checkpoints:
+        *texts, state = summary_row(each)
+        rows.append([*texts, element("span", state, class_="good" if each["whole"] else "bad")])
+    return _table(COLUMNS, rows, numbers=(0, 2, 3, 4, 5))
 
 
 def _notes(run: RunRecord) -> Html | None:
@@ -295,10 +283,8 @@ def _notes(run: RunRecord) -> Html | None:
 def _configuration(run: RunRecord) -> Html | None:
     """The keys that are not at their default, and behind a click the others."""
     settings = settings_of(run).items()
-    changed = [
-        [element("code", each) for each in (path, *values)] for path, values in settings if values[1] is not None
-    ]
-    others = [[element("code", path), element("code", value)] for path, (value, default) in settings if default is None]
+    rows = [[element("code", each) for each in (path, *values) if each is not None] for path, values in settings]
+    changed, others = ([row for row in rows if len(row) == length] for length in (3, 2))
     summary = element("summary", f"{len(others)} keys at their defaults")
     more = element("details", summary, _table(["key", "value"], others))
     return element("div", _table(["key", "value", "default"], changed), more, class_="config") if settings else None
