@@ -182,7 +182,7 @@ def _figures_of(run: RunRecord) -> dict[str, object]:
     seconds = sum(
         max((at for at in times if begin <= at < end), default=begin) - begin for begin, end in pairwise([*begins, inf])
     )
-    versions = facts.get("versions") if isinstance(facts.get("versions"), dict) else {}
+    versions = packages if isinstance(packages := facts.get("versions"), dict) else {}
     found |= {
         "ranks": run.shape and run.shape.world_size,
         "start": sentence(parts) if parts else None,
