@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,11 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """The manifest with its own hash."""
+        tensors: dict[str, dict[str, list[Any]]] = {}
+        for tensor in self.tensors:
+            spec = tensor.spec
+            row = [tensor.path, tensor.begin, DTYPE_NAMES[spec.dtype], list(spec.shape)]
+            tensors.setdefault(spec.kind, {})[spec.name] = row
         content: dict[str, Any] = {
             "format": FORMAT,
             "schema": SCHEMA,
@@ -112,21 +117,12 @@ class Manifest:
                 path: {"bytes": record.nbytes, "pieces": [piece.row() for piece in record.pieces]}
                 for path, record in sorted(self.files.items())
             },
-            "tensors": _tensor_rows(self.tensors),
+            "tensors": tensors,
             "aliases": dict(self.aliases),
             "layout": dict(self.layout),
             "part": list(self.part),
         }
         return _signed(content, _hash_of(content))
-
-
-def _tensor_rows(tensors: Iterable[StoredTensor]) -> dict[str, dict[str, list[Any]]]:
-    rows: dict[str, dict[str, list[Any]]] = {}
-    for tensor in tensors:
-        spec = tensor.spec
-        row = [tensor.path, tensor.begin, DTYPE_NAMES[spec.dtype], list(spec.shape)]
-        rows.setdefault(spec.kind, {})[spec.name] = row
-    return rows
 
 
 def _signed(content: Mapping[str, Any], digest: str) -> bytes:
@@ -166,20 +162,27 @@ def parse(path: Path, raw: bytes) -> Manifest:
             raise CheckpointError(f"{path}: {name} should be {expected}")
         return value
 
-    index, count = checked("part", _is_pair, "a list of 2 whole numbers, 0 or more")
+    index, count = checked(
+        "part",
+        _is_pair,
+        "a list of 2 whole numbers, 0 or more",
+    )
     if not 0 <= index < count:
         raise CheckpointError(f"{path}: part {[index, count]} is no index and count")
     files = checked("files", _is_object, "an object")
     if len(files) > _MAX_FILES:
         raise CheckpointError(f"{path} names {len(files):,} files; at most {_MAX_FILES:,} are allowed")
     records = {name: _file(path, name, value, whole=count == 1) for name, value in files.items()}
+    aliases = checked("aliases", _is_object, "an object of texts")
+    if not all(isinstance(name, str) for name in aliases.values()):
+        raise CheckpointError(f"{path}: aliases should be an object of texts")
     layout = checked("layout", _is_object, "an object")
     check_plain(path, "layout", layout)
     return Manifest(
         step=checked("step", is_size, "a whole number, 0 or more"),
         files=records,
         tensors=_tensors(path, checked("tensors", _is_object, "an object"), records),
-        aliases=checked("aliases", _is_texts, "an object of texts"),
+        aliases=aliases,
         layout=layout,
         part=(index, count),
     )
@@ -187,10 +190,6 @@ def parse(path: Path, raw: bytes) -> Manifest:
 
 def _is_object(value: Any) -> bool:
     return isinstance(value, dict)
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
 
 
 def _is_pair(value: Any) -> bool:

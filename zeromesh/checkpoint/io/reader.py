@@ -6,7 +6,7 @@ import os
 import stat
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -239,7 +239,7 @@ class CheckpointReader(OpenedCheckpoint):
                 problem = self._problem(path, record.nbytes)
                 if problem:
                     yield path, problem
-        foreign = [path for path in _files_in(self.directory) if path not in self.manifest.files and _has_weights(path)]
+        foreign = list(_foreign_weights(self.directory, self.manifest.files))
         if foreign:
             yield (
                 foreign[0],
@@ -274,11 +274,10 @@ def manifest_of(directory: Path) -> tuple[str, Manifest]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _has_weights(path: str) -> bool:
-    name = Path(path).name.lower()
-    return name in _PAYLOADS or Path(name).suffix in _PAYLOADS
-
-
-def _files_in(directory: Path) -> Iterator[str]:
+def _foreign_weights(directory: Path, known: Container[str]) -> Iterator[str]:
+    """Files that hold weights somewhere and are not known."""
     for folder, _, names in os.walk(directory, followlinks=False):
-        yield from ((Path(folder) / name).relative_to(directory).as_posix() for name in names)
+        for name in names:
+            path = (Path(folder) / name).relative_to(directory).as_posix()
+            if path not in known and not _PAYLOADS.isdisjoint((name.lower(), Path(name.lower()).suffix)):
+                yield path
