@@ -38,18 +38,14 @@ def choose_transport(kind: TransportName, group: ProcessSet, device: torch.devic
         raise ConfigError("parallel.transport is nccl, but no CUDA device is here; use auto, shared or gloo")
     if group.size == 1:
         return "local"
-    obstacle = _shared_obstacle(group)
+    obstacle, machine = "", platform.machine()
+    if not group.one_host:
+        obstacle = "the ranks of the group do not share one host and one process namespace"
+    elif machine not in _STRONG_ORDER:
+        obstacle = f"{machine} orders memory more weakly than x86-64, which its counters rely on"
     if kind == "shared" and obstacle:
         raise ConfigError(f"parallel.transport is shared, but {obstacle}; use auto or gloo")
     return "gloo" if kind == "gloo" or obstacle else "shared"
-
-
-def _shared_obstacle(group: ProcessSet) -> str:
-    if not group.one_host:
-        return "the ranks of the group do not share one host and one process namespace"
-    if platform.machine() not in _STRONG_ORDER:
-        return f"{platform.machine()} orders memory more weakly than x86-64, which its counters rely on"
-    return ""
 
 
 def open_transport(

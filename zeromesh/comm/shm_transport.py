@@ -273,7 +273,7 @@ class _Sum(Reduction):
         with self.reducer.traffic.timed(self.kind):
             self.reducer.published.wait(self.sequence + 1, "reduction of gradients")
             sum_in_order(self.out, self.parts, add=self.add)
-            self.reducer.consume(self.sequence)
+            self.reducer.consumed.set(self.sequence + 1)  # This rank has read the bucket of all ranks.
         self.done = True
 
     def settle(self) -> None:
@@ -295,7 +295,7 @@ class SharedReducer(Reducer):
         self.traffic = group.traffic
         self._ring = ring
         self.published = published
-        self._consumed = consumed
+        self.consumed = consumed
         self._slots = [
             [segment.tensor(slot * ring.nbytes, ring.nbytes, torch.uint8) for slot in range(ring.slots)]
             for segment in rings
@@ -306,11 +306,11 @@ class SharedReducer(Reducer):
 
     def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
         free_at = sequence - self._ring.slots + 1
-        if free_at > 0 and not self._consumed.reached(free_at):
+        if free_at > 0 and not self.consumed.reached(free_at):
             if not block:
                 return None
             with self.traffic.timed(Collective.REDUCE_SCATTER):
-                self._consumed.wait(free_at, "a free gradient slot")
+                self.consumed.wait(free_at, "a free gradient slot")
         return self._slots[self._group.index][sequence % self._ring.slots]
 
     def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
@@ -330,10 +330,6 @@ class SharedReducer(Reducer):
         kind = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
         self.traffic.count(kind, nbytes)
         return _Sum(reducer=self, sequence=sequence, kind=kind, parts=parts, out=out, add=add)
-
-    def consume(self, sequence: int) -> None:
-        """This rank has read bucket `sequence` of all ranks."""
-        self._consumed.set(sequence + 1)
 
 
 class SharedTransport(Transport):

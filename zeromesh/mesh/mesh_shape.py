@@ -99,16 +99,6 @@ class MeshShape:
         """The number of ranks in the mesh."""
         return math.prod(self.sizes)
 
-    @property
-    def data_size(self) -> int:
-        """The number of data-parallel ranks: those that see different samples."""
-        return self.replicate * self.shard
-
-    def size(self, *axes: Axis) -> int:
-        """The number of ranks in one group over `axes`."""
-        _check_axes(axes)
-        return math.prod(getattr(self, axis) for axis in axes)
-
     def coordinate(self, rank: int) -> Coordinate:
         """Where `rank` stands. Raises `LayoutError` when the mesh has no such rank."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
@@ -138,7 +128,7 @@ class MeshShape:
         return self.rank(replace(at, **{axis: index})) if 0 <= index < size else None
 
     def data_index(self, rank: int) -> int:
-        """Which data-parallel rank this is, from 0 to `data_size` - 1. Equal along pipeline and tensor."""
+        """Which data-parallel rank this is, counted from 0. Equal along pipeline and tensor."""
         at = self.coordinate(rank)
         return at.replicate * self.shard + at.shard
 

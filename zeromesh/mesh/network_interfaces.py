@@ -123,18 +123,19 @@ def is_loopback(address: str) -> bool:
 
 def interface_of(address: str) -> str | None:
     """The name of the interface that has `address`, without an alias's suffix."""
-    if sys.platform != "linux":
-        return None
-    return (_ipv6() if ":" in address else _ipv4()).get(address.partition("%")[0])
+    return _by_address().get(address.partition("%")[0])
 
 
 def interfaces() -> dict[str, list[str]]:
     """The interfaces of this host that have an address, with their addresses; empty where the system does not tell."""
     found: dict[str, list[str]] = {}
-    if sys.platform == "linux":
-        for address, name in {**_ipv4(), **_ipv6()}.items():
-            found.setdefault(name, []).append(address)
+    for address, name in _by_address().items():
+        found.setdefault(name, []).append(address)
     return found
+
+
+def _by_address() -> dict[str, str]:
+    return {**_ipv4(), **_ipv6()} if sys.platform == "linux" else {}
 
 
 def _ipv4() -> dict[str, str]:

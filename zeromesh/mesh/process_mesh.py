@@ -198,14 +198,11 @@ class ProcessMesh:
     def _axes_set(self, name: str, axes: Sequence[Axis]) -> ProcessSet:
         key = frozenset(axes)
         if key not in self._sets:
-            self._sets[key] = self._make_set(name, tuple(axes))
+            groups = [ranks for ranks in self.shape.groups(*axes) if len(ranks) > 1]
+            links = [self._links.between(ranks, _PURPOSES.get(tuple(axes), ())) for ranks in groups]
+            own = self.shape.group_of(self.rank, *axes)
+            self._sets[key] = self._as_set(name, own, next(filter(None, links), None))
         return self._sets[key]
-
-    def _make_set(self, name: str, axes: tuple[Axis, ...]) -> ProcessSet:
-        own = self.shape.group_of(self.rank, *axes)
-        groups = [ranks for ranks in self.shape.groups(*axes) if len(ranks) > 1]
-        links = [self._links.between(ranks, _PURPOSES.get(axes, ())) for ranks in groups]
-        return self._as_set(name, own, next(filter(None, links), None))
 
     def _as_set(self, name: str, ranks: tuple[int, ...], link: SetGroups | None) -> ProcessSet:
         """The set as this rank sees it, which need not be in it."""

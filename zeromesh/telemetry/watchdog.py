@@ -310,7 +310,7 @@ class Watchdog:
                 raise self._broken(error, peers, what) from error
             return True
 
-        self._wait(arrived, peers, what, _go_on)
+        self._wait(arrived, peers, what)
 
     def _wait(
         self,
@@ -463,10 +463,6 @@ class Watchdog:
             f"rank {self._rank}: {what} did not end within {self.timeout_seconds:g} seconds "
             f"(parallel.timeout_seconds) and no peer made progress. {self._lines(self._others(peers))}"
         )
-
-
-def _go_on(_seconds: float) -> None:
-    """No pause: what is asked waits itself."""
 
 
 def _ranks(numbers: Sequence[int]) -> str:
