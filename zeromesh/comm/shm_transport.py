@@ -89,7 +89,7 @@ class Counters:
     def __init__(self, words: memoryview, base: int, group: ProcessSet, watch: Watchdog) -> None:
         self._words = words
         self._places = [base + rank * LINE for rank in range(group.size)]
-        self._mine = self._places[group.index]
+        self._own_place = self._places[group.index]
         self._ranks = group.ranks
         self._watch = watch
         self._futexes = [Futex(words, place) for place in self._places]
@@ -97,7 +97,7 @@ class Counters:
 
     def set(self, value: int) -> None:
         """Set this rank's counter, and wake those that sleep until it changes."""
-        words, place = self._words, self._mine
+        words, place = self._words, self._own_place
         words[place] = value
         if words[place + _SLEEPERS]:
             words[place + _SLEEPERS] = 0
@@ -105,7 +105,7 @@ class Counters:
 
     def own(self) -> int:
         """This rank's counter."""
-        return self._words[self._mine]
+        return self._words[self._own_place]
 
     def lowest(self) -> int:
         """Where the last of the ranks is."""

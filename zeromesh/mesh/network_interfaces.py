@@ -51,7 +51,7 @@ def listen(name: str, port: int) -> socket.socket:
     """A socket that listens at the address by which the other hosts know this one as `name`, and at no other. Port 0: any.
 
     Raises:
-        ConfigError: when that address cannot be told, or the port is in use.
+        ConfigError: when that address is not known, or the port is in use.
     """
     address = own_address(name)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -179,9 +179,9 @@ def _leave_default() -> None:
 
 
 def _choose_interface(store: dist.distributed_c10d.Store, environment: LaunchEnvironment) -> None:
-    """Tell gloo the interface that leads to the other hosts, unless it has been told, or there are none.
+    """Choose the interface by which gloo reaches the other hosts, unless the user has set one, or there are none.
 
-    A rank that has been told still says its route, which others may wait for.
+    A rank whose interface is set still stores its route, which others may wait for.
     """
     if environment.local_world_size == environment.world_size:
         return

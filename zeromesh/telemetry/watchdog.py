@@ -146,7 +146,7 @@ class Watchdog:
         self._names = names
 
     def compare_with(self, ranks: Iterable[int]) -> None:
-        """These ranks, and no others, go through the same events as this one. Before it is said, all do."""
+        """Compare events with these ranks alone, which go through the same ones as this rank. Before this call all ranks do."""
         self._alike = frozenset(ranks)
         self._compared = {}
 
