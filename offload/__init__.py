@@ -17,11 +17,10 @@ from zeromesh.offload.memory.ledger import (
     Tier,
     available_bytes,
     peak_bytes,
-    proportional_bytes,
     resident_bytes,
     swap_bytes,
 )
-from zeromesh.offload.tiers import STAGING_BYTES, FileSettings, TierChoice, TieredTensor, TierName, Tiers
+from zeromesh.offload.tiers import STAGING_BYTES, FileSettings, TierChoice, TieredTensor, Tiers
 from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, stream_bytes
 
 __all__ = [
@@ -39,7 +38,6 @@ __all__ = [
     "StreamRow",
     "Tier",
     "TierChoice",
-    "TierName",
     "TieredTensor",
     "Tiers",
     "Transfer",
@@ -49,7 +47,6 @@ __all__ = [
     "available_bytes",
     "peak_bytes",
     "pinned_limit",
-    "proportional_bytes",
     "resident_bytes",
     "reuse_freed_memory",
     "settle_heap",

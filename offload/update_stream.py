@@ -136,7 +136,7 @@ class UpdateStream:
         """
         if not self._width:
             for row in rows:
-                compute(row, self._in_reach(row))
+                compute(row, [view for view in self._views(row, 0) if view is not None])
             return
         planned = [*rows, *islice(ahead, _DEPTH)]
         if any(flight.row.identity != row.identity for flight, row in zip(self._flights, planned, strict=False)):
@@ -180,30 +180,23 @@ class UpdateStream:
             for number, buffer in flight.buffers.items():
                 flight.reads.get(number, DONE).on_end(partial(self._pool.give, buffer))
 
-    def _in_reach(self, row: StreamRow) -> list[torch.Tensor]:
-        """The tensors of a row that needs no buffer."""
+    def _views(self, row: StreamRow, most_missing: int) -> list[torch.Tensor | None]:
+        """The tensors of a row where they are within reach, and None where they need a buffer."""
         views = [each.tensor.view(row.start, row.end, self.device) for each in row.operands]
-        found = [view for view in views if view is not None]
-        if len(found) < len(views):
-            raise self._too_wide(len(views) - len(found))
-        return found
+        missing = sum([view is None for view in views])
+        if missing > most_missing:  # It would wait for buffers that there are not.
+            raise ValueError(f"a row of {missing} tensors out of reach, in a stream of width {self._width}")
+        return views
 
     def _missing(self, row: StreamRow) -> int:
-        """How many buffers a row needs."""
-        return sum(each.tensor.view(row.start, row.end, self.device) is None for each in row.operands)
-
-    def _too_wide(self, missing: int) -> ValueError:
-        return ValueError(f"a row of {missing} tensors out of reach, in a stream of width {self._width}")
+        return sum(view is None for view in self._views(row, len(row.operands)))
 
     def _start(self, row: StreamRow) -> None:
-        missing = self._missing(row)
-        if missing > self._width:  # It would wait for buffers that there are not.
-            raise self._too_wide(missing)
         flight = _RowInFlight(row=row)
+        views = self._views(row, self._width)
         self._flights.append(flight)
-        for number, operand in enumerate(row.operands):
+        for number, (operand, tensor) in enumerate(zip(row.operands, views, strict=True)):
             rest = operand.tensor
-            tensor = rest.view(row.start, row.end, self.device)
             if tensor is None:
                 began = time.perf_counter()
                 buffer = flight.buffers[number] = self._pool.take()

@@ -307,14 +307,14 @@ def _accumulate(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: floa
         out.add_(torch.mm(a, b), alpha=alpha)
 
 
-def _statistics(part: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """[3, rows]: largest logit m, sum of exp(logit - m), logit of the target or 0.
+def _picked(part: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of the targets `local` [rows] have a column in `part`, and a column of each, `[rows, 1]`, that is there."""
+    return (local >= 0) & (local < part.shape[1]), local.clamp(0, part.shape[1] - 1).unsqueeze(1)
 
-    `part` [rows, part of the vocabulary] becomes exp(logit - m); `local` [rows]: the target's number here, outside the part
-    where it is another rank's.
-    """
-    own = (local >= 0) & (local < part.shape[1])
-    picked = local.clamp(0, part.shape[1] - 1).unsqueeze(1)
+
+def _statistics(part: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """[3, rows]: largest logit m, sum of exp(logit - m), logit of the target or 0; `part` becomes exp(logit - m)."""
+    own, picked = _picked(part, local)
     chosen = part.gather(1, picked).squeeze(1).masked_fill_(~own, 0)
     largest = part.amax(dim=1)
     total = part.sub_(largest.unsqueeze(1)).exp_().sum(dim=1)
@@ -331,8 +331,7 @@ def _combine(statistics: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor
 
 def _subtract_targets(softmax: torch.Tensor, local: torch.Tensor) -> None:
     """softmax - onehot, in place, for the targets that are in this part."""
-    own = (local >= 0) & (local < softmax.shape[1])
-    picked = local.clamp(0, softmax.shape[1] - 1).unsqueeze(1)
+    own, picked = _picked(softmax, local)
     softmax.scatter_add_(1, picked, own.unsqueeze(1).to(softmax.dtype).neg_())
 
 

@@ -214,6 +214,9 @@ class Stages:
         self.count = cut.stages
         self._anatomy = anatomy
         self._ranges = cut.ranges()
+        self._stages = {f"{anatomy.blocks}.{index}": n for n, blocks in enumerate(self._ranges) for index in blocks}
+        """The stage of each module that belongs to one, by its name."""
+        self._stages |= dict.fromkeys(anatomy.before, 0) | dict.fromkeys(anatomy.after, cut.stages - 1)
         self._slot = StageSlot(anatomy.count - 1, shares)
         self._running = False
         self._balance = ExpertBalance.of(model) if cut.stages > 1 else None
@@ -226,30 +229,21 @@ class Stages:
     def _find_places(self, outside: Mapping[str, nn.Module]) -> list[_ModuleSite]:
         """Find every module that belongs to one stage."""
         anatomy, places = self._anatomy, []
-        for stage, blocks in enumerate(self._ranges):
-            for index in blocks:
-                name = f"{anatomy.blocks}.{index}"
-                module = self.model.get_submodule(name)
-                stub = BlockStub(module, index, anatomy.outputs[index], anatomy.hidden_argument, self._slot)
-                places.append(self._place(name, module, stub, stage))
-        for names, stage in ((anatomy.before, 0), (anatomy.after, self.count - 1)):
-            for name in names:
-                module = self.model.get_submodule(name)
-                places.append(self._place(name, module, NanStub(module, outside[name], self._slot), stage))
+        for name, stage in self._stages.items():
+            module = self.model.get_submodule(name)
+            parent, _, leaf = name.rpartition(".")
+            if name in outside:
+                stub: nn.Module = NanStub(module, outside[name], self._slot)
+            else:
+                stub = BlockStub(module, int(leaf), anatomy.outputs[int(leaf)], anatomy.hidden_argument, self._slot)
+            holder = self.model.get_submodule(parent)
+            places.append(_ModuleSite(parent=holder, leaf=leaf, module=module, stub=stub, stage=stage))
         return places
-
-    def _place(self, name: str, module: nn.Module, stub: nn.Module, stage: int) -> _ModuleSite:
-        parent, _, leaf = name.rpartition(".")
-        return _ModuleSite(parent=self.model.get_submodule(parent), leaf=leaf, module=module, stub=stub, stage=stage)
 
     def stage_of(self, name: str) -> int:
         """Find the stage that a parameter's name belongs to, whatever rank has it. Raises LayoutError for a name without one."""
-        anatomy = self._anatomy
-        if name.startswith(f"{anatomy.blocks}."):
-            index = int(name[len(anatomy.blocks) + 1 :].partition(".")[0])
-            return next(stage for stage, blocks in enumerate(self._ranges) if index in blocks)
-        for names, stage in ((anatomy.before, 0), (anatomy.after, self.count - 1)):
-            if any(name.startswith(f"{each}.") for each in names):
+        for module, stage in self._stages.items():
+            if name.startswith(f"{module}."):
                 return stage
         raise LayoutError(f"no stage has a parameter {name}")
 
