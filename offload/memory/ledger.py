@@ -145,11 +145,6 @@ def resident_bytes() -> int:
     return _status_bytes(Path("/proc/self/smaps_rollup"), "Rss:")
 
 
-def proportional_bytes() -> int:
-    """Bytes of this process in memory; a page that n processes share counts as its nth part."""
-    return _status_bytes(Path("/proc/self/smaps_rollup"), "Pss:")
-
-
 def peak_bytes() -> int:
     """The most bytes of this process that were ever in memory; pages that processes share count in full."""
     return _status_bytes(Path("/proc/self/status"), "VmHWM:")
