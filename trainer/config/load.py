@@ -96,9 +96,10 @@ def with_translation(
     if source.arguments is None and source.deepspeed is None:
         return source.data, translation
     world = read_environment().world_size if ranks is None else ranks
-    place = LaunchFacts(
-        ranks=world, samples=samples, tensor=_axis(source.data, "tensor"), pipeline=_axis(source.data, "pipeline")
-    )
+    parallel = source.data.get("parallel")
+    sizes = {name: parallel.get(name) for name in ("tensor", "pipeline")} if isinstance(parallel, Mapping) else {}
+    axes = {name: size for name, size in sizes.items() if type(size) is int and size > 0}
+    place = LaunchFacts(ranks=world, samples=samples, **axes)
     if source.arguments is not None:
         from zeromesh.trainer.config.migration.training_arguments import read_training_arguments
 
@@ -112,12 +113,6 @@ def _is_training_arguments(source: Any) -> bool:
     """Tell transformers' `TrainingArguments` without an import of transformers, which takes seconds."""
     names = [(base.__module__, base.__name__) for base in type(source).__mro__]
     return ("transformers.training_args", "TrainingArguments") in names
-
-
-def _axis(data: Mapping[str, Any], name: str) -> int | None:
-    parallel = data.get("parallel")
-    size = parallel.get(name) if isinstance(parallel, Mapping) else None
-    return size if type(size) is int and size > 0 else None
 
 
 def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,31 +175,28 @@ def _read_text(path: Path) -> str:
 
 
 _TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
-_PATHS: dict[str, tuple[tuple[str, ...], str]] = {
-    "model.source": (
-        (),
-        "give a local directory with config.json and *.safetensors, or the name of a model on the Hub",
-    ),
-    "data.train": (
-        ("stdlib",),
-        "give stdlib, or files and directories of this machine (hub names are not looked up)",
-    ),
-    "data.eval": (("stdlib",), "give null, or files and directories of this machine (hub names are not looked up)"),
-    "data.tokenizer": (
-        ("bytes",),
-        "give bytes, a local directory that save_pretrained wrote, or the name of a model on the Hub",
-    ),
-    "checkpoint.resume": (("auto", "never"), "give auto, never, or the directory of a run or of a checkpoint"),
+_CURES = {
+    "model.source": "give a local directory with config.json and *.safetensors, or the name of a model on the Hub",
+    "data.train": "give stdlib, or files and directories of this machine (hub names are not looked up)",
+    "data.eval": "give null, or files and directories of this machine (hub names are not looked up)",
+    "data.tokenizer": "give bytes, a local directory that save_pretrained wrote, or the name of a model on the Hub",
+    "checkpoint.resume": "give auto, never, or the directory of a run or of a checkpoint",
 }
-"""Keys of paths: words that they may have instead, and what to do where a path does not exist."""
+"""Keys of paths, and what to do where a path does not exist."""
+_NO_PATHS = {
+    "data.train": "stdlib",
+    "data.eval": "stdlib",
+    "data.tokenizer": "bytes",
+    "checkpoint.resume": "auto never",
+}
 
 
 def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str]:
     """The paths that `config` names and this machine does not have."""
-    for key, (words, cure) in _PATHS.items():
+    for key, cure in _CURES.items():
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
-        if key in wrong or value is None or value in words:
+        if key in wrong or value is None or value in _NO_PATHS.get(key, "").split():
             continue
         for path in (value,) if isinstance(value, str) else value:
             there = Path(path).expanduser()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -63,19 +63,16 @@ _ELSEWHERE = {
 _BY_OTHER_NAME = {name: key for key, names in _ELSEWHERE.items() for name in names.split()}
 
 
-def fields(model: type[BaseModel] = TrainerConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key with its dotted path, sections before what they hold."""
+@cache
+def known_paths(model: type[BaseModel] = TrainerConfig, prefix: str = "") -> dict[str, FieldInfo]:
+    """All keys and sections by their dotted paths, sections before what they hold."""
+    found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
-        yield prefix + name, field
+        found[prefix + name] = field
         section = section_of(field)
         if section is not None:
-            yield from fields(section, f"{prefix}{name}.")
-
-
-@cache
-def known_paths() -> dict[str, FieldInfo]:
-    """The dotted paths of all keys and sections."""
-    return dict(fields())
+            found |= known_paths(section, f"{prefix}{name}.")
+    return found
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
@@ -147,7 +144,9 @@ def _allowed(kind: Any, metadata: Sequence[Any]) -> str:
             return item.text
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _allowed(arguments[0], [*_flat(arguments[1:]), *metadata])
+        # `Field(...)` packs constraints together.
+        own = [each for item in arguments[1:] for each in (item.metadata if isinstance(item, FieldInfo) else [item])]
+        return _allowed(arguments[0], [*own, *metadata])
     if origin is Literal:
         return either([str(argument) for argument in arguments])
     if origin in (Union, UnionType):
@@ -156,15 +155,6 @@ def _allowed(kind: Any, metadata: Sequence[Any]) -> str:
         return f"a list of {_allowed(arguments[0], [])}"
     words = {bool: "true or false", int: "an integer", float: "a number", str: "text", NoneType: "null"}
     return words.get(kind, "a mapping") + _bounds(metadata)
-
-
-def _flat(metadata: Sequence[Any]) -> Iterator[Any]:
-    """Annotated metadata, with the constraints that `Field(...)` packs together taken apart."""
-    for item in metadata:
-        if isinstance(item, FieldInfo):
-            yield from item.metadata
-        else:
-            yield item
 
 
 def _bounds(metadata: Sequence[Any]) -> str:

@@ -57,24 +57,15 @@ class Redaction:
             text = text.replace(secret, REDACTED)
         return _ASSIGNED.sub(rf"\1{REDACTED}", _IN_ADDRESS.sub(REDACTED, _SHAPES.sub(REDACTED, text)))
 
-    def values(self, values: Any) -> Any:
-        """The same of all texts in mappings and lists, and of what keys call a secret."""
-        if isinstance(values, str):
-            return self.text(values)
+    def values(self, values: Any, secret: bool = False) -> Any:
+        """The same of all texts in mappings and lists, and of what keys call a `secret`, of which the form is left."""
         if isinstance(values, Mapping):
-            return {self.values(key): self._value(str(key), value) for key, value in values.items()}
+            return {
+                self.values(key): self.values(value, secret or is_secret(str(key), value))
+                for key, value in values.items()
+            }
         if isinstance(values, list | tuple):
-            return [self.values(value) for value in values]
-        return values
-
-    def _value(self, key: str, value: Any) -> Any:
-        return _blank(value) if is_secret(key, value) else self.values(value)
-
-
-def _blank(value: Any) -> Any:
-    """A secret of any form, whose form is left."""
-    if isinstance(value, Mapping):
-        return {key: _blank(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_blank(each) for each in value]
-    return value if value in ("", None) or isinstance(value, bool) else REDACTED
+            return [self.values(value, secret) for value in values]
+        if secret and values not in ("", None) and not isinstance(values, bool):
+            return REDACTED
+        return self.text(values) if isinstance(values, str) else values

@@ -6,6 +6,7 @@ they are told not to, each in words of its own.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import heapq
 import json
@@ -14,7 +15,7 @@ import re
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,20 +67,23 @@ def step_row(record: Mapping[str, Any]) -> TrackedRow:
     values: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, Mapping):
-            values |= _numbers(_NAMES.get(name, name), value)
+            values |= {
+                path.replace(" ", "-"): leaf
+                for path, leaf in _leaves(value, "/", f"{_NAMES.get(name, name)}/")
+                if isinstance(leaf, int | float)
+            }
         elif isinstance(value, int | float) and name not in ("step", "time"):
             values[_NAMES.get(name, f"train/{name}")] = value
     return TrackedRow(step=record["step"], values=values)
 
 
-def _numbers(path: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of mappings in mappings, by their paths."""
+def _leaves(values: Mapping[str, Any], separator: str, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What mappings in mappings hold, by its path."""
     for key, value in values.items():
-        name = f"{path}/{key.replace(' ', '-')}"
         if isinstance(value, Mapping):
-            yield from _numbers(name, value)
-        elif isinstance(value, int | float):
-            yield name, value
+            yield from _leaves(value, separator, f"{path}{key}{separator}")
+        else:
+            yield f"{path}{key}", value
 
 
 def evaluation_row(step: int, values: Mapping[str, Any]) -> TrackedRow:
@@ -123,8 +127,6 @@ _FRAMEWORKS = (
     "catboost gradio jsonargparse"
 )
 """What ClearML would watch; only all of their names keep it from the repository and from files that are saved."""
-
-
 _COMET_WATCHES = (
     "log_code log_graph parse_args log_git_metadata log_git_patch log_env_details auto_output_logging auto_param_logging "
     "auto_metric_logging auto_log_co2"
@@ -133,87 +135,61 @@ _COMET_WATCHES = (
 
 def arguments_of(name: str, run: TrackedRun) -> dict[str, Any]:
     """Keyword arguments for the tracker `name` of accelerate; none for one that a user has registered."""
-    return _ARGUMENTS[name](run) if name in _ARGUMENTS else {}
+    tags = list(run.tags)
+    match name:
+        case "aim":
+            return {"experiment": run.name, "system_tracking_interval": None, "capture_terminal_logs": False}
+        case "clearml":
+            if not run.online:
+                from clearml import Task
 
+                Task.set_offline(True)
+            return {
+                "task_name": run.name,
+                "tags": tags,
+                "reuse_last_task_id": False,
+                "auto_connect_arg_parser": False,
+                "auto_connect_frameworks": dict.fromkeys(_FRAMEWORKS.split(), False),
+                "auto_resource_monitoring": False,
+                "auto_connect_streams": False,
+            }
+        case "comet_ml":
+            from comet_ml import ExperimentConfig
 
-def _aim(run: TrackedRun) -> dict[str, Any]:
-    return {"experiment": run.name, "system_tracking_interval": None, "capture_terminal_logs": False}
+            folder, quiet = str(run.directory / "comet_ml"), dict.fromkeys(_COMET_WATCHES.split(), False)
+            settings = ExperimentConfig(
+                name=run.name, tags=tags, offline_directory=folder, display_summary_level=0, **quiet
+            )
+            # A key has 32 characters at least.
+            key = hashlib.sha256(run.ident.encode()).hexdigest()[:32]
+            where = {} if run.online else {"online": False}
+            return {"experiment_key": key, "mode": "get_or_create", "experiment_config": settings, **where}
+        case "dvclive":
+            # An experiment of DVC's would be a commit of all that is in the repository. In a directory of its own, `dvc.yaml` would
+            # name each file once more with every step.
+            paths = {"dir": str(run.directory / "dvclive"), "dvcyaml": str(run.directory / "dvc.yaml")}
+            return {**paths, "resume": run.step > 0, "save_dvc_exp": False}
+        case "mlflow":
+            # Its tags have names, of few characters.
+            return {"run_name": run.name, "tags": {"tags": ", ".join(tags)} if tags else None}
+        case "swanlab":
+            from swanlab import Settings
 
-
-def _clearml(run: TrackedRun) -> dict[str, Any]:
-    if not run.online:
-        from clearml import Task
-
-        Task.set_offline(True)
-    return {
-        "task_name": run.name,
-        "tags": list(run.tags),
-        "reuse_last_task_id": False,
-        "auto_connect_arg_parser": False,
-        "auto_connect_frameworks": dict.fromkeys(_FRAMEWORKS.split(), False),
-        "auto_resource_monitoring": False,
-        "auto_connect_streams": False,
-    }
-
-
-def _comet_ml(run: TrackedRun) -> dict[str, Any]:
-    from comet_ml import ExperimentConfig
-
-    settings = ExperimentConfig(
-        name=run.name,
-        tags=list(run.tags),
-        offline_directory=str(run.directory / "comet_ml"),
-        display_summary_level=0,
-        **dict.fromkeys(_COMET_WATCHES.split(), False),
-    )
-    # A key has 32 characters at least.
-    key = hashlib.sha256(run.ident.encode()).hexdigest()[:32]
-    where = {} if run.online else {"online": False}
-    return {"experiment_key": key, "mode": "get_or_create", "experiment_config": settings, **where}
-
-
-def _dvclive(run: TrackedRun) -> dict[str, Any]:
-    # An experiment of DVC's would be a commit of all that is in the repository. In a directory of its own, `dvc.yaml` would name
-    # each file once more with every step.
-    paths = {"dir": str(run.directory / "dvclive"), "dvcyaml": str(run.directory / "dvc.yaml")}
-    return {**paths, "resume": run.step > 0, "save_dvc_exp": False}
-
-
-def _mlflow(run: TrackedRun) -> dict[str, Any]:
-    # Its tags have names, of few characters.
-    return {"run_name": run.name, "tags": {"tags": ", ".join(run.tags)} if run.tags else None}
-
-
-def _swanlab(run: TrackedRun) -> dict[str, Any]:
-    from swanlab import Settings
-
-    hidden = dict.fromkeys(("hardware", "runtime", "requirements", "conda", "git", "monitor"), False)
-    where = {} if run.online else {"mode": "offline"}
-    return {
-        "name": run.name,
-        "tags": list(run.tags),
-        "id": run.ident,
-        "resume": "allow",
-        "log_dir": str(run.directory / "swanlab"),
-        "settings": Settings(probe=hidden, terminal={"proxy_type": "none"}),
-        **where,
-    }
-
-
-def _trackio(run: TrackedRun) -> dict[str, Any]:
-    # It knows runs by their names alone.
-    return {"name": f"{run.name}-{run.ident}", "resume": "allow", "auto_log_gpu": False, "auto_log_cpu": False}
-
-
-_ARGUMENTS: dict[str, Callable[[TrackedRun], dict[str, Any]]] = {
-    "aim": _aim,
-    "clearml": _clearml,
-    "comet_ml": _comet_ml,
-    "dvclive": _dvclive,
-    "mlflow": _mlflow,
-    "swanlab": _swanlab,
-    "trackio": _trackio,
-}
+            hidden = dict.fromkeys(("hardware", "runtime", "requirements", "conda", "git", "monitor"), False)
+            return {
+                "name": run.name,
+                "tags": tags,
+                "id": run.ident,
+                "resume": "allow",
+                "log_dir": str(run.directory / "swanlab"),
+                "settings": Settings(probe=hidden, terminal={"proxy_type": "none"}),
+                **({} if run.online else {"mode": "offline"}),
+            }
+        case "trackio":
+            # It knows runs by their names alone.
+            name = f"{run.name}-{run.ident}"
+            return {"name": name, "resume": "allow", "auto_log_gpu": False, "auto_log_cpu": False}
+    return {}
 
 
 GLOBAL_STEP = "train/global_step"
@@ -304,9 +280,12 @@ class WandbTracker(Tracker):
         self._next = row.number + 1 if row else None
         if row is not None:
             self.sent = Sent(step=row.value, evaluated=_EVALUATED in row.names)
-        elif run.online:
-            self.sent = _of_summary(dict(made.summary)) if made.resumed else Sent()
-        elif begun:
+        elif run.online and made.resumed:
+            summary = dict(made.summary)  # The server's: the latest value of each name.
+            step = summary.get(GLOBAL_STEP)
+            if isinstance(step, int):
+                self.sent = Sent(step=step, evaluated=summary.get(_EVALUATED) == step)
+        elif begun and not run.online:
             self.sent = Sent(step=0)
 
     def log(self, row: TrackedRow) -> None:
@@ -334,23 +313,15 @@ def _children(program: str) -> Iterator[int]:
                 yield int(pid)
 
 
-def _of_summary(summary: Mapping[str, Any]) -> Sent:
-    """How far wandb's server has got: the latest value of each name."""
-    step = summary.get(GLOBAL_STEP)
-    return Sent(step=step, evaluated=summary.get(_EVALUATED) == step) if isinstance(step, int) else Sent()
-
-
 class NotedTracker(Tracker):
     """One that cannot be asked how far it has got: a file of the run's directory says so."""
 
     def _noted(self) -> Sent:
-        try:
+        sent = Sent()
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
             ident, step, evaluated = json.loads(read_whole(self._file))
-            sent = Sent(step=int(step), evaluated=bool(evaluated))
-        except (OSError, ValueError, TypeError, RecursionError):
-            sent = Sent()
-        else:
-            sent = sent if ident == self.run.ident else Sent()
+            if ident == self.run.ident:
+                sent = Sent(step=int(step), evaluated=bool(evaluated))
         if sent.step < 0 and self.run.step == 0:
             sent = Sent(step=0)
             self._note(sent)
@@ -398,7 +369,7 @@ def _pass_second(folder: Path) -> None:
 
 
 class OtherTracker(NotedTracker):
-    """Any other of accelerate's, by the calls that all of them have; what each is told to begin with is in `tracker_arguments`."""
+    """Any other of accelerate's, by the calls that all of them have; `arguments_of` has what each begins with."""
 
     def start(self) -> None:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -406,7 +377,13 @@ class OtherTracker(NotedTracker):
         run = self.run
         folder = [str(run.directory / self.name)] if LOGGER_TYPE_TO_CLASS[self.name].requires_logging_directory else []
         self._make(run.project, *folder, **arguments_of(self.name, run))
-        self.tracker.store_init_configuration(dict(_flat(run.config)))
+        settings = dict(_leaves(run.config, "."))
+        self.tracker.store_init_configuration(
+            {
+                key: value if isinstance(value, str | int | float) else json.dumps(value)
+                for key, value in settings.items()
+            }
+        )
         self.sent = self._noted()
 
     def log(self, row: TrackedRow) -> None:
@@ -414,18 +391,7 @@ class OtherTracker(NotedTracker):
         self.tracker.log(dict(row.values), step=row.step)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by their dotted paths, as numbers and texts."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value if isinstance(value, str | int | float) else json.dumps(value)
-
-
-_KINDS: dict[str, type[Tracker]] = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker}
-
-
 def make_tracker(name: str, run: TrackedRun) -> Tracker:
     """A tracker by its name, which `tracker_problems` has nothing against."""
-    return _KINDS.get(name, OtherTracker)(name, run)
+    kinds: dict[str, type[Tracker]] = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker}
+    return kinds.get(name, OtherTracker)(name, run)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 _UNITS = (
     {"B": 1}
     | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
     | {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
 )
+_EXACT = 1 << 53
+"""Below this each whole number is a float of its own."""
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 """What may be the name of a model on the Hub. Whether it is one is found out when a run begins."""
 
@@ -39,6 +39,13 @@ def bytes_from_text(value: object) -> object:
     return int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else value
 
 
+def _whole(value: object) -> object:
+    """JSON and YAML have one kind of number: 1e3 is the integer 1000 where only an integer is allowed."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
+        return int(value)
+    return value
+
+
 def tuple_from_list(value: object) -> object:
     """Files hold lists; frozen values hold tuples."""
     return tuple(value) if isinstance(value, list) else value
@@ -50,11 +57,12 @@ Positive = Annotated[Number, Field(gt=0.0)]
 NotNegative = Annotated[Number, Field(ge=0.0)]
 Ratio = Annotated[Number, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[Number, Field(gt=0.0, le=86400.0)]
-Seed = Annotated[int, Field(ge=0, lt=2**63), Allowed("an integer >= 0 and < 2**63")]
-Count = Annotated[int, Field(ge=1)]
-CountOrOff = Annotated[int, Field(ge=0)]
+Whole = Annotated[int, BeforeValidator(_whole)]
+Seed = Annotated[Whole, Field(ge=0, lt=2**63), Allowed("an integer >= 0 and < 2**63")]
+Count = Annotated[Whole, Field(ge=1)]
+CountOrOff = Annotated[Whole, Field(ge=0)]
 Bytes = Annotated[
-    int, BeforeValidator(bytes_from_text), Field(ge=0), Allowed("a number of bytes, such as 268435456 or 256MiB")
+    Whole, BeforeValidator(bytes_from_text), Field(ge=0), Allowed("a number of bytes, such as 268435456 or 256MiB")
 ]
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 Names = Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)]
@@ -63,45 +71,11 @@ Texts = Annotated[
 ]
 
 
-_EXACT = 1 << 53
-"""Below this each whole number is a float of its own."""
-
-
 class Section(BaseModel):
     """A section of the configuration, frozen and strict: an integer is not a float's text, a bool is not an integer, and an unknown
     key is an error. Construction raises pydantic's `ValidationError`. The docstring below a field says what its key is.
-
-    YAML and JSON have one kind of number: 1e3 is the integer 1000 where only an integer is allowed.
     """
 
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True, validate_default=True
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _whole_numbers(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {name: _whole(value) if _counts(cls, name) else value for name, value in data.items()}
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if type(value) is float and value.is_integer() and abs(value) < _EXACT else value
-
-
-def _counts(section: type[BaseModel], name: str) -> bool:
-    """Whether a key allows integers and no other numbers."""
-    field = section.model_fields.get(name)
-    kinds = set(_kinds(field.annotation)) if field is not None else set()
-    return int in kinds and float not in kinds
-
-
-def _kinds(annotation: Any) -> Iterator[Any]:
-    if get_origin(annotation) is Annotated:
-        yield from _kinds(get_args(annotation)[0])
-    elif get_origin(annotation) in (Union, UnionType):
-        for each in get_args(annotation):
-            yield from _kinds(each)
-    else:
-        yield annotation

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from zeromesh.trainer.config.sections.base import Count, Fraction, Section, Seed, Text, Texts
+from zeromesh.trainer.config.sections.base import Count, Fraction, Section, Seed, Text, Texts, Whole
 
 
 class BatchSection(Section):
@@ -43,7 +43,7 @@ class DataSection(Section):
     """bytes, a local directory that save_pretrained wrote, or a name on the Hub."""
     cache: Text | None = None
     """Directory where tokens of texts are kept for other runs; null: `zeromesh/tokens` in the user's cache folder."""
-    sequence_length: Annotated[int, Field(ge=2)] = 256
+    sequence_length: Annotated[Whole, Field(ge=2)] = 256
     """Tokens in a packed sequence."""
     shuffle: bool = True
     """Shuffle the sequences of each epoch, by the seed and the epoch's number."""

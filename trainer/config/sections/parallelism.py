@@ -17,6 +17,7 @@ from zeromesh.trainer.config.sections.base import (
     Section,
     Text,
     Texts,
+    Whole,
     bytes_from_text,
     tuple_from_list,
 )
@@ -72,7 +73,7 @@ class OffloadSection(Section):
     checksums: bool = False
     """Verify what is read from files by checksums that stay in memory."""
     staging: Annotated[
-        int,
+        Whole,
         BeforeValidator(bytes_from_text),
         Field(ge=LEAST_STAGING),
         Allowed("a number of bytes of 4MiB or more, such as 64MiB"),
@@ -144,7 +145,7 @@ class PrecisionSection(Section):
 class ZeroSection(Section):
     """What is partitioned, and how it moves."""
 
-    stage: Annotated[int, Field(ge=0, le=3)] = 3
+    stage: Annotated[Whole, Field(ge=0, le=3)] = 3
     """Sharded are: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
     prefetch: CountOrOff = 1
     """Units gathered ahead of the one that computes. 0 = off."""
