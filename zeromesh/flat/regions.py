@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
@@ -38,12 +38,13 @@ from zeromesh.intervals import Interval, round_up
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """`rows` runs of `length` elements each: the first from `local` and from `logical` on, the next ones a row further in both."""
+    """`rows` runs of `length` elements each: the first from `local` on in a flattened local tensor and from `logical` on in the
+    logical one, the next ones a row further in both."""
 
     local: int
     logical: int
-    rows: int
     length: int
+    rows: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,24 +91,16 @@ class StridedRows:
         """What local elements `interval` consist of: the rest of a row, whole rows, the beginning of a row."""
         first, start = divmod(interval.start, self.taken)
         last, end = divmod(interval.end, self.taken)
-        if first == last:
-            yield from self._tiles(first, 1, start, end)
-            return
-        if start:
-            yield from self._tiles(first, 1, start, self.taken)
-            first += 1
-        yield from self._tiles(first, last - first, 0, self.taken)
-        yield from self._tiles(last, 1, 0, end)
-
-    def _tiles(self, row: int, rows: int, start: int, end: int) -> Iterator[Tile]:
-        """Elements [start, end) of local rows."""
-        at = 0
-        for column in self.columns:
-            first, last = max(start, at), min(end, at + column.length)
-            if rows and first < last:
-                logical = row * self.width + column.start + first - at
-                yield Tile(local=row * self.taken + first, logical=logical, rows=rows, length=last - first)
-            at += column.length
+        whole = first + bool(start)
+        spans = [(first, int(bool(start)), start, self.taken), (whole, last - whole, 0, self.taken), (last, 1, 0, end)]
+        for row, rows, low, high in spans if first < last else [(first, 1, start, end)]:
+            at = 0
+            for column in self.columns:
+                begin, stop = max(low, at), min(high, at + column.length)
+                if rows and begin < stop:
+                    logical = row * self.width + column.start + begin - at
+                    yield Tile(local=row * self.taken + begin, logical=logical, rows=rows, length=stop - begin)
+                at += column.length
 
     def take(self, window: torch.Tensor, start: int, interval: Interval, out: torch.Tensor) -> None:
         """Put local elements `interval` into `out`, 1-D, from `window`: the logical tensor from position `start` on, 1-D."""
@@ -119,15 +112,6 @@ class StridedRows:
 def _block(flat: torch.Tensor, at: int, tile: Tile, stride: int) -> torch.Tensor:
     """A tile in memory, `[rows, length]`."""
     return flat.as_strided((tile.rows, tile.length), (stride, 1), flat.storage_offset() + at)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ElementRun:
-    """`length` elements that lie together from `local` on in a flattened local tensor and from `logical` on in the logical one."""
-
-    local: int
-    logical: int
-    length: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,11 +181,10 @@ class Region:
 
     def boxes(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """Boxes that make the region up: where each lies in the local tensor, and where in the logical one."""
-        dims = [list(zip(_placed(intervals), intervals, strict=True)) for intervals in self.dims]
-        for box in itertools.product(*dims):
-            yield tuple(local for local, _ in box), tuple(slice(taken.start, taken.end) for _, taken in box)
+        for box in itertools.product(*map(_placed, self.dims)):
+            yield tuple(here for here, _ in box), tuple(there for _, there in box)
 
-    def runs(self, interval: Interval) -> Iterator[ElementRun]:
+    def runs(self, interval: Interval) -> Iterator[Tile]:
         """Runs of elements `interval` of the flattened local tensor, in its order, each as long as it can be.
 
         Raises:
@@ -209,10 +192,10 @@ class Region:
         """
         if interval.end > self.numel:
             raise LayoutError(f"elements [{interval.start}, {interval.end}) of a local tensor of {self.numel}")
-        found: ElementRun | None = None
+        found: Tile | None = None
         for run in self._pieces(interval):
             if found is not None and run.logical == found.logical + found.length:
-                found = ElementRun(local=found.local, logical=found.logical, length=found.length + run.length)
+                found = replace(found, length=found.length + run.length)
                 continue
             if found is not None:
                 yield found
@@ -220,13 +203,13 @@ class Region:
         if found is not None:
             yield found
 
-    def _pieces(self, interval: Interval) -> Iterator[ElementRun]:
+    def _pieces(self, interval: Interval) -> Iterator[Tile]:
         """As `runs`, but neighbours may still continue each other."""
         if not interval.length:
             return
         split = self._last_split()
         if split < 0:
-            yield ElementRun(local=interval.start, logical=interval.start, length=interval.length)
+            yield Tile(local=interval.start, logical=interval.start, length=interval.length)
             return
         inner = prod(self.shape[split + 1 :])
         row = self.local_shape[split] * inner
@@ -236,15 +219,13 @@ class Region:
                 here = Interval(start=at, end=at + taken.length * inner).intersect(interval)
                 if here.length:
                     logical = base + taken.start * inner + here.start - at
-                    yield ElementRun(local=here.start, logical=logical, length=here.length)
+                    yield Tile(local=here.start, logical=logical, length=here.length)
                 at += taken.length * inner
 
     def _last_split(self) -> int:
         """The last dim that is not taken whole; -1 when all are."""
-        for dim in range(len(self.shape) - 1, -1, -1):
-            if self.dims[dim] != _all(self.shape[dim]):
-                return dim
-        return -1
+        split = [dim for dim, size in enumerate(self.shape) if self.dims[dim] != _all(size)]
+        return split[-1] if split else -1
 
     def _logical_row(self, number: int, split: int) -> int:
         """The logical position of the first element of local row `number`, rows being indices of the dims before `split`."""
@@ -260,11 +241,11 @@ def _all(size: int) -> tuple[Interval, ...]:
     return (Interval(start=0, end=size),)
 
 
-def _placed(intervals: tuple[Interval, ...]) -> Iterator[slice]:
-    """Where intervals lie that follow one another."""
+def _placed(intervals: tuple[Interval, ...]) -> Iterator[tuple[slice, slice]]:
+    """Where intervals lie when they follow one another, and where they are taken from."""
     at = 0
     for interval in intervals:
-        yield slice(at, at + interval.length)
+        yield slice(at, at + interval.length), slice(interval.start, interval.end)
         at += interval.length
 
 

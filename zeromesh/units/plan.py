@@ -45,7 +45,7 @@ class UnitPlan:
         kinds: dict[object, list[ParameterSpec]] = {}
         for spec in self.specs:
             kinds.setdefault(spec.kind, []).append(spec)
-        return tuple(tuple(specs) for specs in kinds.values())
+        return tuple(map(tuple, kinds.values()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +100,7 @@ def plan_model(
     for parameter, fqns in names:
         copies = cuts.copies.get(fqns[0])
         name = fqns[0] if copies is None else copies.name
-        owners = {_owner(fqn, modules) for fqn in fqns}
+        owners = {next((each for each in modules if fqn.startswith(f"{each}.")), ROOT) for fqn in fqns}
         unit = owners.pop() if len(owners) == 1 else ROOT
         members[unit].append(
             ParameterSpec(
@@ -202,10 +202,8 @@ def _called(fqn: str, module: nn.Module) -> Iterator[str]:
 
 def _unit_modules(model: nn.Module) -> tuple[str, ...]:
     """FQNs of the unit modules, in module order, none inside another, none the root."""
-    blocks = _block_names(model)
-    for getter in ("get_input_embeddings", "get_output_embeddings"):
-        blocks += _fqn_of(model, getter)
-    return _outermost(model, blocks)
+    ends = _fqn_of(model, "get_input_embeddings") + _fqn_of(model, "get_output_embeddings")
+    return _outermost(model, _block_names(model) + ends)
 
 
 def _outermost(model: nn.Module, blocks: list[str]) -> tuple[str, ...]:
@@ -219,41 +217,27 @@ def _outermost(model: nn.Module, blocks: list[str]) -> tuple[str, ...]:
 
 
 def _repeated_children(model: nn.Module) -> list[str]:
-    found = []
+    found: list[str] = []
     for fqn, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
             kinds = Counter(type(child) for child in module if any(True for _ in child.parameters()))
-            for name, child in module.named_children():
-                if kinds[type(child)] > 1:
-                    found.append(f"{fqn}.{name}" if fqn else name)
+            names = [name for name, child in module.named_children() if kinds[type(child)] > 1]
+            found += [f"{fqn}.{name}" if fqn else name for name in names]
     return found
 
 
 def _fqn_of(model: nn.Module, getter: str) -> list[str]:
     """Name of the module that a transformers accessor returns; empty when there is none."""
-    method = getattr(model, getter, None)
-    if method is None:
-        return []
     try:
-        target = method()
+        target = getattr(model, getter)()
     except (NotImplementedError, AttributeError):
         return []
     return [fqn for fqn, module in model.named_modules() if fqn and module is target]
 
 
-def _owner(fqn: str, modules: tuple[str, ...]) -> str:
-    for module in modules:
-        if fqn.startswith(f"{module}."):
-            return module
-    return ROOT
-
-
 def _merge_small(members: dict[str, list[ParameterSpec]], least: int) -> tuple[UnitPlan, ...]:
-    root = list(members.pop(ROOT))
-    units = []
-    for module, specs in members.items():
-        if sum(spec.numel for spec in specs) < least:
-            root += specs
-        else:
-            units.append(UnitPlan(module=module, specs=tuple(specs)))
-    return (UnitPlan(module=ROOT, specs=tuple(root)), *units)
+    root = members.pop(ROOT)
+    small = [module for module, specs in members.items() if sum(spec.numel for spec in specs) < least]
+    for module in small:
+        root += members.pop(module)
+    return tuple(UnitPlan(module=module, specs=tuple(specs)) for module, specs in [(ROOT, root), *members.items()])

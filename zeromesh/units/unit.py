@@ -340,6 +340,13 @@ class Unit:
             else:
                 bucket.hide()
 
+    def leave(self) -> None:
+        """Let it rest, if it is live; a gather in flight, of a unit that nothing has used, is waited for."""
+        if self.phase is Phase.GATHERING:
+            self.wait()
+        if self.phase is Phase.LIVE:
+            self.rest()
+
     def rest(self) -> None:
         """Hide the parameters, and give back what the transport does not keep."""
         self._ledger.add(Tier.DEVICE, Purpose.PARAMETERS, -self._transient)

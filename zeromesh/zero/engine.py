@@ -286,10 +286,7 @@ class ZeroEngine:
     def _next_generation(self) -> None:
         """Let all units rest after an update, as their parameters are out of date, and start to gather replicated ones again."""
         for unit in self.units:
-            if unit.phase is Phase.GATHERING:
-                unit.wait()  # Nothing has used it, such as the root of a stage whose body alone runs.
-            if unit.phase is Phase.LIVE:
-                unit.rest()
+            unit.leave()
         if not self._sharded:
             self._gather_all()
         self.transport.poll()
@@ -305,10 +302,9 @@ class ZeroEngine:
         for unit in self.units:
             if unit.phase is Phase.GATHERING:
                 unit.wait()
-        buckets = all_buckets(self.units)
-        for bucket in buckets:
+        for bucket in self._buckets:
             bucket.buffer.retire()
-        for bucket in buckets:
+        for bucket in self._buckets:
             bucket.buffer.begin_write()
         mixed, self._mixed = self._mixed, True
         try:
@@ -317,7 +313,7 @@ class ZeroEngine:
             self._mixed = mixed
             raise
         self._mixed = False
-        for bucket in buckets:
+        for bucket in self._buckets:
             bucket.publish()
         self._next_generation()
         averages = self._optimizer_step.averages
@@ -330,7 +326,7 @@ class ZeroEngine:
 
     def settle(self) -> None:
         """Wait for the gathers that run in the background, such as those that an update has begun."""
-        for bucket in all_buckets(self.units):
+        for bucket in self._buckets:
             bucket.buffer.wait()
 
     # Passes over the model
@@ -363,7 +359,7 @@ class ZeroEngine:
         if averages is None or not averages.count:
             return
         with self.loading():
-            for bucket in all_buckets(self.units):
+            for bucket in self._buckets:
                 if averages.of(bucket) is not None:
                     self._optimizer_step.before_change(bucket)
                     averages.exchange(bucket)

@@ -11,9 +11,8 @@ are not gathered for it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import Node
@@ -26,6 +25,8 @@ Edge = tuple[Node, int]
 """The gradient of an output of a node, by the output's number."""
 _KINDS = 16
 """Kinds of calls of a unit that are looked at; a block that makes another graph every time is trusted afterwards."""
+sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""Gives the sequence number of the next node of autograd's graph."""
 _VIEWS = frozenset(
     """
     AliasBackward0 AsStridedBackward0 DetachBackward0 DiagonalBackward0 ExpandBackward0 PermuteBackward0 ReshapeAliasBackward0
@@ -36,8 +37,7 @@ _VIEWS = frozenset(
 _COPIES = frozenset({"CloneBackward0"})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnitCall:
+class UnitCall(NamedTuple):
     """A call of a unit in forward: sequence numbers of its nodes, [first, end), and the edges that are hooked."""
 
     unit: int
@@ -46,8 +46,7 @@ class UnitCall:
     hooked: frozenset[Edge]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackwardEntry:
+class BackwardEntry(NamedTuple):
     """An edge without a hook. `parameter` is set where the tensor that is read there is a view of it, and no result."""
 
     unit: int
@@ -73,12 +72,11 @@ class UnitCalls:
 
     def end(self, unit: int, hooked: Sequence[torch.Tensor]) -> bool:
         """End a call of a unit, whose outputs `hooked` have hooks; returns whether it is of a new kind."""
-        first = sequence_number()
+        first = end = sequence_number()
         while self._begun:  # Calls inside it may have ended with an exception.
             begun, first = self._begun.pop()
             if begun == unit:
                 break
-        end = sequence_number()
         seen = self._seen.setdefault(unit, set())
         kind = (end - first, len(hooked))
         if end == first or kind in seen or len(seen) >= _KINDS:
@@ -92,12 +90,6 @@ class UnitCalls:
         """Entries into the new calls, in the graph behind `roots`, where backward begins."""
         new, self._new = self._new, []
         return find_entrances(roots, new) if new else []
-
-
-def sequence_number() -> int:
-    """The sequence number of the next node of autograd's graph."""
-    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-    return number
 
 
 def find_entrances(roots: Iterable[Edge], calls: Sequence[UnitCall]) -> list[BackwardEntry]:
@@ -139,6 +131,7 @@ def _viewed(node: Any) -> torch.Tensor | None:
 
 
 _FIRST = 2
+"""Microbatches in which the values of all units are compared."""
 
 
 class InplaceWrites:

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from zeromesh.comm.transport import Reducer, Reduction
 from zeromesh.errors import PhaseError
-from zeromesh.flat.layout import ParameterSlot
 from zeromesh.telemetry.step_recorder import NOTHING, StepRecorder
 from zeromesh.units.unit import Bucket
+
+if TYPE_CHECKING:
+    from zeromesh.zero.passes import Passes
 
 
 class BucketArrivals:
@@ -44,42 +45,27 @@ class BucketArrivals:
         return again
 
 
-class GradientSink(Protocol):
-    """What a `GradientReducer` asks for memory, and to what it reports how far a bucket's gradients have come."""
-
-    def make_room(self, bucket: Bucket) -> None:
-        """A bucket is about to be summed: have memory in `bucket.grad`."""
-
-    def before_reduction(self, bucket: Bucket) -> None:
-        """A bucket's sum over its shard group is about to start."""
-
-    def on_complete(self, bucket: Bucket) -> None:
-        """All gradients of a bucket have arrived from autograd."""
-
-    def on_reduced(self, bucket: Bucket) -> None:
-        """`bucket.grad` is summed over the shard group, or over this rank's microbatches where that comes first."""
-
-
 class GradientReducer:
     """Takes gradients as they are produced, launches reductions in order, finishes them as peers get there."""
 
     def __init__(
         self,
         reducer: Reducer,
-        sink: GradientSink,
+        passes: Passes,
         grad_dtype: torch.dtype,
         *,
         direct: bool,
         overlap: bool,
         recorder: StepRecorder,
     ) -> None:
-        """`direct`: the group has one rank, whose own sums are the result. `overlap`: reductions run beside backward."""
+        """`passes` give memory, and hear how far a bucket is. `direct`: the group has one rank, whose own sums are the result.
+        `overlap`: reductions run beside backward."""
         self._reducer = reducer
         self._grad_dtype = grad_dtype
         self._direct = direct
         self._overlap = overlap
         self._recorder = recorder
-        self._sink = sink
+        self._passes = passes
         self._next_sequence = 0
         self._arrivals: dict[int, BucketArrivals] = {}
         self._queue: deque[BucketArrivals] = deque()
@@ -105,14 +91,16 @@ class GradientReducer:
             if self._reduce:
                 self._next_sequence += 1
 
-    def take(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
+    def take(self, bucket: Bucket, index: int) -> None:
         """Take the gradient of a bucket's parameter from autograd.
 
         Raises:
             PhaseError: when the bucket has been handed on already, as under reentrant activation checkpointing.
         """
         if not bucket.training[index]:
-            parameter.grad = None  # `requires_grad` was set amid a step, and counts from the next one on.
+            bucket.parameters[
+                index
+            ].grad = None  # `requires_grad` was set amid a step, and counts from the next one on.
             return
         arrivals = self._arrivals.get(id(bucket))
         if arrivals is None or arrivals.launched:
@@ -122,15 +110,17 @@ class GradientReducer:
             )
         again = arrivals.arrive(index)
         if not self._reduce:
-            self._keep(bucket, index, parameter, again=again)
-        elif self._slot_of(arrivals) is not None and not again:
-            self._deposit(arrivals, index, parameter)
+            _put(self._own_sum(bucket), bucket, index, add=again or not self._first)
         elif again:
-            self._add_again(arrivals, index, parameter)
+            # Autograd has added it to a first one that still waits.
+            if index not in arrivals.waiting and bucket.parameters[index].grad is not None:
+                _put(arrivals.filled, bucket, index, add=True)
+        elif (slot := self._slot_of(arrivals)) is not None:
+            _put(slot, bucket, index, add=False)
         else:
             arrivals.waiting.append(index)
         if arrivals.complete:
-            self._sink.on_complete(bucket)
+            self._passes.on_complete(bucket)
             if not self._reduce:
                 self._keep_missing(arrivals)  # Those of frozen parameters.
                 arrivals.launched = True
@@ -170,7 +160,7 @@ class GradientReducer:
             self._finish_one()
         for bucket, reduction in self._whole:
             reduction.settle()
-            self._sink.on_reduced(bucket)
+            self._passes.on_reduced(bucket)
         self._whole.clear()
         self._arrivals = {}
 
@@ -189,33 +179,17 @@ class GradientReducer:
         while self._queue and self._queue[0].launched:
             bucket = self._queue.popleft().bucket
             if self._direct:
-                self._sink.before_reduction(bucket)
-            self._sink.on_reduced(bucket)
-
-    def _keep(self, bucket: Bucket, index: int, parameter: nn.Parameter, *, again: bool) -> None:
-        """Add a gradient to this rank's own sum, or begin that sum with it."""
-        target = self._own_sum(bucket)
-        gradient = parameter.grad
-        if gradient is None:
-            raise PhaseError(f"{bucket.layout.slots[index].spec.fqn} has no gradient to take")
-        place = _place(target, bucket.layout.slots[index])
-        if self._first and not again:
-            place.copy_(gradient)
-        else:
-            place.add_(gradient)
-        parameter.grad = None
+                self._passes.before_reduction(bucket)
+            self._passes.on_reduced(bucket)
 
     def _keep_missing(self, arrivals: BucketArrivals) -> None:
         if self._first:
-            target = self._own_sum(arrivals.bucket)
-            for index, slot in enumerate(arrivals.bucket.layout.slots):
-                if index not in arrivals.arrived:
-                    _place(target, slot).zero_()
+            _zero_missing(self._own_sum(arrivals.bucket), arrivals)
 
     def _own_sum(self, bucket: Bucket) -> torch.Tensor:
         fresh = self._direct and bucket.grad is None
         if fresh:
-            self._sink.make_room(bucket)
+            self._passes.make_room(bucket)
         target = bucket.grad if self._direct else bucket.partial
         if target is None:
             raise PhaseError(f"bucket {bucket.name} has no memory for gradients")
@@ -236,30 +210,15 @@ class GradientReducer:
         dtype = bucket.dtype if bucket.partial is None else self._grad_dtype
         return slot[: bucket.layout.padded * dtype.itemsize].view(dtype)
 
-    def _deposit(self, arrivals: BucketArrivals, index: int, parameter: nn.Parameter) -> None:
-        filled, gradient = arrivals.filled, parameter.grad
-        if filled is None or gradient is None:
-            raise PhaseError(f"bucket {arrivals.bucket.name}: no slot or no gradient to put into it")
-        _place(filled, arrivals.bucket.layout.slots[index]).copy_(gradient)
-        parameter.grad = None
-
-    def _add_again(self, arrivals: BucketArrivals, index: int, parameter: nn.Parameter) -> None:
-        """Add a second gradient of a parameter to the first one in the slot. Autograd has added it to one that still waits."""
-        if index not in arrivals.waiting and arrivals.filled is not None and parameter.grad is not None:
-            _place(arrivals.filled, arrivals.bucket.layout.slots[index]).add_(parameter.grad)
-            parameter.grad = None
-
     def _launch(self, arrivals: BucketArrivals) -> None:
         bucket, filled = arrivals.bucket, arrivals.filled
-        self._sink.make_room(bucket)
-        self._sink.before_reduction(bucket)
+        self._passes.make_room(bucket)
+        self._passes.before_reduction(bucket)
         if filled is None or bucket.grad is None:
             raise PhaseError(f"bucket {bucket.name} is launched without a slot or a gradient shard")
         for index in arrivals.waiting:
-            self._deposit(arrivals, index, bucket.parameters[index])
-        for index, slot in enumerate(bucket.layout.slots):
-            if index not in arrivals.arrived:
-                _place(filled, slot).zero_()
+            _put(filled, bucket, index, add=False)
+        _zero_missing(filled, arrivals)
         _zero_gaps(filled, bucket)
         if bucket.partial is not None and not self._first:
             filled.add_(bucket.partial)
@@ -276,13 +235,28 @@ class GradientReducer:
         with self._recorder.range("finish reducing", bucket.name) if self._recorder.profiling else NOTHING:
             reduction.finish()
         if bucket.is_shard:
-            self._sink.on_reduced(bucket)
+            self._passes.on_reduced(bucket)
         else:
             self._whole.append((bucket, reduction))
 
 
-def _place(flat: torch.Tensor, slot: ParameterSlot) -> torch.Tensor:
-    return flat[slot.where.start : slot.where.end].view(slot.spec.shape)
+def _put(flat: torch.Tensor | None, bucket: Bucket, index: int, *, add: bool) -> None:
+    """Copy or add the gradient that autograd has left on a parameter to its place."""
+    slot, parameter = bucket.layout.slots[index], bucket.parameters[index]
+    if flat is None or parameter.grad is None:
+        raise PhaseError(f"bucket {bucket.name}: no slot or no gradient of {slot.spec.fqn} to put into it")
+    place = flat[slot.where.start : slot.where.end].view(slot.spec.shape)
+    if add:
+        place.add_(parameter.grad)
+    else:
+        place.copy_(parameter.grad)
+    parameter.grad = None
+
+
+def _zero_missing(flat: torch.Tensor, arrivals: BucketArrivals) -> None:
+    for index, slot in enumerate(arrivals.bucket.layout.slots):
+        if index not in arrivals.arrived:
+            flat[slot.where.start : slot.where.end].zero_()
 
 
 def _zero_gaps(flat: torch.Tensor, bucket: Bucket) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,26 +21,11 @@ from torch.utils.hooks import RemovableHandle
 
 from zeromesh.units.unit import Bucket, Unit, all_buckets, no_engine
 
+if TYPE_CHECKING:
+    from zeromesh.zero.passes import Passes
+
 _DEPTH = 4
 """Objects inside objects are looked into so far for tensors."""
-
-
-class Listener(Protocol):
-    """What the hooks call. `place` is the number of a call in forward, and `index` that of a parameter in its bucket."""
-
-    def before_forward(self, unit: Unit) -> None: ...
-
-    def after_forward(self, unit: Unit, output: Any) -> None: ...
-
-    def before_part(self, module: nn.Module) -> None: ...
-
-    def after_part(self, module: nn.Module) -> None: ...
-
-    def before_backward(self, unit: Unit, place: int) -> None: ...
-
-    def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None: ...
-
-    def on_use(self, unit: Unit, name: str) -> None: ...
 
 
 class _OfModule:
@@ -72,18 +57,22 @@ def _nothing(*output: Any) -> None:
 class Hooks:
     """All hooks of one engine on its model."""
 
-    def __init__(self, units: Sequence[Unit], listener: Listener) -> None:
+    def __init__(self, units: Sequence[Unit], passes: Passes) -> None:
+        """The hooks call `passes`."""
         self._handles: list[RemovableHandle] = []
-        self._listener = listener
+        self._passes = passes
         self._buckets = all_buckets(units)
         for unit in units:
-            self._on_module(unit, listener)
-            for each in unit.buckets:
-                each.on_use = partial(_outside_transforms, partial(listener.on_use, unit))
+            self._around(unit.module, partial(passes.before_forward, unit), partial(passes.after_forward, unit))
+            for bucket in unit.buckets:
+                bucket.on_use = partial(_outside_transforms, partial(passes.on_use, unit))
             for bucket in unit.trainable:
                 self.on_gradients(unit, bucket)
-            if unit.index == 0:
-                self._on_parts(unit, listener)
+        # A caller may run modules inside the root that hold its parameters without running the root.
+        root = units[0]
+        parts = sorted({name.rpartition(".")[0] for name in root.names()} - {""})
+        for module in dict.fromkeys(map(root.module.get_submodule, parts)):
+            self._around(module, partial(passes.before_part, module), partial(passes.after_part, module))
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -93,28 +82,14 @@ class Hooks:
             bucket.on_use = no_engine
         self._handles = []
 
-    def _on_module(self, unit: Unit, listener: Listener) -> None:
-        before = _OfModule(lambda: listener.before_forward(unit))
-        after = _OfModule(lambda output: listener.after_forward(unit, output))
-        self._around(unit.module, before, after)
-
-    def _around(self, module: nn.Module, before: _OfModule, after: _OfModule) -> None:
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-        self._handles.append(module.register_forward_hook(after))
-
-    def _on_parts(self, root: Unit, listener: Listener) -> None:
-        """Hook the modules inside the root that hold its parameters: a caller may run them without running the root."""
-        names = {name.rpartition(".")[0] for name in root.names()}
-
-        for module in dict.fromkeys(map(root.module.get_submodule, sorted(names))):
-            if module is not root.module:
-                before = _OfModule(partial(listener.before_part, module))
-                self._around(module, before, _OfModule(lambda _output, module=module: listener.after_part(module)))
+    def _around(self, module: nn.Module, before: Callable[[], None], after: Callable[[Any], None]) -> None:
+        self._handles.append(module.register_forward_pre_hook(_OfModule(before), prepend=True))
+        self._handles.append(module.register_forward_hook(_OfModule(after)))
 
     def on_gradients(self, unit: Unit, bucket: Bucket) -> None:
         """Listen to the gradients of a bucket's parameters, also of those that may be trained only later."""
         for index, parameter in enumerate(bucket.parameters):
-            hook = partial(self._listener.on_gradient, unit, bucket, index)
+            hook = partial(self._passes.on_gradient, unit, bucket, index)
             trained = parameter.requires_grad
             parameter.requires_grad_(True)  # Else torch takes no hook.
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]

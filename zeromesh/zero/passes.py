@@ -53,7 +53,7 @@ class Forward:
 
 
 class Passes:
-    """The passes of one engine, one at a time: the listener of `Hooks`, and the sink of the `GradientReducer`."""
+    """The passes of one engine, one at a time. `Hooks` and the `GradientReducer` call them."""
 
     def __init__(
         self,
@@ -73,6 +73,8 @@ class Passes:
         self._updater = updater
         self._transport = built.transport
         self._sharded = options.placements.parameters is Placement.SHARDED
+        self._reduces_each = options.placements.accumulating is Placement.SHARDED
+        """Whether the gradients of every microbatch are reduced, not only their sum at the end of a step."""
         self._unit_of = {id(bucket): unit for unit in self.units for bucket in unit.buckets}
         self.gathers = Prefetcher(self.units, mesh, options.prefetch)
         self._entry: nn.Module | None = None
@@ -158,7 +160,7 @@ class Passes:
         def deliver() -> None:
             for bucket, index, gradient in forward.held:
                 bucket.parameters[index].grad = gradient
-                self.gradients.take(bucket, index, bucket.parameters[index])
+                self.gradients.take(bucket, index)
             forward.held.clear()
             run()
 
@@ -185,10 +187,9 @@ class Passes:
     def _reduce_during(self, forward: Forward, bring: Callable[[], None]) -> None:
         """Call `bring()`, which brings the gradients of a microbatch, and reduce them meanwhile and afterwards."""
         microbatch, units = forward.microbatch, self._chunks[forward.chunk]
-        reduce = microbatch.last or self._options.placements.accumulating is Placement.SHARDED
-        order = [
-            index for index in forward.progress.reduction_order(range(len(self.units))) if self.units[index] in units
-        ]
+        reduce = microbatch.last or self._reduces_each
+        all_units = forward.progress.reduction_order(range(len(self.units)))
+        order = [index for index in all_units if self.units[index] in units]
         self._reductions_settled = order == self._last_reductions.get(forward.chunk)
         self._last_reductions[forward.chunk] = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
@@ -257,16 +258,14 @@ class Passes:
         """End the pass, whether it went well or not."""
         self._recorder.end_ranges()
         for unit in self.units:
-            if self._sharded and unit.phase in (Phase.GATHERING, Phase.LIVE):
-                if unit.phase is Phase.GATHERING:
-                    unit.wait()
-                unit.rest()
+            if self._sharded:
+                unit.leave()
         self.gathers.end()
         self.mode = PassMode.IDLE
         self._entry = None
         self._transport.poll()
 
-    # What hooks call; see `Listener`
+    # What hooks call. `place` is the number of a call in forward, `index` that of a parameter in its bucket
 
     def before_forward(self, unit: Unit) -> None:
         """Prepare a unit that is about to run: in a pass, recomputed during backward, or because the user called the model."""
@@ -297,7 +296,7 @@ class Passes:
         if self.mode is PassMode.IDLE:
             self._begin_users_pass(module)
 
-    def after_part(self, module: nn.Module) -> None:
+    def after_part(self, module: nn.Module, _output: Any) -> None:
         """End the pass that `before_part` has begun."""
         if self._entry is module and self.mode is PassMode.EVALUATION:
             self.end()
@@ -449,12 +448,12 @@ class Passes:
                 "entered it in a way that earlier steps did not have, and has read released parameters. Use the block's results "
                 "as its forward returns them, or train at stage 2"
             )
-        self.gradients.take(bucket, index, parameter)
+        self.gradients.take(bucket, index)
 
-    # What the gradient reducer reports; see `GradientSink`
+    # What the gradient reducer asks for and reports
 
     def make_room(self, bucket: Bucket) -> None:
-        """A bucket is about to be summed."""
+        """A bucket is about to be summed: have memory in `bucket.grad`."""
         self._updater.shards.make_room(bucket)
 
     def before_reduction(self, bucket: Bucket) -> None:
@@ -467,7 +466,7 @@ class Passes:
         self._progress.complete(self._unit_of[id(bucket)].index)
 
     def on_reduced(self, bucket: Bucket) -> None:
-        """A bucket is summed over its group."""
+        """`bucket.grad` is summed over the shard group, or over this rank's microbatches where that comes first."""
         self._updater.take(bucket)
 
     def _leave_backward(self, unit: Unit) -> None:

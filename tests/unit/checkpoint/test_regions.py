@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import LayoutError
-from zeromesh.flat.regions import ElementRun, Region, share_of
+from zeromesh.flat.regions import Region, Tile, share_of
 from zeromesh.intervals import Interval, padded_length, shard_interval
 
 sizes = st.sampled_from(
@@ -54,7 +54,7 @@ def oracle(region: Region) -> np.ndarray:
     return np.ravel(logical[np.ix_(*indices)])
 
 
-def positions(runs: list[ElementRun]) -> list[int]:
+def positions(runs: list[Tile]) -> list[int]:
     return [run.logical + offset for run in runs for offset in range(run.length)]
 
 
@@ -82,7 +82,7 @@ def test_an_interval_of_a_whole_tensor_is_one_run(shape: tuple[int, ...], data: 
     region = Region.whole(shape)
     assert region.local_shape == shape
     interval = data.draw(intervals_of(prod(shape)))
-    one = [ElementRun(local=interval.start, logical=interval.start, length=interval.length)]
+    one = [Tile(local=interval.start, logical=interval.start, length=interval.length)]
     assert list(region.runs(interval)) == (one if interval.length else [])
 
 
@@ -126,7 +126,7 @@ def test_the_picture_of_the_module_is_right() -> None:
 def test_a_scalar_and_a_tensor_without_elements_are_regions_too() -> None:
     scalar = Region.whole(())
     assert (scalar.local_shape, scalar.numel) == ((), 1)
-    assert list(scalar.runs(Interval(start=0, end=1))) == [ElementRun(local=0, logical=0, length=1)]
+    assert list(scalar.runs(Interval(start=0, end=1))) == [Tile(local=0, logical=0, length=1)]
     empty = Region(shape=(3, 0, 2), dims=((Interval(start=1, end=3),), (), (Interval(start=0, end=2),)))
     assert (empty.local_shape, empty.numel) == ((2, 0, 2), 0)
     assert list(empty.runs(Interval(start=0, end=0))) == []
