@@ -119,14 +119,13 @@ class Precision:
 
     def table(self, optimizer: str) -> str:
         """One line naming the dtype of every role."""
-
-        def short(dtype: torch.dtype) -> str:
-            return str(dtype).removeprefix("torch.")
-
+        compute, reduce, master = (
+            str(each).removeprefix("torch.") for each in (self.compute, self.reduce, self.master)
+        )
         scale = "dynamic loss scale" if self.loss_scale else "no loss scale"
         return (
-            f"precision: parameters and gradients {short(self.compute)}, sums {short(self.reduce)}, "
-            f"master weights and {optimizer} moments {short(self.master)}, {scale}"
+            f"precision: parameters and gradients {compute}, sums {reduce}, "
+            f"master weights and {optimizer} moments {master}, {scale}"
         )
 
 

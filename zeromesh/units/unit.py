@@ -302,8 +302,7 @@ class Unit:
 
     def written(self) -> str | None:
         """The name of a parameter that was changed in place; see `Bucket.written`."""
-        found = [bucket.written() for bucket in self.buckets]
-        return next(filter(None, found), None)
+        return next(filter(None, [bucket.written() for bucket in self.buckets]), None)
 
     def enter(self, phase: Phase) -> None:
         """Go to the next phase.

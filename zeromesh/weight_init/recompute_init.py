@@ -85,7 +85,7 @@ class Skeleton:
             "_modules": self._clone,
         }
         for table, copied in tables.items():
-            values = module.__dict__[table].items()
+            values = getattr(module, table).items()
             clone.__dict__[table] = {name: None if value is None else copied(value) for name, value in values}
         return clone
 

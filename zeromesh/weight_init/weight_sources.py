@@ -242,5 +242,6 @@ def materialize_buffers(
             if value is None:
                 value = torch.full(buffer.shape, float("nan") if buffer.is_floating_point() else -1)
             moved[id(buffer)] = value.detach().to(device=target, dtype=buffer.dtype)
-        module._buffers.update({name: moved[id(buffer)] for name, buffer in buffers.items()})
+        for name, buffer in buffers.items():
+            module._buffers[name] = moved[id(buffer)]
     return tuple(lost)

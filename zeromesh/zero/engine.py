@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeVar
 
 from torch import nn
@@ -33,7 +34,7 @@ from zeromesh.rng import Streams
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.units.build import Built, build_units, open_tiers
-from zeromesh.units.plan import ModelCuts, ModelPlan, plan_model
+from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets
 from zeromesh.weight_init.weight_sources import BuiltSource, ParameterSource
 from zeromesh.zero.checkpoint_state import CheckpointState
@@ -86,7 +87,9 @@ class ZeroEngine:
         self._mixed = False
         """Whether some weights may be older than others, because an update or a load was cut short."""
         if mesh.watch is not None:
-            mesh.watch.name_units(_names_by_rank(mesh, self.units))
+            # Stages of a pipeline have units of their own.
+            stages = mesh.pipeline.gather_json([f"unit {unit.name}" for unit in self.units], "names of units")
+            mesh.watch.name_units({rank: stages[mesh.shape.coordinate(rank).pipeline] for rank in mesh.world.ranks})
         self._hooks = Hooks(self.units, self._passes)
         self._flags = RequiresGradFlags(built, mesh, options, self._optimizer_step, self._passes.gradients, self._hooks)
         self.checkpoint_state = CheckpointState(model, self.units, self._optimizer_step, mesh, options)
@@ -112,23 +115,18 @@ class ZeroEngine:
         """
         tiers = tiers or open_tiers(mesh, options)
         try:
-            plan = cls._plan(model, mesh, options, cuts)
+            rules = GroupRules(options.optimizer)
+            plan = plan_model(model, options.precision.compute, rules.group_of, cuts)
+            own = [name for spec in plan.specs() for name in (spec.name, *spec.other_names)]
+            names = chain.from_iterable(mesh.pipeline.gather_json(own, "names of all parameters"))
+            unmatched = rules.unmatched(list(names))
+            if unmatched:
+                raise ConfigError(f"optimizer.no_decay: {', '.join(unmatched)} matches no parameter of the model")
             built = build_units(model, plan, mesh, options, source or BuiltSource(model), tiers)
             return cls(model, built, mesh, options, cuts)
         except BaseException:
             tiers.close()
             raise
-
-    @staticmethod
-    def _plan(model: nn.Module, mesh: Mesh, options: ZeroOptions, cuts: ModelCuts | None) -> ModelPlan:
-        rules = GroupRules(options.optimizer)
-        plan = plan_model(model, options.precision.compute, rules.group_of, cuts)
-        names = [name for spec in plan.specs() for name in (spec.name, *spec.other_names)]
-        stages = mesh.pipeline.gather_json(names, "names of all parameters")
-        unmatched = rules.unmatched([name for stage in stages for name in stage])
-        if unmatched:
-            raise ConfigError(f"optimizer.no_decay: {', '.join(unmatched)} matches no parameter of the model")
-        return plan
 
     @property
     def reduction_name(self) -> str:
@@ -381,12 +379,6 @@ class ZeroEngine:
         self.transport.close()
         if self._reduction is not self.transport:
             self._reduction.close()
-
-
-def _names_by_rank(mesh: Mesh, units: Sequence[Unit]) -> dict[int, list[str]]:
-    """The names of units by their numbers, for every rank: stages of a pipeline have units of their own."""
-    stages = mesh.pipeline.gather_json([f"unit {unit.name}" for unit in units], "names of units")
-    return {rank: stages[mesh.shape.coordinate(rank).pipeline] for rank in mesh.world.ranks}
 
 
 def _chunks(units: Sequence[Unit], cuts: ModelCuts) -> list[list[Unit]]:

@@ -149,9 +149,8 @@ class InplaceWrites:
 
     def refuse_in_pass(self, units: Iterable[Unit]) -> None:
         """Raise `PhaseError` when forward has changed a parameter: ranks would train different weights."""
-        for unit in units:
-            name = unit.written() if unit.phase is Phase.LIVE else None
-            if name is not None and not (self._alone and unit.keeps_writes):
+        for unit, name in _written(units):
+            if not (self._alone and unit.keeps_writes):
                 raise PhaseError(
                     f"parameter {name} of unit {unit.name} was changed in place during a pass over the model, as by "
                     "Embedding(max_norm=), averaged codebooks or clamped weights; ranks would then train different weights. "
@@ -165,10 +164,14 @@ class InplaceWrites:
 
     def refuse_between_passes(self, units: Iterable[Unit]) -> None:
         """Raise `PhaseError` when a parameter was changed since the last update, and the next one would not know of it."""
-        for unit in units:
-            name = unit.written() if unit.phase is Phase.LIVE else None
-            if name is not None and not unit.keeps_writes:
+        for unit, name in _written(units):
+            if not unit.keeps_writes:
                 raise PhaseError(
                     f"parameter {name} was changed in place between steps, and the change would be lost: the optimizer updates "
                     "master weights, of which the model's parameters are copies. Change it before training"
                 )
+
+
+def _written(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
+    """Units in which a parameter was changed in place, and its name."""
+    return [(unit, name) for unit in units if unit.phase is Phase.LIVE and (name := unit.written()) is not None]

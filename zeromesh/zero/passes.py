@@ -188,8 +188,8 @@ class Passes:
         """Call `bring()`, which brings the gradients of a microbatch, and reduce them meanwhile and afterwards."""
         microbatch, units = forward.microbatch, self._chunks[forward.chunk]
         reduce = microbatch.last or self._reduces_each
-        all_units = forward.progress.reduction_order(range(len(self.units)))
-        order = [index for index in all_units if self.units[index] in units]
+        own = {unit.index for unit in units}
+        order = [index for index in forward.progress.reduction_order(range(len(self.units))) if index in own]
         self._reductions_settled = order == self._last_reductions.get(forward.chunk)
         self._last_reductions[forward.chunk] = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]

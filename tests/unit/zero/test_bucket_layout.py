@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import BucketLayout, ParameterSlot, ParameterSpec, build_layout
-from zeromesh.intervals import Interval, padded_length, round_up, shard_interval
+from zeromesh.intervals import Interval, padded_length, shard_interval
 from zeromesh.options import STAGES, Placement
 
 sizes = st.integers(min_value=0, max_value=5000)
@@ -44,13 +44,6 @@ def test_shards_tile_the_padded_buffer(numel: int, count: int, alignment: int) -
     assert numel <= padded < numel + count * alignment
 
 
-@given(value=sizes, multiple=st.integers(1, 100))
-def test_rounding_up_is_to_the_next_multiple(value: int, multiple: int) -> None:
-    rounded = round_up(value, multiple)
-    assert rounded % multiple == 0
-    assert value <= rounded < value + multiple
-
-
 @given(a=st.tuples(sizes, sizes), b=st.tuples(sizes, sizes))
 def test_an_intersection_is_what_both_hold(a: tuple[int, int], b: tuple[int, int]) -> None:
     first, second = (Interval(start=min(pair), end=max(pair)) for pair in (a, b))
@@ -62,6 +55,8 @@ def test_an_intersection_is_what_both_hold(a: tuple[int, int], b: tuple[int, int
 
 @given(layout=layouts())
 def test_slots_are_aligned_in_order_and_apart(layout: BucketLayout) -> None:
+    keys = [(slot.spec.group, int(slot.spec.fqn[1:])) for slot in layout.slots]
+    assert keys == sorted(keys)  # Those of an optimizer group lie together.
     assert all(slot.where.start % layout.alignment == 0 for slot in layout.slots)
     assert all(slot.where.length == slot.spec.numel for slot in layout.slots)
     assert all(first.where.end <= second.where.start for first, second in pairwise(layout.slots))
@@ -122,12 +117,6 @@ def test_segments_cut_a_shard_where_the_optimizer_group_changes(layout: BucketLa
         for segment in segments:
             for element in range(segment.where.start, segment.where.end):
                 assert group_of.get(shard.start + element, segment.group) == segment.group
-
-
-@given(layout=layouts())
-def test_parameters_of_a_group_lie_together_in_their_own_order(layout: BucketLayout) -> None:
-    keys = [(slot.spec.group, int(slot.spec.fqn[1:])) for slot in layout.slots]
-    assert keys == sorted(keys)
 
 
 def test_what_cannot_be_split_is_refused() -> None:
