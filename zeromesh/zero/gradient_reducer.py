@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -20,9 +20,6 @@ from zeromesh.comm.transport import Reducer, Reduction
 from zeromesh.errors import PhaseError
 from zeromesh.telemetry.step_recorder import NOTHING, StepRecorder
 from zeromesh.units.unit import Bucket
-
-if TYPE_CHECKING:
-    from zeromesh.zero.passes import Passes
 
 
 class BucketArrivals:
@@ -45,13 +42,25 @@ class BucketArrivals:
         return again
 
 
+class GradientSink(Protocol):
+    """What a `GradientReducer` asks for memory, and to what it reports how far a bucket's gradients have come."""
+
+    def make_room(self, bucket: Bucket) -> None: ...
+
+    def before_reduction(self, bucket: Bucket) -> None: ...
+
+    def on_complete(self, bucket: Bucket) -> None: ...
+
+    def on_reduced(self, bucket: Bucket) -> None: ...
+
+
 class GradientReducer:
     """Takes gradients as they are produced, launches reductions in order, finishes them as peers get there."""
 
     def __init__(
         self,
         reducer: Reducer,
-        passes: Passes,
+        passes: GradientSink,
         grad_dtype: torch.dtype,
         *,
         direct: bool,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,11 +21,24 @@ from torch.utils.hooks import RemovableHandle
 
 from zeromesh.units.unit import Bucket, Unit, all_buckets, no_engine
 
-if TYPE_CHECKING:
-    from zeromesh.zero.passes import Passes
-
 _DEPTH = 4
 """Objects inside objects are looked into so far for tensors."""
+
+
+class Listener(Protocol):
+    """What the hooks call. `place` is the number of a call in forward, and `index` that of a parameter in its bucket."""
+
+    def before_forward(self, unit: Unit) -> None: ...
+
+    def after_forward(self, unit: Unit, output: Any) -> None: ...
+
+    def before_part(self, module: nn.Module) -> None: ...
+
+    def after_part(self, module: nn.Module, _output: Any) -> None: ...
+
+    def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None: ...
+
+    def on_use(self, unit: Unit, name: str) -> None: ...
 
 
 class _OfModule:
@@ -57,7 +70,7 @@ def _nothing(*output: Any) -> None:
 class Hooks:
     """All hooks of one engine on its model."""
 
-    def __init__(self, units: Sequence[Unit], passes: Passes) -> None:
+    def __init__(self, units: Sequence[Unit], passes: Listener) -> None:
         """The hooks call `passes`."""
         self._handles: list[RemovableHandle] = []
         self._passes = passes
