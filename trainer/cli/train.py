@@ -162,7 +162,7 @@ def find_subject(source: str) -> tuple[Path | None, tuple[str, ...], Path | None
         return path, (), None
     run = path.parent.parent if (path / "manifest.json").is_file() else path
     if (run / _RESOLVED).is_file():
-        from zeromesh.trainer.tools.checkpoint.paths import checkpoint_at
+        from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
 
         # The run may have begun from a checkpoint that is gone.
         return run / _RESOLVED, ("checkpoint.resume=auto",), checkpoint_at(path)

@@ -16,7 +16,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
-from zeromesh.trainer.tools.checkpoint.paths import checkpoint_at
+from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
 
 FILES = {"offload": {"optimizer": "file"}}
 RUNS = [

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from zeromesh.checkpoint.format.manifest import StoredTensor
 from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES
-from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
-from zeromesh.offload import TieredTensor
+from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.tools.checkpoint.inspect import state_of
-from zeromesh.trainer.tools.checkpoint.progress import Throughput, one_core
+from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_elements, state_of
 
 _WINDOW_BYTES = 32 << 20
 """Of both checkpoints' elements together that are in memory at once."""
@@ -28,8 +27,8 @@ _ABSENT = "(absent)"
 
 
 @dataclass(kw_only=True, slots=True)
-class _Apart:
-    """How far a tensor of one checkpoint is from that of the other, as far as they have been compared."""
+class _Pair:
+    """A tensor of both checkpoints, and how far one is from the other, as far as they have been compared."""
 
     one: StoredTensor
     two: StoredTensor
@@ -38,85 +37,98 @@ class _Apart:
     at: int = 0
     values: tuple[float, float] = (0.0, 0.0)
 
-    @property
-    def same_dtype(self) -> bool:
-        return self.one.spec.dtype == self.two.spec.dtype
+    def compare(self, first: int, here: torch.Tensor, there: torch.Tensor) -> None:
+        """Take the elements from `first` on of both into account."""
+        if here.dtype == there.dtype:
+            bits = [each.view(_BITS[each.dtype.itemsize]) for each in (here, there)]
+            if torch.equal(*bits):
+                return
+            places = (bits[0] != bits[1]).nonzero()[:, 0]
+        else:
+            here, there = here.double(), there.double()
+            places = ((here != there) & ~(here.isnan() & there.isnan())).nonzero()[:, 0]
+        if not len(places):
+            return
+        one, two = here[places].double(), there[places].double()
+        distance = (one - two).abs()
+        distance[one.isnan() & two.isnan()] = 0.0
+        distance[distance.isnan()] = math.inf
+        worst = int(distance.argmax())
+        if not self.count or float(distance[worst]) > self.largest:
+            self.largest, self.at = float(distance[worst]), first + int(places[worst])
+            self.values = (float(one[worst]), float(two[worst]))
+        self.count += len(places)
 
     def within(self, tolerance: float | None) -> bool:
-        """Whether that is no difference: of bits without a tolerance, else of values."""
-        return not self.count and self.same_dtype if tolerance is None else self.largest <= tolerance
+        """Return whether that is no difference: of bits without a tolerance, else of values."""
+        if tolerance is None:
+            return not self.count and self.one.spec.dtype == self.two.spec.dtype
+        return self.largest <= tolerance
 
     def line(self) -> str:
-        spec = self.one.spec
-        text = f"{spec.kind} {spec.name}:"
-        if not self.same_dtype:
-            text += f" {DTYPE_NAMES[spec.dtype]} in A, {DTYPE_NAMES[self.two.spec.dtype]} in B;"
+        one, two = self.one.spec, self.two.spec
+        text = f"{one.kind} {one.name}:"
+        if one.dtype != two.dtype:
+            text += f" {DTYPE_NAMES[one.dtype]} in A, {DTYPE_NAMES[two.dtype]} in B;"
         if not self.count:
             return f"{text} the values are the same"
-        where = list(_index(self.at, spec.shape))
+        where = [int(each) for each in np.unravel_index(self.at, one.shape)]
         return (
             f"{text} max |difference| {self.largest:.6g} at {where} ({self.values[0]!r} in A, {self.values[1]!r} in B); "
-            f"{self.count:,} of {spec.numel:,} elements differ"
+            f"{self.count:,} of {one.numel:,} elements differ"
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _CommonPart:
-    """Elements [first, first + count) of a tensor of both."""
-
-    apart: _Apart
-    first: int
-    count: int
-
-
 def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Console) -> bool:
-    """Tell a person what differs; whether nothing does, bit by bit, or beyond the tolerance.
+    """Show what differs; returns whether nothing does, bit by bit, or beyond the tolerance.
 
     Raises:
         CheckpointError: when one of them is damaged.
     """
-    readers = (CheckpointReader(one), CheckpointReader(two))
+    first, second = CheckpointReader(one), CheckpointReader(two)
     console.note(f"A: {one}")
     console.note(f"B: {two}")
-    missing, common = _paired(*readers)
-    said = [*_state_lines(state_of(readers[0]), state_of(readers[1]), tolerance), _alias_lines(*readers), missing]
-    with one_core():
-        compared = _compare(readers, common, console)
-    apart = sorted((each for each in compared if not each.within(tolerance)), key=lambda each: -each.largest)
-    said.append([each.line() for each in apart])
-    for lines in said:
-        _tell(console, lines)
-    if not any(said):
+    missing, pairs = _paired(first, second)
+    aliases = _differences(first.manifest.aliases, second.manifest.aliases)
+    differences = [
+        *_state_lines(state_of(first), state_of(second), tolerance),
+        [f"alias {line}" for line in aliases],
+        missing,
+    ]
+    moved = Throughput(console, "comparing", sum(each.one.spec.nbytes + each.two.spec.nbytes for each in pairs))
+    for batch in _batches(pairs):
+        here = read_elements(first, [(pair.one, begin, count) for pair, begin, count in batch], moved)
+        there = read_elements(second, [(pair.two, begin, count) for pair, begin, count in batch], moved)
+        for (pair, begin, _), *values in zip(batch, here, there, strict=True):
+            pair.compare(begin, *values)
+    apart = sorted((each for each in pairs if not each.within(tolerance)), key=lambda each: -each.largest)
+    differences.append([each.line() for each in apart])
+    for lines in differences:
+        for line in lines[:_SHOWN]:
+            console.note(line)
+        if len(lines) > _SHOWN:
+            console.note(f"... and {len(lines) - _SHOWN:,} more")
+    if not any(differences):
         how = "bit by bit" if tolerance is None else f"within {tolerance:g}"
-        count = sum(each.one.spec.numel for each in compared)
-        console.note(f"the same {how}: {len(compared):,} tensors, {count:,} elements")
+        count = sum(each.one.spec.numel for each in pairs)
+        console.note(f"the same {how}: {len(pairs):,} tensors, {count:,} elements")
         return True
-    both = f"{len(compared):,} tensors that both have"
-    console.note(f"{len(apart):,} of {both} differ" if apart or not compared else f"the {both} are the same")
+    both = f"{len(pairs):,} tensors that both have"
+    console.note(f"{len(apart):,} of {both} differ" if apart or not pairs else f"the {both} are the same")
     return False
 
 
-def _tell(console: Console, lines: Sequence[str]) -> None:
-    for line in lines[:_SHOWN]:
-        console.note(line)
-    if len(lines) > _SHOWN:
-        console.note(f"... and {len(lines) - _SHOWN:,} more")
-
-
-# Counters, settings and names
-
-
 def _state_lines(one: TrainerState | None, two: TrainerState | None, tolerance: float | None) -> list[list[str]]:
-    """Lines for counters, and lines for settings."""
+    """Return lines for counters, and lines for settings."""
     if one is None or two is None:
         names = [name for name, state in (("A", one), ("B", two)) if state is None]
         return [[f"{names[0]} has no trainer_state.json"]] if len(names) == 1 else []
     counters = [field.name for field in fields(one) if field.name not in ("settings", "tracker")]
     first, second = ({name: getattr(state, name) for name in counters} for state in (one, two))
-    return [[*_differences(first, second, tolerance)], [*_differences(one.settings, two.settings, None)]]
+    return [[*_differences(first, second, tolerance)], [*_differences(one.settings, two.settings)]]
 
 
-def _differences(one: Mapping[str, Any], two: Mapping[str, Any], tolerance: float | None) -> Iterator[str]:
+def _differences(one: Mapping[str, Any], two: Mapping[str, Any], tolerance: float | None = None) -> Iterator[str]:
     for name in {**one, **two}:
         here, there = one.get(name, _ABSENT), two.get(name, _ABSENT)
         close = tolerance is not None and isinstance(here, float) and isinstance(there, float)
@@ -124,27 +136,20 @@ def _differences(one: Mapping[str, Any], two: Mapping[str, Any], tolerance: floa
             yield f"{name}: {here!r} in A, {there!r} in B"
 
 
-def _alias_lines(one: CheckpointReader, two: CheckpointReader) -> list[str]:
-    lines = _differences(one.manifest.aliases, two.manifest.aliases, None)
-    return [f"alias {line}" for line in lines]
-
-
-def _paired(one: CheckpointReader, two: CheckpointReader) -> tuple[list[str], list[_Apart]]:
-    """Lines for tensors that only one has or that have other shapes, and the others, as they lie in A."""
+def _paired(one: CheckpointReader, two: CheckpointReader) -> tuple[list[str], list[_Pair]]:
+    """Return lines for tensors that only one has or that have other shapes, and the others, as they lie in A."""
     first, second = ({(t.spec.kind, t.spec.name): t for t in each.manifest.tensors} for each in (one, two))
     lines = [*_only(first, second, "A"), *_only(second, first, "B")]
-    common = []
-    for key, tensor in first.items():
-        other = second.get(key)
-        if other is not None and other.spec.shape != tensor.spec.shape:
-            lines.append(f"{' '.join(key)}: {list(tensor.spec.shape)} in A, {list(other.spec.shape)} in B")
-        elif other is not None:
-            common.append(_Apart(one=tensor, two=other))
-    return lines, sorted(common, key=lambda each: (each.one.path, each.one.begin))
+    pairs = [_Pair(one=tensor, two=second[key]) for key, tensor in first.items() if key in second]
+    same = [pair for pair in pairs if pair.one.spec.shape == pair.two.spec.shape]
+    for spec, other in ((pair.one.spec, pair.two.spec) for pair in pairs):
+        if spec.shape != other.shape:
+            lines.append(f"{spec.kind} {spec.name}: {list(spec.shape)} in A, {list(other.shape)} in B")
+    return lines, sorted(same, key=lambda each: (each.one.path, each.one.begin))
 
 
 def _only(here: Iterable[tuple[str, str]], there: Iterable[tuple[str, str]], which: str) -> Iterator[str]:
-    """Lines for what only one has: a kind that the other has nothing of is one line."""
+    """Yield lines for what only one has: a kind that the other has nothing of is one line."""
     others = set(there)
     kinds = {kind for kind, _ in others}
     absent = Counter(kind for kind, _ in here if kind not in kinds)
@@ -154,72 +159,19 @@ def _only(here: Iterable[tuple[str, str]], there: Iterable[tuple[str, str]], whi
     )
 
 
-# Elements
-
-
-def _compare(readers: Sequence[CheckpointReader], common: list[_Apart], console: Console) -> list[_Apart]:
-    moved = Throughput(console, "comparing", sum(each.one.spec.nbytes + each.two.spec.nbytes for each in common))
-    for batch in _batches(common):
-        memories = []
-        for reader, side in zip(readers, ("one", "two"), strict=True):
-            tensors = [getattr(part.apart, side) for part in batch]
-            memory = [torch.empty(part.count, dtype=t.spec.dtype) for part, t in zip(batch, tensors, strict=True)]
-            parts = zip(batch, tensors, memory, strict=True)
-            reader.read(
-                [ReadTarget(tensor=t, first=part.first, values=TieredTensor.of(m)) for part, t, m in parts],
-                lambda: None,
-            )
-            moved(sum(each.nbytes for each in memory))
-            memories.append(memory)
-        for part, here, there in zip(batch, *memories, strict=True):
-            _note(part, here, there)
-    return common
-
-
-def _batches(common: Iterable[_Apart]) -> Iterator[list[_CommonPart]]:
-    """All elements, as many at a time as a window takes."""
-    batch: list[_CommonPart] = []
+def _batches(pairs: Iterable[_Pair]) -> Iterator[list[tuple[_Pair, int, int]]]:
+    """Yield all elements as `(pair, first, count)`, as many at a time as a window takes."""
+    batch: list[tuple[_Pair, int, int]] = []
     filled = 0
-    for apart in common:
-        size = apart.one.spec.dtype.itemsize + apart.two.spec.dtype.itemsize
-        first, numel = 0, apart.one.spec.numel
+    for pair in pairs:
+        size = pair.one.spec.dtype.itemsize + pair.two.spec.dtype.itemsize
+        first, numel = 0, pair.one.spec.numel
         while first < numel:
             count = min(numel - first, max(1, (_WINDOW_BYTES - filled) // size))
-            batch.append(_CommonPart(apart=apart, first=first, count=count))
+            batch.append((pair, first, count))
             first, filled = first + count, filled + count * size
             if filled + size > _WINDOW_BYTES:
                 yield batch
                 batch, filled = [], 0
     if batch:
         yield batch
-
-
-def _note(part: _CommonPart, here: torch.Tensor, there: torch.Tensor) -> None:
-    """Take these elements of both into account."""
-    apart = part.apart
-    if here.dtype == there.dtype:
-        bits = [each.view(_BITS[each.dtype.itemsize]) for each in (here, there)]
-        if torch.equal(*bits):
-            return
-        places = (bits[0] != bits[1]).nonzero()[:, 0]
-    else:
-        here, there = here.double(), there.double()
-        places = ((here != there) & ~(here.isnan() & there.isnan())).nonzero()[:, 0]
-    if not len(places):
-        return
-    one, two = here[places].double(), there[places].double()
-    distance = (one - two).abs()
-    distance[one.isnan() & two.isnan()] = 0.0
-    distance[distance.isnan()] = math.inf
-    worst = int(distance.argmax())
-    if not apart.count or float(distance[worst]) > apart.largest:
-        apart.largest, apart.at = float(distance[worst]), part.first + int(places[worst])
-        apart.values = (float(one[worst]), float(two[worst]))
-    apart.count += len(places)
-
-
-def _index(at: int, shape: Sequence[int]) -> Iterator[int]:
-    for dim in range(len(shape)):
-        inner = math.prod(shape[dim + 1 :])
-        yield at // inner
-        at %= inner

@@ -1,59 +1,45 @@
-"""A checkpoint's model as a plain Hugging Face model directory, through bounded buffers whatever its size.
+"""A checkpoint's model as a plain Hugging Face model directory; of a run with adapters as an adapter that PEFT loads, or merged.
 
-A file that is written is walked in windows; what a window holds is read from the checkpoint, verified and converted on its way:
-
-    model-00001-of-00002.safetensors   | header | a  |   b    |  c | d |
-    windows                                     |  1   |   2   |  3    |
-
-Tensors that the hub has in another form than the model are read whole, those of one conversion at a time.
+Weights are read, verified and converted a few at a time: a window of them, or those that one conversion to the hub's form takes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from zeromesh.trainer.weights.safetensors_reader import INDEX, SINGLE
 
-from zeromesh.checkpoint.format.manifest import ChecksumPiece, StoredTensor
-from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, index_files, parse_json, plan_files
-from zeromesh.checkpoint.io.file_slices import merged, overlapping
-from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
+from zeromesh.checkpoint.format.manifest import StoredTensor
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, index_files, parse_json, plan_files
+from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import fresh_directory
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.files import read_whole, write_whole
-from zeromesh.intervals import Interval
-from zeromesh.offload import TieredTensor
 from zeromesh.offload.io.direct_io import PositionalFile
-from zeromesh.offload.io.transfer import StagingPool
 from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, name_in
-from zeromesh.trainer.models.save_pretrained import ADAPTER_WEIGHTS
+from zeromesh.trainer.models.adapters import import_peft
+from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_MODEL
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.tools.checkpoint.adapter_export import convert_adapter, has_adapter, merge_adapter
-from zeromesh.trainer.tools.checkpoint.progress import Throughput, one_core
-from zeromesh.trainer.weights.hub_names import HubNames
+from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_elements
+from zeromesh.trainer.weights.hub_names import Group, HubNames, read_class
 from zeromesh.trainer.weights.library_logging import quiet_library
+from zeromesh.weight_init.weight_sources import canonical_names
 
 _WINDOW = 32 << 20
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PREFIX = "base_model.model."
+"""What PEFT puts before the names of the model inside. Names of adapters that were added to the model itself lack it."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _TensorTarget:
-    """A stored tensor, and where in a file that is written it goes, as `dtype`."""
-
-    source: StoredTensor
-    dtype: torch.dtype
-    begin: int
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.source.spec.numel * self.dtype.itemsize
+_Chosen = dict[str, tuple[StoredTensor, torch.dtype]]
+"""For every tensor of the model, from what it is made and the dtype that it gets, in the order of what is read."""
 
 
 def export_checkpoint(
@@ -70,39 +56,33 @@ def export_checkpoint(
     """
     reader = CheckpointReader(directory)
     chosen = _chosen(reader, dtype, ema=ema)
-    nbytes = sum(source.spec.numel * to.itemsize for source, to in chosen.values())
-    adapted = has_adapter(reader)
+    adapted = ADAPTER_CONFIG in reader.manifest.files
     if merge and not adapted:
         raise ConfigError(f"--merge is for runs with adapters, and {directory} has none; leave it out")
     if ema and adapted and not merge:
         raise ConfigError("--ema writes whole models: with adapters, give --merge too")
-    with fresh_directory(out, nbytes) as folder:
+    moved = Throughput(console, "exporting", sum(source.spec.nbytes for source, _ in chosen.values()))
+    nbytes = sum(source.spec.numel * to.itemsize for source, to in chosen.values())
+    with fresh_directory(out, nbytes) as folder, quiet_library():
         _copy_documents(reader, folder)
-        if adapted:
-            with quiet_library(), one_core():
-                if merge:
-                    to = _DTYPES.get(dtype) or next(t.spec.dtype for t, _ in chosen.values() if t.spec.kind == "model")
-                    merge_adapter(folder, reader, chosen, to)
-                else:
-                    convert_adapter(folder, _DTYPES.get(dtype))
-            console.note(f"{out}: step {reader.manifest.step}, {dtype}, {'merged' if merge else 'the adapter alone'}")
-            return
-        if dtype != "keep":
-            _tell_dtype(folder / "config.json", dtype)
-        with quiet_library():
+        if merge:
+            _write_merged(folder, reader, chosen, _DTYPES.get(dtype), moved)
+            what = "merged"
+        elif adapted:
+            _convert_adapter(folder, _DTYPES.get(dtype))
+            what = "the adapter alone"
+        else:
+            if dtype != "keep":
+                _put_dtype(folder / "config.json", dtype)
             names = HubNames(folder)
-        if names.note:
-            console.note(names.note)
-        moved = Throughput(console, "exporting", sum(source.spec.nbytes for source, _ in chosen.values()))
-        export = _Export(reader, chosen, folder, names, moved)
-        with one_core():
-            export.write()
-    count = len(export.files)
-    console.note(f"{out}: step {reader.manifest.step}, {dtype}, {count} file{'' if count == 1 else 's'}, read {moved}")
+            if names.note:
+                console.note(names.note)
+            count = _write_weights(reader, chosen, folder, names, moved)
+            what = f"{count} file{'' if count == 1 else 's'}, read {moved}"
+    console.note(f"{out}: step {reader.manifest.step}, {dtype}, {what}")
 
 
-def _chosen(reader: CheckpointReader, dtype: str, *, ema: bool = False) -> dict[str, tuple[StoredTensor, torch.dtype]]:
-    """For every tensor of the model, from what it is made and the dtype that it gets, in the order of what is read."""
+def _chosen(reader: CheckpointReader, dtype: str, *, ema: bool) -> _Chosen:
     kinds: tuple[str, ...] = ("model",) if dtype == "keep" else ("model", "master")
     kept = {t.spec.name: t.spec.dtype for t in reader.manifest.tensors if t.spec.kind == "model"}
     if ema:
@@ -112,164 +92,194 @@ def _chosen(reader: CheckpointReader, dtype: str, *, ema: bool = False) -> dict[
     found = {t.spec.name: t for kind in kinds for t in reader.manifest.tensors if t.spec.kind == kind}
     if not found:
         raise CheckpointError(f"{reader.directory} holds no model")
-    ordered = sorted(found.values(), key=lambda tensor: (tensor.path, tensor.begin))
     wanted = _DTYPES.get(dtype)
     return {
         t.spec.name: (t, wanted if wanted is not None and t.spec.dtype.is_floating_point else kept[t.spec.name])
-        for t in ordered
+        for t in sorted(found.values(), key=lambda tensor: (tensor.path, tensor.begin))
     }
 
 
 def _copy_documents(reader: CheckpointReader, folder: Path) -> None:
-    """Configuration, generation configuration, tokenizer and whatever else lies beside the weights."""
+    """Copy configuration, generation configuration, tokenizer and whatever else lies beside the weights."""
     for path, record in reader.manifest.files.items():
-        if (path.endswith((".safetensors", ".safetensors.index.json")) and path != ADAPTER_WEIGHTS) or path in (
-            NAME,
-            EVALUATED,
-        ):
+        weights = path.endswith((".safetensors", ".safetensors.index.json")) and path != ADAPTER_WEIGHTS
+        if weights or path in (NAME, EVALUATED):
             continue
         (folder / path).parent.mkdir(exist_ok=True)
         with PositionalFile(folder / path, write=True, size=record.nbytes) as file:
-            _copy(reader, record.pieces, file)
+            reader.stream(record.pieces, lambda piece, data, file=file: file.write(data, piece.begin))
             file.sync()
 
 
-def _copy(reader: CheckpointReader, pieces: Sequence[ChecksumPiece], file: PositionalFile) -> None:
-    def write(piece: ChecksumPiece, data: torch.Tensor) -> None:
-        file.write(data, piece.begin)
-
-    reader.stream(pieces, write)
-
-
-def _tell_dtype(path: Path, dtype: str) -> None:
-    """Say in `config.json` what the weights are: `from_pretrained` loads them as what it says there."""
+def _put_dtype(path: Path, dtype: str) -> None:
+    """Put into `config.json` what the weights are: `from_pretrained` loads them as what it says there."""
     if path.is_file():
         content = parse_json(path, read_whole(path))
-        _set_dtype(content, dtype)
+        _replace_dtype(content, dtype)
         content["dtype"] = dtype
         write_whole(path, json.dumps(content, indent=2).encode() + b"\n")
 
 
-def _set_dtype(content: dict[str, Any], dtype: str) -> None:
+def _replace_dtype(content: dict[str, Any], dtype: str) -> None:
     for name, value in content.items():
         if name in ("dtype", "torch_dtype") and isinstance(value, str):
             content[name] = dtype
         elif name.endswith("config") and isinstance(value, dict):
-            _set_dtype(value, dtype)
+            _replace_dtype(value, dtype)
 
 
-class _Export:
-    """The weights of one export: the plan at birth, then `write`."""
-
-    def __init__(
-        self,
-        reader: CheckpointReader,
-        chosen: dict[str, tuple[StoredTensor, torch.dtype]],
-        folder: Path,
-        names: HubNames,
-        tell: Callable[[int], None],
-    ) -> None:
-        """`tell` gets the bytes of the checkpoint that were read, again and again."""
-        self._reader, self._chosen, self._folder, self._names, self._tell = reader, chosen, folder, names, tell
-        meta = {name: torch.empty(s.spec.shape, dtype=to, device="meta") for name, (s, to) in chosen.items()}
-        groups = self._names.groups(meta)
-        order = {name: place for place, name in enumerate(chosen)}
-        direct = sorted((g for g in groups if not g.converted), key=lambda group: order[group.names[0]])
-        self._converted = [group for group in groups if group.converted]
-        self._sources = {name: chosen[group.names[0]][0] for group in direct for name in group.outputs}
-        specs = [
-            TensorSpec(kind="model", name=name, dtype=each.dtype, shape=tuple(each.shape))
-            for group in (*direct, *self._converted)
-            for name, each in group.outputs.items()
-        ]
-        if len({spec.name for spec in specs}) != len(specs):
-            raise CheckpointError(f"{reader.directory}: two tensors would have one name on the hub")
-        files = plan_files(specs, 1)
-        self.files = files if len(files) > 1 else (replace(files[0], path=_SINGLE),)
-        self._places = {spec.name: (file.path, spec, at) for file in self.files for spec, at in file.places}
-
-    def write(self) -> None:
-        """Write all files and bring them to the disk. Raises as `export_checkpoint` does."""
-        for layout in self.files:
-            with PositionalFile(self._folder / layout.path, write=True, size=layout.nbytes) as file:
-                file.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), 0)
-                self._write_direct(layout, file)
-        for group in self._converted:
-            tensors = {name: self._read_whole(name) for name in group.names}
-            for name, tensor in self._names.revert(tensors).items():
-                self._write_whole(name, tensor)
-        for layout in self.files:
-            with PositionalFile(self._folder / layout.path, write=True) as file:
-                file.sync()
-        if len(self.files) > 1:
-            write_whole(self._folder / _INDEX, index_files(self.files)[_INDEX])
-
-    def _write_direct(self, layout: FileLayout, file: PositionalFile) -> None:
-        """Write the tensors of a file that are as they are in the checkpoint, window by window."""
-        places = [
-            _TensorTarget(source=self._sources[spec.name], dtype=spec.dtype, begin=at)
-            for spec, at in layout.places
-            if spec.name in self._sources and spec.nbytes
-        ]
-        buffer = StagingPool(1, _WINDOW).take()
-        for window in _windows(places):
-            targets = []
-            for place in overlapping(places, window.start, window.end):
-                begin, end = max(place.begin, window.start), min(place.end, window.end)
-                memory = buffer[begin - window.start : end - window.start].view(place.dtype)
-                first = (begin - place.begin) // place.dtype.itemsize
-                targets.append(ReadTarget(tensor=place.source, first=first, values=TieredTensor.of(memory)))
-            self._read(targets)
-            file.write(buffer[: window.length], window.start)
-
-    def _read(self, targets: Sequence[ReadTarget]) -> None:
-        self._reader.read(targets, lambda: None)
-        for target in targets:
-            self._check_range(target)
-        self._tell(sum(target.end - target.begin for target in targets))
-
-    def _check_range(self, target: ReadTarget) -> None:
-        """Raise `ConfigError` where a number has become infinite in a dtype of a smaller range."""
-        spec, memory = target.tensor.spec, target.values.memory
-        if not memory.is_floating_point() or torch.finfo(memory.dtype).max >= torch.finfo(spec.dtype).max:
-            return
-        lost = memory.isinf()
-        if not bool(lost.any()):
-            return
-        exact = torch.empty(memory.numel(), dtype=torch.float64)
-        self._reader.read(
-            [ReadTarget(tensor=target.tensor, first=target.first, values=TieredTensor.of(exact))], lambda: None
-        )
-        values = exact[lost & exact.isfinite()].abs()
-        if values.numel():
-            name = str(memory.dtype).removeprefix("torch.")
+def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in another dtype. Raises `ConfigError` where a number would become infinite."""
+    found = tensor.to(dtype)
+    if tensor.is_floating_point() and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
+        lost = tensor[found.isinf() & tensor.isfinite()].abs()
+        if lost.numel():
             raise ConfigError(
-                f"{spec.name} has {values.numel():,} numbers up to {float(values.max()):.4g}, and {name} ends at "
-                f"{torch.finfo(memory.dtype).max:.4g}; give --dtype bfloat16, float32 or keep"
+                f"{name} has {lost.numel():,} numbers up to {float(lost.max()):.4g}, and {str(dtype).removeprefix('torch.')} "
+                f"ends at {torch.finfo(dtype).max:.4g}; give --dtype bfloat16, float32 or keep"
             )
-
-    def _read_whole(self, name: str) -> torch.Tensor:
-        source, dtype = self._chosen[name]
-        tensor = torch.empty(source.spec.shape, dtype=dtype)
-        self._read([ReadTarget(tensor=source, first=0, values=TieredTensor.of(tensor.view(-1)))])
-        return tensor
-
-    def _write_whole(self, name: str, tensor: torch.Tensor) -> None:
-        path, spec, at = self._places[name]
-        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-            raise CheckpointError(
-                f"{name} became {tensor.dtype} {list(tensor.shape)}; {spec.dtype} {list(spec.shape)} was planned"
-            )
-        if tensor.numel():
-            with PositionalFile(self._folder / path, write=True) as file:
-                file.write(tensor.detach().contiguous().view(-1).view(torch.uint8), at)
+    return found
 
 
-def _windows(places: Sequence[_TensorTarget]) -> Iterator[Interval]:
-    """The bytes of a file that places take, cut at multiples of the window."""
-    for extent in merged(Interval(start=place.begin, end=place.end) for place in places):
-        start = extent.start
-        while start < extent.end:
-            end = min(extent.end, (start // _WINDOW + 1) * _WINDOW)
-            yield Interval(start=start, end=end)
-            start = end
+def _write_weights(
+    reader: CheckpointReader, chosen: _Chosen, folder: Path, names: HubNames, moved: Callable[[int], object]
+) -> int:
+    """Write all weights and bring them to the disk; returns the number of files."""
+    order = {name: place for place, name in enumerate(chosen)}
+    groups = names.groups(
+        {name: torch.empty(s.spec.shape, dtype=to, device="meta") for name, (s, to) in chosen.items()}
+    )
+    groups.sort(key=lambda group: (group.converted, 0 if group.converted else order[group.names[0]]))
+    specs = [
+        TensorSpec(kind="model", name=name, dtype=each.dtype, shape=tuple(each.shape))
+        for group in groups
+        for name, each in group.outputs.items()
+    ]
+    if len({spec.name for spec in specs}) != len(specs):
+        raise CheckpointError(f"{reader.directory}: two tensors would have one name on the hub")
+    layouts = plan_files(specs, 1)
+    if len(layouts) == 1:
+        layouts = (replace(layouts[0], path=SINGLE),)
+    with ExitStack() as stack:
+        places = {}
+        for layout in layouts:
+            file = stack.enter_context(PositionalFile(folder / layout.path, write=True, size=layout.nbytes))
+            file.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), 0)
+            places |= {spec.name: (file, spec, at) for spec, at in layout.places}
+        for batch in _batches(groups, chosen):
+            for name, tensor in _hub_tensors(reader, batch, chosen, names, moved):
+                file, spec, at = places[name]
+                if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+                    raise CheckpointError(
+                        f"{name} became {tensor.dtype} {list(tensor.shape)}; {spec.dtype} {list(spec.shape)} was planned"
+                    )
+                if tensor.numel():
+                    file.write(tensor.detach().contiguous().view(-1).view(torch.uint8), at)
+        for file in {file for file, _, _ in places.values()}:
+            file.sync()
+    if len(layouts) > 1:
+        write_whole(folder / INDEX, index_files(layouts)[INDEX])
+    return len(layouts)
+
+
+def _batches(groups: Sequence[Group], chosen: _Chosen) -> Iterator[list[Group]]:
+    """Yield groups in order, as many at a time as a window takes."""
+    batch: list[Group] = []
+    filled = 0
+    for group in groups:
+        nbytes = sum(chosen[name][0].spec.nbytes for name in group.names)
+        if batch and filled + nbytes > _WINDOW:
+            yield batch
+            batch, filled = [], 0
+        batch.append(group)
+        filled += nbytes
+    if batch:
+        yield batch
+
+
+def _hub_tensors(
+    reader: CheckpointReader, groups: Sequence[Group], chosen: _Chosen, names: HubNames, moved: Callable[[int], object]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what the hub has of these groups, by name."""
+    sources = [chosen[name] for group in groups for name in group.names]
+    values = iter(read_elements(reader, [(source, 0, source.spec.numel) for source, _ in sources], moved))
+    for group in groups:
+        tensors = {}
+        for name in group.names:
+            source, dtype = chosen[name]
+            tensors[name] = _converted(name, next(values), dtype).view(source.spec.shape)
+        if group.converted:
+            yield from names.revert(tensors).items()
+        else:
+            yield from zip(group.outputs, tensors.values(), strict=True)
+
+
+def _convert_adapter(folder: Path, dtype: torch.dtype | None) -> None:
+    """Give the adapter in `folder`, where all small files of a checkpoint are, another floating dtype; None: leave it as it is.
+
+    Raises:
+        CheckpointError: where the checkpoint has no weights of an adapter.
+        ConfigError: where the dtype cannot hold one of them.
+    """
+    path = folder / ADAPTER_WEIGHTS
+    if not path.is_file():
+        raise CheckpointError(
+            f"the checkpoint has {ADAPTER_CONFIG} and no {ADAPTER_WEIGHTS}; an older version wrote it"
+        )
+    shutil.rmtree(folder / BASE_MODEL, ignore_errors=True)
+    if dtype is not None:
+        tensors = load_file(path)
+        found = {
+            name: _converted(name, each, dtype) if each.is_floating_point() else each for name, each in tensors.items()
+        }
+        save_file(found, path, metadata={"format": "pt"})
+
+
+def _write_merged(
+    folder: Path, reader: CheckpointReader, chosen: _Chosen, dtype: torch.dtype | None, moved: Callable[[int], object]
+) -> None:
+    """Put the model with its adapters merged in the place of the adapter in `folder`. It is held in memory as a whole.
+
+    Raises:
+        CheckpointError: where the tensors are not those of the model that the files in `folder` describe.
+        ConfigError: where the dtype cannot hold a weight, and for a model that is none of transformers.
+    """
+    peft = import_peft()
+    cls, config, reason = read_class(folder / BASE_MODEL)
+    if cls is None:
+        raise ConfigError(
+            f"{reason}; load the adapter with PEFT, and merge it there (merge_and_unload)", where="--merge"
+        )
+    if dtype is None:
+        dtype = next(source.spec.dtype for source, _ in chosen.values() if source.spec.kind == "model")
+    widest = torch.promote_types(torch.float32, max((to for _, to in chosen.values()), key=lambda each: each.itemsize))
+    model: Any = peft.get_peft_model(cls(config).to(widest), peft.PeftConfig.from_pretrained(folder))
+    _fill(model, reader, chosen, moved)
+    merged = model.merge_and_unload(safe_merge=True)
+    for name, parameter in merged.named_parameters():
+        _converted(name, parameter.detach(), dtype)
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "README.md"):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / BASE_MODEL)
+    merged.to(dtype).save_pretrained(folder)
+
+
+def _fill(
+    model: torch.nn.Module, reader: CheckpointReader, chosen: Mapping[str, Any], moved: Callable[[int], object]
+) -> None:
+    """Read every tensor of a checkpoint into the model. Raises `CheckpointError` unless each has one and each has its place."""
+    first = canonical_names(model)
+    state = model.state_dict()
+    missing = {first.get(name, name) for name, _ in model.named_parameters()}
+    for given, (source, _) in chosen.items():
+        name = given if given.startswith(_PREFIX) else f"{_PREFIX}{given}"
+        tensor = state.get(name)
+        if tensor is None or tuple(tensor.shape) != source.spec.shape:
+            raise CheckpointError(f"{given} of {reader.directory} has no place in {type(model).__name__}")
+        (values,) = read_elements(reader, [(source, 0, source.spec.numel)], moved)
+        tensor.copy_(values.view(source.spec.shape))
+        missing.discard(first.get(name, name))
+    if missing:
+        raise CheckpointError(
+            f"{reader.directory} has no {', '.join(sorted(missing)[:4])}; its adapter has another name"
+        )
