@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from zeromesh.trainer.weights.safetensors_reader import INDEX, SINGLE
+from zeromesh.trainer.weights.safetensors_source import INDEX, SINGLE
 
 from zeromesh.checkpoint.format.manifest import StoredTensor
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, index_files, parse_json, plan_files
