@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from zeromesh.trainer.weights.safetensors_source import INDEX, SINGLE
 
 from zeromesh.checkpoint.format.manifest import StoredTensor
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, index_files, parse_json, plan_files
@@ -31,6 +30,7 @@ from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_elements
 from zeromesh.trainer.weights.hub_names import Group, HubNames, read_class
 from zeromesh.trainer.weights.library_logging import quiet_library
+from zeromesh.trainer.weights.safetensors_source import INDEX, SINGLE
 from zeromesh.weight_init.weight_sources import canonical_names
 
 _WINDOW = 32 << 20
