@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from zeromesh.checkpoint.format.manifest import StoredTensor
+from zeromesh.checkpoint.format.manifest import ChecksumPiece, StoredTensor
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, index_files, parse_json, plan_files
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import fresh_directory
@@ -107,8 +107,12 @@ def _copy_documents(reader: CheckpointReader, folder: Path) -> None:
             continue
         (folder / path).parent.mkdir(exist_ok=True)
         with PositionalFile(folder / path, write=True, size=record.nbytes) as file:
-            reader.stream(record.pieces, lambda piece, data, file=file: file.write(data, piece.begin))
+            _copy(reader, record.pieces, file)
             file.sync()
+
+
+def _copy(reader: CheckpointReader, pieces: Sequence[ChecksumPiece], file: PositionalFile) -> None:
+    reader.stream(pieces, lambda piece, data: file.write(data, piece.begin))
 
 
 def _put_dtype(path: Path, dtype: str) -> None:
@@ -161,7 +165,7 @@ def _write_weights(
     if len(layouts) == 1:
         layouts = (replace(layouts[0], path=SINGLE),)
     with ExitStack() as stack:
-        places = {}
+        places: dict[str, tuple[PositionalFile, TensorSpec, int]] = {}
         for layout in layouts:
             file = stack.enter_context(PositionalFile(folder / layout.path, write=True, size=layout.nbytes))
             file.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), 0)
