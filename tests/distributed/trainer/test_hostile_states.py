@@ -51,7 +51,8 @@ for _ in range(900):
         *((name, DEEP, "nested deeper than 64 levels") for name in ("settings", "callbacks", "log_history", "step")),
         ("loss_scale", 0, "fields of other types"),
         ("loss", True, "fields of other types"),
-        ("learning_rate", float("inf"), "fields of other types"),
+        ("learning_rate", float("inf"), "a number that is not finite"),
+        ("callbacks", {"": float("inf")}, "a number that is not finite"),
         ("schema", HUGE, "has schema 1000"),
     ],
 )

@@ -229,11 +229,13 @@ def is_number(value: Any) -> bool:
 
 
 def check_plain(where: object, name: str, content: Any) -> None:
-    """Raise `CheckpointError` where JSON that was read is nested deeply or has huge integers, which its users may not handle."""
+    """Raise `CheckpointError` where JSON that was read is nested deeply, or has huge integers or numbers that are not finite."""
     level = [content]
     for _ in range(_MOST_LEVELS):
         if any(isinstance(value, int) and value.bit_length() > _MOST_BITS for value in level):
             raise CheckpointError(f"{where}: {name} has an integer of more than {_MOST_BITS} bits")
+        if any(isinstance(value, float) and not math.isfinite(value) for value in level):
+            raise CheckpointError(f"{where}: {name} has a number that is not finite")
         below = [
             value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)
         ]
