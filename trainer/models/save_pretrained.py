@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, index_files, plan_files
+from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, FileLayout, TensorSpec, index_files, plan_files
 from zeromesh.errors import StorageError
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.trainer.models.adapters import adapter_names, is_adapted, pretrained_of, wraps_another
-from zeromesh.trainer.weights.safetensors_source import INDEX, SINGLE
 from zeromesh.weight_init.weight_sources import canonical_names
 from zeromesh.zero.checkpoint_state import saved_buffers
 from zeromesh.zero.full_state import FullState

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from zeromesh.checkpoint.format import manifest
-from zeromesh.checkpoint.format.safetensors_layout import Entry, parse_json, read_header
+from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, Entry, parse_json, read_header
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, some
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.trainer.weights.hub_names import Conversion, Matched, match
@@ -29,8 +29,6 @@ from zeromesh.weight_init.weight_sources import (
     check_interval,
 )
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 MAX_INDEX_BYTES = 100_000_000
 
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, StoredTensor
-from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, index_files, parse_json, plan_files
+from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, TensorSpec, index_files, parse_json, plan_files
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import fresh_directory
 from zeromesh.errors import CheckpointError, ConfigError
@@ -30,7 +30,6 @@ from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_elements
 from zeromesh.trainer.weights.hub_names import Group, HubNames, read_class
 from zeromesh.trainer.weights.library_logging import quiet_library
-from zeromesh.trainer.weights.safetensors_source import INDEX, SINGLE
 from zeromesh.weight_init.weight_sources import canonical_names
 
 _WINDOW = 32 << 20

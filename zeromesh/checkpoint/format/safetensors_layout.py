@@ -24,6 +24,8 @@ from zeromesh.errors import CheckpointError
 from zeromesh.intervals import round_up
 from zeromesh.offload.io.direct_io import BLOCK
 
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+"""The names by which Hugging Face finds the weights of a directory: those of several files, and of one."""
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMS = 64
 _MOST_LEVELS = 64
