@@ -33,6 +33,7 @@ from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 from zeromesh.trainer.monitoring.start_times import StartTimes
 from zeromesh.trainer.setup.build import build_run, connect
+from zeromesh.trainer.setup.engine_options import errors_with_user_keys
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
 from zeromesh.trainer.weights.library_logging import only_rank_0_logs
 from zeromesh.zero.engine import ZeroEngine
@@ -160,7 +161,8 @@ class Trainer(TransformersNames):
             self.start_times.end("directory")
             run = self._prepare()
             run.progress.ignored_outputs = ignore_keys_for_eval
-            report = fit(run, directory)
+            with errors_with_user_keys():
+                report = fit(run, directory)
         if self.config.hub.push:
             self.try_to_push("End of training")
         return report
@@ -385,7 +387,8 @@ class Trainer(TransformersNames):
     def _beginning(self, mesh: Mesh) -> Iterator[None]:
         """Pass an error of this rank in the block on to the others, which wait for it; the mesh is of no use afterwards."""
         try:
-            yield
+            with errors_with_user_keys():
+                yield
         except BaseException as error:
             self._mesh = self._run = None
             mesh.refuse(error)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -9,12 +12,41 @@ import torch
 from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
+from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.offload import FileSettings, TierChoice
 from zeromesh.options import AverageSettings, OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 # As in `transformers.Trainer.get_decay_parameter_names`, which a test compares: searched for in names in lower case.
 _LEFT_OUT = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+
+_USER_KEYS = {
+    r"on_nonfinite": "run.on_nonfinite",
+    r"clip_norm": "run.clip_norm",
+    r"optimizer_in_backward": "optimizer.in_backward",
+    r"prefetch(?= is)": "zero.prefetch",
+    r"stage(?= is \d|(?<=set stage) to)": "zero.stage",
+    r"give a directory(?= that can be written)": "set offload.directory to one",
+}
+"""Words of the engine's messages, as patterns, and what a configuration calls them."""
+
+
+@contextmanager
+def errors_with_user_keys() -> Iterator[None]:
+    """Let errors that leave the block name keys of a configuration where the engine has named its own options."""
+    try:
+        yield
+    except ZeromeshError as error:
+        error.args = tuple(_with_user_keys(each) if isinstance(each, str) else each for each in error.args)
+        if isinstance(error, ConfigError):
+            error.problems = tuple(map(_with_user_keys, error.problems))
+        raise
+
+
+def _with_user_keys(text: str) -> str:
+    for pattern, key in _USER_KEYS.items():
+        text = re.sub(rf"(?<![\w./-]){pattern}(?![\w/])", key, text)
+    return text
 
 
 def biases_and_norms(model: nn.Module) -> list[str]:

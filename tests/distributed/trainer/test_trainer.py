@@ -120,7 +120,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(workers: Workers, tmp_path:
     [
         ({"max_nonfinite": 2}, [2, 4, 5], "gradients were not finite in 2 steps in a row, up to step 5", 5),
         ({}, [1, 3, 5], "3 of 5 steps made no update", 5),
-        ({"on_nonfinite": "stop"}, [3], "no parameter was changed (on_nonfinite: stop)", 2),
+        ({"on_nonfinite": "stop"}, [3], "no parameter was changed (run.on_nonfinite: stop)", 2),
     ],
 )
 def test_steps_that_are_not_finite_end_the_run(

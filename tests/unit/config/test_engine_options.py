@@ -11,13 +11,13 @@ from conformance.models import stack
 from torch import nn
 
 from zeromesh.environment import read_environment
-from zeromesh.errors import ConfigError, LayoutError
+from zeromesh.errors import ConfigError, LayoutError, StorageError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.optim.gradients import LossScaler
 from zeromesh.options import OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.setup.engine_options import engine_options
+from zeromesh.trainer.setup.engine_options import engine_options, errors_with_user_keys
 from zeromesh.zero.engine import ZeroEngine
 
 
@@ -57,6 +57,28 @@ def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         ZeroOptions(prefetch=-1, optimizer_in_backward=True, clip_norm=1.0)
     assert len(error.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            ConfigError("optimizer_in_backward needs clip_norm 0, on_nonfinite: stop"),
+            "optimizer.in_backward needs run.clip_norm 0, run.on_nonfinite: stop",
+        ),
+        (ConfigError("stage is 5; set stage to 3 at stage 1"), "zero.stage is 5; set zero.stage to 3 at stage 1"),
+        (ConfigError("run.clip_norm and parallel.transport are keys"), "run.clip_norm and parallel.transport are keys"),
+        (
+            StorageError("swap files cannot be made in '/on_nonfinite': give a directory that can be written"),
+            "swap files cannot be made in '/on_nonfinite': set offload.directory to one that can be written",
+        ),
+    ],
+)
+def test_errors_name_the_keys_of_the_configuration(error: Exception, text: str) -> None:
+    with pytest.raises(type(error)) as caught, errors_with_user_keys():
+        raise error
+    assert str(caught.value) == text
+    assert getattr(caught.value, "problems", (text,)) == (text,)
 
 
 @pytest.mark.parametrize(
