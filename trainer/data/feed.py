@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
 
@@ -128,8 +128,6 @@ class Feeds:
     seed: int
     eval_micro_size: int
     rules: BatchRules
-    _checked: dict[int, PackedDataset] = field(default_factory=dict)
-    """Datasets whose token ids were compared with the vocabulary."""
 
     def train(self) -> Feed | None:
         """The training data, one global batch after the other; None where there is none."""
@@ -151,9 +149,8 @@ class Feeds:
     def _feed(self, dataset: MapDataset | StreamedDataset, plan: BatchPlan, *, shuffle: bool) -> Feed:
         """Raises `DataError` for token ids that the vocabulary does not have."""
         size = self.rules.vocab_size
-        if isinstance(dataset, PackedDataset) and size is not None and id(dataset) not in self._checked:
+        if isinstance(dataset, PackedDataset) and size is not None:
             dataset.check_vocabulary(size)
-            self._checked[id(dataset)] = dataset
         endless = isinstance(dataset, StreamedDataset)
         length = dataset.block if isinstance(dataset, StreamedDataset) else len(dataset)
         order = SampleOrder(length=length, seed=self.seed, shuffle=shuffle, endless=endless)

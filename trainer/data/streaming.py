@@ -28,7 +28,7 @@ class StreamedDataset:
 
     def __init__(self, source: Any, *, block: int) -> None:
         self._source = source
-        self._block = block
+        self.block = block
         self._iterator: Iterator[Any] | None = None
         self._epoch = 0
         self._next = 0
@@ -38,10 +38,6 @@ class StreamedDataset:
         self._recent: dict[int, Any] = {}
         self._states: dict[int, dict[str, Any]] = {}
         """By the number of the sample that comes after it."""
-
-    @property
-    def block(self) -> int:
-        return self._block
 
     def __getitem__(self, index: int) -> Any:
         """Return sample `index`. Raises `DataError` for a stream without any sample."""
@@ -53,7 +49,7 @@ class StreamedDataset:
 
     def state(self, position: int) -> dict[str, Any]:
         """Return JSON values by which sample `position` is found again."""
-        start = position // self._block * self._block
+        start = position // self.block * self.block
         self[start]
         return {"position": start, "digest": _digest(self._recent[start]), **self._states[start]}
 
@@ -97,9 +93,9 @@ class StreamedDataset:
         """Read one more sample; at the end of an epoch the next one begins."""
         if self._iterator is None:
             self._open()
-        if self._next % self._block == 0:
+        if self._next % self.block == 0:
             self._states[self._next] = {"epoch": self._epoch, "begun": self._begun, "stream": self._source_state()}
-            self._states.pop(self._next - 3 * self._block, None)
+            self._states.pop(self._next - 3 * self.block, None)
         try:
             sample = next(cast("Iterator[Any]", self._iterator))
         except StopIteration:
@@ -110,7 +106,7 @@ class StreamedDataset:
             self._read()
             return
         self._recent[self._next] = sample
-        self._recent.pop(self._next - 2 * self._block, None)
+        self._recent.pop(self._next - 2 * self.block, None)
         self._next += 1
 
     def _source_state(self) -> Any:

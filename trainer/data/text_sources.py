@@ -18,7 +18,6 @@ from typing import Any, Literal
 from zeromesh.errors import DataError, summary
 
 STDLIB = "stdlib"
-STDLIB_BYTES = 16 << 20  # more than every CPython so far; a bound, should one grow
 _PROBE_BYTES = 8192
 
 _STDLIB_SKIPPED = frozenset(
@@ -53,8 +52,6 @@ class SourceFile:
     form: Form
     named: bool = False
     """Whether its own path was given, and not that of a directory above it."""
-    is_text: bool = False
-    """Whether it is known to be text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +69,7 @@ class TextSource:
         """
         read = 0
         for file in self.files:
-            if file.form == "text" and not file.is_text and not _is_text(file.path):
+            if file.form == "text" and not _is_text(file.path):
                 if file.named:
                     raise DataError(f"{str(file.path)!r} is not text (its start holds NUL bytes)")
                 if skipped is not None:
@@ -126,21 +123,15 @@ def find_text(spec: str | Path | Sequence[str | Path], *, text_field: str, where
 def stdlib_source(root: Path | None = None) -> TextSource:
     """Find the Python source of the standard library: real text that every machine with Python has.
 
-    Tests and generated tables are left out, and so are files that differ between machines of one Python version. The files are the
-    first by name, up to `STDLIB_BYTES`. Raises `DataError` where Python was installed without its source.
+    Tests and generated tables are left out, and so are files that differ between machines of one Python version. Raises `DataError`
+    where Python was installed without its source.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
-    files = []
-    size = 0
-    for key in _files_below(root, _STDLIB_SKIPPED):
-        if _is_portable_source(key):
-            size += (root / key).stat().st_size
-            if size > STDLIB_BYTES:
-                break
-            files.append(SourceFile(path=root / key, key=key, form="text", is_text=True))
+    keys = filter(_is_portable_source, _files_below(root, _STDLIB_SKIPPED))
+    files = tuple(SourceFile(path=root / key, key=key, form="text") for key in keys)
     if not files:
         raise DataError(f"data.train 'stdlib': no Python source in {str(root)!r}; give a text file instead")
-    return TextSource(name=STDLIB, files=tuple(files), text_field="")
+    return TextSource(name=STDLIB, files=files, text_field="")
 
 
 def read_text(path: Path) -> str:

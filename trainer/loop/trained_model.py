@@ -25,7 +25,6 @@ from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.flops import ModelFlops
 from zeromesh.trainer.models.generation import check_arguments, generate
-from zeromesh.trainer.models.prepare import KeptAttributes
 from zeromesh.trainer.models.save_pretrained import save_model
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.memory import explained
@@ -46,8 +45,8 @@ class TrainedModel:
     module: nn.Module
     loss: Loss
     divided: Divided
-    kept: KeptAttributes
-    """Attributes of the modules that the run has changed, as they were before."""
+    put_back: Callable[[], None]
+    """Gives modules back the attributes that the run has changed."""
     feeds: Feeds
     flops: ModelFlops | None
     parameters: int
@@ -239,12 +238,12 @@ class TrainedModel:
         state.make_whole(self.divided.restore)
         engine.close()
         self.engine = None
-        self.kept.put_back()
+        self.put_back()
         self.stepper = Stepper(self.module, self.loss, self.mesh, master, None)
 
     def close(self) -> None:
         """Give back what the run has taken: files, shared memory, hooks of the model."""
-        self.kept.put_back()
+        self.put_back()
         if self.engine is not None:
             self.engine.close()
             self.engine = None

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -65,7 +66,6 @@ class ChunkedHead:
         self._change = change
         self.found: LogitChange | None = None
         """What the first run has shown that the model does to its logits."""
-        self._current: _HeadWork | None = None
 
     @property
     def _head(self) -> nn.Linear | VocabParallelHead:
@@ -80,32 +80,30 @@ class ChunkedHead:
 
         Raises `PhaseError` if the model uses its head in a way that this cannot stand for, or changes its logits otherwise.
         """
-        with self._announced(_HeadWork(targets=targets.reshape(-1), seed=seed, count=count)) as current:
+        current = _HeadWork(targets=targets.reshape(-1), seed=seed, count=count)
+        with self._announced(current):
             if self._route == "loss_function":
                 # What the model adds to its mean loss (auxiliary losses of experts) is scaled as the mean is.
                 loss: torch.Tensor = model(**inputs).loss * count
                 if current.result is None:
                     raise PhaseError("the model computed a loss without calling its output embedding")
                 return loss
-            return self._arrived(model(**_without_labels(model, inputs)).logits)
+            return self._arrived(current, model(**_without_labels(model, inputs)).logits)
 
     @contextmanager
-    def _announced(self, microbatch: _HeadWork) -> Iterator[_HeadWork]:
-        self._current = microbatch
+    def _announced(self, current: _HeadWork) -> Iterator[None]:
         forward = vars(self._head).get("forward")
         loss = vars(self._model).get("_loss_function")
-        vars(self._head)["forward"] = self._forward
+        vars(self._head)["forward"] = partial(self._forward, current)
         if self._route == "loss_function":
-            self._model.loss_function = self._loss
+            self._model.loss_function = partial(self._loss, current)
         try:
-            yield microbatch
+            yield
         finally:
-            self._current = None
             _put_back(self._head, "forward", forward)
             _put_back(self._model, "_loss_function", loss)
 
-    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        current = self._announcement()
+    def _forward(self, current: _HeadWork, hidden: torch.Tensor) -> torch.Tensor:
         if current.result is not None:
             raise PhaseError("the model called its output embedding twice in one forward")
         rows = hidden.reshape(-1, hidden.shape[-1])
@@ -132,11 +130,10 @@ class ChunkedHead:
         current.result = returned[0, 0, 0].clone()
         return returned
 
-    def _loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._arrived(args[0] if args else kwargs["logits"])
+    def _loss(self, current: _HeadWork, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._arrived(current, args[0] if args else kwargs["logits"])
 
-    def _arrived(self, logits: torch.Tensor) -> torch.Tensor:
-        current = self._announcement()
+    def _arrived(self, current: _HeadWork, logits: torch.Tensor) -> torch.Tensor:
         if current.result is None:
             raise PhaseError("the model computed a loss without calling its output embedding")
         if self.found is None:
@@ -147,11 +144,6 @@ class ChunkedHead:
                     "set model.loss: native"
                 )
         return current.result
-
-    def _announcement(self) -> _HeadWork:
-        if self._current is None:
-            raise PhaseError("the head was called outside of a run")
-        return self._current
 
 
 def _change_of(logits: torch.Tensor) -> LogitChange:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MethodType
 
 import torch
@@ -26,25 +25,20 @@ from zeromesh.units.plan import block_modules
 
 _CHANGED = ("forward", "training", "gradient_checkpointing", "_gradient_checkpointing_func", "save_pretrained")
 """Attributes that compiled and checkpointed blocks, training mode, and saving of a partitioned model change."""
-_ABSENT = object()
 
 
-class KeptAttributes:
-    """The attributes of every module of `model` that a run may change, as they are now."""
+def keep_attributes(model: nn.Module) -> Callable[[], None]:
+    """Return what gives every module of `model` back the attributes that a run may change; parameters and buffers stay as they are."""
+    modules = [vars(module) for module in model.modules()]
+    kept = [{name: attributes[name] for name in _CHANGED if name in attributes} for attributes in modules]
 
-    def __init__(self, model: nn.Module) -> None:
-        self._kept = [
-            (module, {name: vars(module).get(name, _ABSENT) for name in _CHANGED}) for module in model.modules()
-        ]
+    def put_back() -> None:
+        for attributes, before in zip(modules, kept, strict=True):
+            for name in _CHANGED:
+                attributes.pop(name, None)
+            attributes.update(before)
 
-    def put_back(self) -> None:
-        """Give the model its attributes back; its parameters and buffers stay as they are."""
-        for module, attributes in self._kept:
-            for name, value in attributes.items():
-                if value is _ABSENT:
-                    vars(module).pop(name, None)
-                else:
-                    vars(module)[name] = value
+    return put_back
 
 
 @contextmanager
@@ -83,18 +77,12 @@ def _transposed(layer: Conv1D, x: torch.Tensor) -> torch.Tensor:
 _FORWARDS: dict[type[nn.Module], Callable[..., torch.Tensor]] = {nn.Linear: _linear, Conv1D: _transposed}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreparedModel:
-    """What `prepare_model` has done: in how many recomputed blocks inputs leave the device (`away`), and lines about all of it."""
-
-    away: int
-    notes: tuple[str, ...] = ()
-
-
 def prepare_model(
     model: nn.Module, section: ModelSection, options: ZeroOptions, tiers: Tiers, compile_: Compile | None = None
-) -> PreparedModel:
+) -> tuple[int, tuple[str, ...]]:
     """Change `model` in place as the configuration says.
+
+    Returns in how many recomputed blocks inputs leave the device, and lines about all that was done.
 
     `compile_` is how the model was compiled as a whole when it was given. Its blocks are compiled so instead, since parameters are
     gathered between them.
@@ -131,10 +119,10 @@ def prepare_model(
         for block in blocks:
             block.forward = compile_(block.forward)
     if store is None:
-        return PreparedModel(away=0, notes=tuple(notes))
+        return 0, tuple(notes)
     away = store.away_of(count)
     notes.append(f"offload: inputs of {away} of {count} recomputed blocks rest on {choice.tier}")
-    return PreparedModel(away=away, notes=tuple(notes))
+    return away, tuple(notes)
 
 
 def _start_training(model: nn.Module) -> None:

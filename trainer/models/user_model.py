@@ -22,16 +22,9 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 _LAYER_DROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "speech_encoder_layerdrop")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnwrappedModel:
-    """A model without its wrapper. `compile` compiles as the wrapper did, with its backend and options; None: nothing did."""
-
-    model: nn.Module
-    compile: Compile | None = None
-
-
-def unwrap(model: nn.Module) -> UnwrappedModel:
-    """Return the model inside `torch.compile` and `DataParallel`, which is trained by the names that its parameters have there.
+def unwrap(model: nn.Module) -> tuple[nn.Module, Compile | None]:
+    """Return the model inside `torch.compile` and `DataParallel`, which is trained by the names that its parameters have there, and
+    what compiles as the wrapper did, with its backend and options; None: nothing did.
 
     Raises:
         ConfigError: for `DistributedDataParallel`, which would reduce gradients a second time, and for a compiled module inside.
@@ -55,7 +48,7 @@ def unwrap(model: nn.Module) -> UnwrappedModel:
             f"{', '.join(parts[:3])}: torch.compile was applied to a part of the model, whose parameters are gathered around its "
             "blocks; give the model as it is and set model.compile: true, which compiles each block"
         )
-    return UnwrappedModel(model=inside, compile=compile_)
+    return inside, compile_
 
 
 def _is_compiled(model: Any) -> bool:

@@ -33,9 +33,8 @@ from zeromesh.trainer.losses.losses import LabelLoss, Loss, make_loss
 from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.flops import ModelFlops, parameters_of
-from zeromesh.trainer.models.prepare import KeptAttributes, prepare_model
+from zeromesh.trainer.models.prepare import keep_attributes, prepare_model
 from zeromesh.trainer.models.user_model import (
-    Compile,
     ForwardInputs,
     require_adapters_that_fit,
     require_no_layer_drop,
@@ -81,7 +80,7 @@ def build_trained_model(
         built = add_lora(built, config.model.lora, config.model.head, config.run.seed)
     model = built.model
     options = exempted(options, config, model)
-    kept = KeptAttributes(model)
+    put_back = keep_attributes(model)
     tiers = open_tiers(mesh, options)
     try:
         _require_layout_fits(model, mesh)
@@ -117,7 +116,7 @@ def build_trained_model(
             balance=parallel.balance,
         )
         divided = divide(model, mesh, cuts)
-        prepared = prepare_model(model, config.model, options, tiers, built.compile)
+        away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
         feeds = Feeds(
             data=data,
             plan=plan,
@@ -132,11 +131,11 @@ def build_trained_model(
                 sample_fields=forward.named if config.data.remove_unused else None,
             ),
         )
-        console.note(*divided.notes, *prepared.notes, *built.notes, *_notes_on_modules(model), *loss.notes)
+        console.note(*divided.notes, *prepared, *built.notes, *_notes_on_modules(model), *loss.notes)
         console.note(*_check_first_batches(feeds, config, forward, loss, inputs))
         transport = choose_transport(options.transport, mesh.shard, mesh.device)
         length = config.data.sequence_length if data.loaded is not None else 0
-        kept_inputs = kept_input_bytes(model, prepared.away, config.batch.micro_size, length, options.precision.compute)
+        kept_inputs = kept_input_bytes(model, away, config.batch.micro_size, length, options.precision.compute)
         console.note(*require_memory(model, options, mesh, transport=transport, inputs=kept_inputs, cuts=divided.cuts))
         mesh.meet("start of the run")
         source = _WatchedSource(built, console, mesh)
@@ -144,7 +143,7 @@ def build_trained_model(
         source.close()
     except BaseException:
         tiers.close()
-        kept.put_back()
+        put_back()
         raise
     trained = TrainedModel(
         config=config,
@@ -155,7 +154,7 @@ def build_trained_model(
         module=model,
         loss=loss,
         divided=divided,
-        kept=kept,
+        put_back=put_back,
         feeds=feeds,
         flops=flops,
         parameters=parameters,
@@ -200,8 +199,8 @@ def _build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer |
             end_of_text=tokenizer.end_of_text if tokenizer else None,
         )
     if isinstance(model, nn.Module):
-        inside = unwrap(model)
-        return replace(wrap_passed_model(inside.model, seed), compile=inside.compile)
+        inside, compile_ = unwrap(model)
+        return replace(wrap_passed_model(inside, seed), compile=compile_)
     if not callable(model):
         shown = f"{model!r}" if isinstance(model, str | PathLike) else f"a {type(model).__name__}"
         raise ConfigError(
@@ -209,7 +208,7 @@ def _build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer |
             "in the configuration: model.source"
         )
 
-    compile_: Compile | None = None
+    compile_ = None
 
     def call() -> nn.Module:
         nonlocal compile_
@@ -218,9 +217,8 @@ def _build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer |
             raise ConfigError(
                 f"the callable that is passed as model returned a {type(made).__name__}; it should return an nn.Module"
             )
-        inside = unwrap(made)
-        compile_ = inside.compile
-        return inside.model
+        inside, compile_ = unwrap(made)
+        return inside
 
     return replace(build_deferred(call, seed), compile=compile_)
 

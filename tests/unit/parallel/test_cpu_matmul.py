@@ -130,8 +130,8 @@ def test_a_cpu_that_is_fast_in_16_bits_keeps_its_products(monkeypatch: pytest.Mo
 def test_a_run_says_so() -> None:
     tiers: Any = SimpleNamespace(device=torch.device("cpu"))
     narrow = ZeroOptions(precision=Precision(compute=torch.bfloat16))
-    assert prepare_model(_layers(), ModelSection(), ZeroOptions(), tiers).notes == ()
-    assert prepare_model(_layers(), ModelSection(), narrow, tiers).notes == (
+    assert prepare_model(_layers(), ModelSection(), ZeroOptions(), tiers)[1] == ()
+    assert prepare_model(_layers(), ModelSection(), narrow, tiers)[1] == (
         "products: 2 linear layers multiply in float32, which a trial found faster here than bfloat16",
     )
 
