@@ -66,15 +66,15 @@ def load_datasets(
     separator = tokenizer.end_of_text if section.separate_documents else None
     source = find_text(section.train, text_field=section.text_field, where="data.train")
     where = f"data.train {source.name!r}"
-    reader = _TextReader(tokenizer, cache or TokenCache(None), tell)
+    read = partial(_read, tokenizer, tokenizer.digest(), cache or TokenCache(None), tell)
     eval_source = None
     if section.eval is not None:
         eval_source = find_text(section.eval, text_field=section.text_field, where="data.eval")
-    text = reader.read(source, fraction if eval_source is None else 0.0)
+    text = read(source, fraction if eval_source is None else 0.0)
     kept, held = text.kept, text.held
     entropy, evaluation, eval_note = text.remarks["entropy"], None, ""
     if eval_source is not None:
-        other = reader.read(eval_source, 0.0)
+        other = read(eval_source, 0.0)
         evaluation, eval_note = _pack(other, 0, other.kept, length, separator, f"data.eval {eval_source.name!r}")
     elif held.tokens >= length and kept.tokens >= length:
         evaluation, eval_note = _pack(text, kept.tokens, held, length, separator, f"{where}, held out")
@@ -103,43 +103,39 @@ def is_held_out(key: str, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2.0**64
 
 
-class _TextReader:
-    """Reads and tokenises sources that the cache does not have."""
+def _read(
+    tokenizer: Tokenizer,
+    digest: str | None,
+    cache: TokenCache,
+    tell: Callable[[str], None],
+    source: TextSource,
+    fraction: float,
+) -> StoredText:
+    """The tokens of a source: of those documents that are kept, and of the `fraction` that is held out."""
+    key = None
+    if digest is not None:
+        described = json.dumps([_VERSION, digest, fraction, source.description()])
+        key = hashlib.blake2b(described.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+    skipped: list[str] = []
 
-    def __init__(self, tokenizer: Tokenizer, cache: TokenCache, tell: Callable[[str], None]) -> None:
-        self._tokenizer, self._cache, self._tell = tokenizer, cache, tell
-        self._digest = tokenizer.digest()
-
-    def read(self, source: TextSource, fraction: float) -> StoredText:
-        """The tokens of a source: of those documents that are kept, and of the `fraction` that is held out."""
-        key = None
-        if self._digest is not None:
-            described = json.dumps([_VERSION, self._digest, fraction, source.description()])
-            key = hashlib.blake2b(described.encode(errors="surrogateescape"), digest_size=16).hexdigest()
-        skipped: list[str] = []
-
-        def remarks(tokens: TokenArray, count: int) -> dict[str, Any]:
-            found: dict[str, Any] = {"skipped": skipped}
-            for name, part in {"entropy": tokens[:count], "entropy of all": tokens}.items():
-                counted = isinstance(self._tokenizer, ByteTokenizer) and part.size > 1
-                found[name] = byte_pair_entropy(part) if counted else None
-            return found
-
-        write = partial(self._write, source, fraction, skipped)
-        return self._cache.get(key, self._tokenizer.vocab_size, write, remarks)
-
-    def _write(
-        self, source: TextSource, fraction: float, skipped: list[str], kept: TokenWriter, held: TokenWriter
-    ) -> None:
-        tokenizer, began = self._tokenizer, time.monotonic()
-        total = human_bytes(sum(file.path.stat().st_size for file in source.files))
+    def write(kept: TokenWriter, held: TokenWriter) -> None:
+        began, total = time.monotonic(), human_bytes(sum(file.path.stat().st_size for file in source.files))
         for document, tokens in encode_documents(source.documents(skipped), tokenizer):
             writer = held if is_held_out(document.key, fraction) else kept
             text_bytes = len(document.text.encode("utf-8", errors="replace"))
             writer.append(tokens, end_of_text=tokenizer.end_of_text, text_bytes=text_bytes)
             done = kept.amount.text_bytes + held.amount.text_bytes
             speed = done / max(time.monotonic() - began, 1e-3)
-            self._tell(f"tokenizing {source.name}: {human_bytes(done)} of {total}, {human_bytes(speed)}/s")
+            tell(f"tokenizing {source.name}: {human_bytes(done)} of {total}, {human_bytes(speed)}/s")
+
+    def remarks(tokens: TokenArray, count: int) -> dict[str, Any]:
+        found: dict[str, Any] = {"skipped": skipped}
+        for name, part in {"entropy": tokens[:count], "entropy of all": tokens}.items():
+            counted = isinstance(tokenizer, ByteTokenizer) and part.size > 1
+            found[name] = byte_pair_entropy(part) if counted else None
+        return found
+
+    return cache.get(key, tokenizer.vocab_size, write, remarks)
 
 
 def _pack(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -134,7 +134,8 @@ def _smoothed_loss(model: nn.Module, compute_loss: ComputeLoss | None, smoothing
         raise ConfigError(
             f"run.label_smoothing: the targets of the loss of {whose} are not known; smooth them there, and set it to 0"
         )
-    return SmoothedLoss(model, causal=causal, smoothing=smoothing)
+    line = f"loss: cross entropy with label smoothing {smoothing:g}"
+    return LabelLoss(model, line, causal=causal, smoothing=smoothing)
 
 
 def _task_loss(model: Any) -> Loss | None:
@@ -205,9 +206,15 @@ class LabelLoss(Loss):
         causal: bool,
         head: ChunkedHead | None = None,
         ignored: int = IGNORED_LABEL,
+        smoothing: float = 0.0,
     ) -> None:
-        """`ignored` is the label of what is no target."""
+        """`ignored` is the label of what is no target.
+
+        With `smoothing` the loss is the cross entropy of the model's logits with smoothed targets (Szegedy et al. 2016), as that of
+        transformers' `LabelSmoother`.
+        """
         super().__init__(*notes)
+        self._smoothing = smoothing
         self.causal = causal
         self._ignored = ignored
         self._head = head
@@ -246,31 +253,21 @@ class LabelLoss(Loss):
     def _own_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
         count = self._last_count = self.count(batch)
         inputs = {**self._fixed, **batch}
+        if self._smoothing:
+            outputs = model(**inputs)
+            logits, labels = outputs.logits, batch["labels"]
+            if self.causal:
+                logits, labels = logits[..., :-1, :], labels[..., 1:]
+            # In 32 bits at least, as the model's own loss.
+            wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+            total = cross_entropy(wide, labels.flatten(), reduction="sum", label_smoothing=self._smoothing)
+            return total, outputs
         if not count:
             # A mean over nothing is NaN, and NaN times 0 too: it becomes the mean over something, times 0.
             inputs["labels"] = torch.zeros_like(inputs["labels"])
         outputs = model(**inputs)
         self.last_scalars = _scalars_of(outputs)
         return outputs.loss * count, outputs
-
-
-class SmoothedLoss(LabelLoss):
-    """Cross entropy of the model's logits with smoothed targets (Szegedy et al. 2016), as transformers' `LabelSmoother`."""
-
-    def __init__(self, model: nn.Module, *, causal: bool, smoothing: float) -> None:
-        super().__init__(model, f"loss: cross entropy with label smoothing {smoothing:g}", causal=causal)
-        self._smoothing = smoothing
-
-    def _own_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        self._last_count = self.count(batch)
-        outputs = model(**{**self._fixed, **batch})
-        logits, labels = outputs.logits, batch["labels"]
-        if self.causal:
-            logits, labels = logits[..., :-1, :], labels[..., 1:]
-        # In 32 bits at least, as the model's own loss.
-        wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-        total = cross_entropy(wide, labels.flatten(), reduction="sum", label_smoothing=self._smoothing)
-        return total, outputs
 
 
 class SpanLoss(Loss):
@@ -282,34 +279,27 @@ class SpanLoss(Loss):
 
     def count(self, batch: Mapping[str, Any]) -> int:
         """Positions inside their sequences. Raises `DataError` where the batch has none."""
-        length = _sequence_length(batch)
-        return sum(int((positions < length).sum()) for positions in _answers(batch))
+        return sum(count_targets(positions, causal=False) for positions in _answers(batch))
 
     def with_outputs(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
         self._last_count = self.count(batch)
-        length = _sequence_length(batch)
         outputs = model(**{name: value for name, value in batch.items() if name not in _POSITIONS})
         total = torch.zeros((), device=outputs.start_logits.device)
-        for logits, positions in zip((outputs.start_logits, outputs.end_logits), _answers(batch), strict=True):
-            targets = positions.clamp(min=0).masked_fill(positions >= length, IGNORED_LABEL)
+        for logits, targets in zip((outputs.start_logits, outputs.end_logits), _answers(batch), strict=True):
             wide = logits.float() if logits.dtype.itemsize < 4 else logits
             total = total + cross_entropy(wide, targets, ignore_index=IGNORED_LABEL, reduction="sum")
         return total, outputs
 
 
-def _answers(batch: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield where answers start and where they end, `[batch]` each."""
+def _answers(batch: Mapping[str, Any]) -> list[Tensor]:
+    """Where answers start and where they end, `[batch]` each; beyond the sequence they are no targets."""
+    fields = (batch.get(name) for name in ("input_ids", "inputs_embeds"))
+    length = next((each.shape[1] for each in fields if isinstance(each, Tensor) and each.dim() > 1), None)
+    if length is None:
+        raise DataError(f"the batch has no input_ids; it has {_field_names(batch)}")
     cure = "Give each sample the positions of the first and of the last token of its answer"
-    for name in _POSITIONS:
-        yield _tensor_of(batch, name, cure).reshape(-1)
-
-
-def _sequence_length(batch: Mapping[str, Any]) -> int:
-    for name in ("input_ids", "inputs_embeds"):
-        value = batch.get(name)
-        if isinstance(value, Tensor) and value.dim() > 1:
-            return value.shape[1]
-    raise DataError(f"the batch has no input_ids; it has {_field_names(batch)}")
+    found = [_tensor_of(batch, name, cure).reshape(-1) for name in _POSITIONS]
+    return [each.clamp(min=0).masked_fill(each >= length, IGNORED_LABEL) for each in found]
 
 
 class TranscriptLoss(Loss):

@@ -28,7 +28,7 @@ _CHANGED = ("forward", "training", "gradient_checkpointing", "_gradient_checkpoi
 
 
 def keep_attributes(model: nn.Module) -> Callable[[], None]:
-    """Return what gives every module of `model` back the attributes that a run may change; parameters and buffers stay as they are."""
+    """Return what gives every module of `model` back the attributes that a run may change, but no parameter and no buffer."""
     modules = [vars(module) for module in model.modules()]
     kept = [{name: attributes[name] for name in _CHANGED if name in attributes} for attributes in modules]
 

@@ -7,8 +7,8 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, FileLayout, TensorSpec, index_files, plan_files
+from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, TensorSpec, index_files, plan_files
 from zeromesh.errors import StorageError
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
@@ -34,6 +34,8 @@ BASE_MODEL = "base_model"
 """Folder of a checkpoint with adapters that holds the configuration of the model inside."""
 _ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin")
 """Files that `from_pretrained` would load on top of a model that was saved where an adapter had been."""
+Places = dict[str, tuple[PositionalFile, TensorSpec, int]]
+"""For each tensor by name the file that it belongs to, what it is, and the position of its first byte."""
 _SYNCED_BYTES = 256 << 20
 """Bytes that are written at once, and synced to the disk before more is: that bounds a single wait for the disk."""
 
@@ -78,9 +80,9 @@ class _DirectoryWriter:
         # A short name, since that of `path` may be the longest that there is.
         digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
         self._directory = path.with_name(f".zeromesh-{digest}.tmp")
-        self._layouts: list[FileLayout] = []
-        self._files: list[PositionalFile] = []
-        self._places: dict[str, tuple[PositionalFile, TensorSpec, int]] = {}
+        self._files = ExitStack()
+        self._places: Places = {}
+        self._indices: Mapping[str, bytes] = {}
         self._unsynced = 0
 
     @contextmanager
@@ -100,16 +102,7 @@ class _DirectoryWriter:
             raise NotADirectoryError(errno.ENOTDIR, "there is a file of this name; give a directory")
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
-        if not tensors:
-            return
-        self._layouts = list(plan_files(tensors, 1))
-        if len(self._layouts) == 1:
-            self._layouts = [replace(self._layouts[0], path=SINGLE)]
-        for layout in self._layouts:
-            file = PositionalFile(self._directory / layout.path, write=True, size=layout.nbytes)
-            self._files.append(file)
-            self._places |= {spec.name: (file, spec, at) for spec, at in layout.places}
-            self._write(file, torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), 0)
+        self._places, self._indices = begin_files(self._directory, tensors, self._files)
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Write one of the tensors. Raises `StorageError`."""
@@ -132,19 +125,17 @@ class _DirectoryWriter:
 
     def finish(self, model: nn.Module, processing_class: Any, adapter: dict[str, Tensor] | None) -> str:
         """Write adapters or the configuration, and the tokenizer, then move everything; returns the failure."""
-        with self.catching():
-            for file in self._files:
+        with self.catching(), self._files:
+            for file in {file for file, _, _ in self._places.values()}:
                 file.sync()
-                file.close()
         if not self.failure:
             with self.catching():
                 if adapter is not None:
                     _write_adapter(model, adapter, self._directory)
                     _save_part(processing_class, self._directory)
                 else:
-                    if len(self._layouts) > 1:
-                        for path, text in index_files(self._layouts).items():
-                            write_whole(self._directory / path, text)
+                    for name, text in self._indices.items():
+                        write_whole(self._directory / name, text)
                     save_configuration(model, self._widest_dtype(), processing_class, self._directory)
                 self._move()
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -160,15 +151,31 @@ class _DirectoryWriter:
         if not self._path.exists():
             self._directory.rename(self._path)
             return
-        for name in sorted(os.listdir(self._directory), key=lambda name: name.endswith((".safetensors", INDEX))):
+        names = os.listdir(self._directory)
+        for name in sorted(names, key=lambda name: name.endswith((".safetensors", INDEX))):
             if (self._path / name).is_dir():
                 shutil.rmtree(self._path / name)
             os.replace(self._directory / name, self._path / name)
-        if self._layouts:
-            names = {layout.path for layout in self._layouts} | ({INDEX} if len(self._layouts) > 1 else set())
+        if self._places:
             numbered = [file.name for file in self._path.glob("model-*-of-*.safetensors")]
-            for stale in {SINGLE, INDEX, *numbered, *_ADAPTER_FILES} - names:
+            for stale in {SINGLE, INDEX, *numbered, *_ADAPTER_FILES}.difference(names):
                 (self._path / stale).unlink(missing_ok=True)
+
+
+def begin_files(folder: Path, tensors: Sequence[TensorSpec], files: ExitStack) -> tuple[Places, Mapping[str, bytes]]:
+    """Make the safetensors files of a model at their full sizes, with their headers; they are open until `files` closes.
+
+    Returns where each tensor belongs, by name, and the index of several files by its path.
+    """
+    layouts = plan_files(tensors, 1)
+    if len(layouts) == 1:
+        layouts = (replace(layouts[0], path=SINGLE),)
+    places: Places = {}
+    for layout in layouts:
+        file = files.enter_context(PositionalFile(folder / layout.path, write=True, size=layout.nbytes))
+        file.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), 0)
+        places |= {spec.name: (file, spec, at) for spec, at in layout.places}
+    return places, index_files(layouts) if len(layouts) > 1 else {}
 
 
 def gathered_adapter(model: nn.Module, state: FullState | None, mesh: Mesh) -> dict[str, Tensor]:

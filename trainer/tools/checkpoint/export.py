@@ -9,7 +9,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, StoredTensor
-from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, TensorSpec, index_files, parse_json, plan_files
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, parse_json
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import fresh_directory
 from zeromesh.errors import CheckpointError, ConfigError
@@ -25,7 +24,7 @@ from zeromesh.files import read_whole, write_whole
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, name_in
 from zeromesh.trainer.models.adapters import import_peft
-from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_MODEL
+from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_MODEL, begin_files
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_elements
 from zeromesh.trainer.weights.hub_names import Group, HubNames, read_class
@@ -160,15 +159,9 @@ def _write_weights(
     ]
     if len({spec.name for spec in specs}) != len(specs):
         raise CheckpointError(f"{reader.directory}: two tensors would have one name on the hub")
-    layouts = plan_files(specs, 1)
-    if len(layouts) == 1:
-        layouts = (replace(layouts[0], path=SINGLE),)
     with ExitStack() as stack:
-        places: dict[str, tuple[PositionalFile, TensorSpec, int]] = {}
-        for layout in layouts:
-            file = stack.enter_context(PositionalFile(folder / layout.path, write=True, size=layout.nbytes))
-            file.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), 0)
-            places |= {spec.name: (file, spec, at) for spec, at in layout.places}
+        places, indices = begin_files(folder, specs, stack)
+        files = {file for file, _, _ in places.values()}
         for batch in _batches(groups, chosen):
             for name, tensor in _hub_tensors(reader, batch, chosen, names, moved):
                 file, spec, at = places[name]
@@ -178,11 +171,11 @@ def _write_weights(
                     )
                 if tensor.numel():
                     file.write(tensor.detach().contiguous().view(-1).view(torch.uint8), at)
-        for file in {file for file, _, _ in places.values()}:
+        for file in files:
             file.sync()
-    if len(layouts) > 1:
-        write_whole(folder / INDEX, index_files(layouts)[INDEX])
-    return len(layouts)
+    for path, text in indices.items():
+        write_whole(folder / path, text)
+    return len(files)
 
 
 def _batches(groups: Sequence[Group], chosen: _Chosen) -> Iterator[list[Group]]:
