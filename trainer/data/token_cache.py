@@ -83,10 +83,6 @@ _Write = Callable[[TokenWriter, TokenWriter], None]
 _Remarks = Callable[[TokenArray, int], dict[str, Any]]
 
 
-class _DamagedError(Exception):
-    """Raised for an entry that is not as it was written."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredText:
     """The token ids of a text: those of kept documents, and behind them those of held-out ones."""
@@ -144,12 +140,12 @@ class TokenCache:
             if path.exists():
                 try:
                     return _open(path)
-                except (_DamagedError, OSError, ValueError, TypeError, KeyError) as error:
+                except (DataError, OSError, ValueError, TypeError, KeyError) as error:
                     self._note(f"tokens in {path} are damaged ({error}); the text is tokenised anew")
                     shutil.rmtree(path)
             self._make(path, vocab_size, write, remarks)
             return _open(path)
-        except (OSError, _DamagedError) as error:
+        except OSError as error:
             where = str(self._root or tempfile.gettempdir())
             raise StorageError(f"tokens cannot be kept in {where!r} ({error}); set data.cache") from error
 
@@ -196,10 +192,10 @@ def _write_entry(folder: Path, vocab_size: int, write: _Write, remarks: _Remarks
 
 
 def _open(folder: Path) -> StoredText:
-    """Open an entry, whose description, lengths and first blocks are verified. Raises `_DamagedError` and `OSError`."""
+    """Open an entry, whose description, lengths and first blocks are verified. Raises `DataError` and `OSError`."""
     checksum, text = json.loads(read_whole(folder / _ENTRY))
     if xxhash.xxh3_64_hexdigest(text.encode()) != checksum:
-        raise _DamagedError(f"{_ENTRY} is not as it was written")
+        raise DataError(f"{_ENTRY} is not as it was written")
     entry = json.loads(text)
     kept, held = (TextAmount(*amount) for amount in entry["amounts"])
     dtype = np.dtype(entry["dtype"])
@@ -208,7 +204,7 @@ def _open(folder: Path) -> StoredText:
     try:
         size = os.fstat(descriptor).st_size
         if size != nbytes:
-            raise _DamagedError(f"{_TOKENS} has {size:,} bytes, and {nbytes:,} were written")
+            raise DataError(f"{_TOKENS} has {size:,} bytes, and {nbytes:,} were written")
         memory = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ) if nbytes else b""
     finally:
         os.close(descriptor)
@@ -222,8 +218,5 @@ def _open(folder: Path) -> StoredText:
         path=folder,
         blocks=entry["blocks"],
     )
-    try:
-        stored.check(0, min(nbytes, _CHECKED_AT_ONCE) // dtype.itemsize)
-    except DataError as error:
-        raise _DamagedError(str(error)) from error
+    stored.check(0, min(nbytes, _CHECKED_AT_ONCE) // dtype.itemsize)
     return stored

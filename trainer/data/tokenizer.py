@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,24 +19,6 @@ BYTES = "bytes"
 
 TokenArray = NDArray[Any]
 """A one-dimensional array of token ids, of any integer dtype."""
-
-
-class Tokenizer(Protocol):
-    """What packing needs of a tokenizer. Ids are in [0, `vocab_size`); `end_of_text` is one of them."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def end_of_text(self) -> int: ...
-
-    def encode(self, texts: Sequence[str]) -> list[TokenArray]:
-        """The ids of each text, with no special tokens added."""
-        ...
-
-    def digest(self) -> str | None:
-        """Return the same for tokenizers that give equal ids; None where that is not known."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +36,14 @@ class ByteTokenizer:
         """The UTF-8 bytes of each text, uint8. Lone surrogates, which have no bytes, become '?'."""
         return [np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8) for text in texts]
 
-    def digest(self) -> str:
-        """Return the same for all: bytes are bytes."""
+    def digest(self) -> str | None:
+        """Return the same for tokenizers that give equal ids; None where that is not known."""
         return BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainedTokenizer:
-    """A transformers tokenizer object, `tokenizer`, behind the protocol of this file.
+    """A transformers tokenizer object, `tokenizer`, with the methods of `ByteTokenizer`. Ids are in [0, `vocab_size`).
 
     Raises `DataError` where it has no token that can end a text.
     """
@@ -112,6 +94,9 @@ class PretrainedTokenizer:
         """The id that ends a text, or None."""
         end = self.tokenizer.eos_token_id
         return self.tokenizer.sep_token_id if end is None else end
+
+
+Tokenizer = ByteTokenizer | PretrainedTokenizer
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:

@@ -31,7 +31,7 @@ class Counting(ByteTokenizer):
         self.texts.extend(texts)
         return super(Counting, self).encode(texts)
 
-    def digest(self) -> str | None:  # type: ignore[override]
+    def digest(self) -> str | None:
         return self.name
 
 
