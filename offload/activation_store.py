@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
@@ -36,7 +36,7 @@ from zeromesh.offload.tiers import TierChoice, Tiers
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 _LABEL = Purpose.ACTIVATIONS.value
 _IN_FLIGHT = 2
-"""Tensors that are on their way out: one is written while the next one waits for its turn."""
+"""Tensors that are on their way out at most: one is written while the next one waits. Each has memory until it has arrived."""
 
 
 class Reservation:
@@ -83,37 +83,20 @@ class SavedTensor(ABC):
         """The tensor, which may be asked for again later. Raises `StorageError` where it cannot be had."""
 
 
+@dataclass(eq=False)
 class BlockCall:
     """What one call of a block keeps. `before` is the call whose inputs backward will want after this one's."""
 
-    def __init__(self, *, away: bool) -> None:
-        self.away = away
-        self.before: weakref.ref[BlockCall] | None = None
-        self._saved: list[weakref.ref[SavedTensor]] = []
-        self._inputs: list[tuple[torch.Tensor, int]] = []
-
-    @property
-    def empty(self) -> bool:
-        return not self._saved
-
-    def add(self, saved: SavedTensor, tensor: torch.Tensor) -> None:
-        """Add an input; its saved form keeps this call alive, and not the other way round."""
-        saved.call = self
-        self._saved.append(weakref.ref(saved))
-        self._inputs.append((tensor, tensor._version))
+    away: bool
+    before: weakref.ref[BlockCall] | None = None
+    saved: list[weakref.ref[SavedTensor]] = field(default_factory=list)
+    """Weak references: a saved input keeps its call alive, and not the other way round."""
+    inputs: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """Inputs and their versions, until the call is over."""
 
     def alive(self) -> list[SavedTensor]:
         """Saved tensors that somebody holds, in the order in which backward will ask for them."""
-        return [saved for ref in self._saved if (saved := ref()) is not None]
-
-    def check(self) -> None:
-        """Raise `RuntimeError` where the block has changed one of its inputs in place."""
-        for tensor, version in self._inputs:
-            require_unchanged(tensor, version, "by the block that it is the input of")
-
-    def end(self) -> None:
-        """Let go of the inputs: the call is over."""
-        self._inputs.clear()
+        return [saved for ref in self.saved if (saved := ref()) is not None]
 
 
 class UnmovedTensor(SavedTensor):
@@ -257,11 +240,6 @@ class FreeRanges:
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
 
-    @property
-    def free(self) -> int:
-        """The sum of their lengths."""
-        return sum(end - begin for begin, end in self._ranges)
-
     def take(self, length: int) -> int | None:
         """The begin of `length` bytes that are free no longer, from the first range that is long enough; None without one."""
         for at, (begin, end) in enumerate(self._ranges):
@@ -295,26 +273,16 @@ class ActivationStore:
             something cannot be written or read.
     """
 
-    def __init__(self, tiers: Tiers, choice: TierChoice, *, in_flight: int = _IN_FLIGHT) -> None:
-        """`in_flight` bounds how many tensors are on their way out at a time; each has memory of its own until it has arrived."""
-        if in_flight < 1:
-            raise ValueError(f"in_flight: {in_flight} is not 1 or more")
-        self._tiers, self._choice, self._in_flight = tiers, choice, in_flight
+    def __init__(self, tiers: Tiers, choice: TierChoice) -> None:
+        self._tiers, self._choice = tiers, choice
         self._streams = copy_streams_of(tiers.device) if tiers.device.type == "cuda" else None
         self._copying: deque[tuple[torch.Tensor, int, torch.cuda.Event]] = deque()
         self._free = FreeRanges()
-        self._reserved = 0
         self._writes: deque[PendingWrite] = deque()
         self._ended: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._latest: weakref.ref[BlockCall] | None = None
         if choice.away and choice.tier == "file":
             tiers.file()  # A directory that cannot be used is an error before anything is computed.
-
-    @property
-    def room(self) -> int:
-        """Bytes of the file that saved tensors hold, or transfers on behalf of saved tensors that are gone."""
-        self._settle()
-        return self._reserved - self._free.free
 
     def away_of(self, blocks: int) -> int:
         """Return how many of a pass's `blocks` have inputs that leave: the first ones."""
@@ -331,9 +299,10 @@ class ActivationStore:
         try:
             with saved_tensors_hooks(partial(self._pack, call), self.unpack):
                 yield
-            call.check()
+            for tensor, version in call.inputs:
+                require_unchanged(tensor, version, "by the block that it is the input of")
         finally:
-            call.end()
+            call.inputs.clear()
 
     def moves(self, value: object) -> bool:
         """Tell whether the store keeps copies of a value: of hidden states, and neither of parameters nor of masks."""
@@ -346,7 +315,9 @@ class ActivationStore:
         self._settle()
         saved.fetch()
         if saved.call is not None:
-            for later in _wanted_after(saved, saved.call):
+            # The rest of its call's inputs, then those of the call before.
+            alive, before = saved.call.alive(), saved.call.before and saved.call.before()
+            for later in (*alive[alive.index(saved) + 1 :], *(before.alive() if before else ())):
                 later.fetch()
         return saved.get()
 
@@ -355,9 +326,11 @@ class ActivationStore:
             return UnmovedTensor(tensor)
         self._settle()
         saved = self._save(tensor.detach(), call.away)
-        if call.empty:
+        if not call.saved:
             call.before, self._latest = self._latest, weakref.ref(call)
-        call.add(saved, tensor)
+        saved.call = call
+        call.saved.append(weakref.ref(saved))
+        call.inputs.append((tensor, tensor._version))
         return saved
 
     def _save(self, tensor: torch.Tensor, away: bool) -> SavedTensor:
@@ -379,7 +352,7 @@ class ActivationStore:
 
     def _write(self, tensor: torch.Tensor, meta: TensorMeta) -> SavedTensor:
         """Copy a tensor and start to write the copy, when no more than the bound are on their way."""
-        while len(self._writes) >= self._in_flight:
+        while len(self._writes) >= _IN_FLIGHT:
             self._writes.popleft().finish()
         self._recount()
         slot, room = self._take_room(meta.nbytes)
@@ -395,7 +368,7 @@ class ActivationStore:
         if self._streams is None:
             out.copy_(tensor)
             return None
-        while len(self._copying) >= self._in_flight:
+        while len(self._copying) >= _IN_FLIGHT:
             self._end_copy()
         event = self._streams.start(tensor, out)
         # Its memory belongs to the stream that computes, which could use it again: it is held until the copy has been made.
@@ -431,7 +404,6 @@ class ActivationStore:
             missing = length - self._free.reaching(tier.nbytes)
             tier.allocate(missing, _LABEL)
             self._tiers.ledger.add(Tier.FILE, Purpose.ACTIVATIONS, missing)
-            self._reserved += missing
             self._free.give(tier.nbytes - missing, tier.nbytes)
             begin = self._free.take(length)
         if begin is None:
@@ -453,12 +425,3 @@ class ActivationStore:
         """Do what ended reservations have queued."""
         while not self._ended.empty():
             self._ended.get_nowait()()
-
-
-def _wanted_after(saved: SavedTensor, call: BlockCall) -> Iterator[SavedTensor]:
-    """What backward will ask for after `saved`: the rest of its call's inputs, then those of the call before."""
-    alive = call.alive()
-    yield from alive[alive.index(saved) + 1 :]
-    before = call.before() if call.before is not None else None
-    if before is not None:
-        yield from before.alive()

@@ -111,19 +111,19 @@ class ModulePlacement:
         As `torch.nn.utils.clip_grad_norm_`: each parameter counts once, wherever it is and however many ranks hold it.
         """
         gradients = {name: each.grad for name, each in self._model.named_parameters() if each.grad is not None}
-        counted = [gradient for name, gradient in gradients.items() if self._counts_here(name)]
+        world = self._mesh.world
+        counted = [
+            gradient
+            for name, gradient in gradients.items()
+            if self.homes.get(_place_of(name, self.homes) or "", world).index == 0
+        ]
         squares = sum(float(gradient.detach().double().pow(2).sum()) for gradient in counted)
         total = torch.tensor([squares], dtype=torch.float64)
-        norm = math.sqrt(self._mesh.world.sum_(total, "gradient norm of a placed model").item())
+        norm = math.sqrt(world.sum_(total, "gradient norm of a placed model").item())
         factor = min(1.0, max_norm / (norm + 1e-6))
         for gradient in gradients.values():
             gradient.detach().mul_(factor)
         return norm
-
-    def _counts_here(self, name: str) -> bool:
-        module = _place_of(name, self.homes)
-        home = self._mesh.world if module is None else self.homes[module]
-        return home.index == 0
 
 
 class _ModuleExchange:

@@ -7,9 +7,9 @@ docs/decisions/0006-allocator.md and 0010-small-blocks-are-reserved.md have what
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 _M_MXFAST = 1
@@ -61,9 +61,9 @@ def settle_heap() -> bool:
     if libc is None:
         return False
     libc.malloc_trim(0)
-    if not _splits_aligned_blocks(libc) or not reuse_freed_memory():
-        return False
-    cached = _blocks_cached()
+    libc.gnu_get_libc_version.restype = ctypes.c_char_p
+    version = tuple(int(part) for part in libc.gnu_get_libc_version().decode().split(".")[:2])
+    cached = _blocks_cached() if version < _MENDED and reuse_freed_memory() else None
     if cached is None:
         return False
     cached.value = 0
@@ -81,26 +81,17 @@ def _blocks_cached() -> ctypes.c_size_t | None:
     """
     thresholds = struct.pack("N", _LARGE_BLOCK), struct.pack("n", _NEVER)
     found = []
-    for start, end in _writable_data():
-        data = ctypes.string_at(start, end - start)
-        at = data.find(_CACHE_SIZES)
-        while at >= 0:
-            place = at + len(_CACHE_SIZES)
-            before = data[max(0, at - _PARAMETERS_BYTES) : at]
-            count = struct.unpack_from("N", data, place)[0] if place + 8 <= len(data) else _MOST_CACHED + 1
-            if count <= _MOST_CACHED and all(each in before for each in thresholds):
-                found.append(ctypes.c_size_t.from_address(start + place))
-            at = data.find(_CACHE_SIZES, at + 1)
-    return found[0] if len(found) == 1 else None
-
-
-def _writable_data() -> Iterator[tuple[int, int]]:
-    """Where the C library's variables lie: first and last address of each mapping."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         addresses, rights, _, _, _, *name = line.split(maxsplit=5)
-        if name and rights.startswith("rw") and Path(name[0]).name.startswith(("libc.so", "libc-")):
-            start, end = (int(each, 16) for each in addresses.split("-"))
-            yield start, end
+        if not name or not rights.startswith("rw") or not Path(name[0]).name.startswith(("libc.so", "libc-")):
+            continue
+        start, end = (int(each, 16) for each in addresses.split("-"))
+        data = ctypes.string_at(start, end - start)
+        for match in re.finditer(re.escape(_CACHE_SIZES) + rb"(.{8})", data, re.DOTALL):
+            before = data[max(0, match.start() - _PARAMETERS_BYTES) : match.start()]
+            if struct.unpack("N", match[1])[0] <= _MOST_CACHED and all(each in before for each in thresholds):
+                found.append(ctypes.c_size_t.from_address(start + match.start(1)))
+    return found[0] if len(found) == 1 else None
 
 
 def _reserve(libc: ctypes.CDLL) -> None:
@@ -109,28 +100,18 @@ def _reserve(libc: ctypes.CDLL) -> None:
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
     libc.free.restype = None
+    sizes = [*range(24, _EXACT_BYTES, 16)]  # Every size that glibc tells apart, and a few above.
+    size = _EXACT_BYTES
+    while size < _LARGEST_SMALL:
+        size += size // 4
+        sizes.append(size)
     blocks = []
-    for size in _sizes():
+    for size in sizes:
         for _ in range(min(_MOST, max(_FEWEST, _RESERVED_BYTES // size))):
             blocks.append(libc.malloc(size))
             libc.malloc(_GUARD_BYTES)
     for block in blocks:
         libc.free(block)
-
-
-def _sizes() -> Iterator[int]:
-    """Every size that glibc tells apart below `_EXACT_BYTES`, and a few above."""
-    yield from range(24, _EXACT_BYTES, 16)
-    size = _EXACT_BYTES
-    while size < _LARGEST_SMALL:
-        size += size // 4
-        yield size
-
-
-def _splits_aligned_blocks(libc: ctypes.CDLL) -> bool:
-    """Whether it is a glibc that does not find an aligned block of the same size again."""
-    libc.gnu_get_libc_version.restype = ctypes.c_char_p
-    return tuple(int(part) for part in libc.gnu_get_libc_version().decode().split(".")[:2]) < _MENDED
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -234,11 +234,15 @@ class _Run:
         if watch is not None:
             watch.post(Activity.FORWARD if action.kind is Kind.FORWARD else Activity.BACKWARD, 0)
         start = _now(self.channels.device)
-        if action.kind is Kind.BACKWARD_WEIGHT:
-            made: Sequence[torch.Tensor] = ()
-            self.runner.backward_weight(action.chunk, action.microbatch)
+        made: Sequence[torch.Tensor] = ()
+        if action.kind is Kind.FORWARD:
+            made = self.runner.forward(action.chunk, action.microbatch, received)
+        elif action.kind is Kind.BACKWARD:
+            made = self.runner.backward(action.chunk, action.microbatch, received)
+        elif action.kind is Kind.BACKWARD_INPUT:
+            made = self.runner.backward_input(action.chunk, action.microbatch, received)
         else:
-            made = self._call_of(action.kind)(action.chunk, action.microbatch, received)
+            self.runner.backward_weight(action.chunk, action.microbatch)
         end = _now(self.channels.device)
         del received
         message = sent_by(self.schedule, self.rank, action)
@@ -247,11 +251,6 @@ class _Run:
         self.channels.advance()
         self._post_ahead()
         return [start, end]
-
-    def _call_of(self, kind: Kind) -> Callable[[int, int, Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
-        if kind is Kind.FORWARD:
-            return self.runner.forward
-        return self.runner.backward if kind is Kind.BACKWARD else self.runner.backward_input
 
     def _kind(self, message: Message) -> Hashable:
         return message.gradient, message.stage, self.signatures[message.microbatch]

@@ -37,10 +37,6 @@ class _Linear(nn.Module):
         self.bias: nn.Parameter | None
         self.in_features, self.out_features = self.weight.shape if self.transposed else self.weight.shape[::-1]
 
-    def extra_repr(self) -> str:
-        form = ", transposed" if self.transposed else ""
-        return f"local in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{form}"
-
 
 class ColumnParallelLinear(_Linear):
     """Computes some outputs of a linear layer, of all of its input.
@@ -160,9 +156,6 @@ class VocabParallelEmbedding(nn.Module):
 
     def _own(self, local: torch.Tensor) -> torch.Tensor:
         return functional.embedding(local, self.weight, self.padding_idx)
-
-    def extra_repr(self) -> str:
-        return f"tokens [{self._tokens.start}, {self._tokens.end}), {self.embedding_dim}"
 
 
 class VocabParallelHead(ColumnParallelLinear):
