@@ -7,11 +7,12 @@ from dataclasses import astuple
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.callbacks.callback import Callback, Trainer, TrainerControl
-from zeromesh.trainer.callbacks.transformers_callbacks import TransformersCallbacks, is_transformers_callback
+from zeromesh.trainer.callbacks.transformers_callbacks import TransformersCallbacks
 from zeromesh.trainer.data.collate import ending_children
 
 
@@ -25,6 +26,8 @@ class CallbackDispatcher:
     def __init__(self, trainer: Trainer, callbacks: Sequence[Any]) -> None:
         self._trainer = trainer
         self._callbacks: list[Callback | TransformersCallbacks] = []
+        self.of_transformers: TransformersCallbacks | None = None
+        """The callbacks of transformers; None where there are none."""
         self.control = TrainerControl()
         """What is to be done after the present step; callbacks may change it."""
         for callback in callbacks:
@@ -35,27 +38,21 @@ class CallbackDispatcher:
         if isinstance(callback, Callback):
             self._callbacks.append(callback)
             return
-        if not is_transformers_callback(callback):
+        kind = callback if isinstance(callback, type) else type(callback)
+        if not issubclass(kind, TrainerCallback):
             shown = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
             raise ConfigError(
                 f"callbacks holds {shown}; give objects of subclasses of zeromesh.trainer.callbacks.callback.Callback or "
                 "transformers.TrainerCallback"
             )
         if self.of_transformers is None:
-            self._callbacks.append(TransformersCallbacks(self._trainer))
-        for each in self._callbacks:
-            if isinstance(each, TransformersCallbacks):
-                each.callbacks.append(callback() if isinstance(callback, type) else callback)
-
-    @property
-    def of_transformers(self) -> TransformersCallbacks | None:
-        """The callbacks of transformers; None where there are none."""
-        return next((each for each in self._callbacks if isinstance(each, TransformersCallbacks)), None)
+            self.of_transformers = TransformersCallbacks(self._trainer)
+            self._callbacks.append(self.of_transformers)
+        self.of_transformers.callbacks.append(callback() if isinstance(callback, type) else callback)
 
     def remove(self, callback: Any) -> Any:
         """Remove a callback, named by itself or by its class; returns it, or None where there is none."""
-        adapted = self.of_transformers
-        lists: list[list[Any]] = [self._callbacks, adapted.callbacks if adapted is not None else []]
+        lists: list[list[Any]] = [self._callbacks, self.of_transformers.callbacks if self.of_transformers else []]
         for callbacks in lists:
             for each in callbacks:
                 if each is callback or (isinstance(callback, type) and isinstance(each, callback)):

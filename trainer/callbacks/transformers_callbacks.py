@@ -44,11 +44,6 @@ _FLAGS = {
 }
 
 
-def is_transformers_callback(callback: Any) -> bool:
-    """Whether `callback` is one of transformers', or a class of them."""
-    return issubclass(callback if isinstance(callback, type) else type(callback), TrainerCallback)
-
-
 class TransformersCallbacks:
     """All callbacks of transformers that a trainer has; they share arguments, state and control."""
 
@@ -85,10 +80,8 @@ class TransformersCallbacks:
             self._evaluation = trainer.batches_of(progress.evaluation_feed)
         elif event == "on_save":
             self._state.stateful_callbacks = self.state_dict()
-        elif event == "on_log":
-            named["logs"] = progress.history.latest()
-        elif event == "on_evaluate":
-            named["metrics"] = progress.history.latest()
+        elif event in ("on_log", "on_evaluate"):
+            named["logs" if event == "on_log" else "metrics"] = progress.latest_line()
         elif event == "on_predict":
             named["metrics"] = dict(arguments[0])
         known = frozenset(named.get("logs", ()))

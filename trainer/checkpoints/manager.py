@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -245,9 +245,12 @@ class RunCheckpoints:
         if self._saver is not None:
             self._ended(self._saver.finish())
 
-    def give_up(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """After an error of a run of one rank, which may go on: end what is being written, and leave nothing of it."""
-        if self._saver is not None:
+        if error is not None and self._saver is not None and self._mesh.world_size == 1:
             self.in_flight = None
             self._saver.give_up()
 

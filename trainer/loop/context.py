@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CheckpointError, NonFiniteError
+from zeromesh.errors import NonFiniteError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.step_recorder import Figures, added, traffic_table
 from zeromesh.trainer.callbacks.callback import RunState
@@ -28,7 +28,7 @@ from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.start_times import StartTimes
-from zeromesh.trainer.monitoring.step_metrics import StepMetrics, strict, unstrict
+from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 from zeromesh.trainer.monitoring.step_stats import StepResult, StepStats
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler, TorchSchedule
 
@@ -94,57 +94,18 @@ def _mean(losses: Sequence[float]) -> float:
     return sum(losses) / max(1, len(losses))
 
 
-class LogHistory:
-    """The logged lines of one run, in transformers' words: what callbacks know as `state.log_history`.
-
-    `kept`: whether checkpoints have them too, so that a run that goes on has all of them.
-    """
-
-    def __init__(self, *, kept: bool) -> None:
-        self.lines: list[Line] = []
-        self.kept = kept
-        self._loss, self._steps = 0.0, 0
-        """Sum of the losses since the last line of a step, and of how many steps."""
-
-    def count(self, loss: float) -> None:
-        """Take the loss of one more step."""
-        self._loss += loss
-        self._steps += 1
-
-    def step(self, metrics: StepMetrics, epoch: float) -> None:
-        """Add the line of a step: `loss` is the mean of the steps since the last such line."""
-        line: Line = {"loss": self._loss / max(1, self._steps)}
-        if metrics.grad_norm is not None:
-            line["grad_norm"] = metrics.grad_norm
-        self._loss, self._steps = 0.0, 0
-        self.values({**line, "learning_rate": metrics.lr}, metrics.step, epoch)
-
-    def values(self, values: Mapping[str, Any], step: int, epoch: float) -> None:
-        """Add the values of an evaluation, or those of the whole run at its end."""
-        self.lines.append({**values, "epoch": epoch, "step": step})
-
-    def latest(self) -> Line:
-        """The last line as transformers gives it to callbacks, which know the step from elsewhere."""
-        return {name: value for name, value in self.lines[-1].items() if name != "step"}
-
-    def to_json(self) -> list[Line]:
-        """What a checkpoint keeps."""
-        return [strict(line) for line in self.lines] if self.kept else []
-
-    def restore(self, lines: Sequence[Any], where: str) -> None:
-        """Take what `to_json` gave. Raises `CheckpointError` for what it has not made."""
-        if not all(isinstance(line, dict) for line in lines):
-            raise CheckpointError(f"{where}: log_history is not one that this version writes")
-        self.lines[:] = [{name: unstrict(value) for name, value in line.items()} for line in lines]
-
-
 @dataclass(kw_only=True, slots=True)
 class RunProgress:
     """How far a run is, and what its steps add up to. Losses and seconds are those of this process's steps."""
 
     max_nonfinite: int
     """The run ends after so many skipped steps in a row; 0: never."""
-    history: LogHistory
+    keeps_log: bool = False
+    """Whether checkpoints have `log` too, so that a run that goes on has all of it."""
+    log: list[Line] = field(default_factory=list)
+    """The logged lines in transformers' words: what callbacks know as `state.log_history`."""
+    logged: int = 0
+    """How many of `losses` the lines of steps are means of."""
     step: int = 0
     """Steps that were made."""
     passed_over: int = 0
@@ -171,8 +132,6 @@ class RunProgress:
     loss_before: float | None = None
     """The last loss of an earlier process."""
     best: Best = field(default_factory=Best)
-    latest_metric: float = float("nan")
-    """The value of `run.metric` in the latest evaluation."""
     evaluated_targets: int | None = None
     """Targets of the latest evaluation; None where it was of several sets."""
     evaluation_feed: Feed | None = None
@@ -214,7 +173,18 @@ class RunProgress:
             self.bubbles.append(result.bubble)
         if result.communication:
             self.communication = added(self.communication, result.communication)
-        self.history.count(result.loss)
+
+    def log_step(self, metrics: StepMetrics, epoch: float) -> None:
+        """Add the line of a step to the log: `loss` is the mean of the steps since the last such line."""
+        line: Line = {"loss": _mean(self.losses[self.logged :])}
+        self.logged = len(self.losses)
+        if metrics.grad_norm is not None:
+            line["grad_norm"] = metrics.grad_norm
+        self.log.append({**line, "learning_rate": metrics.lr, "epoch": epoch, "step": metrics.step})
+
+    def latest_line(self) -> Line:
+        """The last line as transformers gives it to callbacks, which know the step from elsewhere."""
+        return {name: value for name, value in self.log[-1].items() if name != "step"}
 
     def check(self) -> None:
         """Raise `NonFiniteError` after too many skipped steps in a row."""
@@ -333,7 +303,7 @@ class RunContext:
             best_checkpoint=str(checkpoint) if checkpoint is not None and checkpoint.exists() else None,
             is_world_process_zero=self.mesh.rank == 0,
             total_flos=self.total_flos,
-            log_history=progress.history.lines,
+            log_history=progress.log,
         )
 
     def summary_values(self) -> Values:
@@ -351,7 +321,7 @@ class RunContext:
 
     def log_values(self, values: Mapping[str, Any]) -> None:
         """Add values that are no step's to the history, and announce them to callbacks."""
-        self.progress.history.values(values, self.progress.step, self.epoch)
+        self.progress.log.append({**values, "epoch": self.epoch, "step": self.progress.step})
         self.events.call("on_log", self.progress.step, values)
 
     def log_evaluation(self, values: Values) -> None:

@@ -11,7 +11,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from zeromesh.errors import ConfigError, DataError, PhaseError
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
-from zeromesh.trainer.data.feed import Feed, require_same_data
+from zeromesh.trainer.data.feed import require_same_data
 from zeromesh.trainer.formatting import human_count
 from zeromesh.trainer.loop.context import RunContext, Values
 from zeromesh.trainer.loop.prediction import Collector
@@ -40,12 +40,12 @@ def evaluate(
     values: Values = {}
     for suffix, each in sets.items():
         name = f"{prefix}{suffix}"
-        began, feed = time.perf_counter(), _feed_of(run, each)
-        result = _run_through(run, feed, ignored, stop, outputs=run.inputs.compute_metrics is not None)
-        if result is None:
+        outputs = run.inputs.compute_metrics is not None
+        found = _run_through(run, each, name, ignored, stop, outputs=outputs, labelled=True)
+        if found is None:
             return None
-        values |= {f"{name}_loss": result.loss} | _metrics(run, result, name)
-        values |= _speed(name, feed, time.perf_counter() - began)
+        result, own = found
+        values |= own
         run.progress.evaluated_targets = result.targets if chosen is each else None
     losses = [value for name, value in values.items() if name.endswith("_loss")]
     return {f"{prefix}_loss": sum(losses) / len(losses), **values}
@@ -57,29 +57,31 @@ def predict(run: RunContext, dataset: MapDataset, prefix: str, ignored: Sequence
     Raises:
         DataError: when it cannot be used.
     """
-    began, feed = time.perf_counter(), _feed_of(run, dataset)
-    result = _run_through(run, feed, ignored, lambda: False, outputs=True)
-    if result is None or result.prediction is None:
+    found = _run_through(run, dataset, prefix, ignored, lambda: False, outputs=True, labelled=False)
+    if found is None or found[0].prediction is None:
         raise PhaseError("a prediction has ended early that nothing was to end")
-    values = {f"{prefix}_loss": result.loss} if result.targets else {}
-    labels = result.prediction.label_ids
-    if labels is not None:
-        values |= _metrics(run, result, prefix)
-    values |= _speed(prefix, feed, time.perf_counter() - began)
-    return PredictionOutput(predictions=result.prediction.predictions, label_ids=labels, metrics=values)
-
-
-def _feed_of(run: RunContext, dataset: MapDataset) -> Feed:
-    check_dataset(dataset, name="eval_dataset")
-    require_same_data(run.mesh, {"eval_dataset": dataset}, {})
-    run.progress.evaluation_feed = feed = run.model.feeds.evaluation(dataset)
-    return feed
+    prediction = found[0].prediction
+    return PredictionOutput(predictions=prediction.predictions, label_ids=prediction.label_ids, metrics=found[1])
 
 
 def _run_through(
-    run: RunContext, feed: Feed, ignored: Sequence[str] | None, stop: Callable[[], bool], *, outputs: bool
-) -> EvaluationResult | None:
-    """Run the model over a feed, with averaged weights where `ema.evaluate` says so; None once `stop`."""
+    run: RunContext,
+    dataset: MapDataset,
+    prefix: str,
+    ignored: Sequence[str] | None,
+    stop: Callable[[], bool],
+    *,
+    outputs: bool,
+    labelled: bool,
+) -> tuple[EvaluationResult, Values] | None:
+    """Run the model over a dataset, with averaged weights where `ema.evaluate` says so; its values by name. None once `stop`.
+
+    `labelled`: False: there may be no labels, and then there is neither a loss nor a metric.
+    """
+    began = time.perf_counter()
+    check_dataset(dataset, name="eval_dataset")
+    require_same_data(run.mesh, {"eval_dataset": dataset}, {})
+    run.progress.evaluation_feed = feed = run.model.feeds.evaluation(dataset)
     collector = None
     if outputs:
         if ignored is None:
@@ -93,7 +95,19 @@ def _run_through(
         return not stop()
 
     with run.model.averaged() if run.config.ema.evaluate else nullcontext():
-        return run.model.stepper.evaluate(feed, go_on, collector)
+        result = run.model.stepper.evaluate(feed, go_on, collector)
+    if result is None:
+        return None
+    values = {f"{prefix}_loss": result.loss} if labelled or result.targets else {}
+    if labelled or (result.prediction is not None and result.prediction.label_ids is not None):
+        values |= _metrics(run, result, prefix)
+    seconds = time.perf_counter() - began
+    speed = {
+        f"{prefix}_runtime": round(seconds, 4),
+        f"{prefix}_samples_per_second": round(feed.plan.global_size / seconds, 3),
+        f"{prefix}_steps_per_second": round(feed.plan.accumulation / seconds, 3),
+    }
+    return result, {**values, **speed}
 
 
 def _metrics(run: RunContext, result: EvaluationResult, prefix: str) -> Values:
@@ -111,15 +125,6 @@ def _metrics(run: RunContext, result: EvaluationResult, prefix: str) -> Values:
             value.item() if hasattr(value, "item") and np.size(value) == 1 else value
         )
         for name, value in found.items()
-    }
-
-
-def _speed(prefix: str, feed: Feed, seconds: float) -> Values:
-    """How long it took, in samples and in rounds of microbatches."""
-    return {
-        f"{prefix}_runtime": round(seconds, 4),
-        f"{prefix}_samples_per_second": round(feed.plan.global_size / seconds, 3),
-        f"{prefix}_steps_per_second": round(feed.plan.accumulation / seconds, 3),
     }
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
 from zeromesh.trainer.checkpoints.trainer_state import Best
@@ -16,6 +13,7 @@ from zeromesh.trainer.loop.training_loop import TrainingLoop
 from zeromesh.trainer.lr_schedule import STEADY
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.run_directory import RunDirectory, start_facts
+from zeromesh.trainer.monitoring.step_metrics import unstrict
 from zeromesh.trainer.monitoring.step_stats import rank_figures
 from zeromesh.trainer.tracking.tracking import Tracking
 
@@ -49,7 +47,7 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
             run.model.module,
             run.model.processing_class,
             run.console.note,
-            linked=progress.history.kept,
+            linked=progress.keeps_log,
         )
         eval_loss = _resume(run, checkpoints) if progress.step == 0 else None
         run.start_times.end("checkpoints")
@@ -58,7 +56,7 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
                 checkpoints.require_room()
             facts = start_facts(mesh, run.model.parameters)
             with (
-                _leaving_nothing_half_written(run, checkpoints),
+                checkpoints,
                 directory.open(config, progress.step, facts) as writer,
                 directory.monitored(mesh),
                 run.console,
@@ -100,17 +98,6 @@ def _require_trained_parameters(run: RunContext) -> None:
         raise ConfigError(f"{type(model).__name__} {why}; there is nothing to train")
 
 
-@contextmanager
-def _leaving_nothing_half_written(run: RunContext, checkpoints: RunCheckpoints) -> Iterator[None]:
-    """After an error of a single rank, which may go on, nothing is still being written."""
-    try:
-        yield
-    except BaseException:
-        if run.mesh.world_size == 1:
-            checkpoints.give_up()
-        raise
-
-
 def _resume(run: RunContext, checkpoints: RunCheckpoints) -> float | None:
     """Go to where an earlier process was, if there was one; the evaluation loss there."""
     run.console.status("looking for checkpoints")
@@ -122,7 +109,7 @@ def _resume(run: RunContext, checkpoints: RunCheckpoints) -> float | None:
     progress.reached = state.step + state.passed_over
     progress.best = Best.from_json(state.best, "the checkpoint")
     run.events.restore(state.callbacks)
-    progress.history.restore(state.log_history, "the checkpoint")
+    progress.log[:] = [unstrict(dict(line)) for line in state.log_history]
     if isinstance(run.data.train, StreamedDataset):
         run.data.train.restore(state.stream, "the checkpoint")
     progress.tokens = progress.tokens_before = state.tokens

@@ -22,7 +22,7 @@ from zeromesh.trainer.loop.stop_signals import StopRequest
 from zeromesh.trainer.monitoring.memory import STEP_MEMORY, recorded_memory
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.start_times import sentence
-from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, MetricsWriter, StepMetrics
+from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, MetricsWriter, StepMetrics, strict
 from zeromesh.trainer.monitoring.step_stats import Stragglers, rank_figures
 from zeromesh.trainer.tracking.tracking import Tracking
 
@@ -53,13 +53,18 @@ class TrainingLoop:
     """The latest step whose line is in the files."""
     _unannounced: bool = False
     """Whether the present step is saved, and `on_save` was not called yet."""
-    _evaluated: tuple[int, float] | None = None
-    """The latest evaluation: after which step, and its loss."""
+    _evaluated: tuple[int, float, float] | None = None
+    """The latest evaluation: after which step, its loss, and the value of `run.metric`."""
+
+    @property
+    def _judged(self) -> tuple[float | None, float | None]:
+        """The loss and the metric of the evaluation after the present step; None where there was none."""
+        return self._evaluated[1:] if self._evaluated and self._evaluated[0] == self.run.progress.step else (None, None)
 
     @property
     def eval_loss(self) -> float | None:
         """The loss of the evaluation after the present step; None where there was none."""
-        return self._evaluated[1] if self._evaluated and self._evaluated[0] == self.run.progress.step else None
+        return self._judged[0]
 
     @property
     def _over(self) -> bool:
@@ -216,7 +221,7 @@ class TrainingLoop:
             metrics = self._write(replace(metrics, peak_memory_bytes=rank_figures(run.mesh)[0]))
         self._metrics = None
         run.events.control.log = False
-        run.progress.history.step(metrics, run.epoch)
+        run.progress.log_step(metrics, run.epoch)
         self._announce("on_log", metrics)
         return True
 
@@ -279,8 +284,8 @@ class TrainingLoop:
         if values is None:
             return
         run.console.note(evaluation_line(run, values))
-        metric = progress.latest_metric = value_of(section.metric, values)
-        self._evaluated = (progress.step, values["eval_loss"])
+        metric = value_of(section.metric, values)
+        self._evaluated = (progress.step, values["eval_loss"], metric)
         if self.writer is not None:
             with MetricsWriter(self.writer.path.with_name(EVALUATIONS)) as evaluations:
                 evaluations.write({"step": progress.step, **values})
@@ -324,6 +329,7 @@ class TrainingLoop:
         run, progress = self.run, self.run.progress
         engine = run.model.require_engine().progress()
         train, samples = run.data.train, run.samples
+        eval_loss, metric = self._judged
         return TrainerState(
             step=progress.step,
             samples=samples,
@@ -335,8 +341,8 @@ class TrainingLoop:
             trained=engine.trained,
             averages=engine.averaged_updates,
             loss=progress.last_loss,
-            eval_loss=self.eval_loss,
-            metric=progress.latest_metric if self.eval_loss is not None else None,
+            eval_loss=eval_loss,
+            metric=metric,
             best=progress.best.to_json(),
             callbacks=run.events.states(),
             loss_scale=engine.loss_scale,
@@ -345,6 +351,6 @@ class TrainingLoop:
             max_steps=run.config.run.max_steps,
             learning_rate=run.learning_rate_of(max(0, progress.step - 1)),
             tracker=self.tracking.identity(run.config.run.name),
-            log_history=progress.history.to_json(),
+            log_history=[strict(line) for line in progress.log] if progress.keeps_log else [],
             settings=run.settings,
         )

@@ -28,7 +28,7 @@ from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset, is_stream
 from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
-from zeromesh.trainer.loop.context import LogHistory, RunContext, RunProgress, UserInputs
+from zeromesh.trainer.loop.context import RunContext, RunProgress, UserInputs
 from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.models.build import check_model
 from zeromesh.trainer.models.hub_download import pin_sources
@@ -118,8 +118,8 @@ def build_run(
     start_times.end("data")
 
     # The model, and what is measured of it.
-    history = LogHistory(kept=inputs.of_transformers or events.of_transformers is not None)
-    progress = RunProgress(max_nonfinite=config.run.max_nonfinite, history=history)
+    keeps_log = inputs.of_transformers or events.of_transformers is not None
+    progress = RunProgress(max_nonfinite=config.run.max_nonfinite, keeps_log=keeps_log)
     model = build_trained_model(
         config,
         mesh,

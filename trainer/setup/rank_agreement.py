@@ -40,7 +40,8 @@ def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
     Raises:
         LayoutError: for models with other parameters or buffers.
     """
-    tensors = dict(_tensors(model))
+    tensors: dict[str, Tensor] = {f"parameter {name}": each for name, each in model.named_parameters()}
+    tensors |= {f"buffer {name}": each for name, each in model.named_buffers()}
     plan = {
         name: f"{list(t.shape)} {t.dtype} {'trained' if t.requires_grad else 'frozen'}" for name, t in tensors.items()
     }
@@ -50,7 +51,8 @@ def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
     if mesh.world_size == 1:
         return []
     held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-    rows = mesh.world.gather_integers([_digest(tensor) for tensor in held.values()])
+    digests = [xxhash.xxh3_64_intdigest(_bytes_of(tensor).numpy().data) >> 1 for tensor in held.values()]
+    rows = mesh.world.gather_integers(digests)
     differing = [name for index, name in enumerate(held) if len({row[index] for row in rows}) > 1]
     for name in differing:
         _take_from_first(held[name], mesh.world)
@@ -71,18 +73,9 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, ob
             yield key, value
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from ((f"parameter {name}", each) for name, each in model.named_parameters())
-    yield from ((f"buffer {name}", each) for name, each in model.named_buffers())
-
-
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Its values on CPU, as uint8 [bytes]."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _digest(tensor: Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(_bytes_of(tensor).numpy().data) >> 1
 
 
 def _take_from_first(tensor: Tensor, world: ProcessSet) -> None:
