@@ -35,7 +35,7 @@ from zeromesh.trainer.monitoring.start_times import StartTimes
 from zeromesh.trainer.setup.build import build_run, connect
 from zeromesh.trainer.setup.engine_options import errors_with_user_keys
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
-from zeromesh.trainer.weights.library_logging import only_rank_0_logs
+from zeromesh.trainer.weights.hub_names import only_rank_0_logs
 from zeromesh.zero.engine import ZeroEngine
 
 _DATA_KEYS = frozenset({"data.train", "data.eval", "data.sequence_length"})

@@ -186,9 +186,13 @@ def _rows(file: SourceFile, text_field: str) -> Iterator[Document]:
         return
     import datasets
 
+    path = glob.escape(str(file.path))  # The library reads it as a pattern.
+    # Not load_dataset: it reports each use of a format to a server, with no argument that stops it.
+    library = datasets.IterableDataset
+    read = library.from_json if file.form == "json" else library.from_parquet
     number = 0
     try:
-        for batch in _csv_rows(file) if file.form in ("csv", "tsv") else _library_rows(file):
+        for batch in _csv_rows(file) if file.form in ("csv", "tsv") else read(path).iter(_ROWS_AT_ONCE):
             if text_field not in batch:
                 raise DataError(
                     f"{str(file.path)!r} row {number} has no field {text_field!r}, only {', '.join(map(repr, batch))}; "
@@ -208,19 +212,8 @@ def _rows(file: SourceFile, text_field: str) -> Iterator[Document]:
         raise DataError(f"{str(file.path)!r} cannot be read as {file.form}: {summary(error)}") from error
 
 
-def _library_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
-    """Yield columns of some rows after the other."""
-    import datasets
-
-    path = glob.escape(str(file.path))  # The library reads it as a pattern.
-    # Not load_dataset: it reports each use of a format to a server, with no argument that stops it.
-    read = datasets.IterableDataset
-    rows = read.from_json(path) if file.form == "json" else read.from_parquet(path)
-    yield from rows.iter(_ROWS_AT_ONCE)
-
-
 def _csv_rows(file: SourceFile) -> Iterator[dict[str, list[Any]]]:
-    """Yield the same of CSV, by the names in its first row. Values stay text: no numbers, and nothing is missing for NA."""
+    """Yield each row of CSV by the names in the first one. Values stay text: no numbers, and nothing is missing for NA."""
     csv.field_size_limit(_LONGEST_FIELD)
     with file.path.open(encoding="utf-8-sig", newline="") as lines:
         for row in csv.DictReader(lines, delimiter="," if file.form == "csv" else "\t", strict=True):

@@ -24,7 +24,7 @@ from zeromesh.trainer.data.collate import IGNORED_LABEL, count_targets
 from zeromesh.trainer.losses.chunked_head import ChunkedHead
 from zeromesh.trainer.losses.trial import Verdict, examine, shifted
 from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
-from zeromesh.trainer.weights.library_logging import quiet_library
+from zeromesh.trainer.weights.hub_names import quiet_library
 
 ComputeLoss = Callable[
     [nn.Module, Mapping[str, Any]], tuple[Tensor, int | Tensor] | tuple[Tensor, int | Tensor, Mapping[str, Any]]

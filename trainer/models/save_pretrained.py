@@ -52,7 +52,8 @@ def save_model(
     path = Path(os.path.abspath(path))
     adapter = gathered_adapter(model, state, mesh) if is_adapted(model) else None
     whole = _stored_tensors(model) if state is None else {}
-    specs = [_spec(name, tensor) for name, tensor in whole.items()] if state is None else state.stored_specs()
+    specs = [TensorSpec(kind="model", name=name, dtype=t.dtype, shape=tuple(t.shape)) for name, t in whole.items()]
+    specs = specs if state is None else state.stored_specs()
     writer = _DirectoryWriter(path, mesh) if mesh.rank == 0 else None
     if writer is not None:
         with writer.catching():
@@ -136,15 +137,13 @@ class _DirectoryWriter:
                 else:
                     for name, text in self._indices.items():
                         write_whole(self._directory / name, text)
-                    save_configuration(model, self._widest_dtype(), processing_class, self._directory)
+                    # `from_pretrained` loads all of a model in one dtype: the widest floating one that is stored.
+                    found = [spec.dtype for _, spec, _ in self._places.values() if spec.dtype.is_floating_point]
+                    widest = max(found, key=lambda dtype: dtype.itemsize, default=None)
+                    save_configuration(model, widest, processing_class, self._directory)
                 self._move()
         shutil.rmtree(self._directory, ignore_errors=True)
         return self.failure
-
-    def _widest_dtype(self) -> torch.dtype | None:
-        """The widest floating dtype that is stored: `from_pretrained` loads all of a model in one."""
-        found = [spec.dtype for _, spec, _ in self._places.values() if spec.dtype.is_floating_point]
-        return max(found, key=lambda dtype: dtype.itemsize, default=None)
 
     def _move(self) -> None:
         """Move the directory as a whole where there is none; else part by part, the weights last."""
@@ -234,7 +233,3 @@ def _save_part(part: Any, directory: Path) -> None:
 def _stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What is stored of a whole model: parameters, tied ones once, and persistent buffers."""
     return {**{name: parameter.detach() for name, parameter in model.named_parameters()}, **saved_buffers(model)}
-
-
-def _spec(name: str, tensor: Tensor) -> TensorSpec:
-    return TensorSpec(kind="model", name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))

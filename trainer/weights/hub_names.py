@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.utils import logging
 
 from zeromesh.checkpoint.format.safetensors_layout import Entry
 from zeromesh.errors import CheckpointError, ConfigError, some, summary
@@ -205,33 +208,29 @@ class HubNames:
         """`directory` holds a `config.json`, or none. Raises `CheckpointError` for one that no model can be built of."""
         self.note = ""
         self._model: Any = None
-        self._reverse: list[Any] = []
-        model = self._build(directory)
-        if model is None:
+        self._converters: list[Any] = []
+        if not (directory / "config.json").is_file():
+            self.note = "no config.json: only the weights are written, under the model's own names"
             return
+        cls, config, reason = read_class(directory)
+        if cls is None:
+            self.note = f"{reason}: names stay as they are"
+            return
+        try:
+            with torch.device("meta"):
+                model = cls(config)
+        except INITIALISER_ERRORS as error:
+            raise CheckpointError(
+                f"{cls.__name__} cannot be built from config.json: {summary(error, lines=2)}"
+            ) from error
         # What transformers itself reverts for a model that was not loaded from files.
         found = get_model_conversion_mapping(model, add_legacy=False)
         found = [each for each in found if not isinstance(each, PrefixChange)]
         if found:
             model._weight_conversions = found
             self._model = model
-            self._reverse = [each.reverse_transform() for each in reversed(found)]
-
-    def _build(self, directory: Path) -> Any:
-        if not (directory / "config.json").is_file():
-            self.note = "no config.json: only the weights are written, under the model's own names"
-            return None
-        cls, config, reason = read_class(directory)
-        if cls is None:
-            self.note = f"{reason}: names stay as they are"
-            return None
-        try:
-            with torch.device("meta"):
-                return cls(config)
-        except INITIALISER_ERRORS as error:
-            raise CheckpointError(
-                f"{cls.__name__} cannot be built from config.json: {summary(error, lines=2)}"
-            ) from error
+            reverse = [each.reverse_transform() for each in reversed(found)]
+            self._converters = [each for each in reverse if isinstance(each, WeightConverter)]
 
     def groups(self, tensors: Tensors) -> list[Group]:
         """Return every tensor, which is on the meta device, in the group that it is reverted with.
@@ -239,12 +238,9 @@ class HubNames:
         Raises:
             CheckpointError: where transformers cannot revert a conversion.
         """
-        if self._model is None:
-            return [Group(names=(name,), converted=False, outputs={name: each}) for name, each in tensors.items()]
-        converters = [each for each in self._reverse if isinstance(each, WeightConverter)]
         found: dict[tuple[str, bool], list[str]] = {}
         for name in sorted(tensors, key=dot_natural_key):
-            target, pattern = rename_source_key(name, [], converters)
+            target, pattern = rename_source_key(name, [], self._converters)
             found.setdefault((target, pattern is not None), []).append(name)
         return [
             Group(names=tuple(names), converted=converted, outputs=self.revert({name: tensors[name] for name in names}))
@@ -276,3 +272,28 @@ def read_class(directory: Path) -> tuple[Any, Any, str]:
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         return None, None, f"{name or 'the model'} is no class of transformers"
     return cls, config, ""
+
+
+@contextmanager
+def quiet_library() -> Iterator[None]:
+    """Inside the block transformers logs nothing but errors, and draws no progress bars."""
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def only_rank_0_logs(rank: int) -> Iterator[None]:
+    """Inside the block rank 0 alone logs and warns what all ranks would."""
+    if rank == 0:
+        yield
+        return
+    with quiet_library(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

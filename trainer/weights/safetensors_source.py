@@ -139,7 +139,7 @@ class SafetensorsSource:
         cache_bytes: of converted parameters kept between reads (one conversion at least).
 
     `notes` are lines for the run to print. Raises `ConfigError` that lists every tensor that is missing, unexpected or of another
-    shape, and for files that are broken.
+    shape, and for files that are broken; `LostValuesError` for values that neither the files nor `fallback` have.
     """
 
     def __init__(
@@ -156,11 +156,18 @@ class SafetensorsSource:
         self._fallback = fallback
         self._origin = _origins(model, self._matched)
         self._numel = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
-        self._refuse_lost(fallback)
+        lost = fallback.lost() if isinstance(fallback, SeededSource) else ()
+        if unknown := tuple(name for name in lost if not self.provides(name)):
+            raise LostValuesError(unknown, "they are in no file either")
         self._compare_tied()
         self._cache: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
         self._cache_bytes = cache_bytes
-        self.notes = self._describe()
+        remarks = {
+            "not in {}, so newly initialised": self._matched.new,
+            "in {} and not used by this model": self._matched.unused,
+        }
+        where = self._files.directory
+        self.notes = tuple(f"{text.format(where)}: {some(names, 6)}" for text, names in remarks.items() if names)
 
     def provides(self, name: str) -> bool:
         """Whether the files have a value for parameter or buffer `name` (or another name of a tied parameter)."""
@@ -209,13 +216,6 @@ class SafetensorsSource:
         self._cache[key] = conversion.run(self._files.read_whole, self._skeleton.root)
         return self._cache[key]
 
-    def _refuse_lost(self, fallback: ParameterSource) -> None:
-        """Raise `LostValuesError` for parameters whose values neither the files nor the fallback have."""
-        lost = fallback.lost() if isinstance(fallback, SeededSource) else ()
-        unknown = tuple(name for name in lost if not self.provides(name))
-        if unknown:
-            raise LostValuesError(unknown, "they are in no file either")
-
     def _compare_tied(self) -> None:
         """Refuse files in which the names of one tied parameter have different values: one of them would be lost."""
         problems = []
@@ -231,14 +231,6 @@ class SafetensorsSource:
         if problems:
             problems.append("set model.config.tie_word_embeddings: false to train them apart")
             raise ConfigError(problems, where="model.source")
-
-    def _describe(self) -> tuple[str, ...]:
-        notes = []
-        if self._matched.new:
-            notes.append(f"not in {self._files.directory}, so newly initialised: {some(self._matched.new, 6)}")
-        if self._matched.unused:
-            notes.append(f"in {self._files.directory} and not used by this model: {some(self._matched.unused, 6)}")
-        return tuple(notes)
 
 
 def _origins(model: Any, matched: Matched) -> dict[str, str]:
