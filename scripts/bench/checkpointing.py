@@ -143,7 +143,7 @@ def _zeromesh(workload: Workload, tensor: int = 1) -> System:
     from zeromesh.mesh.process_mesh import Mesh
     from zeromesh.options import Precision, ZeroOptions
     from zeromesh.parallelize import ParallelOptions, divide
-    from zeromesh.weight_init.meta_init import build_deferred
+    from zeromesh.weight_init.weight_sources import build_deferred
     from zeromesh.zero.engine import ZeroEngine
 
     environment = read_environment()

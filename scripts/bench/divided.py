@@ -32,8 +32,7 @@ from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.models.prepare import use_fastest_linear
 from zeromesh.trainer.setup.engine_options import engine_options
-from zeromesh.weight_init.meta_init import build_deferred
-from zeromesh.weight_init.weight_sources import materialize_buffers
+from zeromesh.weight_init.weight_sources import build_deferred, materialize_buffers
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.pass_progress import MicrobatchPosition
 

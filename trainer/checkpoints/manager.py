@@ -32,8 +32,8 @@ from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.adapters import is_adapted
 from zeromesh.trainer.models.save_pretrained import gathered_adapter, save_configuration
 from zeromesh.units.unit import Bucket
-from zeromesh.zero.checkpoint_state import AVERAGE, WEIGHTS
 from zeromesh.zero.engine import EngineProgress, ZeroEngine
+from zeromesh.zero.full_state import AVERAGE, WEIGHTS
 
 FOLDER = "checkpoints"
 

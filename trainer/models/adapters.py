@@ -16,9 +16,8 @@ from torch import nn
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.sections.model import Head, LoraSection
-from zeromesh.weight_init.meta_init import BuiltModel
 from zeromesh.weight_init.recompute_init import INITIALISER_ERRORS, is_pretrained_model, seeded_cpu
-from zeromesh.weight_init.weight_sources import ParameterSource
+from zeromesh.weight_init.weight_sources import BuiltModel, ParameterSource
 
 
 def wraps_another(model: nn.Module) -> bool:

@@ -25,8 +25,7 @@ from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.trainer.models.adapters import adapter_names, is_adapted, pretrained_of, wraps_another
 from zeromesh.weight_init.weight_sources import canonical_names
-from zeromesh.zero.checkpoint_state import saved_buffers
-from zeromesh.zero.full_state import FullState
+from zeromesh.zero.full_state import FullState, saved_buffers
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

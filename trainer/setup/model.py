@@ -47,8 +47,13 @@ from zeromesh.trainer.setup.engine_options import exempted
 from zeromesh.trainer.setup.memory_check import kept_input_bytes, require_memory
 from zeromesh.trainer.setup.rank_agreement import share_weights
 from zeromesh.units.build import open_tiers
-from zeromesh.weight_init.meta_init import BuiltModel, build_deferred, hooked_parameters, wrap_passed_model
-from zeromesh.weight_init.weight_sources import materialize_buffers
+from zeromesh.weight_init.weight_sources import (
+    BuiltModel,
+    build_deferred,
+    hooked_parameters,
+    materialize_buffers,
+    wrap_passed_model,
+)
 from zeromesh.zero.engine import ZeroEngine
 
 _REDUCED = {"shared": "through host-shared memory", "gloo": "over gloo", "nccl": "over NCCL"}

@@ -8,8 +8,7 @@ from typing import Literal
 
 import torch
 
-from zeromesh.comm.activation_collectives import Exchange, GroupExchange
-from zeromesh.comm.shm_activation_collectives import SharedExchange
+from zeromesh.comm.activation_collectives import Exchange, GroupExchange, SharedExchange
 from zeromesh.comm.shm_transport import SharedTransport
 from zeromesh.comm.torch_transport import CollectiveTransport
 from zeromesh.comm.transport import BufferRequest, RingRequest, Transport

@@ -18,6 +18,7 @@ left itself. A bucket that is not left yet, such as one of the root, is passed o
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,18 +37,151 @@ from zeromesh.offload import (
     StreamOperand,
     StreamRow,
     Tier,
+    TierChoice,
     TieredTensor,
     Tiers,
     UpdateStream,
+    WaitTime,
 )
-from zeromesh.optim.fused_optimizer import BucketOptimizer, Rates
+from zeromesh.optim.fused_optimizer import BucketOptimizer, OptimizerGroup, Rates, fused_update, moment_names
 from zeromesh.optim.gradients import GradientShards, LossScaler, ReplicaGroups, clip_factor, global_norm, gradient_of
-from zeromesh.optim.update_device import place_updates, try_update
-from zeromesh.optim.weight_average import WeightAverage
-from zeromesh.options import Placement, ZeroOptions
+from zeromesh.options import AverageSettings, Placement, UpdateOn, ZeroOptions
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.units.unit import Bucket, Unit, all_buckets
+
+_EXCHANGED = 1 << 20
+"""Elements that are exchanged at a time."""
+
+
+class WeightAverage:
+    """Exponential moving averages of this rank's shards, `[shard]` in the master dtype, which rest where the moments do.
+
+    They are those of `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`, after every `every`-th update: the
+    first one that counts copies the weights, later ones are `average + (1 - decay) (weights - average)`. Parameters that never
+    were trained have no average, and an averaged model has the buffers of the model.
+    """
+
+    def __init__(self, settings: AverageSettings, tiers: Tiers, at: TierChoice) -> None:
+        self.count = 0
+        """How many updates of the weights are in it. Before the first, averaged weights are the weights."""
+        self._settings = settings
+        self._tiers = tiers
+        self._at = at
+        self._tensors: dict[int, TieredTensor] = {}
+
+    def of(self, bucket: Bucket) -> TieredTensor | None:
+        """The average of a bucket's shard; None where nothing of it was ever trained."""
+        return self._tensors.get(id(bucket))
+
+    def begin(self, bucket: Bucket) -> None:
+        """A bucket's weights, which have not changed so far, are their own average."""
+        master, what = bucket.master, f"averages of {bucket.name}"
+        average = self._tiers.allocate(master.numel, master.dtype, self._at, Purpose.AVERAGES, what)
+        average.copy_from(master)
+        self._tensors[id(bucket)] = average
+
+    def due(self, update: int) -> bool:
+        """Whether update number `update`, from 1, counts."""
+        return update >= self._settings.start and update % self._settings.every == 0
+
+    def blend(self, average: torch.Tensor, weights: torch.Tensor) -> None:
+        """Take new weights into an average, in place; both are a part of a shard."""
+        if self.count:
+            average.lerp_(weights, 1 - self._settings.decay)
+        else:
+            average.copy_(weights)
+
+    def exchange(self, bucket: Bucket) -> None:
+        """Let a bucket's master weights and their averages change places, part by part. Raises `StorageError`."""
+        master, average, device = bucket.master, self._tensors[id(bucket)], self._tiers.device
+        if master.whole(device) is None or average.whole(device) is None:
+            device = torch.device("cpu")
+        for start in range(0, master.numel, _EXCHANGED):
+            length = min(_EXCHANGED, master.numel - start)
+            first, second = (torch.empty(length, dtype=master.dtype, device=device) for _ in range(2))
+            for tensor, part in ((master, first), (average, second)):
+                tensor.read(start, part).wait()
+            for tensor, part in ((master, second), (average, first)):
+                tensor.write(start, part).wait()
+
+
+_CPU = torch.device("cpu")
+_ELEMENTS = 1 << 23
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateDevice:
+    """Where updates are computed when their states are not in the device's memory: on the CPU, or on the device.
+
+    The CPU saves the transfer to the device and back, and the device computes faster. Both are tried: `host_seconds` and
+    `device_seconds` are what a billion elements took, on average over ranks.
+    """
+
+    device: torch.device
+    host_seconds: float | None = None
+    device_seconds: float | None = None
+
+    def note(self) -> str | None:
+        """A line that says where updates are computed and why; None where there was nothing to choose."""
+        if self.host_seconds is None or self.device_seconds is None:
+            return None
+        chosen = "the CPU" if self.device.type == "cpu" else "the device"
+        return (
+            f"offload: updates are computed on {chosen} (tried: {self.host_seconds:.2f} s for a billion elements on the CPU, "
+            f"{self.device_seconds:.2f} s on the device with the way there and back); offload.update says otherwise"
+        )
+
+
+def place_updates(
+    wanted: UpdateOn, mesh: Mesh, try_on: Callable[[torch.device], float], *, in_reach: bool
+) -> UpdateDevice:
+    """Choose where to compute updates, alike on all ranks, which all call this.
+
+    `in_reach`: all states are in the device's memory. `try_on(device)` gives the seconds of a billion elements there.
+    """
+    device = mesh.device
+    if device.type == "cpu" or in_reach or wanted == "device":
+        return UpdateDevice(device=device)
+    if wanted == "host":
+        return UpdateDevice(device=_CPU)
+    rows = mesh.world.gather_integers([int(1e9 * try_on(each)) for each in (_CPU, device)])
+    host, there = (sum(row[number] for row in rows) / len(rows) / 1e9 for number in range(2))
+    return UpdateDevice(device=_CPU if host <= there else device, host_seconds=host, device_seconds=there)
+
+
+def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions) -> float:
+    """Seconds for a billion elements of an update computed on `device`, states and gradients being in the host's memory."""
+    pinned, settings, dtype = tiers.pinned.used, options.optimizer, options.precision.master
+    names = ("master", "gradient", *moment_names(settings))
+    memory = [tiers.buffer(_ELEMENTS * dtype.itemsize, _CPU).view(dtype) for _ in names]
+    uses = [StreamOperand(tensor=TieredTensor.of(each, Tier.HOST), mode=Access.UPDATE) for each in memory]
+    stream = UpdateStream(
+        device,
+        width=0 if device.type == "cpu" else len(uses),
+        longest=memory[0].nbytes,
+        nbytes=options.offload.staging_bytes,
+        waits=WaitTime(),
+        memory=partial(tiers.buffer, device=device),
+    )
+    group = OptimizerGroup(lr=0.0, weight_decay=0.0)
+
+    def compute(_row: StreamRow, tensors: list[torch.Tensor]) -> None:
+        master, gradient, *moments = tensors
+        fused_update(settings, group, 1.0, master, gradient, moments, 1)
+
+    rows = list(stream.rows(0, _ELEMENTS, uses))
+    seconds = []
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        stream.run(rows, compute)
+        stream.settle()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    tiers.pinned.give(tiers.pinned.used - pinned)
+    return min(seconds) * 1e9 / _ELEMENTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -130,9 +130,13 @@ def _require_master_weights(specs: Sequence[ParameterSpec], options: ZeroOptions
 
 
 def count_ring(ledger: Ledger, transport: str, ring: RingRequest) -> None:
-    """Count the bytes of gradient slots; gloo receives into buffers of its own beside them."""
-    copies = {"local": 0, "gloo": 2}.get(transport, 1)
-    ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, copies * ring.slots * ring.nbytes)
+    """Count the bytes of gradient slots."""
+    ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(transport, ring.slots, ring.nbytes))
+
+
+def ring_bytes(transport: str, slots: int, nbytes: int) -> int:
+    """Bytes of gradient slots of `nbytes` each; gloo receives into buffers of its own beside them."""
+    return {"local": 0, "gloo": 2}.get(transport, 1) * slots * nbytes
 
 
 def slot_bytes(trained: Sequence[BucketLayout], options: ZeroOptions) -> int:

@@ -27,8 +27,7 @@ from zeromesh.errors import ConfigError, LayoutError, NonFiniteError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor, Tiers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules, Rates
-from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome
-from zeromesh.optim.update_device import UpdateDevice
+from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome, UpdateDevice
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.rng import Streams
 from zeromesh.telemetry.step_recorder import StepPhase
@@ -37,8 +36,7 @@ from zeromesh.units.build import Built, build_units, open_tiers
 from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets
 from zeromesh.weight_init.weight_sources import BuiltSource, ParameterSource
-from zeromesh.zero.checkpoint_state import CheckpointState
-from zeromesh.zero.full_state import FullState
+from zeromesh.zero.full_state import CheckpointState, FullState
 from zeromesh.zero.hooks import Hooks
 from zeromesh.zero.pass_progress import MicrobatchPosition, PassMode
 from zeromesh.zero.passes import Backward, Passes

@@ -32,7 +32,7 @@ from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
 from zeromesh.optim.fused_optimizer import moment_names
 from zeromesh.optim.gradients import LEAVING
 from zeromesh.options import Placement, ZeroOptions
-from zeromesh.units.build import kept_units, plan_layouts
+from zeromesh.units.build import kept_units, plan_layouts, ring_bytes, slot_bytes
 from zeromesh.units.plan import ModelPlan
 
 
@@ -109,7 +109,8 @@ class _Formula:
             memory[Purpose.GRADIENTS] += self.passing_gradients()
         if options.sums_before_reducing and self.parts > 1:
             memory[Purpose.PARTIAL_GRADIENTS] += sum(layout.padded for layout in self.trained) * self.reduce_bytes
-        memory[Purpose.GRADIENT_BUCKETS] += self.ring()
+        slots = slot_bytes(self.trained, options)
+        memory[Purpose.GRADIENT_BUCKETS] += ring_bytes(self.transport, options.gradient_slots, slots)
         memory[Purpose.STAGING] += self.staging() + (options.offload.files.staging_bytes if files.total() else 0)
         return MemoryModel(
             terms={purpose: memory[purpose] for purpose in Purpose if memory[purpose]},
@@ -175,13 +176,6 @@ class _Formula:
             # One of the root's is in flight itself when all of them are there.
             count = sum(root) + flying - min(largest, *root) if root else flying
         return count * self.reduce_bytes
-
-    def ring(self) -> int:
-        """Bytes of slots. Gradients travel in their own dtype, or in that of the sum where earlier sums join them."""
-        summed = self.reduce_bytes if self.options.sums_before_reducing else 0
-        sizes = [layout.padded * (summed or layout.first.dtype.itemsize) for layout in self.trained]
-        copies = {"local": 0, "gloo": 2}.get(self.transport, 1)
-        return copies * self.options.gradient_slots * max(sizes, default=0)
 
     def passing_parameters(self) -> int:
         """Bytes of the root, and of the largest `prefetch` + 1 units that follow each other, of those that are not kept."""

@@ -6,8 +6,7 @@ import pytest
 import torch
 from workers import Outcome, PoolOptions, Workers
 
-from zeromesh.comm.activation_collectives import Exchange
-from zeromesh.comm.shm_activation_collectives import IN_FLIGHT
+from zeromesh.comm.activation_collectives import IN_FLIGHT, Exchange
 from zeromesh.errors import LayoutError
 from zeromesh.offload.memory.shared_segment import PAGE
 

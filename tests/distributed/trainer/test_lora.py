@@ -22,7 +22,7 @@ from zeromesh.trainer.losses.losses import LabelLoss, make_loss
 from zeromesh.trainer.losses.trial import InFloat64
 from zeromesh.trainer.models.adapters import adapter_names, add_lora, is_adapted, pretrained_of
 from zeromesh.trainer.models.build import build_model
-from zeromesh.weight_init.meta_init import BuiltModel, wrap_passed_model
+from zeromesh.weight_init.weight_sources import BuiltModel, wrap_passed_model
 
 RANK = 3
 PAIRS = 2 * len(TARGETS)

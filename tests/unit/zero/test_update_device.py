@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zeromesh.offload import Ledger, Tiers
-from zeromesh.optim.update_device import place_updates, try_update
+from zeromesh.optim.optimizer_step import place_updates, try_update
 from zeromesh.options import OptimizerSettings, UpdateOn, ZeroOptions
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -13,13 +13,14 @@ import transformers as tf
 from torch import nn
 
 from zeromesh.errors import LayoutError
-from zeromesh.weight_init.meta_init import build_deferred, wrap_passed_model
 from zeromesh.weight_init.weight_sources import (
     BuiltSource,
     LostValuesError,
     SeededSource,
+    build_deferred,
     materialize_buffers,
     source_for,
+    wrap_passed_model,
 )
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
