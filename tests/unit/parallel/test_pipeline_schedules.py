@@ -24,7 +24,7 @@ from zeromesh.pipeline.schedule import (
     simulate,
     validate,
 )
-from zeromesh.pipeline.stages.build import Cut, cut_by_cost, cut_by_hand
+from zeromesh.pipeline.stages.build import Cut, cut_by_cost
 
 
 def peak_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
@@ -264,10 +264,3 @@ def test_equal_blocks_are_cut_evenly() -> None:
     assert cut_by_cost([1.0] * 8, stages=4).counts == (2, 2, 2, 2)
     assert cut_by_cost([1.0] * 10, stages=4, first=1, last=1).counts == (2, 3, 3, 2)
     assert cut_by_cost([1.0] * 6, stages=2, last=2).counts == (4, 2)
-
-
-def test_a_cut_by_hand() -> None:
-    assert cut_by_hand([1, 3], blocks=4, stages=2).ranges() == (range(1), range(1, 4))
-    for counts, text in (([2, 1], "3 of them, the model 4"), ([1, 1, 2], "has 3 stages"), ([4, 0], "at least 1")):
-        with pytest.raises(LayoutError, match=text):
-            cut_by_hand(counts, blocks=4, stages=2)

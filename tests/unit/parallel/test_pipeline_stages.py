@@ -244,6 +244,10 @@ def test_a_large_head_has_fewer_blocks_beside_it() -> None:
         model = tf.LlamaForCausalLM(config)
     anatomy = examine(model)
     assert plan_cut(model, anatomy, 2).counts == (3, 3)
+    assert plan_cut(model, anatomy, 2, [1, 5]).ranges() == (range(1), range(1, 6))
+    for counts, text in (([2, 1], "has 3 of them, the model 6"), ([1, 1, 4], "has 3 stages"), ([6, 0], "at least 1")):
+        with pytest.raises(LayoutError, match=text):
+            plan_cut(model, anatomy, 2, counts)
     assert plan_cut(model, anatomy, 2, balance="flops").counts == (5, 1)
 
 

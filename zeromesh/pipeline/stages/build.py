@@ -74,20 +74,6 @@ class Cut:
         return tuple(range(start, end) for start, end in pairwise(accumulate(self.counts, initial=0)))
 
 
-def cut_by_hand(counts: Sequence[int], *, blocks: int, stages: int) -> Cut:
-    """The cut that a user gave.
-
-    Raises:
-        LayoutError: when it has not `stages` stages of `blocks` blocks in all.
-    """
-    cut = Cut(counts=tuple(counts))
-    if cut.stages != stages:
-        raise LayoutError(f"a cut into {list(counts)} blocks has {cut.stages} stages, the pipeline {stages}")
-    if cut.blocks != blocks:
-        raise LayoutError(f"a cut into {list(counts)} blocks has {cut.blocks} of them, the model {blocks}")
-    return cut
-
-
 def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last: float = 0.0) -> Cut:
     """The cut whose most expensive stage costs least; among those, the one whose costs have the least sum of squares.
 
@@ -175,7 +161,13 @@ def plan_cut(
         LayoutError: for counts that are not the model's, or more stages than blocks.
     """
     if counts:
-        return cut_by_hand(counts, blocks=anatomy.count, stages=stages)
+        cut = Cut(counts=tuple(counts))
+        if (cut.stages, cut.blocks) != (stages, anatomy.count):
+            raise LayoutError(
+                f"a cut into {list(counts)} blocks has {cut.blocks} of them, the model {anatomy.count}; "
+                f"it has {cut.stages} stages, the pipeline {stages}"
+            )
+        return cut
     costs, first, last = block_costs(model, anatomy, balance)
     return cut_by_cost(costs, stages=stages, first=first, last=last)
 
