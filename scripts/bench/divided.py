@@ -34,7 +34,7 @@ from zeromesh.trainer.models.prepare import use_fastest_linear
 from zeromesh.trainer.setup.engine_options import engine_options
 from zeromesh.weight_init.weight_sources import build_deferred, materialize_buffers
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.pass_progress import MicrobatchPosition
+from zeromesh.zero.gather_order import MicrobatchPosition
 
 CHUNKS = {"interleaved": 2}
 

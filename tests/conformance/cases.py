@@ -23,7 +23,7 @@ from zeromesh.pipeline.pipeline import MicrobatchWork
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltSource
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.pass_progress import MicrobatchPosition
+from zeromesh.zero.gather_order import MicrobatchPosition
 
 from . import reference
 from .models import SUBJECTS, Batch

@@ -20,7 +20,7 @@ from zeromesh.offload import resident_bytes
 from zeromesh.optim.fused_optimizer import Rates
 from zeromesh.units.unit import Phase
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.pass_progress import MicrobatchPosition
+from zeromesh.zero.gather_order import MicrobatchPosition
 
 from . import reference
 from .cases import Run, digest

@@ -32,7 +32,7 @@ from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.prepare import in_evaluation_mode
 from zeromesh.trainer.monitoring.step_stats import StepResult, UserScalars
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.pass_progress import MicrobatchPosition
+from zeromesh.zero.gather_order import MicrobatchPosition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

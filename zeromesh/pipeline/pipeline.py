@@ -19,7 +19,7 @@ from zeromesh.pipeline.generation import StagedForward
 from zeromesh.pipeline.schedule import PipelineSchedule, ScheduleName, forward_only, make_schedule
 from zeromesh.pipeline.stages.build import Stages
 from zeromesh.rng import Streams
-from zeromesh.zero.pass_progress import MicrobatchPosition
+from zeromesh.zero.gather_order import MicrobatchPosition
 from zeromesh.zero.passes import Forward, Passes, Tensors
 
 LossOf = Callable[[Mapping[str, Any], float], torch.Tensor]

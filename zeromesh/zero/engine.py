@@ -37,8 +37,8 @@ from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets
 from zeromesh.weight_init.weight_sources import BuiltSource, ParameterSource
 from zeromesh.zero.full_state import CheckpointState, FullState
+from zeromesh.zero.gather_order import MicrobatchPosition, PassMode
 from zeromesh.zero.hooks import Hooks
-from zeromesh.zero.pass_progress import MicrobatchPosition, PassMode
 from zeromesh.zero.passes import Backward, Passes
 from zeromesh.zero.requires_grad import RequiresGradFlags
 

@@ -30,9 +30,9 @@ from zeromesh.telemetry.watchdog import Activity
 from zeromesh.units.build import Built
 from zeromesh.units.unit import Bucket, Phase, Unit
 from zeromesh.zero.forward_checks import InplaceWrites, UnitCalls
+from zeromesh.zero.gather_order import MicrobatchPosition, PassMode, PassProgress, Prefetcher
 from zeromesh.zero.gradient_reducer import GradientReducer
 from zeromesh.zero.hooks import on_gradient_of, tensors_in, tensors_on
-from zeromesh.zero.pass_progress import MicrobatchPosition, PassMode, PassProgress, Prefetcher
 
 Tensors = Sequence[torch.Tensor]
 Backward = Callable[[torch.Tensor, float], None]

@@ -22,8 +22,8 @@ from zeromesh.units.plan import plan_model
 from zeromesh.units.unit import Bucket
 from zeromesh.weight_init.weight_sources import BuiltSource
 from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.gather_order import MicrobatchPosition
 from zeromesh.zero.memory_model import predict_memory
-from zeromesh.zero.pass_progress import MicrobatchPosition
 
 CPU = torch.device("cpu")
 
