@@ -1,4 +1,4 @@
-"""The order in which units are gathered: how far a pass over the model has come, and which units it needs next, all by their numbers.
+"""The order in which units are gathered: how far a pass over the model has come, and which units it needs next, by their numbers.
 
 `PassProgress` follows one microbatch through the units in forward and back again:
 
