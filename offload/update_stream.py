@@ -4,8 +4,6 @@ A row is the same interval of several tensors: master weights, moments and gradi
 where it is computed is used there; the rest passes through buffers of a pool, so that memory does not grow with the tensors.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

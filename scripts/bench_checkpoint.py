@@ -12,8 +12,6 @@ and without: how much longer 100 steps take, and whether each checkpoint was the
     --training  rounds of 100 steps with and without checkpoints; 0: none
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

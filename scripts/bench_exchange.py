@@ -6,8 +6,6 @@ Prints a table of milliseconds, the least of many sums each, taken in turn: othe
 All give a new tensor. `bare` is gloo's all-reduce in place, which overwrites the summand and so need not.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -9,8 +9,6 @@
 the standard error.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -11,8 +11,6 @@ as predicted, or where the logits of a divided head were put together. Progress 
     --schedules    of zeromesh's pipeline
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

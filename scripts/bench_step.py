@@ -10,8 +10,6 @@ same as JSON with every single measurement, and as a picture. Progress goes to t
 `--layers 48 --hidden 64 --sequence 16 --systems zeromesh,local --dtype fp32` shows what a block costs where computing costs little.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

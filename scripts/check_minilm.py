@@ -11,8 +11,6 @@ taken in another order, so the second part runs in float64 too, where nothing bu
 transformers' trainer differs from itself by, once its batch is cut into the same microbatches, is the measure of it in float32.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import hashlib

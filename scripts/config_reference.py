@@ -1,7 +1,5 @@
 """Writes docs/configuration.md from the models: `python scripts/config_reference.py [--check]`."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import inspect

@@ -4,8 +4,6 @@ A cell says how many of its runs agreed with one plain process, and the largest 
 gradient or parameter in them.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import defaultdict

@@ -11,8 +11,6 @@ backward, as by default. The exit code is 1 where something is not as predicted.
     --update    inside backward (`optimizer.in_backward`), where gradient shards come and go, or after it, where they stay
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

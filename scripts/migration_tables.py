@@ -1,7 +1,5 @@
 """Writes docs/from-hf-trainer.md and docs/from-deepspeed.md from the tables: `python scripts/migration_tables.py [--check]`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Draws the documentation's pictures from the code's own arithmetic and measurements: `python scripts/pictures.py [--check]`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

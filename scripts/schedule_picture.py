@@ -1,7 +1,5 @@
 """Draws a pipeline schedule as text: `python scripts/schedule_picture.py [--ranks 2] [--microbatches 4] [NAME ...]`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from typing import get_args

@@ -5,8 +5,6 @@ A page of `docs/` may link to `../scripts/slurm.sbatch`, as a reader of the repo
 the site too. A link to what does not exist stays as it is, so that mkdocs warns of it.
 """
 
-from __future__ import annotations
-
 import posixpath
 import re
 from pathlib import Path

@@ -5,8 +5,6 @@ functions and for type checkers included. `--trace` also runs a small training s
 files and the Python calls that each goes through.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -1,7 +1,5 @@
 """Small drawings: rectangles, lines and words as SVG that follows the reader's light or dark scheme. No text is measured."""
 
-from __future__ import annotations
-
 from html import escape
 
 _STYLE = """\

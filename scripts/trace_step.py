@@ -5,8 +5,6 @@ The calls of a step are also counted by kind of bookkeeping, with recording on a
 `--functions` prints the functions that a step calls most instead.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

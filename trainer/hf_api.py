@@ -1,7 +1,5 @@
 """The names by which users of `transformers.Trainer` know what a trainer does, so that a changed import is all that they change."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future

@@ -5,8 +5,6 @@
 those of DeepSpeed's schedulers. As a function of the step, a schedule has no state to save.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """`TorchSchedule`: any scheduler of `torch.optim.lr_scheduler` as a function of the step, so that a run can go on anywhere."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

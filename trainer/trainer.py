@@ -3,8 +3,6 @@
 report = Trainer(model, "configs/zero3.yaml", train_dataset=dataset).fit()
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace

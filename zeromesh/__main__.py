@@ -1,7 +1,5 @@
 """`python -m zeromesh` is the `zeromesh` command."""
 
-from __future__ import annotations
-
 import sys
 
 from zeromesh.trainer.cli.main import main

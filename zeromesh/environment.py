@@ -4,8 +4,6 @@ Understood are torchrun (and all that sets its variables, as accelerate and Kube
 Open MPI, MPICH and Intel MPI. A process that none of them started is a world of one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -4,8 +4,6 @@ What a user gave and can change is a `ValueError`; an invariant that broke while
 says what was given, what is allowed, where, and what to do next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from itertools import islice
 

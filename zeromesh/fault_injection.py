@@ -13,8 +13,6 @@
 Nothing happens unless the variable is set.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

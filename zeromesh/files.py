@@ -9,8 +9,6 @@ Functions that open, read and write raise `OSError`, as the system does. Where s
 its `strerror` says what that is, so that one `except OSError` of a caller names both kinds of trouble.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

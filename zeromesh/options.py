@@ -1,7 +1,5 @@
 """The options of an engine: precision, optimizer, offload and ZeRO, each checked when it is made."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal

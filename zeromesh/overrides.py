@@ -1,7 +1,5 @@
 """Attributes that an instance has in place of those of its class: a module's `forward`, say, while a model stays as it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -7,8 +7,6 @@ Transfers release the interpreter's lock, so a few threads keep a disk busy whil
 a directory lies on.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Memory for what lives as long as a run: of the device, and of the host beside it, pinned where a device copies from it."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import mmap

@@ -4,8 +4,6 @@ A process calls `reuse_freed_memory` before it allocates and `settle_heap` befor
 docs/decisions/0006-allocator.md and 0010-small-blocks-are-reserved.md have what was measured.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import struct

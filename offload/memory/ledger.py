@@ -1,7 +1,5 @@
 """The memory of this process: what is counted by tier and purpose where it is allocated (`Ledger`), and what the system tells."""
 
-from __future__ import annotations
-
 import contextlib
 import platform
 import time

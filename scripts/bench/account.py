@@ -7,8 +7,6 @@ keeps it for the next ones (docs/decisions/0006-allocator.md), so it is not free
 The constant is all that is neither: libraries, holes of the heap, stacks. It is measured on one configuration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

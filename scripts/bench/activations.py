@@ -5,8 +5,6 @@ gradient is freed as soon as autograd has it, as the engine does. PyTorch's prof
 allocator, so the highest sum is exact and has nothing in it of libraries or of the C library's heap.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Peak memory beside other systems, which all update after backward: zeromesh in its default configuration too."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

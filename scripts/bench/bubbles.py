@@ -1,7 +1,5 @@
 """How long the ranks of a pipeline stand still: predicted, simulated from measured times, and measured."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

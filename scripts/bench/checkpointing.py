@@ -5,8 +5,6 @@ disks are faster at one moment than at another. Before every load the operating 
 files. A transfer ends when all ranks have ended, with everything on the disk.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -6,8 +6,6 @@ As `activations.py` does it for a whole model. What other ranks would give (sums
 outputs) has the right shapes and any values. A stage of a pipeline runs all actions of its rank in the order of the schedule.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Sequence

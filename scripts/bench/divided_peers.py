@@ -7,8 +7,6 @@ schedule1f1b     two `PipelineStage`s of the same blocks as zeromesh's, `Schedul
 All update by fused AdamW on the tensors that a rank holds. In bf16 parameters and moments are bf16, without master weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

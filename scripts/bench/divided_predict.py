@@ -1,7 +1,5 @@
 """What the memory of each rank of a divided workload will be: states from the layout, activations measured alone, one constant."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -3,8 +3,6 @@
 All ranks train on the same tokens.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """A model larger than the memory that it is trained in: `python -m bench.large FOLDER STEPS [LAYERS]`; prints one line of JSON."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Starts a system as fresh processes on this host, one per rank, and collects what they measured."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

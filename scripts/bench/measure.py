@@ -1,7 +1,5 @@
 """Runs of a memory report, each configuration once."""
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import replace

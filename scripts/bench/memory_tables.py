@@ -1,7 +1,5 @@
 """What a memory report comes to: as tables, as JSON and as a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Kinds of command line options that the scripts share."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """zeromesh on the workload, through its public `Trainer` and one configuration for time and memory alike."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext

@@ -6,8 +6,6 @@ fsdp2       fully_shard around every block and the root; `fsdp2-keep` does not r
 deepspeed   DeepSpeed's ZeRO stages 1, 2, 3
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What a rank's memory will be, from the plan of the workload's model."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.account import Prediction

@@ -5,8 +5,6 @@ stream    rows of master weights, two moments and gradients are read, three of f
 busy      the same with computing that takes about as long as reading and writing do
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import deque

@@ -4,8 +4,6 @@ computing   forward, backward, optimizer: of the training thread; waiting: it st
 disk        pieces that threads read and write, each with its bytes
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Divided layers and stages of a model whose parameters are simply there, with autograd and without ZeRO."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 

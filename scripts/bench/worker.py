@@ -3,8 +3,6 @@
 Prints one line that begins with `RESULT` and holds this rank's measurement as JSON.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import signal

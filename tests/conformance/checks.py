@@ -1,7 +1,5 @@
 """Running a problem in the workers, keeping references, comparing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass

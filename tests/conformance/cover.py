@@ -1,7 +1,5 @@
 """Pairwise cover: a short list of rows in which every two values of different factors meet at least once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any

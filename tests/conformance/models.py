@@ -1,7 +1,5 @@
 """The models of the conformance tests: tiny, each with something of its own that an engine can get wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

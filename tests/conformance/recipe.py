@@ -1,7 +1,5 @@
 """What one training run of the conformance tests is: plain values that travel as JSON."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tempfile

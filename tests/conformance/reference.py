@@ -1,7 +1,5 @@
 """The other side of the comparison: one plain PyTorch process, the whole batch at once, torch's own optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Cases with a story of their own: precision, randomness, phases. Each returns what its test looks at."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

@@ -1,7 +1,5 @@
 """Cases that save and load: what a layout has stored is what any other layout gets, on every rank that holds it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ Batches are cut unevenly (ten samples in microbatches of two over two ranks), an
 `make test` runs each architecture at one stage, `make test-all` all of them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

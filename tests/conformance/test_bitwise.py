@@ -1,7 +1,5 @@
 """Where sums are taken in the same order, results are the same bit by bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A checkpoint of any layout loads in any other bit by bit, and in transformers; what it holds is what one process has."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Shards inside a group, copies of the group: reduce-scatter inside, then a sum over the copies."""
 
-from __future__ import annotations
-
 import pytest
 
 from .checks import Laboratory, check_equal, check_same_bits, whole_product

@@ -4,8 +4,6 @@ The default is a pairwise cover; `make test-all` (the marker `full`) runs every 
 transport together, with the other factors drawn.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

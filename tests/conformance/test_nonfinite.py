@@ -1,7 +1,5 @@
 """Gradients that are not finite, and losses without targets: what one rank has, all ranks take part in."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Where states rest changes no bit of what is computed, for every choice of tiers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, replace
 

@@ -1,7 +1,5 @@
 """What is called asynchronous is: a delayed peer shows it."""
 
-from __future__ import annotations
-
 import pytest
 from workers import Workers
 

@@ -1,7 +1,5 @@
 """Tensor and pipeline parallelism with ZeRO around them equal one plain process, in float64 throughout."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What may be done when: the life of a unit, parameters at rest, the model between steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

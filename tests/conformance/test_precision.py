@@ -1,7 +1,5 @@
 """Precisions below float64: written tolerances (docs/numerics.md), and what is exact in spite of rounding."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

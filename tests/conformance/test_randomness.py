@@ -1,7 +1,5 @@
 """Dropout does not know the layout; recomputed activations are those of forward; compiled blocks are blocks."""
 
-from __future__ import annotations
-
 import pytest
 
 from .checks import Laboratory, check_equal, check_same_bits, whole_product

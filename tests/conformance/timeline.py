@@ -1,7 +1,5 @@
 """Cases that write down when things happen: what is called asynchronous must not wait, what is prefetched must come early."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

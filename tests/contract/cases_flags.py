@@ -1,7 +1,5 @@
 """Cases about `requires_grad`, changed by callbacks while training goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

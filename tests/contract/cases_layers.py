@@ -1,7 +1,5 @@
 """Cases about layers and calls that an engine of flat buffers may not know: sparse, complex, scripted, second derivatives."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Cases about loops: how losses call the model, what callbacks do between steps, what datasets do when samples are asked for."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Mapping

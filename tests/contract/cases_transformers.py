@@ -1,7 +1,5 @@
 """Models of transformers whose layers are containers, or whose weights are read by other modules, with units of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 Each stack has blocks of more than 4096 elements, so that they are units of their own.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """Every case of the contract, in a diagonal of the layouts; in all of them under `full`."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cases of the scripts in `scripts/examples` that workers run, as they are or with transformers' Trainer put back."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

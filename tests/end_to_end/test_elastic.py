@@ -1,7 +1,5 @@
 """Hosts come and go: launchers of one run on one machine, each with one rank, are killed and started while it trains."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

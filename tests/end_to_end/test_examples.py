@@ -1,7 +1,5 @@
 """The scripts in `scripts/examples`: with transformers' Trainer, and with the import changed, on one rank and on two."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The first hours of a person who is new: names of runs, running a thing again, evaluating what was trained."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

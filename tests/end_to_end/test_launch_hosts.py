@@ -1,7 +1,5 @@
 """`zeromesh launch` on several hosts, which are network namespaces: it trains, names the host that is lost, goes on without."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

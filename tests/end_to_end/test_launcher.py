@@ -1,7 +1,5 @@
 """Workers that this host starts itself: they share one fate, and the rank that failed first is named."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What a newcomer does first: the configurations of the repository, a script, a launcher, Ctrl-C."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The line to a host: both ends on this machine, over a stand-in for ssh that runs the command here."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

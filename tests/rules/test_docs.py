@@ -4,8 +4,6 @@ A block's language is its rule. `text` alone is not tried: what is printed, and 
 from top to bottom in a folder of its own, with the files that it names.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """What is left in a process after several engines."""
 
-from __future__ import annotations
-
 import pytest
 from workers import Workers
 

@@ -1,7 +1,5 @@
 """docs/from-hf-trainer.md and docs/from-deepspeed.md: their tables are the code's. test_docs.py tries their examples."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

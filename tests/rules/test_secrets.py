@@ -1,7 +1,5 @@
 """No secret of the environment, the arguments, the configuration or an error is in any file of a run."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The wheel as a person installs it: every file goes along, and every command runs without the checkout."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

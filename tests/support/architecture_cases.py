@@ -1,7 +1,5 @@
 """Training the architectures: by the trainer on several ranks, and by a plain loop in one process, with the model's own loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fifteen architectures of transformers, tiny, each with a task and data whose samples have different numbers of targets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

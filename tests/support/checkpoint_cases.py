@@ -1,7 +1,5 @@
 """Cases of saving and resuming that workers run: each trains something tiny, with checkpoints, and says what it saw."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """A small checkpoint to be damaged, how to sign a manifest again as someone would who means harm, and how refusals look."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ A block says what it is by its language, which every block has. Its file's name 
 one goes on where the one before it ends.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Code blocks and commands of the documentation, run by every worker."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

@@ -1,7 +1,5 @@
 """Commands of the documentation: read as the shell and the programs would, without running them."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

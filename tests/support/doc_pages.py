@@ -1,7 +1,5 @@
 """Going through a page of the documentation from top to bottom, in a folder of its own, with the files that it names."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """What a person does in the first hours, on workers."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

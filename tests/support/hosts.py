@@ -4,8 +4,6 @@ A host also has a name and process ids of its own, so that its ranks share no me
 its own name leads to its loopback there.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

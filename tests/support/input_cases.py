@@ -1,7 +1,5 @@
 """Cases of bad inputs that workers run: each says how it was refused, and whether anything was trained before."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

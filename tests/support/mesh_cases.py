@@ -1,7 +1,5 @@
 """Cases on transports alone: buffers gathered and reduced, without an engine or a model."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

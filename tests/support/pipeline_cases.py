@@ -1,7 +1,5 @@
 """Cases on pipelines: stages of one model on several ranks, against the same model on one."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@
 As with sshd, a command whose client is gone finds the end of its standard input, and is not killed.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import struct

@@ -1,7 +1,5 @@
 """Directories of runs as a trainer leaves them, with everything in them that a report can show."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

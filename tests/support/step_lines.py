@@ -1,7 +1,5 @@
 """What holds of the lines of `metrics.jsonl` in any run."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints written in one process, by ranks one after the other, and read again by any number of others."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

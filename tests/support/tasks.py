@@ -1,7 +1,5 @@
 """The tasks of `model.head`: for each a tiny model, and a batch whose samples have different numbers of targets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

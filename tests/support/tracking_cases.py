@@ -1,7 +1,5 @@
 """Cases of runs that are tracked: each trains something tiny, and says what the console said."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Cases of the trainer that workers run: each trains something tiny and says what it saw."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable as Function

@@ -1,7 +1,5 @@
 """Reads what wandb keeps of an offline run, by a way of its own."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

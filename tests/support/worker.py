@@ -1,7 +1,5 @@
 """The life of one worker: it joins a mesh when its first case comes, and runs cases one after the other."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -4,8 +4,6 @@ A case is a function `case(mesh, **arguments)` of an importable module. Argument
 files. A case that fails, hangs or kills a worker takes its pool with it, and the next case gets a fresh one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

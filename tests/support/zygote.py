@@ -4,8 +4,6 @@ Reads one JSON line for each worker to start and answers with its process id. Wo
 ends or its parent does.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import gc

@@ -1,7 +1,5 @@
 """`Callback`: code of a user that runs at fixed points of a run. It reads `RunState`, and may change `TrainerControl`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

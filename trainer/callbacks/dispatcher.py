@@ -1,7 +1,5 @@
 """Events of a run: calls its callbacks, and keeps what they ask for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any

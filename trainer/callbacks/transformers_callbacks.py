@@ -8,8 +8,6 @@ The real loaders, optimizer and scheduler are partitioned, or do not exist. View
 do is an error, and not silence.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`RunCheckpoints`: saves a run, removes old checkpoints and resumes, as the configuration says."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

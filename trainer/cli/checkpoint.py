@@ -1,7 +1,5 @@
 """`zeromesh checkpoint`: looks at checkpoints, verifies, exports, merges and compares them."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

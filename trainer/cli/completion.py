@@ -3,8 +3,6 @@
 The script is shtab's, made from the parser; the keys and the words that they allow are added here. Completing starts no Python.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator

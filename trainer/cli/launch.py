@@ -1,7 +1,5 @@
 """`zeromesh launch`: trains on several hosts, over ssh."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

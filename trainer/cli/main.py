@@ -4,8 +4,6 @@ Exit codes: 0 done, 2 the configuration or the command line is wrong, 1 anything
 number when stopped by one.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import signal

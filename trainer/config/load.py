@@ -3,8 +3,6 @@
 A configuration is given as a path, a mapping, a `TrainerConfig`, or settings of another trainer.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import sys

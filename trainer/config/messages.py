@@ -4,8 +4,6 @@ Error messages and the generated reference both say what is allowed; they say it
 models themselves.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What is a secret, and texts and settings without them: whatever a run writes about its configuration goes through here."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Plain scalars follow the core schema of YAML 1.2, not 1.1: `1e-3` is a number, `
 keys, keys that are not text, and aliases that expand to more than the limits are errors with their line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ A batch is a mapping from the model's argument names to tensors whose dim 0 is t
 goes to its device, so that no check waits for one.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

@@ -6,8 +6,6 @@ Token ids are kept in a cache on disk, and mapped into memory (`token_cache.py`)
 nothing here knows a rank. The order in which a run reads the sequences is that of `sampler.SampleOrder`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -1,7 +1,5 @@
 """The data of a run: its datasets, and the feeds that make checked batches of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

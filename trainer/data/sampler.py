@@ -12,8 +12,6 @@ do not depend on the number of ranks:
 A plan that knows the length of an epoch ends a step there: the last global batch of an epoch is smaller, or left out.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

@@ -6,8 +6,6 @@ blocks, each in an order of its own where the data is shuffled. Where a block be
 which a state that does not lead back there is found out. Then, and without a state, the stream is read again from its beginning.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, cast

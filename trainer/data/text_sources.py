@@ -4,8 +4,6 @@ A source is found first (`find_text`), in an order that depends on names alone, 
 document at a time.
 """
 
-from __future__ import annotations
-
 import csv
 import glob
 import os

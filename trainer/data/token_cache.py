@@ -8,8 +8,6 @@ these makes another entry. Nothing in an entry is unpickled. Blocks are verified
 at once.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

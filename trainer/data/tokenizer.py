@@ -1,7 +1,5 @@
 """Tokenizers: text to token ids, by bytes or by a Hugging Face tokenizer in a local directory. The Hub is never asked."""
 
-from __future__ import annotations
-
 import hashlib
 import tempfile
 from collections.abc import Sequence

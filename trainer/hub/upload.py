@@ -4,8 +4,6 @@ What goes there is what `Trainer.save` writes, and a draft of a model card: noth
 paths and settings of this machine.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`RunContext`: the parts of a run, which stay as `build_run` has made them, and `RunProgress`, what its steps change."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields

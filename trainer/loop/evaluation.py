@@ -1,7 +1,5 @@
 """Evaluations and predictions of a run: the loss, a user's metrics, the samples' outputs, and how long it took."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext

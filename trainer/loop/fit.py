@@ -1,7 +1,5 @@
 """One `fit`: resume where an earlier process was, train in the run's directory, and end with a report and a whole model."""
 
-from __future__ import annotations
-
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
 from zeromesh.trainer.checkpoints.trainer_state import Best

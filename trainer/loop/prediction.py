@@ -4,8 +4,6 @@ Each rank encodes what its microbatch gave, all ranks hold all of it, as in tran
 order of the dataset, so metrics do not depend on the layout. Nothing is padded to a common number of samples and dropped again.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

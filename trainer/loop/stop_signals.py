@@ -3,8 +3,6 @@
 Processes that are forked meanwhile, such as workers of a dataset, have the handlers that were there before: a signal ends them.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

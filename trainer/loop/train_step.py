@@ -5,8 +5,6 @@ and ragged batches cannot change the scale of a gradient. A loss whose count is 
 update divides.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import time

@@ -1,7 +1,5 @@
 """`TrainedModel`: the model of a run, partitioned while it is trained, and whole after the last step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The loop over steps: train, log, evaluate, save, stop in order."""
 
-from __future__ import annotations
-
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace

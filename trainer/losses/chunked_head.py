@@ -6,8 +6,6 @@ does to its logits on the way. Because the loss is computed inside the head modu
 gather its weight) find things as always. Otherwise, as in `generate`, the head does what it always did.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ compute_loss(model, batch)         the user's sum and count
 any other module                   sum = its scalar x examples, and the run says so
 """
 
-from __future__ import annotations
-
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

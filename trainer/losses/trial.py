@@ -4,8 +4,6 @@ The copy has the model's own class and configuration with fewer and smaller laye
 model itself is not run, and need not have any memory yet.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

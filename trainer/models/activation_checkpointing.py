@@ -4,8 +4,6 @@ Always torch's non-reentrant form, around `forward` and not around the call of t
 then run once, outside of the recomputation, which is what an engine that gathers a block's parameters needs.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -5,8 +5,6 @@ of forward, loss, vocabulary) is asked of the model inside. What is trained, and
 their attributes: PEFT itself is imported only where adapters are made.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

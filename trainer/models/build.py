@@ -1,7 +1,5 @@
 """Building a Hugging Face model from a configuration, a local directory or the cache of the Hub; on meta where that is exact."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import os

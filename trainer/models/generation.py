@@ -5,8 +5,6 @@ all ranks the same logits. Where units are gathered around use, ranks that have 
 call they agree that some rank goes on, and those that are done take part in it with an input of no use.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

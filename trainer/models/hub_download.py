@@ -4,8 +4,6 @@ A name that is a directory on this machine is that directory. Any other is a rep
 unless `HF_HUB_OFFLINE` is set, on the Hub.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path

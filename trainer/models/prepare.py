@@ -3,8 +3,6 @@
 It changes training mode, the dtype in which linear layers multiply, and which blocks are recomputed and compiled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType

@@ -1,7 +1,5 @@
 """Writing a partitioned model as a Hugging Face model directory, one parameter in memory at a time."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import hashlib

@@ -4,8 +4,6 @@ Training never fails for the sake of its display: a terminal that goes away or a
 silent.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

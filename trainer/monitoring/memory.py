@@ -1,7 +1,5 @@
 """Memory of this rank in files of the run's directory: over one step, and what holds it when it runs out."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

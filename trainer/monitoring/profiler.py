@@ -4,8 +4,6 @@ Beside operators they show the ranges of `StepRecorder`: gathers and reductions 
 collectives, updates. Chrome's tracing page and ui.perfetto.dev read them.
 """
 
-from __future__ import annotations
-
 import gzip
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """The directory of a run: its resolved configuration, its metrics, when processes of it have begun, and where ranks are."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

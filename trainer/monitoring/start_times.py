@@ -1,7 +1,5 @@
 """How long a run takes to begin: from its command to the end of its first step, by what the time goes to."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`metrics.jsonl` and its like: one line of strict JSON per logged step, on disk as soon as the step is over."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """What one step gives to be logged: its result, the values of users, utilisation, memory, and which rank the others wait for."""
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence

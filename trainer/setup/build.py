@@ -1,7 +1,5 @@
 """`build_run`: from a configuration and the user's inputs to a run that can train, evaluate and save."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

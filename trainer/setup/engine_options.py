@@ -1,7 +1,5 @@
 """The options of the engine that follow from a configuration, and the parameters that weight decay leaves out."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

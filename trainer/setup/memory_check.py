@@ -1,7 +1,5 @@
 """The memory and the disk that the states of a run need on a host: a run that cannot fit is refused before it begins."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

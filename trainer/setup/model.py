@@ -1,7 +1,5 @@
 """The model of a run, from what the user names to its partitions: built, checked, divided, filled with its initial values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

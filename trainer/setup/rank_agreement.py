@@ -1,7 +1,5 @@
 """Settings, models and weights that all ranks of a run must have in common, compared before anything else waits for a rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

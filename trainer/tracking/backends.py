@@ -4,8 +4,6 @@ Nothing of the machine, the command line, the code, the repository or the output
 they are told not to, each in words of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import heapq

@@ -4,8 +4,6 @@ The file is a log as LevelDB has them: after 7 bytes, blocks of 32 KiB of chunks
 a whole record or a first, middle or last part of one. Records are protobuf messages of `wandb.proto`.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ three). Loading is planned here on meta tensors, so names, shapes and failures a
 one conversion together.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings

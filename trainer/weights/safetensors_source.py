@@ -5,8 +5,6 @@ split projections) is made whole on CPU, one conversion at a time, and a bounded
 checked before anything else is read (`checkpoint/format/safetensors_layout.py`), and nothing is executed.
 """
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict
 from collections.abc import Mapping

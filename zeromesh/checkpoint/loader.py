@@ -1,7 +1,5 @@
 """Loading a checkpoint by all ranks together: one choice, verified by every rank, for any layout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

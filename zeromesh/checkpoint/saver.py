@@ -9,8 +9,6 @@ Where each host has a directory of its own, each gets a part: the same files, wi
 Background threads never take part in collectives: ranks agree between steps, in their main thread.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time

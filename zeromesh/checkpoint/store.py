@@ -5,8 +5,6 @@ checkpoints/step-00000100/        a checkpoint
             .trash-00000050/      being removed: never read, removed at the next start
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

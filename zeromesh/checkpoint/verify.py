@@ -1,7 +1,5 @@
 """All that is wrong with a checkpoint on disk: every byte is read, and every damaged file is named."""
 
-from __future__ import annotations
-
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

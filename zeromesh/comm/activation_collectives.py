@@ -21,8 +21,6 @@ an exchange never waits for a peer's results, and results can be had in any orde
 The sum happens in each rank's own thread, when it asks for its result.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import weakref

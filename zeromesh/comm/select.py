@@ -1,7 +1,5 @@
 """Which transport and which exchange a group uses."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Sequence
 from typing import Literal

@@ -9,8 +9,6 @@ unnecessary: on one host, gathered parameters are pages that all ranks see, and 
 All ranks of the group make the same calls in the same order. Nothing here knows what a parameter is.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ Parameters begin at multiples of `alignment`; what lies between them, and the pa
 holds zeros. Parameters of one optimizer group lie together, so that a shard has a few long segments.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

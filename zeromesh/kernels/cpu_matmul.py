@@ -5,8 +5,6 @@ tell which: a trial does. Where widening pays, which costs one pass over each fa
 backward stay in the 16-bit dtype; sums inside a product are fp32, as in the hardware's own. docs/decisions/0014 has the figures.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

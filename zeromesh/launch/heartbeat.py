@@ -8,8 +8,6 @@ counts it as lost. Two runs never write into one directory, whatever the network
 Messages are lines. Those of the host begin with `BEGIN`, since they stand among what its processes print.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

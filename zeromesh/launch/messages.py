@@ -3,8 +3,6 @@
 A message that makes no sense raises `MessageError`, which says what is wrong with it; the caller adds where it came from.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

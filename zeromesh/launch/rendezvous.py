@@ -8,8 +8,6 @@ its own. When a host fails, is lost or joins, the leader has the ranks of all en
 by the user part as soon as they have met. A launcher alone leads itself, and listens nowhere.
 """
 
-from __future__ import annotations
-
 import errno
 import select
 import signal

@@ -3,8 +3,6 @@
 `try_exchange` runs this module as a command, which launches itself as two ranks.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -8,8 +8,6 @@ A hostfile has a line `NAME slots=N [address=NAME]` for each host. `NAME` is the
 and `address` the name or address by which the other hosts reach it, where that is another one. What follows a `#` is a comment.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import random

@@ -1,7 +1,5 @@
 """Where this process runs, as it finds out from the system; and where all others do, through the rendezvous store."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -4,8 +4,6 @@ Left alone, gloo takes the address that the host's own name resolves to, which i
 interface that the other hosts cannot reach.
 """
 
-from __future__ import annotations
-
 import array
 import fcntl
 import socket

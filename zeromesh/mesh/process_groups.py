@@ -1,7 +1,5 @@
 """`MeshGroups`: the process groups behind a mesh, made once for each set of ranks and left together."""
 
-from __future__ import annotations
-
 import atexit
 import itertools
 from collections.abc import Collection, Iterable

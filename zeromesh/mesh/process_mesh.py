@@ -3,8 +3,6 @@
 The names that the rest of the house uses: `Mesh`, short for `ProcessMesh`, its `ProcessSet`s, and this process's device.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import weakref

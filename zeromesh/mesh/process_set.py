@@ -9,8 +9,6 @@ different orders by different ranks and threads, as far as the program itself wo
 by all its ranks. Declarations have a group of their own as well, and go on beside collectives of other threads.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import operator

@@ -16,8 +16,6 @@ devices joined by NVLink) after the other. Launchers mostly number processes so;
 Nothing here needs torch or processes.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Each bucket has an optimizer of its own, so that buckets can be updated one by o
 when their states rest on another tier. Element-wise rules give the same bits however a buffer is cut.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase

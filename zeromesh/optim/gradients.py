@@ -7,8 +7,6 @@ A shard that rests on another tier has memory only while its bucket is being sum
 at a time.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

@@ -15,8 +15,6 @@ ranks have read them too. This cannot be circular: all ranks leave units in one 
 left itself. A bucket that is not left yet, such as one of the root, is passed over: the others need not wait for it.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

@@ -3,8 +3,6 @@
 Receives are posted ahead in the order in which the neighbour sends, sends go in the background, so both overlap computing.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence

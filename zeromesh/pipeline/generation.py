@@ -3,8 +3,6 @@
 Every rank of the pipeline runs the same loop and is given the same logits, so that all of them choose the same tokens.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field

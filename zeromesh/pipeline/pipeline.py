@@ -1,7 +1,5 @@
 """`Pipeline`: the stages of one rank, how they run a step under ZeRO, each action of a schedule as a pass of the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """`Watchdog`: every wait for another rank goes through it, so that none is forever and each names whom it waited for."""
 
-from __future__ import annotations
-
 import threading
 import time
 import zlib

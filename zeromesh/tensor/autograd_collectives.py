@@ -12,8 +12,6 @@ and `sum_out`, and whole elsewhere. (Megatron-LM: Shoeybi et al. 2019, arXiv:190
 arXiv:2205.05198.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast

@@ -5,8 +5,6 @@ are put to a state of this rank's own, made from a number that all ranks draw, a
 recomputation that starts from the same state draws the same numbers.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -8,8 +8,6 @@
 `transposed` layers keep their weight as `[in, out]`, as GPT-2 does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ shares of the sequence:
     whole        share                                                                              share    whole
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence

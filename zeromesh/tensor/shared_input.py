@@ -7,8 +7,6 @@ gradients of the weights are made while it is on its way.
     backward      dX of q | dX of k | dX of v | start of the sum | dW of q | dW of k | dW of v | end of the sum
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, cast
 

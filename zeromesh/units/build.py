@@ -1,7 +1,5 @@
 """Builds the runtime units of a model: layouts, memory, initial values, and parameters that are views of flat buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 

@@ -6,8 +6,6 @@ container without a forward of its own is never called: its children are blocks 
 weights) belongs to the smallest unit around all modules that hold it. Units with few elements join the root.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ Memory is NaN before (integers are computed twice over different fillings), so a
 on meta has lost, is found and reported instead of being invented.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

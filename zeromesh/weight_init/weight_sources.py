@@ -9,8 +9,6 @@ The engine asks a source for intervals of parameters while it fills its shards, 
 `build_deferred` builds a model without memory on the meta device where that loses nothing, else whole on CPU.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

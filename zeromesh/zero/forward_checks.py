@@ -8,8 +8,6 @@ are not gathered for it.
 `InplaceWrites` lets user code change parameters where a plain loop would keep the change, and refuses it where it would be lost.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple

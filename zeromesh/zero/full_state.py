@@ -4,8 +4,6 @@
 `FullState` reads whole parameters and gradients: one bucket is gathered at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -9,8 +9,6 @@
 this order gathers each unit when it is used, and is recorded anew. Ranks whose orders differ are in error: the watchdog finds that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum

@@ -8,8 +8,6 @@ is complete too early waits for its turn; while no slot is free its gradients st
 the unit.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol

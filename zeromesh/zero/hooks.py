@@ -4,8 +4,6 @@ A unit's module calls back before and after its forward; the tensors it returns 
 back when its gradient is complete, and before it is used while it is at rest. What happens then is the engine's business.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial

@@ -19,8 +19,6 @@ What rests on files is on disk instead: master weights, moments, gradient shards
 In memory there are then gradient shards on their way, the largest few of them, and buffers of the stream.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

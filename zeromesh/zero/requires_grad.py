@@ -5,8 +5,6 @@ gradients when the first of its parameters is trained. Whatever is frozen later 
 parameters without a gradient: trained again, it goes on from its own moments and its own count of updates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from zeromesh.comm.select import open_transport

@@ -1,7 +1,5 @@
 """Cases of disks that take their time, run by workers."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Hosts without a shared disk: each has a part of every checkpoint, and a run goes on from the parts, whoever has which."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A run that is cut and resumed computes what an uninterrupted one does, whatever the layouts of its parts."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

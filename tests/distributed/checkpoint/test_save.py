@@ -1,7 +1,5 @@
 """What `save` writes is a Hugging Face model directory: transformers loads it, and so does `model.source`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights of a directory become shards: exact, whatever their names and dtypes, and never whole on any rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

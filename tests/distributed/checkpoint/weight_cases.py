@@ -1,7 +1,5 @@
 """Weights that ranks read from a directory: what they become, and how much memory reading takes at once."""
 
-from __future__ import annotations
-
 import json
 import weakref
 from pathlib import Path

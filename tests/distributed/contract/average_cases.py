@@ -1,7 +1,5 @@
 """Averaged weights against torch's own AveragedModel in a plain loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Cases of methods for all ranks that one rank calls alone, or with wrong arguments, run by workers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from functools import partial

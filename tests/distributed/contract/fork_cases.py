@@ -1,7 +1,5 @@
 """Cases of datasets and callbacks that fork processes, run by workers."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

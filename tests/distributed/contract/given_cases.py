@@ -1,7 +1,5 @@
 """Cases of models and schedulers as users give them: modes, recomputation, compiled models, cycled momentum. Workers run them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable as Function
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """What callbacks and loops do to parameters outside of passes."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Cases of random numbers that workers run: a model and a loss that draw everywhere, and note what they drew."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cases of ranks that were given different things, which workers run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable as Function
 from typing import Any
 

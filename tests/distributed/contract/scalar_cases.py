@@ -1,7 +1,5 @@
 """Cases of scalars of the user's own, which workers run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

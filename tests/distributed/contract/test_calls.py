@@ -1,7 +1,5 @@
 """Methods for all ranks: called on one, with wrong arguments, or in another order than by the others."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

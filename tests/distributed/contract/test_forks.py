@@ -1,7 +1,5 @@
 """Processes that a dataset or a callback forks while a run goes on."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Parameters outside of passes: reading them whole, following their flags, averaging them."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Random numbers of a step: fresh wherever they are drawn, whatever the layout, and the same when a block is recomputed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks that were given different things: compared at the start, named, and weights taken from rank 0."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every task of `model.head`: its model is built, and the sums of its losses over uneven microbatches make the model's own mean."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """What is wrong with a configuration, a file, a model or a dataset is said once, in one message, before anything is trained."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

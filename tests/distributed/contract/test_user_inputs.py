@@ -1,7 +1,5 @@
 """Models and schedulers as users give them: what they have set is kept, and what a callback forgets is put back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from workers import Workers

@@ -1,7 +1,5 @@
 """Scalars of the user's own reach the lines of a run, as means over microbatches, steps and ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

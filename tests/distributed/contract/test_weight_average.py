@@ -1,7 +1,5 @@
 """Averaged weights (`ema`): as torch's AveragedModel, in every layout and over processes."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

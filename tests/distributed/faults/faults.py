@@ -1,7 +1,5 @@
 """Cases in which a rank dies, stops, errs or does something else than its peers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Kills, full disks and damage while a run saves: nothing is lost but what was not yet saved, and every reason is named."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Ranks that die, stop, err or diverge: the others say who and where, soon, and nobody waits for ever."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict

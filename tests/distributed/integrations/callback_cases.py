@@ -1,7 +1,5 @@
 """Cases of callbacks that workers run: the same ones under transformers' Trainer and under zeromesh's, on one process or more."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """Models by name, with a cache of the Hub that a test has made, and directories with code of their own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

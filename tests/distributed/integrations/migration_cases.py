@@ -1,7 +1,5 @@
 """Cases of programs that come from other trainers, which workers run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Cases of transformers' callbacks that need packages of their own: what each leaves on the disk under either trainer."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cases of uploads to the Hub that workers run, with an `HfApi` that keeps what it is given."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator, Mapping

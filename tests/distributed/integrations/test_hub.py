@@ -1,7 +1,5 @@
 """Models by their names on the Hub, from a cache that the tests make; and code that models bring along."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

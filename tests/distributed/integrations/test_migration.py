@@ -1,7 +1,5 @@
 """Trainings with the settings of other trainers compute what those compute."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

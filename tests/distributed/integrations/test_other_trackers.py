@@ -1,7 +1,5 @@
 """Trackers whose packages may be missing here: each holds every step once, also of a run that goes on, and no secret."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Uploads to the Hub: what goes there, when, with which token, and what is left where they fail."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

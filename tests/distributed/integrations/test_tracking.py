@@ -1,7 +1,5 @@
 """Tracking: every step once with its figures, also after a kill and a resume; what fails is one warning."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

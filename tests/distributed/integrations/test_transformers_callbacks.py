@@ -1,7 +1,5 @@
 """Callbacks of transformers, and such as its users write, see and do under zeromesh's Trainer what they do under transformers'."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

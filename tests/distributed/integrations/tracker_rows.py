@@ -1,7 +1,5 @@
 """What trackers have kept of a run on the disk: figures of a name in the order in which they were kept, and one setting."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Callable, Iterator

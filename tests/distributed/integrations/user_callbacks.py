@@ -1,7 +1,5 @@
 """Callbacks as users of transformers write them, to its documentation alone. Each keeps in `seen` what it saw and did."""
 
-from __future__ import annotations
-
 import csv
 import math
 import time

@@ -1,7 +1,5 @@
 """Cases on exchanges of activations: every collective against what one process computes."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """Models whose modules live on process sets, beside the same model on one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Cases on a mesh of several axes: its sets, neighbours, torch's object for it, ranks in another order, what it has told."""
 
-from __future__ import annotations
-
 import gc
 import os
 from dataclasses import replace

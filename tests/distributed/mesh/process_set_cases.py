@@ -1,7 +1,5 @@
 """Cases on process sets: declared, split, added and removed, alike or not, alone or under load."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

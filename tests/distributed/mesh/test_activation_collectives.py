@@ -1,7 +1,5 @@
 """Exchanges of activations: the same bits on all ranks and over every kind, in any order of waiting; errors that name a rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from workers import Outcome, PoolOptions, Workers

@@ -1,7 +1,5 @@
 """Modules given to process sets: the model computes what it does on one process, and each rank has its own parameters alone."""
 
-from __future__ import annotations
-
 import pytest
 from workers import Workers
 

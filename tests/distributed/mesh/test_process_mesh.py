@@ -1,7 +1,5 @@
 """A mesh of several axes, joined: its sets by name, torch's object for it, ranks that follow the hosts, the account of traffic."""
 
-from __future__ import annotations
-
 import pytest
 from workers import PoolOptions, Workers
 

@@ -1,7 +1,5 @@
 """Process sets: who is in them, what is refused and how it is named, no deadlock where they overlap, nothing left behind."""
 
-from __future__ import annotations
-
 import pytest
 from workers import Workers
 

@@ -1,7 +1,5 @@
 """A slow rank is named, and a file says where every rank is while a run goes on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

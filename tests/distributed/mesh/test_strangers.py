@@ -1,7 +1,5 @@
 """What goes on between the processes of a run is closed to other users of the machine, and listens at no other address of it."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

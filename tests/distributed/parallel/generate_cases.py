@@ -1,7 +1,5 @@
 """Cases on generation by a trainer's ranks, against the library's own in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

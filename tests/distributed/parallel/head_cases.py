@@ -1,7 +1,5 @@
 """Cases on the loss of models whose output embedding is divided: as the trainer computes it, against one process."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

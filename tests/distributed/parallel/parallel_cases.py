@@ -1,7 +1,5 @@
 """Cases of tensor and pipeline parallelism in the trainer that workers run: each trains something tiny and says what it saw."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cases on tensor parallelism without the engine: a model divided among ranks against the whole one, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any

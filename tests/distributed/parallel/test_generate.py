@@ -1,7 +1,5 @@
 """`Trainer.generate` gives the tokens of the library's own `generate` in one process, under every layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The loss over a divided vocabulary, for models whose logits change on their way to it, masked ones and those with an encoder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The trainer over tensor and pipeline axes does what it does on one process, whatever else it is told to do."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable

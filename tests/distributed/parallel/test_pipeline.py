@@ -1,7 +1,5 @@
 """Pipelines of several ranks: losses and gradients are those of one process over the same microbatches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensor parallelism: divided models against whole ones, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

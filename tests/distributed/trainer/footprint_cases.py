@@ -1,7 +1,5 @@
 """Cases on memory: what the engine allocates and what was predicted before."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Cases of the loop that workers run: epochs, evaluations with metrics, flags of callbacks, streams."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Models with adapters of PEFT that workers train: given to the trainer, or made by `model.lora`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

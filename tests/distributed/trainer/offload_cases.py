@@ -1,7 +1,5 @@
 """Cases of runs whose states rest on files, to which something happens."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

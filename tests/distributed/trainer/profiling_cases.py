@@ -1,7 +1,5 @@
 """Cases of runs whose steps are profiled, or that run out of memory."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import time

@@ -1,7 +1,5 @@
 """Predicted memory: by hand on a small plan, and against the ledger and the tensors of engines that train."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 

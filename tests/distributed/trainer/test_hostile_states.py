@@ -1,7 +1,5 @@
 """Counters that no run has, and two exports at once: refused by name, with nothing lost."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

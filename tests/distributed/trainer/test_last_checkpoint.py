@@ -1,7 +1,5 @@
 """The end of a run: no run ends well without its last checkpoint, which is there before the evaluation of the last step."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The loop: epochs, evaluations with metrics, what callbacks ask for, streams, schedulers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters of PEFT: trained alone over frozen weights that are shared out, saved alone, and loaded by PEFT."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

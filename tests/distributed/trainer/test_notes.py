@@ -1,7 +1,5 @@
 """What a run says about a model that a person may take for something else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs whose states rest on other tiers: checkpoints go from tier to tier, nothing is left behind, every fault has a name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where the time of a step goes, traces of steps with named ranges, what holds memory when it runs out, utilisation."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter

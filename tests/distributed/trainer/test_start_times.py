@@ -1,7 +1,5 @@
 """The time before the first step ends, by its parts."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

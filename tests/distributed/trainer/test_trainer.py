@@ -1,7 +1,5 @@
 """The trainer, on one rank and on several: it does what a plain loop does, and says what it did."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

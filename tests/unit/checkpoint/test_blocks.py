@@ -1,7 +1,5 @@
 """Blocks, edges and pieces of a file: however ranks share it, each block has one writer that gets all of its bytes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """A checkpoint's files: what ranks write is what safetensors and any other ranks read, and it appears all at once."""
 
-from __future__ import annotations
-
 import json
 import random
 import tempfile

@@ -1,7 +1,5 @@
 """A directory of checkpoints: each appears all at once, what a kill leaves is never read, and old ones go."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,7 +1,5 @@
 """Damage: whatever happened to a checkpoint's files, it is refused by name, and no foreign file is ever opened."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

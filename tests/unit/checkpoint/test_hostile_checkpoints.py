@@ -1,7 +1,5 @@
 """Malice: manifests and headers made to be believed are refused by name, soon, and before anything large is made of them."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

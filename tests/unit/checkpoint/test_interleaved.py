@@ -1,7 +1,5 @@
 """Tensors that are divided inside of their rows: copied by blocks of rows, written by several ranks at once, checked by one."""
 
-from __future__ import annotations
-
 import json
 import random
 import tempfile

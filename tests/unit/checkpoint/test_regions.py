@@ -1,7 +1,5 @@
 """Regions of tensors: every run is where numpy says it is, and whatever way a tensor is cut, each element comes once."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 from math import prod
 

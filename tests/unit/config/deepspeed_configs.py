@@ -1,7 +1,5 @@
 """DeepSpeed configurations as transformers' documentation shows them, which people have copied, and some of DeepSpeed's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 AUTO = "auto"

@@ -1,7 +1,5 @@
 """The configuration: what is refused and how it is said, what a round trip keeps, how files are guarded."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import runpy

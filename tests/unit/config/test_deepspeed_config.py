@@ -1,7 +1,5 @@
 """DeepSpeed configurations in place of one of zeromesh: every key is mapped, without effect or refused, and said to be."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What an engine refuses before it starts, and what it makes of odd but legal requests."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

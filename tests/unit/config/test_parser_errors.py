@@ -1,7 +1,5 @@
 """Slips in configurations and overrides: one clear error that names the place and what to write; never a parser's own words."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

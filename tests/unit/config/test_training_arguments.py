@@ -1,7 +1,5 @@
 """TrainingArguments in place of a configuration: every field is mapped, without effect or refused, as transformers means it."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

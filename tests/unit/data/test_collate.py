@@ -1,7 +1,5 @@
 """Samples to batches: what is stacked, what is counted, and errors that name the sample."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

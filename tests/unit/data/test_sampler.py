@@ -1,7 +1,5 @@
 """Samples of a step and their order: the same for every number of ranks, every sample once per epoch."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Streams dealt by index: every sample once, and found again, by the stream's own state or without it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Text to packed sequences: what is read, what is held out, one clear error for what cannot be read."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

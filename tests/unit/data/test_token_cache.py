@@ -1,7 +1,5 @@
 """Tokens of texts on disk: made once, by one rank of a host, made anew when anything changes, and never trusted unseen."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Sequence

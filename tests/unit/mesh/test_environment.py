@@ -1,7 +1,5 @@
 """The launch environment of every launcher, whole and in part."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

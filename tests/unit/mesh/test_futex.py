@@ -1,7 +1,5 @@
 """Sleeping until a word changes: it ends when the word is written, and does not begin when it has been."""
 
-from __future__ import annotations
-
 import mmap
 import threading
 import time

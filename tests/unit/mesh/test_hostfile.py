@@ -1,7 +1,5 @@
 """`zeromesh launch` without hosts: hostfiles, the commands that it would start, messages in output, interfaces."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import socket

@@ -1,7 +1,5 @@
 """Rank arithmetic: every rank has one coordinate, every group holds every rank once, misfits are named."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Messages between launchers: whatever comes is taken, or refused by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

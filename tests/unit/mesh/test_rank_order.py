@@ -1,7 +1,5 @@
 """The order of ranks, the picture of who is where, where parts of a model live: pure functions."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Activation checkpointing changes memory and nothing else."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

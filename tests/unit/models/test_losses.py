@@ -1,7 +1,5 @@
 """A loss is a sum and a count; the chunked head stands for a model's own loss only where it is that loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any

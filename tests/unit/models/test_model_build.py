@@ -1,7 +1,5 @@
 """Building from a configuration: deferred where that is exact, and every mistake named with what is nearest."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

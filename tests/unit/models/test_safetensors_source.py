@@ -1,7 +1,5 @@
 """Streaming a Hugging Face directory: every value exact, only the wanted bytes read, every broken file named."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

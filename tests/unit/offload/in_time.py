@@ -1,7 +1,5 @@
 """A bound on what may hang when it is wrong."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Offload of activations: what recomputed blocks keep rests elsewhere, comes back bit by bit and in time, and leaves nothing."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

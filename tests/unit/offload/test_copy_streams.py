@@ -1,7 +1,5 @@
 """Bytes that cross between a device and the host: transfers that end later, and on a CUDA device where there is one."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future

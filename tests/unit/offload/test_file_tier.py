@@ -1,7 +1,5 @@
 """The file tier: slots hold what was written, whatever goes on beside; what cannot be had is an error, and never a wrong number."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Files of a run: links are not followed, pipes are not waited for, the umask sets permissions, locks work where they can."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

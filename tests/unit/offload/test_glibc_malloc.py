@@ -1,7 +1,5 @@
 """Holes of the heap: small objects keep no large blocks apart, however the process was started."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

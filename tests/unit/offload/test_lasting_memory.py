@@ -1,7 +1,5 @@
 """Memory for what lives as long as a run."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

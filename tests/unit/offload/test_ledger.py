@@ -1,7 +1,5 @@
 """The ledger: bytes by tier and purpose, their highest sum, and limits."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Flat tensors that rest on tiers hold what a plain one holds, wherever their elements are."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

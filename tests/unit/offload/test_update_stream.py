@@ -1,7 +1,5 @@
 """The stream: what it computes is what is computed directly, in a bounded number of buffers, beside its reads and writes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import tempfile

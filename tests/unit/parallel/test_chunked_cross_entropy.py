@@ -1,7 +1,5 @@
 """The chunked head equals the plain one: loss and every gradient, for any chunk, mask, bias and seed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

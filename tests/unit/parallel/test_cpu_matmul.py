@@ -1,7 +1,5 @@
 """16-bit linear layers whose products run in fp32."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pipeline schedules and cuts: pure arithmetic."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import accumulate, combinations

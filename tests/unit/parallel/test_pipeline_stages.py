@@ -1,7 +1,5 @@
 """Stages in one process: what a model is made of, what a stage leaves of it, and models that cannot be cut."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """A headless Chromium for tests of pages, spoken to over its own protocol (Chrome DevTools Protocol) through two pipes."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Small runs with checkpoints, made in this process, and what tests do to their files."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

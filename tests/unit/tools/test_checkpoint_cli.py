@@ -1,7 +1,5 @@
 """`zeromesh checkpoint`: what it says of checkpoints, whole, damaged and different."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What `zeromesh checkpoint` makes of checkpoints: model directories as the hub has them, and wholes of parts."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

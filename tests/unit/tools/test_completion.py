@@ -1,7 +1,5 @@
 """`zeromesh completion`: scripts that know every command, option and key, and need no Python to complete."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

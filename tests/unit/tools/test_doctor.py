@@ -1,7 +1,5 @@
 """`zeromesh doctor`: how it judges what a machine shows, and that it looks at this one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

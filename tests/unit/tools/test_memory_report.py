@@ -1,7 +1,5 @@
 """The arithmetic of `scripts/memory_report.py` on numbers that are given, and its prediction for a model that is not built."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`zeromesh report`: a page that shows what is there, whatever that is, and runs nothing but its own script."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """What reaches a terminal: names and messages of anybody's, without what a terminal or a library of tables would obey."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Learning rates equal those of transformers' schedulers, step by step, and wrong options are refused."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any

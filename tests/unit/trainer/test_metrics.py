@@ -1,7 +1,5 @@
 """Metrics files of strict JSON that survive a kill, and a console that never ends a run."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

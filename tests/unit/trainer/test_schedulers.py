@@ -1,7 +1,5 @@
 """Slurm, Kubernetes and MPI: the files in `scripts/`, with the variables that those set."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Where backward enters a call of a unit: through outputs that are hooked, through views and copies of them, or aside of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Split arithmetic and bucket layouts: every element is somewhere, once."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

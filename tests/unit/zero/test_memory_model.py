@@ -1,7 +1,5 @@
 """A run whose states cannot fit is refused, and the message says what would need less."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Seeding before every unit gives the numbers of `torch.manual_seed`, without its price."""
 
-from __future__ import annotations
-
 import random
 import traceback
 from typing import Any

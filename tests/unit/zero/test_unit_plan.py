@@ -1,7 +1,5 @@
 """From models to units and buckets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Where updates are computed that are not in a device's memory: the faster place, the same one on all ranks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

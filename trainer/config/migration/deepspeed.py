@@ -4,8 +4,6 @@
 the first step, which DeepSpeed does twice. What several keys decide together is read as DeepSpeed 0.19 does.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Iterator, Mapping

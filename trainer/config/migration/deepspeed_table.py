@@ -1,7 +1,5 @@
 """What becomes of every key of a DeepSpeed configuration: those of version 0.19, and earlier ones that are still in use."""
 
-from __future__ import annotations
-
 from zeromesh.trainer.config.migration.translate import read_table
 
 SECTIONS = read_table("""

@@ -4,8 +4,6 @@ What transformers' Trainer does with the arguments is what the configuration say
 biases and normalisations, epochs whose last batch is smaller, float32 unless bf16 or fp16 is set.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

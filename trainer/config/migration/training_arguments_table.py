@@ -1,7 +1,5 @@
 """What becomes of every field of transformers' `TrainingArguments` and `Seq2SeqTrainingArguments`."""
 
-from __future__ import annotations
-
 from zeromesh.trainer.config.migration.translate import read_table
 
 SECTIONS = read_table(

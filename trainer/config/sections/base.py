@@ -1,7 +1,5 @@
 """What all sections of a configuration have in common, and the kinds of values that keys take."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The section `model`, and the class of transformers that builds a model for each task."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator

@@ -1,7 +1,5 @@
 """The sections `run`, `checkpoint`, `hub`, `profile` and `tracking`."""
 
-from __future__ import annotations
-
 import re
 import sys
 from datetime import datetime

@@ -1,7 +1,5 @@
 """The sections `offload`, `parallel`, `precision` and `zero`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator

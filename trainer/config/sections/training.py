@@ -1,7 +1,5 @@
 """The sections `optimizer`, `schedule` and `ema`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator

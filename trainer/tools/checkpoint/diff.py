@@ -1,7 +1,5 @@
 """What differs between two checkpoints: counters, settings and every element, a bounded number of them in memory."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

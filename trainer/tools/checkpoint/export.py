@@ -3,8 +3,6 @@
 Weights are read, verified and converted a few at a time: a window of them, or those that one conversion to the hub's form takes.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What checkpoints hold, as text for a person or as JSON: `zeromesh checkpoint list` and `inspect`."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

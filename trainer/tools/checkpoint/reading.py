@@ -1,7 +1,5 @@
 """What the tools for checkpoints share: what a path on the command line means, counters, and reading elements."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path

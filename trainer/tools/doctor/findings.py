@@ -1,7 +1,5 @@
 """A finding of `zeromesh doctor`: what was looked at, how it is, and what to do about it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum

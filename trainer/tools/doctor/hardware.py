@@ -1,7 +1,5 @@
 """The machine below a run: cores, memory and limits, CUDA devices, and the directories that a run writes to."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """What surrounds a run on this host: packages, launch variables and the network. Nothing here imports torch."""
 
-from __future__ import annotations
-
 import contextlib
 import operator
 import platform

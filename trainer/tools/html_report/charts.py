@@ -1,7 +1,5 @@
 """The charts of runs, as figures of plotly: curves of several runs on top of each other, stacks of one run each."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """The page: one file of HTML with everything inside, which loads nothing and runs no code but its own."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

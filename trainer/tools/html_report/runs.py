@@ -1,7 +1,5 @@
 """A run's directory as values. What is missing or broken is a remark, so that the rest can still be looked at."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

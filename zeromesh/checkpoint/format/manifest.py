@@ -11,8 +11,6 @@ and shape, by kind: `model`, `master` for master weights that differ from the pa
 for information. `sha256` is that of the manifest itself without this key, as canonical JSON. See docs/checkpoint-format.md.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -8,8 +8,6 @@ Nothing in a file is executed, and nothing is believed before it is checked. Hea
 so that data can move past the page cache.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

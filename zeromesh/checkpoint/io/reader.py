@@ -1,7 +1,5 @@
 """Reads what a layout needs of a checkpoint, and verifies every piece that it reads before it uses a byte of it."""
 
-from __future__ import annotations
-
 import os
 import stat
 from abc import ABC, abstractmethod

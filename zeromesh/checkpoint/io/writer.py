@@ -4,8 +4,6 @@ There is no second copy of the state: a save takes a few staging buffers of memo
 first, and the update waits for what is not copied yet (`release`).
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter, deque

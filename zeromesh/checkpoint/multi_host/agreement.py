@@ -7,8 +7,6 @@ directory: it makes checkpoints in it and commits them. On one host, rank 0 lead
     ranks 0 1 | 2 3 on two hosts, own disks      places [0, 1], [2, 3], led by 0 and 2
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

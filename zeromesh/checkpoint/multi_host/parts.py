@@ -10,8 +10,6 @@ Each part is a directory with the same files at their full sizes, of which its m
 see the part with a piece, one reads and verifies it, and sends it to all, in rounds of a bounded size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial

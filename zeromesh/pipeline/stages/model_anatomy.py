@@ -6,8 +6,6 @@ go on without values (an expert that picks its tokens) is assumed to return some
 embedding is followed through all operators, so a model whose later blocks need more than the hidden state is refused here.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

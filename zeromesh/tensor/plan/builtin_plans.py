@@ -3,8 +3,6 @@
 A rule is a pattern of FQNs (`*` matches anything, as in a shell) and a style; see `planner.py` for what the styles mean.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 Rules = Mapping[str, str]

@@ -19,8 +19,6 @@ one of these styles (those of transformers, and some more):
     replicate                        whole on all ranks
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
