@@ -22,6 +22,8 @@ _MENDED = (2, 38)
 _CACHE_SIZES = struct.pack("NN", 64, 1032)
 """glibc's number of sizes that a thread's cache holds, and the largest of them; how many blocks of each is the word behind."""
 _MOST_CACHED = (1 << 16) - 1
+_caches: list[ctypes.c_size_t] = []
+"""The number of sizes, once it was found: it then reads 0, and would not be found again."""
 _PARAMETERS_BYTES = 160
 """The two thresholds lie at most so many bytes before those, in one structure."""
 
@@ -61,21 +63,26 @@ def settle_heap() -> bool:
     libc.malloc_trim(0)
     libc.gnu_get_libc_version.restype = ctypes.c_char_p
     version = tuple(int(part) for part in libc.gnu_get_libc_version().decode().split(".")[:2])
-    cached = _blocks_cached() if version < _MENDED and reuse_freed_memory() else None
-    if cached is None:
+    if version >= _MENDED or not reuse_freed_memory():
         return False
-    cached.value = 0
+    _caches.extend([] if _caches else _cached_sizes())
+    if len(_caches) != 1:
+        _caches.clear()
+        return False
+    _caches[0].value = 0
     libc.mallopt(_M_MXFAST, 0)
     _reserve(libc)
     return True
 
 
-def _blocks_cached() -> ctypes.c_size_t | None:
-    """How many freed blocks of one size glibc keeps for a thread: its tunable `tcache_count`, which no call can set in a process
-    that runs already.
+def _cached_sizes() -> list[ctypes.c_size_t]:
+    """How many sizes of freed blocks glibc keeps for a thread: its `tcache_bins`, which no call can set in a process that runs.
 
-    It is found in the library's data by what lies around it: the sizes that a cache holds, and the thresholds that
-    `reuse_freed_memory` has set. None where that is not found once.
+    With 0 of them a thread's cache is neither read nor written again. (With 0 blocks of each, `tcache_count`, the blocks that the
+    cache of another thread still holds count as damage when it frees a block whose memory looks like one of them: glibc aborts.)
+
+    It is found in the library's data by itself and what lies around it: the largest size, and the thresholds that
+    `reuse_freed_memory` has set. More than one, or none: not known.
     """
     thresholds = struct.pack("N", _LARGE_BLOCK), struct.pack("n", _NEVER)
     found = []
@@ -88,8 +95,8 @@ def _blocks_cached() -> ctypes.c_size_t | None:
         for match in re.finditer(re.escape(_CACHE_SIZES) + rb"(.{8})", data, re.DOTALL):
             before = data[max(0, match.start() - _PARAMETERS_BYTES) : match.start()]
             if struct.unpack("N", match[1])[0] <= _MOST_CACHED and all(each in before for each in thresholds):
-                found.append(ctypes.c_size_t.from_address(start + match.start(1)))
-    return found[0] if len(found) == 1 else None
+                found.append(ctypes.c_size_t.from_address(start + match.start()))
+    return found
 
 
 def _reserve(libc: ctypes.CDLL) -> None:

@@ -267,7 +267,7 @@ def test_a_directory_that_cannot_be_made_is_a_named_error(tmp_path: Path) -> Non
     place = tmp_path / "file"
     place.write_text("no directory")
     config = settings(str(tmp_path), offload={"optimizer": "file", "directory": str(place / "swap")})
-    with pytest.raises(StorageError, match=r"swap files cannot be made in .*file/swap.*give a directory"):
+    with pytest.raises(StorageError, match=r"swap files cannot be made in .*file/swap.*set offload.directory"):
         Trainer(llama(), config, sentences()).fit()
 
 

@@ -59,7 +59,41 @@ def test_layers_find_the_room_that_others_have_left() -> None:
     assert growth("settled", {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}) < 16 << 20
 
 
+STALE = """
+import ctypes, threading
+from zeromesh.offload import settle_heap
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+cached, settled = threading.Event(), threading.Event()
+
+def work():
+    first, second = libc.malloc(200), libc.malloc(200)
+    libc.free(first)
+    mark = ctypes.string_at(first + 8, 8)  # What a thread's cache writes into the blocks that it holds.
+    cached.set()
+    settled.wait()
+    ctypes.memmove(second + 8, mark, 8)
+    libc.free(second)
+    print("free")
+
+thread = threading.Thread(target=work)
+thread.start()
+cached.wait()
+assert settle_heap() and settle_heap()
+settled.set()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(not _SPLITS, reason="this C library finds aligned blocks again")
+def test_a_block_that_looks_like_a_cached_one_is_freed() -> None:
+    done = subprocess.run([sys.executable, "-c", STALE], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "free"), done.stderr
+
+
 def test_parameters_that_lie_elsewhere_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(glibc_malloc, "_caches", [])
     monkeypatch.setattr(glibc_malloc, "_CACHE_SIZES", b"no such bytes in the library's data")
     monkeypatch.setattr(glibc_malloc, "_reserve", lambda libc: pytest.fail("nothing is to be reserved"))
     assert glibc_malloc.settle_heap() is False
