@@ -9,7 +9,6 @@ from architectures import ARCHITECTURES
 from trainer_cases import stacked
 
 from zeromesh.trainer.config.sections.model import Head
-from zeromesh.trainer.losses.losses import LabelLoss, SpanLoss, TranscriptLoss
 
 SAMPLES, LENGTH, VOCABULARY = 7, 8, 60
 _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -63,7 +62,7 @@ class Task:
     head: Head
     config: dict[str, Any]
     batch: Callable[[], dict[str, torch.Tensor]]
-    kind: type
+    kind: str
     mean: Callable[[torch.Tensor, int], torch.Tensor] = lambda loss, count: loss
     """The mean over a batch of so many samples, of what the model gives for it."""
 
@@ -111,53 +110,53 @@ TASKS: dict[str, Task] = {
         head="speech_seq2seq",
         config=ARCHITECTURES["whisper"].config,
         batch=lambda: stacked(ARCHITECTURES["whisper"].samples(SAMPLES), range(SAMPLES)),
-        kind=LabelLoss,
+        kind="labels",
     ),
     "sequence": Task(
-        head="sequence_classification", config=BERT, batch=lambda: {**text(), "labels": classes()}, kind=LabelLoss
+        head="sequence_classification", config=BERT, batch=lambda: {**text(), "labels": classes()}, kind="labels"
     ),
     "regression": Task(
         head="sequence_classification",
         config={**BERT, "num_labels": 1},
         batch=lambda: {**text(), "labels": noise(SAMPLES)},
-        kind=LabelLoss,
+        kind="labels",
     ),
     "several labels": Task(
         head="sequence_classification",
         config=BERT,
         batch=lambda: {**text(), "labels": (noise(SAMPLES, 3) > 0).double()},
-        kind=LabelLoss,
+        kind="labels",
     ),
     "decoder": Task(
         head="sequence_classification",
         config={"model_type": "llama", **_SIZES, "vocab_size": VOCABULARY, "pad_token_id": 0, "num_labels": 3},
         batch=lambda: {**text(), "labels": classes()},
-        kind=LabelLoss,
+        kind="labels",
     ),
     "token": Task(
-        head="token_classification", config=BERT, batch=lambda: {**text(), "labels": ragged(LENGTH, 3)}, kind=LabelLoss
+        head="token_classification", config=BERT, batch=lambda: {**text(), "labels": ragged(LENGTH, 3)}, kind="labels"
     ),
-    "question": Task(head="question_answering", config={**BERT, "num_labels": 2}, batch=spans, kind=SpanLoss),
+    "question": Task(head="question_answering", config={**BERT, "num_labels": 2}, batch=spans, kind="answers"),
     "choice": Task(
         head="multiple_choice",
         config=BERT,
         batch=lambda: {"input_ids": ids(SAMPLES, 3, LENGTH), "labels": classes()},
-        kind=LabelLoss,
+        kind="labels",
     ),
     "next": Task(
-        head="next_sentence_prediction", config=BERT, batch=lambda: {**text(), "labels": classes(2)}, kind=LabelLoss
+        head="next_sentence_prediction", config=BERT, batch=lambda: {**text(), "labels": classes(2)}, kind="labels"
     ),
     "image": Task(
         head="image_classification",
         config={"model_type": "vit", **_SIZES, **_PICTURE, "num_labels": 3},
         batch=lambda: {"pixel_values": noise(SAMPLES, 3, 16, 16), "labels": classes()},
-        kind=LabelLoss,
+        kind="labels",
     ),
     "video": Task(
         head="video_classification",
         config={"model_type": "videomae", **_SIZES, **_PICTURE, "num_frames": 4, "tubelet_size": 2, "num_labels": 3},
         batch=lambda: {"pixel_values": noise(SAMPLES, 4, 3, 16, 16), "labels": classes()},
-        kind=LabelLoss,
+        kind="labels",
     ),
     "pixels": Task(
         head="semantic_segmentation",
@@ -175,24 +174,24 @@ TASKS: dict[str, Task] = {
             "decoder_hidden_size": 32,
         },
         batch=bounded,
-        kind=LabelLoss,
+        kind="labels",
     ),
-    "picture and text": Task(head="image_text_to_text", config=_LLAVA, batch=seen, kind=LabelLoss),
+    "picture and text": Task(head="image_text_to_text", config=_LLAVA, batch=seen, kind="labels"),
     "sound": Task(
         head="audio_classification",
         config=SPEECH,
         batch=lambda: {"input_values": noise(SAMPLES, 240), "labels": classes()},
-        kind=LabelLoss,
+        kind="labels",
     ),
     "transcript sum": Task(
         head="ctc",
         config={**SPEECH, "ctc_loss_reduction": "sum"},
         batch=spoken,
-        kind=TranscriptLoss,
+        kind="transcripts",
         mean=lambda loss, count: loss / count,
     ),
     "transcript mean": Task(
-        head="ctc", config={**SPEECH, "ctc_loss_reduction": "mean"}, batch=spoken, kind=TranscriptLoss
+        head="ctc", config={**SPEECH, "ctc_loss_reduction": "mean"}, batch=spoken, kind="transcripts"
     ),
     "translation": Task(
         head="seq2seq_lm",
@@ -210,6 +209,6 @@ TASKS: dict[str, Task] = {
             "decoder_start_token_id": 2,
         },
         batch=lambda: {**text(), "labels": ragged(LENGTH, VOCABULARY)},
-        kind=LabelLoss,
+        kind="labels",
     ),
 }

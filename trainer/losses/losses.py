@@ -8,15 +8,15 @@ any other module                   sum = its scalar x examples, and the run says
 """
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from zeromesh.errors import ConfigError, DataError, PhaseError
+from zeromesh.errors import ConfigError, DataError
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED
 from zeromesh.trainer.data.collate import IGNORED_LABEL, count_targets
 from zeromesh.trainer.losses.chunked_head import ChunkedHead
@@ -41,40 +41,44 @@ _LABELLED_CLASSES = ("ForMultipleChoice", "ForNextSentencePrediction")
 _POSITIONS = ("start_positions", "end_positions")
 
 
-class Loss(ABC):
+_Computed = tuple[Tensor, Any, int, Mapping[str, Any]]
+"""The sum of the losses of a batch, what the model returned (None: not known), the number of targets, and scalars to be logged."""
+
+
+@dataclass(kw_only=True)
+class Loss:
     """How a model's loss is computed and counted."""
 
-    causal = False
+    kind: Literal["labels", "answers", "transcripts", "examples", "user"]
+    """What the loss is a sum over."""
+    count: Callable[[Mapping[str, Any]], int | None]
+    """Counts the targets of a batch by its labels; None where only the forward tells. Raises `DataError` without labels."""
+    compute: Callable[[Any, Mapping[str, Any], float | None], _Computed]
+    """Computes the loss of a model for a batch. The backward will start with the third argument; None: the outputs are wanted."""
+    notes: tuple[str, ...] = ()
+    """Lines that the run prints about how the loss counts and computes."""
+    causal: bool = False
     """Whether the model predicts the next token, so that its first label is no target."""
-    _last_count: int | None = 0
-
-    def __init__(self, *notes: str) -> None:
-        self.notes = notes
-        """Lines that the run prints about how the loss counts and computes."""
-        self.last_scalars: Mapping[str, Any] = {}
-        """What else the batch that was computed last gave, to be logged: numbers by name."""
-
-    @property
-    def last_count(self) -> int:
-        """Targets of the batch that was computed last. Raises `PhaseError` where only the forward tells, and none has run."""
-        if self._last_count is None:
-            raise PhaseError("compute_loss has not run yet, so its count is not known")
-        return self._last_count
-
-    @abstractmethod
-    def count(self, batch: Mapping[str, Any]) -> int | None:
-        """Targets of a batch by its labels; None where only the forward tells. Raises `DataError` where labels are missing."""
+    last_count: int = 0
+    """Targets of the batch that was computed last."""
+    last_scalars: Mapping[str, Any] = field(default_factory=dict)
+    """What else the batch that was computed last gave, to be logged: numbers by name."""
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> Tensor:
-        """The sum of the losses, a scalar, whose backward will start with `seed` (0 and no gradients: evaluation).
+        """Return the sum of the losses, a scalar, whose backward will start with `seed` (0 and no gradients: evaluation).
 
         A batch without targets gives 0, with gradients of 0.
         """
-        return self.with_outputs(model, batch)[0]
+        total, _, self.last_count, self.last_scalars = self.compute(model, batch, seed)
+        return total
 
-    @abstractmethod
     def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """The sum of the losses and what the model returned."""
+        """Return the sum of the losses, 0 for a batch without labels, and what the model returned."""
+        if self.kind == "labels" and not isinstance(batch.get("labels"), Tensor):
+            self.last_count = 0
+            return torch.zeros(()), model(**batch)
+        total, outputs, self.last_count, self.last_scalars = self.compute(model, batch, None)
+        return total, model(**batch) if outputs is None else outputs
 
 
 def make_loss(
@@ -105,10 +109,10 @@ def make_loss(
         return _smoothed_loss(model, compute_loss, smoothing)
     if compute_loss is not None:
         lines = ("loss: tensor ranks gather the logits that compute_loss reads",) if divided else ()
-        return UserLoss(compute_loss, *lines, check_scalars=check_scalars)
+        return _user_loss(compute_loss, lines, check_scalars)
     inside = pretrained_of(model)
     if inside is None:
-        return ExampleLoss(f"the loss of {type(model).__name__}")
+        return _example_loss(f"the loss of {type(model).__name__}")
     if is_adapted(model) and learns_prompts(model):
         raise ConfigError(
             "adapters that learn prompts make targets of their own, which only the model knows; pass compute_loss, or use LoRA"
@@ -133,23 +137,23 @@ def _smoothed_loss(model: nn.Module, compute_loss: ComputeLoss | None, smoothing
             f"run.label_smoothing: the targets of the loss of {whose} are not known; smooth them there, and set it to 0"
         )
     line = f"loss: cross entropy with label smoothing {smoothing:g}"
-    return LabelLoss(model, line, causal=causal, smoothing=smoothing)
+    return _label_loss(model, line, causal=causal, smoothing=smoothing)
 
 
 def _task_loss(model: Any) -> Loss | None:
     """The loss of a task that needs no trial; None for a language model, and for what nothing is known of."""
     kind, config, arguments = getattr(model, "loss_type", None), model.config, _forward_arguments(model)
     if kind in _LABELLED or type(model).__name__.endswith(_LABELLED_CLASSES):
-        return LabelLoss(model, causal=False)
+        return _label_loss(model, causal=False)
     if "_loss_function" in vars(model):
         return None
     # Answers may also be classes (of a picture), or be searched for with beams and a loss of several parts.
     if kind == "ForQuestionAnswering" and "start_positions" in arguments and "is_impossible" not in arguments:
-        return SpanLoss()
+        return Loss(kind="answers", count=_count_answers, compute=_compute_answers)
     if kind == "ForCTC":
-        return TranscriptLoss(getattr(config, "ctc_loss_reduction", "mean"))
+        return _transcript_loss(getattr(config, "ctc_loss_reduction", "mean"))
     if kind == "ForSemanticSegmentation" and config.num_labels > 1:
-        return LabelLoss(model, causal=False, ignored=getattr(config, "semantic_loss_ignore_index", 255))
+        return _label_loss(model, causal=False, ignored=getattr(config, "semantic_loss_ignore_index", 255))
     return None
 
 
@@ -157,7 +161,7 @@ def _language_loss(model: Any, mode: Literal["auto", "native"], chunk_tokens: in
     """The loss of a language model, with as few logits at once as a trial has shown to be possible."""
     whose = f"the loss of {type(model).__name__}"
     if getattr(model, "get_output_embeddings", lambda: None)() is None:
-        return ExampleLoss(f"{whose} (loss_type {getattr(model, 'loss_type', None)})")
+        return _example_loss(f"{whose} (loss_type {getattr(model, 'loss_type', None)})")
     known = _shifts_labels(model)
     if "_loss_function" in vars(model):
         verdict = Verdict(causal=known, reason="its loss function was replaced")
@@ -166,7 +170,7 @@ def _language_loss(model: Any, mode: Literal["auto", "native"], chunk_tokens: in
             verdict = examine(model, known)
     if verdict.causal is None:
         gathered = "; tensor ranks gather all its logits" if divided else ""
-        return ExampleLoss(f"{whose} ({verdict.reason})", gathered)
+        return _example_loss(f"{whose} ({verdict.reason})", gathered)
     notes = []
     head = None
     if mode == "auto" and verdict.route is not None:
@@ -183,7 +187,7 @@ def _language_loss(model: Any, mode: Literal["auto", "native"], chunk_tokens: in
             "the loss has auxiliary terms that are computed per microbatch (balance of experts): with other sizes of "
             "microbatches it is another loss"
         )
-    return LabelLoss(model, *notes, causal=verdict.causal, head=head)
+    return _label_loss(model, *notes, causal=verdict.causal, head=head)
 
 
 def _shifts_labels(model: Any) -> bool | None:
@@ -194,99 +198,69 @@ def _shifts_labels(model: Any) -> bool | None:
     return kind != "ForMaskedLM" and not getattr(model.config, "is_encoder_decoder", False)
 
 
-class LabelLoss(Loss):
-    """A Hugging Face model's loss that is a mean over its labels: `sum = mean x count`, or the sum that `head` computes."""
+def _label_loss(
+    model: nn.Module,
+    *notes: str,
+    causal: bool,
+    head: ChunkedHead | None = None,
+    ignored: int = IGNORED_LABEL,
+    smoothing: float = 0.0,
+) -> Loss:
+    """Return the loss of a Hugging Face model that is a mean over labels: `sum = mean x count`, or the sum that `head` computes.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *notes: str,
-        causal: bool,
-        head: ChunkedHead | None = None,
-        ignored: int = IGNORED_LABEL,
-        smoothing: float = 0.0,
-    ) -> None:
-        """`ignored` is the label of what is no target.
+    `ignored` is the label of what is no target. With `smoothing` the loss is the cross entropy of the model's logits with smoothed
+    targets (Szegedy et al. 2016), as that of transformers' `LabelSmoother`.
+    """
+    # Training and evaluation read each position once: a cache of keys and values would only take memory.
+    fixed = {"use_cache": False} if "use_cache" in _forward_arguments(model) else {}
 
-        With `smoothing` the loss is the cross entropy of the model's logits with smoothed targets (Szegedy et al. 2016), as that of
-        transformers' `LabelSmoother`.
-        """
-        super().__init__(*notes)
-        self._smoothing = smoothing
-        self.causal = causal
-        self._ignored = ignored
-        self._head = head
-        # Training and evaluation read each position once: a cache of keys and values would only take memory.
-        self._fixed = {"use_cache": False} if "use_cache" in _forward_arguments(model) else {}
-
-    @property
-    def chunked(self) -> bool:
-        """Whether logits are computed in chunks."""
-        return self._head is not None
-
-    def count(self, batch: Mapping[str, Any]) -> int:
-        """Targets among `labels`. Raises `DataError` if there are none of that name."""
+    def count(batch: Mapping[str, Any]) -> int:
         cure = (
             "Give each sample labels (for a causal model a copy of input_ids, -100 where nothing is to be learnt), or a "
             "data_collator that does"
         )
-        return count_targets(_tensor_of(batch, "labels", cure), causal=self.causal, ignored=self._ignored)
+        return count_targets(_tensor_of(batch, "labels", cure), causal=causal, ignored=ignored)
 
-    def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> Tensor:
-        if self._head is None:
-            return self._own_loss(model, batch)[0]
-        count = self._last_count = self.count(batch)
-        self.last_scalars = {}
-        labels = batch["labels"]
-        targets = shifted(labels) if self.causal else labels
-        return self._head.run(model, {**self._fixed, **batch}, targets=targets, seed=seed, count=count)
-
-    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """The model's own loss, with all logits; 0 for a batch without labels."""
-        if isinstance(batch.get("labels"), Tensor):
-            return self._own_loss(model, batch)
-        self._last_count = 0
-        return torch.zeros(()), model(**batch)
-
-    def _own_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        count = self._last_count = self.count(batch)
-        inputs = {**self._fixed, **batch}
-        if self._smoothing:
+    def compute(model: Any, batch: Mapping[str, Any], seed: float | None) -> _Computed:
+        found, inputs, labels = count(batch), {**fixed, **batch}, batch["labels"]
+        if head is not None and seed is not None:
+            targets = shifted(labels) if causal else labels
+            return head.run(model, inputs, targets=targets, seed=seed, count=found), None, found, {}
+        if smoothing:
             outputs = model(**inputs)
-            logits, labels = outputs.logits, batch["labels"]
-            if self.causal:
+            logits = outputs.logits
+            if causal:
                 logits, labels = logits[..., :-1, :], labels[..., 1:]
             # In 32 bits at least, as the model's own loss.
             wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-            total = cross_entropy(wide, labels.flatten(), reduction="sum", label_smoothing=self._smoothing)
-            return total, outputs
-        if not count:
+            total = cross_entropy(wide, labels.flatten(), reduction="sum", label_smoothing=smoothing)
+            return total, outputs, found, {}
+        if not found:
             # A mean over nothing is NaN, and NaN times 0 too: it becomes the mean over something, times 0.
-            inputs["labels"] = torch.zeros_like(inputs["labels"])
+            inputs["labels"] = torch.zeros_like(labels)
         outputs = model(**inputs)
-        self.last_scalars = _scalars_of(outputs)
-        return outputs.loss * count, outputs
+        return outputs.loss * found, outputs, found, _scalars_of(outputs)
+
+    return Loss(kind="labels", count=count, compute=compute, notes=notes, causal=causal)
 
 
-class SpanLoss(Loss):
-    """Extractive question answering: cross entropy of where an answer starts, and of where it ends; both count.
+def _compute_answers(model: Any, batch: Mapping[str, Any], seed: float | None) -> _Computed:
+    """Compute the loss of extractive question answering: cross entropy of where an answer starts, and of where it ends; both count.
 
     As in transformers, a position beyond the sequence is no target. Where an example has either both or none, as transformers' own
     preparation of such data makes them, the mean is that of the model's own loss: the mean of the two means.
     """
+    count = _count_answers(batch)
+    outputs = model(**{name: value for name, value in batch.items() if name not in _POSITIONS})
+    total = torch.zeros((), device=outputs.start_logits.device)
+    for logits, targets in zip((outputs.start_logits, outputs.end_logits), _answers(batch), strict=True):
+        wide = logits.float() if logits.dtype.itemsize < 4 else logits
+        total = total + cross_entropy(wide, targets, ignore_index=IGNORED_LABEL, reduction="sum")
+    return total, outputs, count, {}
 
-    def count(self, batch: Mapping[str, Any]) -> int:
-        """Positions inside their sequences. Raises `DataError` where the batch has none."""
-        return sum(count_targets(positions, causal=False) for positions in _answers(batch))
 
-    def with_outputs(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        self._last_count = self.count(batch)
-        outputs = model(**{name: value for name, value in batch.items() if name not in _POSITIONS})
-        total = torch.zeros((), device=outputs.start_logits.device)
-        for logits, targets in zip((outputs.start_logits, outputs.end_logits), _answers(batch), strict=True):
-            wide = logits.float() if logits.dtype.itemsize < 4 else logits
-            total = total + cross_entropy(wide, targets, ignore_index=IGNORED_LABEL, reduction="sum")
-        return total, outputs
+def _count_answers(batch: Mapping[str, Any]) -> int:
+    return sum(count_targets(positions, causal=False) for positions in _answers(batch))
 
 
 def _answers(batch: Mapping[str, Any]) -> list[Tensor]:
@@ -300,72 +274,51 @@ def _answers(batch: Mapping[str, Any]) -> list[Tensor]:
     return [each.clamp(min=0).masked_fill(each >= length, IGNORED_LABEL) for each in found]
 
 
-class TranscriptLoss(Loss):
-    """Connectionist temporal classification: the mean over examples, each of which is aligned with its transcript as a whole.
+def _transcript_loss(reduction: str) -> Loss:
+    """Return connectionist temporal classification: the mean over examples, each aligned with its transcript as a whole.
 
-    transformers' `ctc_loss_reduction` says what an example counts: the sum over its frames, or that divided by the length of its
-    transcript.
+    `reduction` (transformers' `ctc_loss_reduction`) says what an example counts: the sum over its frames, or that divided by the
+    length of its transcript. Raises `ConfigError` for one that gives no scalar.
     """
+    if reduction not in ("sum", "mean"):
+        raise ConfigError(f"ctc_loss_reduction is {reduction!r}; give sum or mean", where="model.config")
 
-    def __init__(self, reduction: str) -> None:
-        """Raises `ConfigError` for a reduction that gives no scalar."""
-        if reduction not in ("sum", "mean"):
-            raise ConfigError(f"ctc_loss_reduction is {reduction!r}; give sum or mean", where="model.config")
-        super().__init__("loss: the mean over examples of their alignments with transcripts (CTC)")
-        self._sums = reduction == "sum"
-
-    def count(self, batch: Mapping[str, Any]) -> int:
-        """Examples. Raises `DataError` where the batch has no labels."""
+    def count(batch: Mapping[str, Any]) -> int:
         return _tensor_of(batch, "labels", "Give each sample its transcript").shape[0]
 
-    def with_outputs(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        count = self._last_count = self.count(batch)
-        outputs = model(**batch)
-        return outputs.loss if self._sums else outputs.loss * count, outputs
+    def compute(model: Any, batch: Mapping[str, Any], seed: float | None) -> _Computed:
+        found, outputs = count(batch), model(**batch)
+        return outputs.loss * (1 if reduction == "sum" else found), outputs, found, {}
+
+    note = "loss: the mean over examples of their alignments with transcripts (CTC)"
+    return Loss(kind="transcripts", count=count, compute=compute, notes=(note,))
 
 
-class ExampleLoss(Loss):
-    """A module's own scalar, as the mean over the examples of the batch (dim 0 of its first tensor)."""
+def _example_loss(what: str, gathered: str = "") -> Loss:
+    """Return a module's own scalar, as the mean over the examples of the batch (dim 0 of its first tensor)."""
 
-    def __init__(self, what: str, gathered: str = "") -> None:
-        super().__init__(f"{what} is taken for a mean over examples; pass compute_loss to count otherwise{gathered}")
+    def compute(model: nn.Module, batch: Mapping[str, Any], seed: float | None) -> _Computed:
+        count, outputs = _count_examples(batch), model(**batch)
+        return _scalar(outputs, type(model).__name__) * count, outputs, count, _scalars_of(outputs)
 
-    def count(self, batch: Mapping[str, Any]) -> int:
-        """Examples of the batch. Raises `DataError` if it holds no tensor."""
-        for value in batch.values():
-            if isinstance(value, Tensor) and value.dim() > 0:
-                return value.shape[0]
-        raise DataError(f"the batch holds no tensor with a batch dim; it has {_field_names(batch)}")
-
-    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """The sum of the losses and what the module returned. Raises `ConfigError` if that has no scalar loss."""
-        count = self._last_count = self.count(batch)
-        outputs = model(**batch)
-        self.last_scalars = _scalars_of(outputs)
-        return _scalar(outputs, type(model).__name__) * count, outputs
+    note = f"{what} is taken for a mean over examples; pass compute_loss to count otherwise{gathered}"
+    return Loss(kind="examples", count=_count_examples, compute=compute, notes=(note,))
 
 
-class UserLoss(Loss):
-    """A user's `compute_loss`, whose count is known after it has run."""
+def _count_examples(batch: Mapping[str, Any]) -> int:
+    for value in batch.values():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return value.shape[0]
+    raise DataError(f"the batch holds no tensor with a batch dim; it has {_field_names(batch)}")
 
-    _last_count = None
 
-    def __init__(
-        self,
-        compute_loss: ComputeLoss,
-        *notes: str,
-        check_scalars: Callable[[Mapping[str, Any]], None] | None = None,
-    ) -> None:
-        super().__init__(*notes)
-        self._compute = compute_loss
-        self._check_scalars = check_scalars
+def _user_loss(
+    compute_loss: ComputeLoss, notes: tuple[str, ...], check_scalars: Callable[[Mapping[str, Any]], None] | None
+) -> Loss:
+    """Return a user's loss, which raises `ConfigError` unless `compute_loss` gives a scalar and a whole number of 0 or more."""
 
-    def count(self, batch: Mapping[str, Any]) -> None:
-        return None
-
-    def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, seed: float) -> Tensor:
-        """The user's sum. Raises `ConfigError` unless `compute_loss` gives a scalar and a whole number of 0 or more."""
-        result = self._compute(model, batch)
+    def compute(model: nn.Module, batch: Mapping[str, Any], seed: float | None) -> _Computed:
+        result = compute_loss(model, batch)
         if (
             not isinstance(result, tuple)
             or len(result) not in (2, 3)
@@ -378,20 +331,17 @@ class UserLoss(Loss):
                 "return loss * n, n"
             )
         total, count = result[:2]
-        self.last_scalars = result[2] if len(result) == 3 else {}
-        if self._check_scalars is not None:
-            self._check_scalars(self.last_scalars)
+        scalars = result[2] if len(result) == 3 else {}
+        if check_scalars is not None:
+            check_scalars(scalars)
         if not isinstance(total, Tensor) or total.numel() != 1:
             raise ConfigError("compute_loss: the sum must be a tensor of one element")
         number = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
         if isinstance(number, bool) or not isinstance(number, int | float) or number != int(number) or number < 0:
             raise ConfigError(f"compute_loss: the count must be a whole number of 0 or more; got {count!r}")
-        self._last_count = int(number)
-        return total.reshape(())
+        return total.reshape(()), None, int(number), scalars
 
-    def with_outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """The user's sum and what the model returns, which runs once for each."""
-        return self(model, batch, seed=0.0), model(**batch)
+    return Loss(kind="user", count=lambda batch: None, compute=compute, notes=notes)
 
 
 def _scalar(output: Any, name: str) -> Tensor:

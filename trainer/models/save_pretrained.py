@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, TensorSpec, index_files, plan_files
-from zeromesh.errors import StorageError
+from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.io.direct_io import PositionalFile
@@ -51,111 +51,94 @@ def save_model(
     whole = _stored_tensors(model) if state is None else {}
     specs = [TensorSpec(kind="model", name=name, dtype=t.dtype, shape=tuple(t.shape)) for name, t in whole.items()]
     specs = specs if state is None else state.stored_specs()
-    writer = _DirectoryWriter(path, mesh) if mesh.rank == 0 else None
-    if writer is not None:
-        with writer.catching():
-            writer.begin(() if adapter is not None else specs)
-    if adapter is None:
-        for name, tensor in whole.items() if state is None else state.stored():
-            if writer is not None and not writer.failure:
-                with writer.catching(f" (while writing {name})"):
-                    writer.put(name, tensor)
-    failure = "" if writer is None else writer.finish(model, processing_class, adapter)
+    tensors = iter(whole.items() if state is None else state.stored())
+    if adapter is not None:
+        specs, tensors = [], iter(())
+    failure = ""
+    if mesh.rank == 0:
+        try:
+            _write_directory(path, model, specs, tensors, mesh, processing_class, adapter)
+        except CollectiveError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of somebody else's `save_pretrained` too; all ranks have to know
+            reason = getattr(error, "strerror", None) or error
+            failure = str(error) if isinstance(error, StorageError) else f"{str(path)!r} cannot be written ({reason})"
+    for _ in tensors:  # All ranks gather each tensor, rank 0 after a failure too.
+        continue
     failed = int(mesh.world.max_(torch.tensor([int(bool(failure))]), "end of saving")[0])
     return failure or (f"{path} could not be written by rank 0, whose error says why" if failed else "")
 
 
-class _DirectoryWriter:
-    """Writes the files of a model into a directory beside `path`, and moves them to `path` at the end.
+def _write_directory(
+    path: Path,
+    model: nn.Module,
+    specs: Sequence[TensorSpec],
+    tensors: Iterator[tuple[str, Tensor]],
+    mesh: Mesh,
+    processing_class: Any,
+    adapter: dict[str, Tensor] | None,
+) -> None:
+    """Write the files of a model into a directory beside `path`, and move them to `path` at the end."""
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "there is a file of this name; give a directory")
+    # A short name, since that of `path` may be the longest that there is.
+    digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
+    folder = path.with_name(f".zeromesh-{digest}.tmp")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        if adapter is not None:
+            _write_adapter(model, adapter, folder)
+            _save_part(processing_class, folder)
+        else:
+            with ExitStack() as files:
+                places, indices = begin_files(folder, specs, files)
+                _write_tensors(tensors, places, mesh)
+            for name, text in indices.items():
+                write_whole(folder / name, text)
+            # `from_pretrained` loads all of a model in one dtype: the widest floating one that is stored.
+            found = [spec.dtype for spec in specs if spec.dtype.is_floating_point]
+            widest = max(found, key=lambda dtype: dtype.itemsize, default=None)
+            save_configuration(model, widest, processing_class, folder)
+        _move(folder, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
-    `failure` says what went wrong first; empty: nothing. Nothing more is written after a failure.
-    """
 
-    def __init__(self, path: Path, mesh: Mesh) -> None:
-        self.failure = ""
-        self._path = path
-        self._mesh = mesh
-        # A short name, since that of `path` may be the longest that there is.
-        digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
-        self._directory = path.with_name(f".zeromesh-{digest}.tmp")
-        self._files = ExitStack()
-        self._places: Places = {}
-        self._indices: Mapping[str, bytes] = {}
-        self._unsynced = 0
-
-    @contextmanager
-    def catching(self, where: str = "") -> Iterator[None]:
-        """Keep an error of the block, of somebody else's `save_pretrained` too, as the failure: all ranks have to know."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001
-            reason = getattr(error, "strerror", None) or error
-            self.failure = self.failure or (
-                f"{error}{where}" if where else f"{str(self._path)!r} cannot be written ({reason})"
-            )
-
-    def begin(self, tensors: Sequence[TensorSpec]) -> None:
-        """Make an empty directory, and in it the files of `tensors` at their full sizes, with their headers."""
-        if self._path.exists() and not self._path.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "there is a file of this name; give a directory")
-        shutil.rmtree(self._directory, ignore_errors=True)
-        self._directory.mkdir(parents=True)
-        self._places, self._indices = begin_files(self._directory, tensors, self._files)
-
-    def put(self, name: str, tensor: Tensor) -> None:
-        """Write one of the tensors. Raises `StorageError`."""
-        file, spec, at = self._places[name]
+def _write_tensors(tensors: Iterator[tuple[str, Tensor]], places: Places, mesh: Mesh) -> None:
+    """Write every tensor to its place and to the disk, and let the other ranks, which wait, see that this one is at work."""
+    unsynced = 0
+    for name, tensor in tensors:
+        file, spec, at = places[name]
         if tuple(tensor.shape) != spec.shape:
             raise StorageError(f"{name} has shape {list(tensor.shape)}, {list(spec.shape)} was announced")
-        flat = tensor.detach().to("cpu", spec.dtype).contiguous().reshape(-1)
-        self._write(file, flat.view(torch.uint8), at)
-
-    def _write(self, file: PositionalFile, data: Tensor, offset: int) -> None:
-        """Write everything, and let the other ranks, which wait for it, see that this one is at work."""
+        data = tensor.detach().to("cpu", spec.dtype).contiguous().reshape(-1).view(torch.uint8)
         for start in range(0, data.numel(), _SYNCED_BYTES):
             part = data[start : start + _SYNCED_BYTES]
-            file.write(part, offset + start)
-            self._unsynced += part.numel()
-            if self._unsynced >= _SYNCED_BYTES:
+            file.write(part, at + start)
+            unsynced += part.numel()
+            if unsynced >= _SYNCED_BYTES:
                 file.sync()
-                self._unsynced = 0
-            self._mesh.post(Activity.SAVE)
+                unsynced = 0
+            mesh.post(Activity.SAVE)
+    for file in {file for file, _, _ in places.values()}:
+        file.sync()
 
-    def finish(self, model: nn.Module, processing_class: Any, adapter: dict[str, Tensor] | None) -> str:
-        """Write adapters or the configuration, and the tokenizer, then move everything; returns the failure."""
-        with self.catching(), self._files:
-            for file in {file for file, _, _ in self._places.values()}:
-                file.sync()
-        if not self.failure:
-            with self.catching():
-                if adapter is not None:
-                    _write_adapter(model, adapter, self._directory)
-                    _save_part(processing_class, self._directory)
-                else:
-                    for name, text in self._indices.items():
-                        write_whole(self._directory / name, text)
-                    # `from_pretrained` loads all of a model in one dtype: the widest floating one that is stored.
-                    found = [spec.dtype for _, spec, _ in self._places.values() if spec.dtype.is_floating_point]
-                    widest = max(found, key=lambda dtype: dtype.itemsize, default=None)
-                    save_configuration(model, widest, processing_class, self._directory)
-                self._move()
-        shutil.rmtree(self._directory, ignore_errors=True)
-        return self.failure
 
-    def _move(self) -> None:
-        """Move the directory as a whole where there is none; else part by part, the weights last."""
-        if not self._path.exists():
-            self._directory.rename(self._path)
-            return
-        names = os.listdir(self._directory)
-        for name in sorted(names, key=lambda name: name.endswith((".safetensors", INDEX))):
-            if (self._path / name).is_dir():
-                shutil.rmtree(self._path / name)
-            os.replace(self._directory / name, self._path / name)
-        if self._places:
-            numbered = [file.name for file in self._path.glob("model-*-of-*.safetensors")]
-            for stale in {SINGLE, INDEX, *numbered, *_ADAPTER_FILES}.difference(names):
-                (self._path / stale).unlink(missing_ok=True)
+def _move(folder: Path, path: Path) -> None:
+    """Move the directory `folder` to `path` as a whole where there is none; else part by part, the weights last."""
+    if not path.exists():
+        folder.rename(path)
+        return
+    names = os.listdir(folder)
+    for name in sorted(names, key=lambda name: name.endswith((".safetensors", INDEX))):
+        if (path / name).is_dir():
+            shutil.rmtree(path / name)
+        os.replace(folder / name, path / name)
+    if any(name.endswith(".safetensors") and name != ADAPTER_WEIGHTS for name in names):
+        numbered = [file.name for file in path.glob("model-*-of-*.safetensors")]
+        for stale in {SINGLE, INDEX, *numbered, *_ADAPTER_FILES}.difference(names):
+            (path / stale).unlink(missing_ok=True)
 
 
 def begin_files(folder: Path, tensors: Sequence[TensorSpec], files: ExitStack) -> tuple[Places, Mapping[str, bytes]]:

@@ -27,7 +27,7 @@ from zeromesh.trainer.formatting import human_count
 from zeromesh.trainer.loop.context import RunProgress, UserInputs
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
-from zeromesh.trainer.losses.losses import LabelLoss, Loss, make_loss
+from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.models.adapters import add_lora
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.flops import ModelFlops, parameters_of
@@ -315,7 +315,7 @@ def _check_settings(
         )
     if text:
         forward.check_length(config.data.sequence_length, "lower data.sequence_length")
-        if inputs.collate is None and isinstance(loss, LabelLoss) and not loss.causal:
+        if inputs.collate is None and loss.kind == "labels" and not loss.causal:
             raise ConfigError(
                 f"{forward.model} does not predict the next token, so plain text has no labels for it; "
                 "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"

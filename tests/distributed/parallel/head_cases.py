@@ -12,7 +12,7 @@ from zeromesh import Trainer
 from zeromesh.comm.select import open_exchange
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.tensor import autograd_collectives
-from zeromesh.trainer.losses.losses import LabelLoss, make_loss
+from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.losses.trial import InFloat64
 
 _MODERN = {
@@ -60,7 +60,7 @@ def _learns(mesh: Mesh, name: str) -> dict[str, Any]:
         loss = make_loss(model, divided=True)
         model, parallel = cases.divided(name, exchange, model=model, rules=_RULES.get(name))
         before = [set(vars(module)) for module in model.modules()]
-        assert isinstance(loss, LabelLoss), loss.notes
+        assert loss.kind == "labels", loss.notes
         count = loss.count(inputs)
         found = loss(model, inputs, seed=1 / count) / count
         found.backward()
