@@ -1,6 +1,5 @@
 """The names by which users of `transformers.Trainer` know what a trainer does, so that a changed import is all that they change."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from os import PathLike
@@ -15,19 +14,15 @@ from transformers import (
     PreTrainedTokenizerBase,
     TrainerState,
     TrainingArguments,
+    trainer_pt_utils,
 )
-from transformers.trainer_pt_utils import metrics_format
 
 from zeromesh.errors import ConfigError, StorageError
-from zeromesh.files import read_whole, write_whole
-from zeromesh.trainer.callbacks.transformers_callbacks import Batches, bring_up_to_date
-from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import Collate, MapDataset, count_targets
-from zeromesh.trainer.data.feed import Feed
+from zeromesh.trainer.callbacks.transformers_callbacks import arguments_of, bring_up_to_date
+from zeromesh.trainer.data.collate import Collate, count_targets
 from zeromesh.trainer.hub.upload import open_repository, push, write_model_card
 from zeromesh.trainer.loop.context import FitReport
 from zeromesh.trainer.losses.losses import ComputeLoss
-from zeromesh.trainer.monitoring.step_metrics import strict
 from zeromesh.trainer.monitoring.step_stats import require_free_names
 
 
@@ -40,9 +35,10 @@ class TransformersNames:
     """The full name of the repository on the Hub, once it is known to be there."""
 
     @property
-    def args(self) -> TrainingArguments | TrainerConfig:
-        """The arguments or the configuration that were passed to the trainer."""
-        return self.training_arguments or self._self.config
+    def args(self) -> TrainingArguments:
+        """The `TrainingArguments` that were passed to the trainer, else such as say what its configuration says."""
+        run = self._self._run
+        return self.training_arguments or arguments_of(self._self.config if run is None else run.config)
 
     @property
     def train_dataset(self) -> Any:
@@ -62,14 +58,10 @@ class TransformersNames:
     def train(
         self,
         resume_from_checkpoint: str | PathLike[str] | bool | None = None,
-        trial: None = None,
+        *,
         ignore_keys_for_eval: Sequence[str] | None = None,
     ) -> FitReport:
-        """`Trainer.fit`. Raises `ConfigError` for a `trial`: there is no search for hyperparameters."""
-        if trial is not None:
-            raise ConfigError(
-                "train does not accept a trial, as there is no search here; make a Trainer for each, and leave it out"
-            )
+        """Call `Trainer.fit`."""
         report: FitReport = self._self.fit(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
         return report
 
@@ -77,44 +69,9 @@ class TransformersNames:
         """Add a callback: an object, or a class of transformers. Raises `ConfigError` for what is none."""
         self._self.events.add(callback)
 
-    def pop_callback(self, callback: Any) -> Any:
-        """Remove a callback, named by itself or by its class; returns it, or None where there is none."""
-        return self._self.events.remove(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        """Remove a callback, named by itself or by its class."""
-        self._self.events.remove(callback)
-
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0."""
         return bool(self._self.mesh.rank == 0)
-
-    def is_local_process_zero(self) -> bool:
-        """Whether this is the first rank of its host."""
-        return bool(self._self.mesh.environment.local_rank == 0)
-
-    # Data
-
-    def get_train_dataloader(self) -> Batches | None:
-        """This rank's batches of the present epoch; None without training data."""
-        run = self._self.run
-        position, per_epoch = run.progress.position, run.plan.steps_per_epoch or 1
-        return self.batches_of(run.model.feeds.train(), position // per_epoch * per_epoch)
-
-    def get_eval_dataloader(self, eval_dataset: MapDataset | str | None = None) -> Batches | None:
-        """This rank's batches of an evaluation set: one that is passed, one of several by its name, or (None) the trainer's own."""
-        own = self.eval_dataset
-        chosen = own if eval_dataset is None else own[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
-        return None if chosen is None else self.batches_of(self._self.run.model.feeds.evaluation(chosen))
-
-    def get_test_dataloader(self, test_dataset: MapDataset) -> Batches | None:
-        """This rank's batches of any dataset."""
-        return self.get_eval_dataloader(test_dataset)
-
-    def batches_of(self, feed: Feed | None, first: int = 0) -> Batches | None:
-        """This rank's batches of a feed from step `first` on."""
-        mesh = self._self.mesh
-        return None if feed is None else Batches(feed=feed, rank=mesh.data_index, device=mesh.device, first=first)
 
     # What is written
 
@@ -186,23 +143,12 @@ class TransformersNames:
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Print values, one a line; rank 0 does."""
-        if self.is_world_process_zero():
-            shown = metrics_format(dict(metrics))
-            width = max(map(len, shown), default=0)
-            lines = "\n".join(f"  {name:{width}} = {shown[name]}" for name in sorted(shown))
-            self._self.note(f"***** {split} metrics *****\n{lines}")
+        trainer_pt_utils.log_metrics(self, split, dict(metrics))
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Write values to `SPLIT_results.json` in the run's directory, and to `all_results.json`; rank 0 does."""
-        if not self.is_world_process_zero():
-            return
-        directory = self._directory()
-        contents = {directory / f"{split}_results.json": dict(metrics)}
-        if combined:
-            path = directory / "all_results.json"
-            contents[path] = {**(json.loads(read_whole(path)) if path.exists() else {}), **metrics}
-        for path, values in contents.items():
-            write_whole(path, (json.dumps(strict(values), indent=4, sort_keys=True) + "\n").encode())
+        self._directory()
+        trainer_pt_utils.save_metrics(self, split, dict(metrics), combined)
 
     def create_model_card(self, **values: Any) -> None:
         """Write `README.md` into the run's directory: a draft of a model card, as transformers makes it; rank 0 does.

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor, nn
-from transformers import TrainingArguments
+from transformers import TrainerControl, TrainingArguments
 from transformers.trainer_utils import PredictionOutput
 
 from zeromesh.errors import PhaseError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.callbacks.callback import RunState, TrainerControl
+from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import load_weights, require_settings
 from zeromesh.trainer.config.load import ConfigSource, load_config
@@ -303,24 +303,16 @@ class Trainer(TransformersNames):
         """Where the run is."""
         return self._prepare().state(self.run_directory)
 
-    @property
-    def control(self) -> TrainerControl:
-        """What is to be done after the present step; callbacks may change it."""
-        return self.events.control
-
     def request(self, *, log: bool = False, evaluate: bool = False, save: bool = False, stop: bool = False) -> None:
         """Ask to log, evaluate, save or stop after the present step; for callbacks. What any rank asks for, all do."""
-        self.events.request(TrainerControl(log=log, evaluate=evaluate, save=save, stop=stop))
+        self.events.request(
+            TrainerControl(should_log=log, should_evaluate=evaluate, should_save=save, should_training_stop=stop)
+        )
 
     @property
     def run_config(self) -> TrainerConfig:
         """The configuration with what the data decides: `run.max_steps` of so many epochs."""
         return self._prepare().config
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the present step, or of the last one."""
-        return self._prepare().progress.learning_rate
 
     @property
     def processing_class(self) -> Any:

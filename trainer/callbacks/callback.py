@@ -1,4 +1,4 @@
-"""`Callback`: code of a user that runs at fixed points of a run. It reads `RunState`, and may change `TrainerControl`."""
+"""`Callback`: code of a user that runs at fixed points of a run. It reads `RunState`, and may ask for more."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -70,19 +70,6 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-
-
-@dataclass(slots=True)
-class TrainerControl:
-    """What one rank asks for after the present step; `stop` stays for later steps. All ranks do what any of them asks for."""
-
-    log: bool = False
-    evaluate: bool = False
-    save: bool = False
-    stop: bool = False
-    """End the run after this step, with a checkpoint, as if it were the last one."""
-    stop_epoch: bool = False
-    """Leave the rest of the epoch's data out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

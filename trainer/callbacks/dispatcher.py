@@ -5,11 +5,11 @@ from dataclasses import astuple
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl
 
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.callbacks.callback import Callback, Trainer, TrainerControl
+from zeromesh.trainer.callbacks.callback import Callback, Trainer
 from zeromesh.trainer.callbacks.transformers_callbacks import TransformersCallbacks
 from zeromesh.trainer.data.collate import ending_children
 
@@ -27,7 +27,8 @@ class CallbackDispatcher:
         self.of_transformers: TransformersCallbacks | None = None
         """The callbacks of transformers; None where there are none."""
         self.control = TrainerControl()
-        """What is to be done after the present step; callbacks may change it."""
+        """What this rank asks for after the present step; all ranks do what any of them asks for. `should_training_stop` stays for
+        later steps, and ends the run with a checkpoint, as if the step were its last one."""
         for callback in callbacks:
             self.add(callback)
 
@@ -47,16 +48,6 @@ class CallbackDispatcher:
             self.of_transformers = TransformersCallbacks(self._trainer)
             self._callbacks.append(self.of_transformers)
         self.of_transformers.callbacks.append(callback() if isinstance(callback, type) else callback)
-
-    def remove(self, callback: Any) -> Any:
-        """Remove a callback, named by itself or by its class; returns it, or None where there is none."""
-        lists: list[list[Any]] = [self._callbacks, self.of_transformers.callbacks if self.of_transformers else []]
-        for callbacks in lists:
-            for each in callbacks:
-                if each is callback or (isinstance(callback, type) and isinstance(each, callback)):
-                    callbacks.remove(each)
-                    return each
-        return None
 
     def call(self, event: str, *arguments: Any) -> None:
         """Run the method of that name of all callbacks that have one. Its errors are raised with a note that names the callback."""
@@ -87,12 +78,13 @@ class CallbackDispatcher:
 
     def forget_requests(self, *, stop_epoch: bool = False) -> None:
         """Begin with no requests for the next step but one to stop the run, which stays."""
-        self.control = TrainerControl(stop=self.control.stop, stop_epoch=stop_epoch)
+        stop = self.control.should_training_stop
+        self.control = TrainerControl(should_training_stop=stop, should_epoch_stop=stop_epoch)
 
     def agree(self, mesh: Mesh) -> None:
         """Do on all ranks what the callbacks of any rank request; without callbacks there is nothing to agree on."""
         if self._callbacks and mesh.world_size > 1:
-            own = torch.tensor(astuple(self.control), dtype=torch.int64)
+            own = torch.tensor([int(bool(flag)) for flag in astuple(self.control)])
             self.control = TrainerControl(*map(bool, mesh.world.max_(own, "requests of callbacks").tolist()))
 
     def __bool__(self) -> bool:

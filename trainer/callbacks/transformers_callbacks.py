@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from zeromesh.environment import read_environment
@@ -33,14 +33,6 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.data.streaming import StreamedDataset
 
-_FLAGS = {
-    "should_log": "log",
-    "should_evaluate": "evaluate",
-    "should_save": "save",
-    "should_training_stop": "stop",
-    "should_epoch_stop": "stop_epoch",
-}
-
 
 class TransformersCallbacks:
     """All callbacks of transformers that a trainer has; they share arguments, state and control."""
@@ -48,7 +40,6 @@ class TransformersCallbacks:
     def __init__(self, trainer: Trainer) -> None:
         self.callbacks: list[TrainerCallback] = []
         self._trainer = trainer
-        self._control = TrainerControl()
         self._state = TrainerState()
         self._arguments: TrainingArguments | None = None
         self._optimizer: OptimizerView | None = None
@@ -71,11 +62,12 @@ class TransformersCallbacks:
         named: dict[str, Any] = {}
         if event == "on_train_begin":
             # By now it is known how many steps an epoch has.
-            self._arguments = trainer.training_arguments or arguments_of(trainer.run_config)
+            self._arguments = trainer.args
         if event in ("on_train_begin", "on_epoch_begin"):
-            self._train = trainer.get_train_dataloader()
+            first, per_epoch = progress.position, trainer.run.plan.steps_per_epoch or 1
+            self._train = self._batches(trainer.run.model.feeds.train(), first // per_epoch * per_epoch)
         elif event == "on_prediction_step":
-            self._evaluation = trainer.batches_of(progress.evaluation_feed)
+            self._evaluation = self._batches(progress.evaluation_feed)
         elif event == "on_save":
             self._state.stateful_callbacks = self.state_dict()
         elif event in ("on_log", "on_evaluate"):
@@ -85,18 +77,13 @@ class TransformersCallbacks:
         known = frozenset(named.get("logs", ()))
         if event != "on_optimizer_step":  # The step counts only when it has ended.
             bring_up_to_date(self._state, trainer, self._arguments)
-        control = trainer.control
-        for flag, name in _FLAGS.items():
-            setattr(self._control, flag, getattr(control, name))
         self._notify(event, {**self._views(), **named})
-        for flag, name in _FLAGS.items():
-            setattr(control, name, bool(getattr(self._control, flag)))
         added = {name: value for name, value in named.get("logs", {}).items() if name not in known}
         trainer.run.model.stepper.scalars.add(added)
 
     def _begin(self) -> None:
         trainer = self._trainer
-        self._arguments = arguments = trainer.training_arguments or arguments_of(trainer.config)
+        self._arguments = arguments = trainer.args
         first = read_environment().rank == 0
         self._state.is_world_process_zero = self._state.is_local_process_zero = first
         if first and self.callbacks:
@@ -108,14 +95,20 @@ class TransformersCallbacks:
         self._notify("on_init_end", {"model": inputs.model, "processing_class": inputs.processing_class, **later})
 
     def _notify(self, event: str, named: Mapping[str, Any]) -> None:
+        events = self._trainer.events
         for callback in self.callbacks:
             try:
-                answer = getattr(callback, event)(self._arguments, self._state, self._control, **named)
+                answer = getattr(callback, event)(self._arguments, self._state, events.control, **named)
             except Exception as error:
                 error.add_note(f"raised by callback {type(callback).__name__}.{event}")
                 raise
             if answer is not None:
-                self._control = answer
+                events.control = answer
+
+    def _batches(self, feed: Feed | None, first: int = 0) -> "Batches | None":
+        """This rank's batches of a feed from step `first` on."""
+        mesh = self._trainer.mesh
+        return None if feed is None else Batches(feed=feed, rank=mesh.data_index, device=mesh.device, first=first)
 
     def _views(self) -> dict[str, Any]:
         trainer, steps = self._trainer, self._state.global_step

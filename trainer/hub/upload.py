@@ -19,7 +19,6 @@ from zeromesh.environment import secret_values
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.callbacks.transformers_callbacks import arguments_of
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.models.adapters import is_adapted
 from zeromesh.trainer.models.hub_download import T, while_posting
@@ -37,7 +36,7 @@ def write_model_card(trainer: Any, directory: Path, values: Mapping[str, Any]) -
     """
     config, mesh = trainer.run_config, trainer.mesh
     described = SimpleNamespace(  # What transformers reads of a trainer for a card.
-        args=trainer.training_arguments or arguments_of(config),
+        args=trainer.args,
         model=trainer.model,
         state=trainer.state,
         train_dataset=trainer.train_dataset,

@@ -325,5 +325,5 @@ class RunContext:
     def log_evaluation(self, values: Values) -> None:
         """Log the values of an evaluation, and announce the evaluation to callbacks."""
         self.log_values(values)
-        self.events.control.evaluate = False
+        self.events.control.should_evaluate = False
         self.events.call("on_evaluate", self.progress.step, values)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from transformers import EvalPrediction
 
 from zeromesh.errors import DataError
@@ -67,7 +68,7 @@ class Collector:
             DataError: where microbatches gave different kinds of outputs.
         """
         try:
-            whole = _concatenated(self._found)
+            whole = pytree.tree_map(_concatenated, *self._found)
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"what the model returned for two microbatches cannot be put together: {error}") from error
         return EvalPrediction(predictions=whole["predictions"], label_ids=whole["label_ids"])
@@ -75,35 +76,16 @@ class Collector:
 
 def encode(tree: Tree) -> bytes:
     """A tree as bytes: its arrays as safetensors, and its structure as JSON in their metadata."""
-    arrays: dict[str, Any] = {}
-
-    def structure(part: Tree) -> Any:
-        if part is None:
-            return None
-        if isinstance(part, Mapping):
-            return {str(name): structure(value) for name, value in part.items()}
-        if isinstance(part, tuple | list):
-            return ["tuple" if isinstance(part, tuple) else "list", *map(structure, part)]
-        number = len(arrays)
-        arrays[f"{number}"] = np.asarray(part, order="C")
-        return number
-
-    text = json.dumps(structure(tree))
-    return bytes(save(arrays, {"tree": text}))
+    leaves, structure = pytree.tree_flatten(tree)
+    arrays = {str(number): np.asarray(leaf, order="C") for number, leaf in enumerate(leaves) if leaf is not None}
+    return bytes(save(arrays, {"tree": pytree.treespec_dumps(structure)}))
 
 
 def decode(content: bytes) -> Tree:
     """The tree that `encode` has made into bytes; tuples stay tuples."""
     length, arrays = int.from_bytes(content[:8], "little"), load(content)
-
-    def tree(structure: Any) -> Tree:
-        if isinstance(structure, dict):
-            return {name: tree(value) for name, value in structure.items()}
-        if isinstance(structure, list):
-            return (tuple if structure[0] == "tuple" else list)(map(tree, structure[1:]))
-        return None if structure is None else arrays[f"{structure}"]
-
-    return tree(json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["tree"]))
+    structure = pytree.treespec_loads(json.loads(content[8 : 8 + length])["__metadata__"]["tree"])
+    return pytree.tree_unflatten([arrays.get(str(number)) for number in range(structure.num_leaves)], structure)
 
 
 def _alone(found: Sequence[Any]) -> Any:
@@ -123,19 +105,12 @@ def _numpy(tree: Any) -> Tree:
     return tree if tree is None else np.asarray(tree)
 
 
-def _concatenated(trees: Sequence[Tree]) -> Tree:
-    first = trees[0]
-    if isinstance(first, Mapping):
-        return {name: _concatenated([tree[name] for tree in trees]) for name in first}
-    if isinstance(first, tuple | list):
-        return type(first)(_concatenated(parts) for parts in zip(*trees, strict=True))
-    if first is None:
+def _concatenated(*parts: Any) -> Any:
+    """The arrays of one output, along their first dim; padded where their second dims differ."""
+    if parts[0] is None:
         return None
-    if first.ndim == 0:
-        return np.stack(trees)
-    if first.ndim == 1:
-        return np.concatenate(trees)
-    longest, rest = max(tree.shape[1] for tree in trees), [(0, 0)] * (first.ndim - 2)
-    return np.concatenate(
-        [np.pad(tree, [(0, 0), (0, longest - tree.shape[1]), *rest], constant_values=PADDING) for tree in trees]
-    )
+    if parts[0].ndim < 2:
+        return np.concatenate(parts) if parts[0].ndim else np.stack(parts)
+    longest, rest = max(part.shape[1] for part in parts), [(0, 0)] * (parts[0].ndim - 2)
+    padded = [np.pad(part, [(0, 0), (0, longest - part.shape[1]), *rest], constant_values=PADDING) for part in parts]
+    return np.concatenate(padded)

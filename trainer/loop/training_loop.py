@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import TrainerControl
 
 from zeromesh.optim.fused_optimizer import Rates
-from zeromesh.trainer.callbacks.callback import TrainerControl
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, goal_of, value_of
 from zeromesh.trainer.data.feed import Feed
@@ -123,24 +123,24 @@ class TrainingLoop:
 
         # Log it, where the configuration or a callback asks for that.
         due = self._due_after_step(position)
-        peak, busy = rank_figures(run.mesh, self._stragglers.busy) if due.log else (0, ())
+        peak, busy = rank_figures(run.mesh, self._stragglers.busy) if due.should_log else (0, ())
         metrics = run.stats.line(result, step=number, lr=progress.learning_rate, tokens=progress.tokens, peak=peak)
         if result.skipped and result.loss_scale == 1.0:
             run.console.note(f"step {number}: no update on any rank: {result.cause}")
-        self._metrics = self._write(metrics) if due.log else metrics
+        self._metrics = self._write(metrics) if due.should_log else metrics
         run.console.note(start)
         events.request(due)
         self._announce("on_step_end", self._metrics)
         events.agree(run.mesh)
         if not self._log():
             run.console.advance(number)
-        if due.log:
+        if due.should_log:
             run.console.note(self._stragglers.look(number, busy))
         progress.check()
 
         # Evaluate, save and stop.
         self._act_on_requests()
-        if run.plan.ends_epoch(position) or events.control.stop_epoch or (self._over and not self._stopped):
+        if run.plan.ends_epoch(position) or events.control.should_epoch_stop or (self._over and not self._stopped):
             self._end_epoch(position)
 
     def _recorders(self, number: int) -> ExitStack:
@@ -177,10 +177,10 @@ class TrainingLoop:
 
         judged = every.eval_every != "epoch"  # Else the last checkpoint waits for the evaluation.
         return TrainerControl(
-            log=due(every.log_every) or (every.log_first_step and number == 1),
-            evaluate=due(every.eval_every) or (last and judged and every.eval_at_end),
-            save=due(config.checkpoint.every_steps) and (judged or not last),
-            stop=last,
+            should_log=due(every.log_every) or (every.log_first_step and number == 1),
+            should_evaluate=due(every.eval_every) or (last and judged and every.eval_at_end),
+            should_save=due(config.checkpoint.every_steps) and (judged or not last),
+            should_training_stop=last,
         )
 
     def _announce(self, event: str, metrics: StepMetrics) -> None:
@@ -213,12 +213,12 @@ class TrainingLoop:
     def _log(self) -> bool:
         """Log the present step, if that is requested and not done yet; returns whether it was logged now."""
         run, metrics = self.run, self._metrics
-        if not run.events.control.log or metrics is None:
+        if not run.events.control.should_log or metrics is None:
             return False
         if self._written != metrics.step:
             metrics = self._write(replace(metrics, peak_memory_bytes=rank_figures(run.mesh)[0]))
         self._metrics = None
-        run.events.control.log = False
+        run.events.control.should_log = False
         run.progress.log_step(metrics, run.epoch)
         self._announce("on_log", metrics)
         return True
@@ -226,16 +226,16 @@ class TrainingLoop:
     def _act_on_requests(self) -> None:
         """Evaluate, save and stop as is requested now."""
         run = self.run
-        if run.events.control.evaluate and run.data.eval is not None and not self._stopped:
+        if run.events.control.should_evaluate and run.data.eval is not None and not self._stopped:
             if self._over:
                 self._save_last()
             self._evaluate()
             run.events.agree(run.mesh)
         if self.checkpoints.in_flight is not None:
             self.checkpoints.poll()
-        if run.events.control.save and not self._stopped:
+        if run.events.control.should_save and not self._stopped:
             self._save()
-        if run.events.control.stop and not self._over:
+        if run.events.control.should_training_stop and not self._over:
             self._ended = "a callback asked to stop"
 
     def _begin_epoch(self, *, resumed: bool = False) -> None:
@@ -250,11 +250,11 @@ class TrainingLoop:
         epoch = run.plan.epochs_after(position)
         if not run.plan.ends_epoch(position) and not self._over:
             run.progress.passed_over += run.plan.next_epoch(position + 1) - position - 1
-        run.events.forget_requests(stop_epoch=run.events.control.stop_epoch)
+        run.events.forget_requests(stop_epoch=run.events.control.should_epoch_stop)
         due = TrainerControl(
-            log=config.run.log_every == "epoch",
-            evaluate=config.run.eval_every == "epoch",
-            save=config.checkpoint.every_steps == "epoch",
+            should_log=config.run.log_every == "epoch",
+            should_evaluate=config.run.eval_every == "epoch",
+            should_save=config.checkpoint.every_steps == "epoch",
         )
         run.events.request(due)
         run.events.call("on_epoch_end", epoch)
@@ -293,14 +293,14 @@ class TrainingLoop:
         goal = goal_of(section.metric, section.metric_goal)
         best = progress.best = progress.best.after(metric, progress.step, goal, section.min_improvement)
         if section.load_best and best.step == progress.step:
-            run.events.control.save = True
+            run.events.control.should_save = True
         if section.patience and best.waited >= section.patience:
             self._ended = f"{best.waited} evaluations without a better {section.metric} (run.patience)"
         self.checkpoints.record(self._state())
 
     def _save(self) -> None:
         run, checkpoints = self.run, self.checkpoints
-        run.events.control.save = False
+        run.events.control.should_save = False
         if self._over:
             self._save_last()
         if run.progress.step not in (checkpoints.latest, checkpoints.in_flight):

@@ -1,7 +1,6 @@
 """What one step gives to be logged: its result, the values of users, utilisation, memory, and which rank the others wait for."""
 
 import statistics
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -157,7 +156,7 @@ def rank_figures(mesh: Mesh, busy: float = 0.0) -> tuple[int, tuple[float, ...]]
 
 
 _WINDOW = 10
-"""Steps that are looked at together, at least."""
+"""The fewest steps that are looked at together."""
 _FACTOR = 1.5
 _LEAST_SECONDS = 0.05
 """A step. Less is not worth a person's time."""
@@ -172,11 +171,10 @@ class Stragglers:
     """
 
     def __init__(self) -> None:
-        self._looks: deque[tuple[int, Sequence[float]]] = deque()
-        """For each look: the steps since the one before, and each rank's seconds at work in one of them."""
+        self._own: list[float] = []
+        """This rank's seconds at work in each step since ranks were compared."""
         self._last_note: dict[int, int] = {}
         self._begun = False
-        self._own: list[float] = []
 
     def add(self, seconds: float, waited: float) -> None:
         """This rank has made a step of so many seconds, of which it has waited `waited` for other ranks."""
@@ -186,30 +184,22 @@ class Stragglers:
 
     @property
     def busy(self) -> float:
-        """Seconds that this rank was at work in a step, on average since the last look."""
+        """Seconds that this rank was at work in a step, on average since ranks were compared."""
         return sum(self._own) / max(1, len(self._own))
 
     def look(self, step: int, busy: Sequence[float]) -> str | None:
-        """Take `busy` of each rank after a step; a line about a slow rank, when there is news of one."""
-        made, self._own = len(self._own), []
-        if not made:
+        """Compare `busy` of each rank after enough steps; returns a line about a slow rank, when there is news of one."""
+        steps = len(self._own)
+        if steps < _WINDOW:
             return None
-        self._looks.append((made, busy))
-        while sum([steps for steps, _ in self._looks]) - self._looks[0][0] >= _WINDOW:
-            self._looks.popleft()
-        steps = sum([steps for steps, _ in self._looks])
-        if len(busy) < 2 or steps < _WINDOW:
-            return None
-        mean = [sum(made * row[rank] for made, row in self._looks) / steps for rank in range(len(busy))]
-        slowest = max(range(len(mean)), key=mean.__getitem__)
-        others = statistics.median(mean[:slowest] + mean[slowest + 1 :])
-        last_note = self._last_note.get(slowest)
-        if mean[slowest] < max(_FACTOR * others, others + _LEAST_SECONDS) or (
-            last_note is not None and step - last_note < _SILENT_STEPS
-        ):
+        self._own = []
+        slowest = max(range(len(busy)), key=busy.__getitem__)
+        others = statistics.median([*busy[:slowest], *busy[slowest + 1 :]] or busy)
+        silent = step - self._last_note.get(slowest, -_SILENT_STEPS) < _SILENT_STEPS
+        if silent or busy[slowest] < max(_FACTOR * others, others + _LEAST_SECONDS):
             return None
         self._last_note[slowest] = step
         return (
-            f"rank {slowest} is slow: over {steps} steps it was at work for {1000 * mean[slowest]:.0f} ms a step, the others "
+            f"rank {slowest} is slow: over {steps} steps it was at work for {1000 * busy[slowest]:.0f} ms a step, the others "
             f"for {1000 * others:.0f} ms, and waited for it"
         )

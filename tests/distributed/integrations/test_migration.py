@@ -4,11 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from workers import Workers
-
-from zeromesh import Trainer
-from zeromesh.errors import ConfigError
 
 FIELDS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -65,14 +61,6 @@ def test_a_deepspeed_configuration_beside_arguments(workers: Workers, tmp_path: 
     said = workers.run(2, "migration_cases:trained", folder=str(tmp_path), fields=FIELDS, config=config, shared=2)[0]
     assert (said["keys"]["zero"]["stage"], said["keys"]["offload"]["optimizer"]) == (2, "host")
     assert said["apart"] < 1e-4 < 5e-3 < said["moved"]
-
-
-def test_there_is_no_search(tmp_path: Path) -> None:
-    """`train` takes the names of transformers in their order, and says what it cannot do before it does anything."""
-    trainer = Trainer(torch.nn.Linear(1, 1), {"run": {"output_dir": str(tmp_path)}})
-    with pytest.raises(ConfigError, match="train does not accept a trial"):
-        trainer.train(None, {"learning_rate": 1.0}, ["hidden_states"])  # type: ignore[arg-type]
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_seed_of_the_data_is_one_of_its_own(workers: Workers, tmp_path: Path) -> None:
