@@ -27,7 +27,7 @@ def printed(
         exec(compile(code, name, "exec"), there)
         exec("".join(f"values[{each!r}] = {each}\n" for each in asked or []), there, {"values": values})
     own: Any = there.get("mesh")
-    if isinstance(own, Mesh) and own.watch is not None:
+    if isinstance(own, Mesh) and not own.watch.closed.is_set():
         for each in list(own.process_sets):
             own.process_sets.remove(each)
         own.world.barrier("the end")

@@ -95,7 +95,7 @@ class Stepper:
         engine, mesh = self._engine, self._mesh
         if engine is None:
             raise PhaseError("the model is whole again, and no longer trained")
-        began, waited = time.perf_counter(), mesh.waited
+        began, waited = time.perf_counter(), mesh.watch.waited
         mesh.recorder.take_traffic()  # What was sent since the last step is no part of this one.
         mesh.recorder.begin_step(engine.waits)
 
@@ -168,7 +168,7 @@ class Stepper:
             bubble={} if bubble is None else {"predicted": bubble.predicted, "measured": bubble.measured},
             loss_scale=outcome.loss_scale,
             seconds=time.perf_counter() - began,
-            idle=mesh.waited - waited,
+            idle=mesh.watch.waited - waited,
         )
 
     def evaluate(

@@ -82,14 +82,14 @@ class TrainedModel:
         A call that is refused before that has changed nothing. A single rank has lost nothing but the step that it was in.
         """
         self.require_sound()
-        begun = self.mesh.begun
+        begun = self.mesh.watch.begun
         try:
             with self.mesh.call(call) if call else nullcontext():
                 yield
         except BaseException as error:
             directory = Path(self.config.run.output_dir).expanduser() / self.config.run.name
             shown = explained(error, self.engine, self.mesh, directory, self.steps_made())
-            half_done = self.mesh.begun != begun or self.mesh.in_doubt
+            half_done = self.mesh.watch.begun != begun or self.mesh.watch.in_doubt
             if half_done:
                 self.mesh.fail(shown)
             if half_done or (self.engine is not None and not self.engine.abandon_pass()):

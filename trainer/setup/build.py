@@ -57,8 +57,7 @@ def connect(config: TrainerConfig) -> Mesh:
     device = pick_device(environment.local_rank)
     mesh = Mesh(shape, environment, device=device, timeout_seconds=parallel.timeout_seconds, order=parallel.order)
     mesh.recorder.enabled = config.profile.step_figures
-    if mesh.watch is not None:
-        mesh.watch.be_patient_with_disks(config.checkpoint.timeout_seconds)
+    mesh.watch.be_patient_with_disks(config.checkpoint.timeout_seconds)
     return mesh
 
 

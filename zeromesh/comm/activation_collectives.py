@@ -339,8 +339,6 @@ class SharedExchange(Exchange):
     """
 
     def __init__(self, group: ProcessSet) -> None:
-        if group.watch is None:
-            raise ValueError(f"axis {group.name} has one rank and needs no exchange")
         self.size = group.size
         self.index = group.index
         self._group = group
@@ -349,7 +347,7 @@ class SharedExchange(Exchange):
         segment = exchange_segments(group, made, "exchanges", nbytes)[0]
         self._pids = [row[0] for row in group.gather_integers([os.getpid()])]
         self._words = segment.words()
-        counters = [Counters(self._words, row * group.size * LINE, group, group.watch) for row in range(2)]
+        counters = [Counters(self._words, row * group.size * LINE, group) for row in range(2)]
         self._published, self._consumed = counters
         self._entries = 2 * group.size * LINE
         self._next = 0

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.process_mesh import ProcessSet
-from zeromesh.telemetry.step_recorder import Collective, CommAccount
-from zeromesh.telemetry.watchdog import AsyncWork, Watchdog
+from zeromesh.telemetry.step_recorder import Collective
+from zeromesh.telemetry.watchdog import AsyncWork
 
 HEADER_WORDS = 64
 _DTYPES = (
@@ -94,19 +94,13 @@ class _Line:
     """One direction between this rank and another."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        source: int,
-        peer: int,
-        watch: Watchdog,
-        device: torch.device,
-        traffic: CommAccount,
+        self, group: dist.ProcessGroup, source: int, peer: int, ranks: ProcessSet, device: torch.device
     ) -> None:
         self._group = group
         self._source = source
         self._peer = peer
-        self._watch = watch
-        self._traffic = traffic
+        self._watch = ranks.watch
+        self._traffic = ranks.traffic
         self.device = device
         self.known: dict[Hashable, Sequence[MessageSpec]] = {}
         """Shapes of kinds of messages. Both ends have the same ones."""
@@ -196,10 +190,10 @@ class Channels:
                 for source, target in (ends, ends[::-1]):
                     backend = "nccl" if device.type == "cuda" else "gloo"
                     made = dist.new_group(ends, backend=backend, timeout=_FOREVER)
-                    if rank not in ends or group.watch is None:
+                    if rank not in ends:
                         continue
                     peer, lines = (target, self._out) if rank == source else (source, self._in)
-                    lines[group.ranks.index(peer)] = _Line(made, source, peer, group.watch, device, group.traffic)
+                    lines[group.ranks.index(peer)] = _Line(made, source, peer, group, device)
 
     def send(
         self,
@@ -239,7 +233,7 @@ class Channels:
     def close(self) -> None:
         """Leave the groups, on all ranks alike, when nothing is in flight. After a wait that ended with an error they stay until
         the process ends, for they wait for what is in flight."""
-        if self.group.watch is not None and not self.group.watch.in_doubt:
+        if not self.group.watch.in_doubt:
             for line in (*self._out.values(), *self._in.values()):
                 line.close()
         self._out, self._in = {}, {}

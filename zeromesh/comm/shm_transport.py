@@ -29,7 +29,6 @@ from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.offload import TieredTensor, Transfer
 from zeromesh.offload.memory.shared_segment import PAGE, SharedSegment, require_memory
 from zeromesh.telemetry.step_recorder import Collective
-from zeromesh.telemetry.watchdog import Watchdog
 
 _FUTEX = 202
 """The number of futex(2) on x86-64, the one kind of processor that has this transport."""
@@ -86,12 +85,12 @@ class Counters:
     seen too late, the sleep ends by itself: `Watchdog.wait` sleeps for a few milliseconds at a time.
     """
 
-    def __init__(self, words: memoryview, base: int, group: ProcessSet, watch: Watchdog) -> None:
+    def __init__(self, words: memoryview, base: int, group: ProcessSet) -> None:
         self._words = words
         self._places = [base + rank * LINE for rank in range(group.size)]
         self._own_place = self._places[group.index]
         self._ranks = group.ranks
-        self._watch = watch
+        self._watch = group.watch
         self._futexes = [Futex(words, place) for place in self._places]
         self._bell = self._futexes[group.index]
 
@@ -342,8 +341,6 @@ class SharedTransport(Transport):
     name = "shared"
 
     def __init__(self, group: ProcessSet, requests: Sequence[BufferRequest], ring: RingRequest) -> None:
-        if group.watch is None:
-            raise ValueError(f"axis {group.name} has one rank and needs no transport")
         self.share = 1.0 / group.size
         offsets, end = [], 0
         for request in requests:
@@ -360,9 +357,8 @@ class SharedTransport(Transport):
         table = words.words()
 
         def counters(row: int) -> Counters:
-            return Counters(table, row * group.size * LINE, group, watch)
+            return Counters(table, row * group.size * LINE, group)
 
-        watch = group.watch
         buffers = []
         for number, (request, offset) in enumerate(zip(requests, offsets, strict=True)):
             written, done = counters(2 + 2 * number), counters(3 + 2 * number)

@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import cast
 
@@ -24,9 +24,9 @@ from zeromesh.mesh.process_set import ProcessSet, ProcessSets
 from zeromesh.mesh.rank_order import Order, ProcessLocation, far_warning, mesh_picture, rank_order
 from zeromesh.mesh.run_store import START_SECONDS
 from zeromesh.offload.memory.shared_segment import SharedSegment
-from zeromesh.telemetry.status_board import SharedBoard, Store, StoreBoard
+from zeromesh.telemetry.status_board import SharedBoard, StatusBoard, Store, StoreBoard, new_row
 from zeromesh.telemetry.step_recorder import CommAccount, StepRecorder
-from zeromesh.telemetry.watchdog import Activity, Watchdog
+from zeromesh.telemetry.watchdog import Watchdog
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -78,8 +78,8 @@ class ProcessMesh:
         self.places: tuple[ProcessLocation, ...] = (ProcessLocation(host="here"),)
         """Where the ranks run."""
         self._links = MeshGroups(environment, device)
-        self.watch: Watchdog | None = self._links.watch
-        """Bounds waits for the others; None on a single rank, and once the mesh is closed."""
+        self.watch: Watchdog
+        """Bounds waits for the others; a single rank has nobody to wait for."""
         self.one_host = True
         """Whether all ranks are on one host, and share its memory."""
         self._shares_memory = True
@@ -90,6 +90,10 @@ class ProcessMesh:
         try:
             if self.world_size > 1:
                 self._connect(timeout_seconds, order)
+            else:
+                row = new_row()
+                self.watch = Watchdog(StatusBoard([row], row, 0), 0, timeout_seconds, compare_events=True)
+                self._links.watch = self.watch
             self.world = self._axes_set("world", AXES)
             self.data = self._axes_set("data", ("replicate", "shard"))
             self.shard, self.replicate = self.group("shard"), self.group("replicate")
@@ -102,12 +106,11 @@ class ProcessMesh:
                 f"rank {self.rank} could not join the others at {environment.master_address}:{environment.master_port} "
                 f"({str(error).splitlines()[0]}); a rank has ended meanwhile, or cannot be reached"
             ) from error
-        self.post: Callable[..., None] = _post_nowhere if self.watch is None else self.watch.post
+        self.post: Callable[..., None] = self.watch.post
         """`post(activity, unit, step=...)` says on the board what this rank does now, see `Watchdog.post`."""
         self.coordinate: Coordinate = shape.coordinate(self.rank)
         """Where this rank stands; `shape.coordinate` knows it of any."""
-        if self.watch is not None:
-            self.watch.compare_with(self.data.ranks)
+        self.watch.compare_with(self.data.ranks)
         self.process_sets = ProcessSets(self.world, self._links, self.recorder, self._as_set)
         self.data_index = shape.data_index(self.rank)
 
@@ -209,7 +212,7 @@ class ProcessMesh:
             name=name,
             ranks=ranks,
             index=ranks.index(self.rank) if self.rank in ranks else -1,
-            watch=self.watch if joined else None,
+            watch=self.watch,
             link=link,
             one_host=self._shares_memory and len({self.places[rank].host for rank in ranks}) == 1,
             on_stream=self.device.type == "cuda",
@@ -244,51 +247,26 @@ class ProcessMesh:
 
     def meet(self, what: str) -> None:
         """Wait for all ranks, longer than within a step: until here they read and build at speeds of their own."""
-        if self.watch is not None:
-            with self.watch.patience(START_SECONDS):
-                self.world.barrier(what)
+        with self.watch.patience(START_SECONDS):
+            self.world.barrier(what)
 
     def call(self, name: str) -> AbstractContextManager[None]:
         """The block is a call that all ranks make, such as `trainer.evaluate()`; see `Watchdog.call`."""
-        return nullcontext() if self.watch is None else self.watch.call(name, self.world.ranks)
-
-    @property
-    def begun(self) -> int:
-        """How many things this rank has begun together with others. An error that comes before the next one leaves nothing
-        half done."""
-        return 0 if self.watch is None else self.watch.begun
-
-    @property
-    def waited(self) -> float:
-        """Seconds that this rank has waited for others so far."""
-        return 0.0 if self.watch is None else self.watch.waited
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether something that ranks do together has ended with an error here, or cannot end any more."""
-        return self.watch is not None and self.watch.in_doubt
+        return self.watch.call(name, self.world.ranks)
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one stops amid what they do together."""
-        if self.watch is not None:
-            self.watch.in_doubt = True
-            self.watch.fail(error)
+        self.watch.in_doubt = self.world_size > 1
+        self.watch.fail(error)
 
     def refuse(self, error: BaseException) -> None:
         """Tell the other ranks why this one does not begin, and leave; the mesh is over."""
-        if self.watch is not None:
-            self.watch.fail(error)
-        self.watch = None
+        self.watch.fail(error)
         self._links.leave()
 
     def close(self) -> None:
         """Leave the process groups, on all ranks alike, when no collective is in flight. The mesh is over."""
-        self.watch = None
         self._links.leave(default=True)
-
-
-def _post_nowhere(activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
-    """A single rank has no board."""
 
 
 def _recorder_of(device: torch.device) -> StepRecorder:

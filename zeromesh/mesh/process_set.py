@@ -43,7 +43,7 @@ class ProcessSet:
     ranks: tuple[int, ...]
     index: int
     """This rank's position in `ranks`; -1 when it is not one of them."""
-    watch: Watchdog | None
+    watch: Watchdog
     link: SetGroups | None
     """The process groups; None for a set of one rank, and outside of the set."""
     one_host: bool
@@ -72,21 +72,15 @@ class ProcessSet:
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's `values`, in the order of the set; all give equally many."""
-        joined = self._joined()
-        if joined is None:
-            return [list(values)]
         own = torch.tensor(values, dtype=torch.int64)
-        return [tensor.tolist() for tensor in self._gather(joined, own, f"exchange over axis {self.name}")]
+        return [tensor.tolist() for tensor in self._gather(own, f"exchange over axis {self.name}")]
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Every rank's `payload`, of any length, in the order of the set. All ranks hold all of them."""
-        joined = self._joined()
-        if joined is None:
-            return [payload]
         lengths = [row[0] for row in self.gather_integers([len(payload)])]
         own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
         own[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
-        everyone = self._gather(joined, own, what)
+        everyone = self._gather(own, what)
         return [tensor[:length].numpy().tobytes() for tensor, length in zip(everyone, lengths, strict=True)]
 
     def gather_json(self, value: Any, what: str) -> list[Any]:
@@ -107,11 +101,11 @@ class ProcessSet:
 
     def start_sum(self, tensor: torch.Tensor, what: str) -> Callable[[], None]:
         """Begin to sum a large tensor over the set, in place, on whatever device; the returned call waits for it."""
-        joined = self._joined()
-        if joined is None:
+        groups = self._groups()
+        if groups is None:
             return lambda: None
         with self.traffic.timed(Collective.ALL_REDUCE, tensor.nbytes):
-            work = dist.all_reduce(tensor, group=joined[0].data, async_op=True)
+            work = dist.all_reduce(tensor, group=groups.data, async_op=True)
 
         def finish() -> None:
             with self.traffic.timed(Collective.ALL_REDUCE):
@@ -121,30 +115,28 @@ class ProcessSet:
 
     def wait(self, work: AsyncWork, what: str) -> None:
         """Wait for a collective that moves data: watched until it is done; on a device only the compute stream waits."""
-        if self.on_stream or self.watch is None:
+        if self.on_stream:
             work.wait()
         else:
             self.watch.wait_work(work, self.ranks, what)
 
     def all_gather_flat(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
         """Concatenate the ranks' flat `shard`s into `full`, on whatever device they lie."""
-        joined = self._joined()
-        if joined is None:
+        groups = self._groups()
+        if groups is None:
             full.copy_(shard)
             return
-        link, watch = joined
         with self.traffic.timed(Collective.ALL_GATHER, full.nbytes):
-            work = dist.all_gather(list(full.chunk(self.size)), shard, group=link.data, async_op=True)
-            watch.wait_work(work, self.ranks, what)
+            work = dist.all_gather(list(full.chunk(self.size)), shard, group=groups.data, async_op=True)
+            self.watch.wait_work(work, self.ranks, what)
 
     def broadcast_(self, tensor: torch.Tensor, source: int, what: str) -> torch.Tensor:
         """Become what the rank at position `source` has, in place, on whatever device; all ranks give one shape and dtype."""
-        joined = self._joined()
-        if joined is not None:
-            link, watch = joined
+        groups = self._groups()
+        if groups is not None:
             with self.traffic.timed(Collective.BROADCAST, tensor.nbytes):
-                work = dist.broadcast(tensor, src=self.ranks[source], group=link.data, async_op=True)
-                watch.wait_work(work, self.ranks, what)
+                work = dist.broadcast(tensor, src=self.ranks[source], group=groups.data, async_op=True)
+                self.watch.wait_work(work, self.ranks, what)
         return tensor
 
     def require_member(self) -> None:
@@ -156,24 +148,26 @@ class ProcessSet:
         if self.link is not None and self.link.left:
             raise CollectiveError(f"process set {self.name} (ranks {_listed(self.ranks)}) was removed; add it again")
 
-    def _joined(self) -> tuple[SetGroups, Watchdog] | None:
-        """The link to the others; None for a set of one rank."""
+    def _groups(self) -> SetGroups | None:
+        """The process groups; None for a set of one rank. Raises `CollectiveError` as `require_member` does."""
         self.require_member()
-        return None if self.link is None or self.watch is None else (self.link, self.watch)
+        return self.link
 
-    def _gather(self, joined: tuple[SetGroups, Watchdog], own: torch.Tensor, what: str) -> list[torch.Tensor]:
-        link, watch = joined
+    def _gather(self, own: torch.Tensor, what: str) -> list[torch.Tensor]:
+        groups = self._groups()
+        if groups is None:
+            return [own]
         everyone = [torch.empty_like(own) for _ in self.ranks]
         with self.traffic.timed(Collective.AGREEMENT, own.nbytes * len(self.ranks)):
-            watch.wait_work(dist.all_gather(everyone, own, group=link.control, async_op=True), self.ranks, what)
+            self.watch.wait_work(dist.all_gather(everyone, own, group=groups.control, async_op=True), self.ranks, what)
         return everyone
 
     def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str) -> torch.Tensor:
-        joined = self._joined()
-        if joined is not None:
-            link, watch = joined
+        groups = self._groups()
+        if groups is not None:
             with self.traffic.timed(Collective.AGREEMENT, tensor.nbytes * len(self.ranks)):
-                watch.wait_work(dist.all_reduce(tensor, op=op, group=link.control, async_op=True), self.ranks, what)
+                work = dist.all_reduce(tensor, op=op, group=groups.control, async_op=True)
+                self.watch.wait_work(work, self.ranks, what)
         return tensor
 
 

@@ -27,7 +27,7 @@ from zeromesh.pipeline.schedule import (
     simulate,
     validate,
 )
-from zeromesh.telemetry.watchdog import Activity, Watchdog
+from zeromesh.telemetry.watchdog import Activity
 
 
 class StageRunner:
@@ -148,7 +148,7 @@ class Executor:
         run = _Run(schedule, rank, self._incoming[schedule], runner, signatures, self._channels, self.AHEAD)
         marks = [_now(self._channels.device)]
         for action in schedule.actions[rank]:
-            marks += run.do(action, self.group.watch)
+            marks += run.do(action)
         self._channels.settle()
         return Measured(schedule=schedule, rank=rank, marks=tuple(marks))
 
@@ -224,13 +224,12 @@ class _Run:
     _owed: dict[tuple[int, int], list[MessageSpec]] = field(default_factory=dict)
     """By stage and microbatch: the gradients that it is to send back for what it has received."""
 
-    def do(self, action: Action, watch: Watchdog | None) -> list[_Moment]:
+    def do(self, action: Action) -> list[_Moment]:
         """Wait for what the action needs, carry it out, send what it makes; returns its start and end."""
         wanted = received_by(self.schedule, self.rank, action)
         received: Sequence[torch.Tensor] = () if wanted is None else self._take(wanted)
         self._post_ahead()
-        if watch is not None:
-            watch.post(Activity.FORWARD if action.kind is Kind.FORWARD else Activity.BACKWARD, 0)
+        self.channels.group.watch.post(Activity.FORWARD if action.kind is Kind.FORWARD else Activity.BACKWARD, 0)
         start = _now(self.channels.device)
         made: Sequence[torch.Tensor] = ()
         if action.kind is Kind.FORWARD:

@@ -68,6 +68,11 @@ class RankStatus:
     """Why it failed; empty while it has not."""
 
 
+def new_row() -> memoryview:
+    """A row in the memory of this process alone."""
+    return memoryview(bytearray(ROW_WORDS * 8)).cast("q")
+
+
 class Rows(Protocol):
     """The rows of all ranks, each `ROW_WORDS` 64-bit words."""
 
@@ -226,7 +231,7 @@ class StoreBoard(StatusBoard):
     PERIOD_SECONDS = 0.5
 
     def __init__(self, store: Store, publisher: Store, rank: int, stale_seconds: float) -> None:
-        super().__init__(self, memoryview(bytearray(ROW_WORDS * 8)).cast("q"), rank)
+        super().__init__(self, new_row(), rank)
         self._store = store
         self._publisher = publisher
         self._stale_seconds = stale_seconds

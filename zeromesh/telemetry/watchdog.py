@@ -96,13 +96,14 @@ class Watchdog:
         self._calls: list[tuple[int, str]] = []
         """Numbers and names of the calls that this rank is in, the innermost last."""
         self.begun = 0
-        """How many things this rank has begun together with others so far."""
+        """How many things this rank has begun together with others so far. An error that comes before the next one leaves nothing
+        half done."""
         self.waited = 0.0
         """Seconds that this rank has waited for others so far."""
         self.in_doubt = False
         """Whether collectives may be in flight that will not end: a wait ended with an error, or this rank stopped amid a step."""
         self._disk_patience = 600.0
-        self._closed = threading.Event()
+        self.closed = threading.Event()
         self._heartbeat = threading.Thread(target=self._beat_for_disks, name="zeromesh-heartbeat", daemon=True)
         self._heartbeat.start()
 
@@ -117,7 +118,7 @@ class Watchdog:
         board for as long as the call goes on, so that the error after the patience can name it.
         """
         period, number = min(0.25, self.timeout_seconds / 4), 0
-        while not self._closed.wait(period):
+        while not self.closed.wait(period):
             call = longest()
             if call is None or call.in_all < period:
                 self._board.write(RankNote.DISK, 0)
@@ -173,7 +174,7 @@ class Watchdog:
             stream, code = _CALLS, zlib.crc32(call.encode()) & ((1 << UNIT_BITS) - 1)
         else:
             stream, code = _REDUCTIONS if activity is Activity.REDUCE else _GATHERS, state
-            self.begun += 1
+            self.begun += len(peers) > 1
         digest = zlib.crc32(code.to_bytes(8, "little"), self._events.get(stream, (0, 0))[1] >> _CODE_BITS) & _CODE
         word = (digest << _CODE_BITS) | code
         number = self._board.event(stream, word, (self._step << STEP_SHIFT) | state)
@@ -354,7 +355,7 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop publishing and give the board's memory back."""
-        self._closed.set()
+        self.closed.set()
         self._heartbeat.join()
         self._board.close()
 

@@ -84,10 +84,9 @@ class ZeroEngine:
         """Whether averaged weights and master weights have been exchanged."""
         self._mixed = False
         """Whether some weights may be older than others, because an update or a load was cut short."""
-        if mesh.watch is not None:
-            # Stages of a pipeline have units of their own.
-            stages = mesh.pipeline.gather_json([f"unit {unit.name}" for unit in self.units], "names of units")
-            mesh.watch.name_units({rank: stages[mesh.shape.coordinate(rank).pipeline] for rank in mesh.world.ranks})
+        # Stages of a pipeline have units of their own.
+        stages = mesh.pipeline.gather_json([f"unit {unit.name}" for unit in self.units], "names of units")
+        mesh.watch.name_units({rank: stages[mesh.shape.coordinate(rank).pipeline] for rank in mesh.world.ranks})
         self._hooks = Hooks(self.units, self._passes)
         self._flags = RequiresGradFlags(built, mesh, options, self._optimizer_step, self._passes.gradients, self._hooks)
         self.checkpoint_state = CheckpointState(model, self.units, self._optimizer_step, mesh, options)

@@ -210,13 +210,13 @@ class Passes:
         """Forward passes under no_grad; see `ZeroEngine.evaluation`."""
         with torch.no_grad(), streams.in_force() if streams is not None else nullcontext():
             self._begin(PassMode.EVALUATION, "eval", PassProgress(streams))
-            begun = self._mesh.begun
+            begun = self._mesh.watch.begun
             try:
                 yield self
                 self.writes.refuse_in_pass(self.units)
                 self.end()
             except BaseException as error:
-                if self._mesh.begun != begun:
+                if self._mesh.watch.begun != begun:
                     self._mesh.fail(error)
                 raise
 

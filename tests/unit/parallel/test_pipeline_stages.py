@@ -22,8 +22,11 @@ from zeromesh.pipeline.schedule import make_schedule
 from zeromesh.pipeline.stages.build import Cut, Stages, block_costs, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import body_inputs, examine
 from zeromesh.pipeline.stages.moe_balance_loss import ExpertBalance
+from zeromesh.telemetry.status_board import StatusBoard, new_row
+from zeromesh.telemetry.watchdog import Watchdog
 
-ALONE = ProcessSet(name="pipeline", ranks=(0,), index=0, watch=None, link=None, one_host=True, on_stream=False)
+WATCH = Watchdog(StatusBoard([row := new_row()], row, 0), 0, 1.0, compare_events=True)
+ALONE = ProcessSet(name="pipeline", ranks=(0,), index=0, watch=WATCH, link=None, one_host=True, on_stream=False)
 
 
 def test_an_anatomy_needs_no_memory() -> None:
