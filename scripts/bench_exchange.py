@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm.select import open_exchange
+from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.environment import read_environment
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from zeromesh.comm.select import TransportName
+from zeromesh.comm.transport import TransportName
 from zeromesh.errors import ConfigError
 from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 

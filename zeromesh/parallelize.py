@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from zeromesh.comm.activation_collectives import Exchange
-from zeromesh.comm.select import TransportName, open_exchange
+from zeromesh.comm.activation_collectives import Exchange, open_exchange
+from zeromesh.comm.transport import TransportName
 from zeromesh.flat.layout import StageCopies
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.pipeline import Pipeline

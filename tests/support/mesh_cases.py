@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from zeromesh.comm.select import choose_transport, open_transport
-from zeromesh.comm.transport import BufferRequest, RingRequest, Transport
+from zeromesh.comm.torch_transport import open_transport
+from zeromesh.comm.transport import BufferRequest, RingRequest, Transport, choose_transport
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor

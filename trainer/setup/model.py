@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from zeromesh.comm.select import choose_transport
+from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import settle_heap

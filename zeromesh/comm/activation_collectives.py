@@ -1,6 +1,6 @@
 """Collectives on activations: `Exchange`, the one over process groups, and the one over memory that CPU ranks of a host share.
 
-    exchange = open_exchange(mesh.tensor, mesh.device, "auto")     # zeromesh/comm/select.py
+    exchange = open_exchange(mesh.tensor, mesh.device, "auto")
     pending = exchange.sum(partial)                                # starts; compute meanwhile
     whole = pending.wait()                                         # a new tensor
 
@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.comm.shm_transport import LINE, Counters, exchange_segments
+from zeromesh.comm.transport import TransportName, choose_transport
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.offload.memory.shared_segment import PAGE, SharedSegment
@@ -511,3 +512,16 @@ def _phrase(about: list[int]) -> str:
     kind, dim, dtype = ExchangeKind(about[0] & 0xFF), (about[0] >> 8) - 1, str(_DTYPES[about[2]]).removeprefix("torch.")
     along = f" along dim {dim}" if dim >= 0 else ""
     return f"{kind.phrase}{along} of {dtype} {about[4 : 4 + min(about[3], _DIMS)]}"
+
+
+def open_exchange(group: ProcessSet, device: torch.device, kind: TransportName = "auto") -> Exchange:
+    """The exchange of activations over `group`. Every rank of it calls this, in the same order.
+
+    Raises:
+        ConfigError: when the named kind cannot serve the group.
+        StorageError: when the memory cannot be had.
+    """
+    name = choose_transport(kind, group, device)
+    if name == "local":
+        return Exchange()
+    return SharedExchange(group) if name == "shared" else GroupExchange(group)

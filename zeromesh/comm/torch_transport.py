@@ -1,4 +1,4 @@
-"""Transports over torch.distributed: gloo for CPU ranks, NCCL for CUDA ranks.
+"""Transports over torch.distributed: gloo for CPU ranks, NCCL for CUDA ranks; and `open_transport`, which opens one of any kind.
 
 gloo's reduce-scatter moves as many bytes as an all-reduce and adds in the gradients' dtype. Here it is an all-to-all,
 half the bytes, and a local sum in rank order in `precision.reduce`. NCCL's own reduce-scatter is used as it is.
@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm.shm_transport import sum_in_order
+from zeromesh.comm.shm_transport import SharedTransport, sum_in_order
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduction, RingRequest, Transport
 from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.offload import DONE, TieredTensor, allocate_lasting
@@ -219,3 +219,18 @@ class CollectiveTransport(Transport):
     def poll(self) -> None:
         if self._queue:
             self._queue[0].poll()
+
+
+def open_transport(
+    name: str, group: ProcessSet, device: torch.device, requests: Sequence[BufferRequest], ring: RingRequest
+) -> Transport:
+    """Allocate the buffers and slots of a group. Every rank of it calls this with the same requests.
+
+    Raises:
+        StorageError: when the memory cannot be had.
+    """
+    if name == "local":
+        return Transport(requests, device)
+    if name == "shared":
+        return SharedTransport(group, requests, ring)
+    return CollectiveTransport(group, device, requests, ring)

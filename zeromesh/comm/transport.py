@@ -1,4 +1,4 @@
-"""What every transport does, which owns the memory that it moves; and the one of a group of one rank.
+"""What every transport does, which owns the memory that it moves; the one of a group of one rank; and which one a group uses.
 
 A transport allocates the flat buffers that it will gather and the slots that it will reduce, so that it can make moving
 unnecessary: on one host, gathered parameters are pages that all ranks see, and a reduction reads the others' slots.
@@ -9,14 +9,17 @@ unnecessary: on one host, gathered parameters are pages that all ranks see, and 
 All ranks of the group make the same calls in the same order. Nothing here knows what a parameter is.
 """
 
+import platform
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from zeromesh.errors import LayoutError
+from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.intervals import Interval
+from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import ReleasableBuffer, TieredTensor, Transfer, allocate_lasting
 
 
@@ -162,3 +165,35 @@ class Transport:
 
     def close(self) -> None:
         """Give back what does not go with the tensors."""
+
+
+TransportName = Literal["auto", "shared", "gloo", "nccl"]
+_STRONG_ORDER = {"x86_64", "AMD64"}
+
+
+def choose_transport(kind: TransportName, group: ProcessSet, device: torch.device) -> str:
+    """The transport that `kind` means for this group: `local`, `shared`, `gloo` or `nccl`.
+
+    Raises:
+        ConfigError: when the named one cannot serve the group.
+        CollectiveError: when this rank is not in it.
+    """
+    group.require_member()
+    if device.type == "cuda":
+        if kind in ("shared", "gloo"):
+            raise ConfigError(
+                f"parallel.transport is {kind}, which moves CPU memory, but the ranks compute on CUDA; use auto or nccl"
+            )
+        return "local" if group.size == 1 else "nccl"
+    if kind == "nccl":
+        raise ConfigError("parallel.transport is nccl, but no CUDA device is here; use auto, shared or gloo")
+    if group.size == 1:
+        return "local"
+    obstacle, machine = "", platform.machine()
+    if not group.one_host:
+        obstacle = "the ranks of the group do not share one host and one process namespace"
+    elif machine not in _STRONG_ORDER:
+        obstacle = f"{machine} orders memory more weakly than x86-64, which its counters rely on"
+    if kind == "shared" and obstacle:
+        raise ConfigError(f"parallel.transport is shared, but {obstacle}; use auto or gloo")
+    return "gloo" if kind == "gloo" or obstacle else "shared"

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import nn
 
-from zeromesh.comm.select import choose_transport, open_transport
-from zeromesh.comm.transport import BufferRequest, GatherBuffer, RingRequest, Transport
+from zeromesh.comm.torch_transport import open_transport
+from zeromesh.comm.transport import BufferRequest, GatherBuffer, RingRequest, Transport, choose_transport
 from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, build_layout
 from zeromesh.intervals import Interval

@@ -7,7 +7,7 @@ parameters without a gradient: trained again, it goes on from its own moments an
 
 from collections.abc import Mapping, Sequence
 
-from zeromesh.comm.select import open_transport
+from zeromesh.comm.torch_transport import open_transport
 from zeromesh.comm.transport import RingRequest, Transport
 from zeromesh.errors import CheckpointError, LayoutError
 from zeromesh.mesh.process_mesh import Mesh

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.comm.activation_collectives import Exchange
-from zeromesh.comm.select import open_exchange
+from zeromesh.comm.activation_collectives import Exchange, open_exchange
 from zeromesh.mesh.process_mesh import Mesh
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64")

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from mesh_cases import _open
 
-from zeromesh.comm.select import choose_transport, open_exchange
+from zeromesh.comm.activation_collectives import open_exchange
+from zeromesh.comm.transport import choose_transport
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.comm.select import open_exchange
+from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
 

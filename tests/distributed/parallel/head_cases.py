@@ -9,7 +9,7 @@ import transformers as tf
 from trainer_cases import LLAMA, apart, plain_fit, seeded, sentences, settings
 
 from zeromesh import Trainer
-from zeromesh.comm.select import open_exchange
+from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.tensor import autograd_collectives
 from zeromesh.trainer.losses.losses import make_loss

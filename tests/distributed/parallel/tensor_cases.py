@@ -8,8 +8,7 @@ import torch
 import transformers as tf
 from bench.without_zero import load_parts
 
-from zeromesh.comm.activation_collectives import Exchange, Pending
-from zeromesh.comm.select import open_exchange
+from zeromesh.comm.activation_collectives import Exchange, Pending, open_exchange
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunked_cross_entropy
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.tensor.parallelize_module import Parallelized, parallelize

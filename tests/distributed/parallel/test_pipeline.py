@@ -1,5 +1,6 @@
 """Pipelines of several ranks: losses and gradients are those of one process over the same microbatches."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,12 +97,12 @@ class Failed:
 
 
 def test_a_message_that_has_failed_is_named_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Named:
-        def wait_work(self, work: Failed, peers: list[int], what: str) -> None:
-            raise CollectiveError(f"rank {peers[0]} is gone; {what}")
+    def named(work: Failed, peers: list[int], what: str) -> None:
+        raise CollectiveError(f"rank {peers[0]} is gone; {what}")
 
     monkeypatch.setattr(point_to_point, "_broadcast", lambda tensor, source, group: Failed())
-    line = point_to_point._Line(None, 0, 1, Named(), torch.device("cpu"), CommAccount(StepRecorder(), "", 2))  # type: ignore[arg-type]
+    group = SimpleNamespace(watch=SimpleNamespace(wait_work=named), traffic=CommAccount(StepRecorder(), "", 2))
+    line = point_to_point._Line(None, 0, 1, group, torch.device("cpu"))  # type: ignore[arg-type]
     specs = [point_to_point.MessageSpec.of(torch.ones(2))]
     line.send("kind", [torch.ones(2)], specs, "the first")
     with pytest.raises(CollectiveError, match="rank 1 is gone; the first"):

@@ -11,7 +11,7 @@ from conformance.models import VOCABULARY, stack
 from conformance.recipe import Layout, Problem
 from mesh_cases import resident
 
-from zeromesh.comm.select import choose_transport
+from zeromesh.comm.transport import choose_transport
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose
 from zeromesh.optim.fused_optimizer import GroupRules, Rates
