@@ -6,8 +6,9 @@
 `ActivationStore.keeping` goes around a call of `torch.utils.checkpoint.checkpoint`. What the call saves, its inputs, becomes saved
 tensors that autograd holds; when it drops one, for whatever reason, memory and room in the file are free again.
 
-    UnmovedTensor   the tensor itself              MemoryCopy   a copy in the memory of the CPU that computes
-    FileCopy        a copy in a slot of a file     PinnedCopy   a copy in pinned memory, beside a CUDA device
+    UnmovedTensor   the tensor itself, or a copy in the memory of the CPU that computes
+    FileCopy        a copy in a slot of a file
+    PinnedCopy      a copy in pinned memory, beside a CUDA device
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from zeromesh.offload.memory.allocation import allocate_lasting
 from zeromesh.offload.memory.ledger import Purpose, Tier
 from zeromesh.offload.tiers import TierChoice, Tiers
 
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 _LABEL = Purpose.ACTIVATIONS.value
 _IN_FLIGHT = 2
 """Tensors that are on their way out at most: one is written while the next one waits. Each has memory until it has arrived."""
@@ -45,29 +45,16 @@ class Reservation:
     That may be in any thread and in the middle of anything, so what there is to do then is only queued for the store.
     """
 
+    memory: torch.Tensor
+    """Of the host, where that is what is reserved."""
+
     def __init__(self, ended: SimpleQueue[Callable[[], None]], end: Callable[[], None]) -> None:
         self._ended = ended
         self.ends = [end]
-        self.memory = _NO_BYTES
 
     def __del__(self) -> None:
         for end in self.ends:
             self._ended.put(end)
-
-
-class TensorMeta:
-    """Shape, dtype and device of a tensor, which make a tensor of its bytes again."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype, self.device, self.nbytes = tensor.shape, tensor.dtype, tensor.device, tensor.nbytes
-
-    def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """`memory`, 1-D uint8, as the tensor."""
-        return memory.view(self.dtype).view(self.shape)
-
-    def empty(self) -> torch.Tensor:
-        """New memory for the tensor, on the device that it came from."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 class SavedTensor(ABC):
@@ -100,7 +87,7 @@ class BlockCall:
 
 
 class UnmovedTensor(SavedTensor):
-    """A tensor that stays where it is. `reservation` counts its bytes, where they are counted."""
+    """A tensor, or a copy of it, in the memory that backward computes in. `reservation` counts its bytes, if they are counted."""
 
     def __init__(self, tensor: torch.Tensor, reservation: Reservation | None = None) -> None:
         self._tensor, self._version, self._reservation = tensor, tensor._version, reservation
@@ -110,21 +97,12 @@ class UnmovedTensor(SavedTensor):
         return self._tensor
 
 
-class MemoryCopy(SavedTensor):
-    """A copy in the memory that backward computes in."""
-
-    def __init__(self, reservation: Reservation, meta: TensorMeta) -> None:
-        self._reservation, self._meta = reservation, meta
-
-    def get(self) -> torch.Tensor:
-        return self._meta.view(self._reservation.memory)
-
-
 class FileCopy(SavedTensor):
     """A copy in a file; while it is being written it is still in memory, and had from there."""
 
-    def __init__(self, on_host: Callable[[int], Reservation], write: PendingWrite, meta: TensorMeta) -> None:
-        self._on_host, self._write, self._meta = on_host, write, meta
+    def __init__(self, on_host: Callable[[], Reservation], write: PendingWrite, device: torch.device) -> None:
+        """`on_host` makes room for the tensor in the host's memory."""
+        self._on_host, self._write, self._device = on_host, write, device
         self._fetched: tuple[Reservation, Transfer] | None = None
 
     def fetch(self) -> None:
@@ -134,25 +112,23 @@ class FileCopy(SavedTensor):
         reservation, read = self._fetched or self._start()
         self._fetched = None
         _wait(read)
-        if self._meta.device.type == "cpu":
-            return self._meta.view(reservation.memory)
         if self._write.copied is not None:
-            torch.cuda.current_stream(self._meta.device).wait_event(self._write.copied)
-        return self._meta.empty().copy_(self._meta.view(reservation.memory), non_blocking=True)
+            torch.cuda.current_stream(self._device).wait_event(self._write.copied)
+        return reservation.memory.to(self._device, non_blocking=True)
 
     def _start(self) -> tuple[Reservation, Transfer]:
         still_here = self._write.sources[:1]
         if still_here:
             return still_here[0], DONE
-        reservation = self._on_host(self._meta.nbytes)
-        return reservation, self._write.read(reservation.memory)
+        reservation = self._on_host()
+        return reservation, self._write.read(_bytes_of(reservation.memory))
 
 
 class PinnedCopy(SavedTensor):
     """A copy in pinned memory of the host."""
 
-    def __init__(self, streams: CopyStreams, reservation: Reservation, meta: TensorMeta) -> None:
-        self._streams, self._reservation, self._meta = streams, reservation, meta
+    def __init__(self, streams: CopyStreams, reservation: Reservation, device: torch.device) -> None:
+        self._streams, self._reservation, self._device = streams, reservation, device
         self._fetched: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def fetch(self) -> None:
@@ -165,8 +141,8 @@ class PinnedCopy(SavedTensor):
         return tensor
 
     def _start(self) -> tuple[torch.Tensor, torch.cuda.Event]:
-        tensor = self._meta.empty()
-        copied = self._streams.start(self._meta.view(self._reservation.memory), tensor)
+        tensor = torch.empty_like(self._reservation.memory, device=self._device)
+        copied = self._streams.start(self._reservation.memory, tensor)
         tensor.record_stream(self._streams.inward)  # It may be dropped before anybody has waited.
         return tensor, copied
 
@@ -188,7 +164,7 @@ class PendingWrite:
         """Begin, if that has not been done and the bytes are there. Raises `StorageError`."""
         copied = self.copied is None or self.copied.query()  # type: ignore[no-untyped-call]
         if copied and self._transfer is None:
-            self._transfer = self.slot.write(0, self.sources[0].memory)
+            self._transfer = self.slot.write(0, _bytes_of(self.sources[0].memory))
             self._transfer.on_end(self.sources.clear)  # Of the list: a method of this object would keep itself alive.
 
     def over(self) -> bool:
@@ -210,6 +186,10 @@ class PendingWrite:
         read = self.slot.read(0, out)
         read.on_end([self.room].clear)  # Which holds the room until then.
         return read
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def require_unchanged(tensor: torch.Tensor, version: int, when: str) -> None:
@@ -334,34 +314,31 @@ class ActivationStore:
         return saved
 
     def _save(self, tensor: torch.Tensor, away: bool) -> SavedTensor:
-        meta = TensorMeta(tensor)
         if away and self._choice.tier == "file":
-            return self._write(tensor, meta)
-        tier = Tier.HOST if away else Tier.DEVICE
+            return self._write(tensor)
+        if away and self._streams is not None:
+            reservation = self._on_host(tensor.shape, tensor.dtype)
+            self._copy_out(tensor, reservation.memory)
+            return PinnedCopy(self._streams, reservation, tensor.device)
+        reservation = self._count(Tier.HOST if away else Tier.DEVICE, tensor.nbytes)
         if self._streams is None:
-            reservation = self._count(tier, meta.nbytes)
             # On pages of its own, outside of the heap, as without a store: docs/decisions/0009-kept-inputs-outside-the-heap.md
-            reservation.memory = allocate_lasting(meta.nbytes, torch.uint8, tensor.device)
-            meta.view(reservation.memory).copy_(tensor)
-            return MemoryCopy(reservation, meta)
-        if not away:
-            return UnmovedTensor(tensor, self._count(tier, meta.nbytes))
-        reservation = self._on_host(meta.nbytes)
-        self._copy_out(tensor, meta.view(reservation.memory))
-        return PinnedCopy(self._streams, reservation, meta)
+            tensor = allocate_lasting(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
+        return UnmovedTensor(tensor, reservation)
 
-    def _write(self, tensor: torch.Tensor, meta: TensorMeta) -> SavedTensor:
+    def _write(self, tensor: torch.Tensor) -> SavedTensor:
         """Copy a tensor and start to write the copy, when no more than the bound are on their way."""
         while len(self._writes) >= _IN_FLIGHT:
             self._writes.popleft().finish()
         self._recount()
-        slot, room = self._take_room(meta.nbytes)
-        source = self._on_host(meta.nbytes)
-        copied = self._copy_out(tensor, meta.view(source.memory))
+        slot, room = self._take_room(tensor.nbytes)
+        on_host = partial(self._on_host, tensor.shape, tensor.dtype)
+        source = on_host()
+        copied = self._copy_out(tensor, source.memory)
         write = PendingWrite([source], slot, room, copied)
         self._writes.append(write)
         write.advance()
-        return FileCopy(self._on_host, write, meta)
+        return FileCopy(on_host, write, tensor.device)
 
     def _copy_out(self, tensor: torch.Tensor, out: torch.Tensor) -> torch.cuda.Event | None:
         """Copy a tensor to `out` in the host's memory: at once on a CPU, else beside what is computed, until the event."""
@@ -381,15 +358,16 @@ class ActivationStore:
         torch.cuda.current_stream(self._tiers.device).wait_event(event)
         require_unchanged(tensor, version, "while it was copied to the host")
 
-    def _on_host(self, nbytes: int) -> Reservation:
-        """Memory of the host, `[nbytes]`, counted and pinned where the device copies from it."""
-        reservation, pinned = self._count(Tier.HOST, nbytes), self._tiers.pinned
+    def _on_host(self, shape: torch.Size, dtype: torch.dtype) -> Reservation:
+        """A tensor in the memory of the host, counted and pinned where the device copies from it."""
+        nbytes, pinned = shape.numel() * dtype.itemsize, self._tiers.pinned
+        reservation = self._count(Tier.HOST, nbytes)
         if pinned.take(nbytes, self._tiers.device):
             # torch keeps pinned blocks for the next one: pinning pages anew for each input would take longer than copying it.
-            reservation.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            reservation.memory = torch.empty(shape, dtype=dtype, pin_memory=True)
             reservation.ends.append(partial(pinned.give, nbytes))
         else:
-            reservation.memory = allocate_lasting(nbytes, torch.uint8, torch.device("cpu"))
+            reservation.memory = allocate_lasting(shape, dtype, torch.device("cpu"))
         return reservation
 
     def _count(self, tier: Tier, nbytes: int) -> Reservation:

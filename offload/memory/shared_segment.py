@@ -6,7 +6,6 @@ would end a run with SIGBUS. A peer opens it through `/proc/<pid>/fd/<fd>`, whic
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
@@ -17,15 +16,6 @@ from zeromesh.errors import StorageError
 from zeromesh.offload import available_bytes
 
 PAGE = mmap.PAGESIZE
-_FALLOC_FL_KEEP_SIZE = 1
-_FALLOC_FL_PUNCH_HOLE = 2
-
-
-def _libc_fallocate(descriptor: int, mode: int, offset: int, length: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.fallocate(descriptor, mode, ctypes.c_long(offset), ctypes.c_long(length)) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
 
 
 def _whole_pages(nbytes: int) -> int:
@@ -111,7 +101,7 @@ class SharedSegment:
         start = -(-offset // PAGE) * PAGE
         end = (offset + nbytes) // PAGE * PAGE
         if end > start:
-            _libc_fallocate(self.descriptor, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, start, end - start)
+            self._map.madvise(mmap.MADV_REMOVE, start, end - start)
 
     def close(self) -> None:
         """Close the descriptor. The mapping goes with the last tensor that looks at it."""

@@ -28,12 +28,12 @@ import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm.shm_transport import LINE, Counters, exchange_segments
+from zeromesh.comm.shm_transport import LINE, Counters, shared_segments
 from zeromesh.comm.transport import TransportName, choose_transport
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.process_mesh import ProcessSet
@@ -51,18 +51,18 @@ class ExchangeKind(IntEnum):
     SUM = 0
     MAXIMUM = 1
     GATHER = 2
-    SCATTER_SUM = 3
+    SCATTERED_SUM = 3
 
     @property
     def phrase(self) -> str:
         """What messages call it."""
-        return ("sum", "maximum", "gather", "scattered sum")[self]
+        return self.name.lower().replace("_", " ")
 
     @property
     def collective(self) -> Collective:
         """What its traffic counts as."""
-        both = Collective.ALL_REDUCE
-        return (both, both, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)[self]
+        named = {ExchangeKind.GATHER: Collective.ALL_GATHER, ExchangeKind.SCATTERED_SUM: Collective.REDUCE_SCATTER}
+        return named.get(self, Collective.ALL_REDUCE)
 
 
 class Pending:
@@ -164,7 +164,7 @@ class Exchange:
         lengths = (length // size,) * size if sizes is None else tuple(sizes)
         if len(lengths) != size or sum(lengths) != length or min(lengths) < 0:
             raise LayoutError(f"{where}: sizes are {list(lengths)}; allowed are {size} that add up to {length}")
-        return self._start(ExchangeKind.SCATTER_SUM, tensor, dim, lengths)
+        return self._start(ExchangeKind.SCATTERED_SUM, tensor, dim, lengths)
 
     def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         """Begin an exchange; `lengths` are what each rank gives or gets along `dim`, where it has one."""
@@ -185,7 +185,7 @@ class Exchange:
             return torch.cat(parts, dim)
         if kind is ExchangeKind.MAXIMUM:
             return maximum_in_ranks(parts)
-        if kind is ExchangeKind.SCATTER_SUM:
+        if kind is ExchangeKind.SCATTERED_SUM:
             start = sum(lengths[: self.index])
             parts = [part.narrow(dim, start, lengths[self.index]) for part in parts]
         return sum_in_ranks(parts)
@@ -222,7 +222,7 @@ class GroupExchange(Exchange):
     ) -> tuple[list[AsyncWork], list[torch.Tensor], Callable[[], torch.Tensor]]:
         """The collectives, the tensors that go round, and what makes the result of them."""
         group, tensor, on_stream = self._group.data_group, tensor.detach(), self._group.on_stream
-        if kind is ExchangeKind.SCATTER_SUM:
+        if kind is ExchangeKind.SCATTERED_SUM:
             pieces = [piece.contiguous() for piece in torch.split(tensor, list(lengths), dim)]
             own = pieces[self.index]
             if on_stream:
@@ -310,24 +310,17 @@ class _Slot:
     What was seen lately is kept: making a view costs as much as summing a small tensor.
     """
 
-    __slots__ = ("_seen", "raw", "segment", "sequence", "serial")
-
     def __init__(self, segment: SharedSegment, serial: int) -> None:
         self.segment = segment
         self.serial = serial
         self.sequence = -1
         self.raw = segment.tensor(0, segment.nbytes, torch.uint8)
-        self._seen: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
+        self.seen = lru_cache(_VIEWS)(partial(_seen_as, self.raw))
 
-    def seen(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The first bytes as a contiguous tensor."""
-        found = self._seen.get((shape, dtype))
-        if found is None:
-            if len(self._seen) >= _VIEWS:
-                self._seen.clear()
-            found = self.raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            self._seen[shape, dtype] = found
-        return found
+
+def _seen_as(raw: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The first bytes of `raw` as a contiguous tensor."""
+    return raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 class SharedExchange(Exchange):
@@ -344,8 +337,7 @@ class SharedExchange(Exchange):
         self.index = group.index
         self._group = group
         nbytes = group.size * (2 * LINE + IN_FLIGHT * _ENTRY) * 8
-        made = SharedSegment.create("exchanges", nbytes) if group.index == 0 else None
-        segment = exchange_segments(group, made, "exchanges", nbytes)[0]
+        (segment,) = shared_segments(group, "exchanges", nbytes, of_first=True)
         self._pids = [row[0] for row in group.gather_integers([os.getpid()])]
         self._words = segment.words()
         counters = [Counters(self._words, row * group.size * LINE, group) for row in range(2)]

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 
@@ -37,17 +36,12 @@ _EVERYONE = 2**31 - 1
 _LOW_HALF = 0xFFFFFFFF
 
 
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-@cache
-def _system_call() -> Any:
-    """`call(_FUTEX, address, operation, value, timeout, None, 0)`."""
-    call = ctypes.CDLL(None).syscall
-    kinds = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p)
-    call.argtypes, call.restype = (*kinds, ctypes.c_uint32), ctypes.c_long
-    return call
+_TIME = struct.Struct("ll")
+"""struct timespec: seconds and nanoseconds."""
+_system_call = ctypes.CDLL(None).syscall
+"""`_system_call(_FUTEX, address, operation, value, timeout)`, with which these operations end."""
+_system_call.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
+_system_call.restype = ctypes.c_long
 
 
 class Futex:
@@ -64,47 +58,36 @@ class Futex:
 
     def wait(self, seen: int, seconds: float) -> None:
         """Sleep for at most `seconds`, below one, unless the word is not `seen` any more; a signal ends it too."""
-        until = _Timespec(0, int(1e9 * seconds))
-        _system_call()(_FUTEX, self._address, _WAIT, seen & _LOW_HALF, ctypes.byref(until), None, 0)
+        _system_call(_FUTEX, self._address, _WAIT, seen & _LOW_HALF, _TIME.pack(0, int(1e9 * seconds)))
 
     def wake(self) -> None:
         """Wake all that wait for the word, which has been written."""
-        _system_call()(_FUTEX, self._address, _WAKE, _EVERYONE, None, None, 0)
+        _system_call(_FUTEX, self._address, _WAKE, _EVERYONE, None)
 
 
 LINE = 8
 """Words in a cache line: counters of different writers never share one."""
-_SLEEPERS = 1
-"""Place, after the counter in its line, of a word that is not 0 while somebody may sleep until the counter changes."""
 
 
 class Counters:
-    """One growing counter per rank, in shared words, a cache line apart.
-
-    Waking costs a system call, so a rank does it only where another has said in the counter's line that it sleeps. Should that be
-    seen too late, the sleep ends by itself: `Watchdog.wait` sleeps for a few milliseconds at a time.
-    """
+    """One growing counter per rank, in shared words, a cache line apart."""
 
     def __init__(self, words: memoryview, base: int, group: ProcessSet) -> None:
         self._words = words
         self._places = [base + rank * LINE for rank in range(group.size)]
-        self._own_place = self._places[group.index]
+        self._index = group.index
         self._ranks = group.ranks
         self._watch = group.watch
         self._futexes = [Futex(words, place) for place in self._places]
-        self._bell = self._futexes[group.index]
 
     def set(self, value: int) -> None:
         """Set this rank's counter, and wake those that sleep until it changes."""
-        words, place = self._words, self._own_place
-        words[place] = value
-        if words[place + _SLEEPERS]:
-            words[place + _SLEEPERS] = 0
-            self._bell.wake()
+        self._words[self._places[self._index]] = value
+        self._futexes[self._index].wake()
 
     def own(self) -> int:
         """This rank's counter."""
-        return self._words[self._own_place]
+        return self._words[self._places[self._index]]
 
     def lowest(self) -> int:
         """Where the last of the ranks is."""
@@ -128,10 +111,7 @@ class Counters:
 
         def pause(seconds: float) -> None:
             for place, futex in zip(self._places, self._futexes, strict=True):
-                if words[place] < value:
-                    words[place + _SLEEPERS] = 1
-                    if (seen := words[place]) >= value:
-                        continue
+                if (seen := words[place]) < value:
                     futex.wait(seen, seconds)
                     return
 
@@ -182,9 +162,6 @@ class SharedBuffer(GatherBuffer):
         if self.persistent:
             require_memory(f"parameters of {request.name}", self._own_bytes[1])
             self._reserve_own()
-
-    def own(self) -> torch.Tensor:
-        return self.full[self._own]
 
     def begin_write(self) -> None:
         if self.persistent:
@@ -299,8 +276,6 @@ class SharedReducer(Reducer):
             [segment.tensor(slot * ring.nbytes, ring.nbytes, torch.uint8) for slot in range(ring.slots)]
             for segment in rings
         ]
-        self._parts: dict[tuple[int, torch.dtype, int, bool], list[torch.Tensor]] = {}
-        """What this rank sums of every rank's slot, by number of the slot, dtype and bytes, and whether it sums all of them."""
         self._next = 0
 
     def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
@@ -317,17 +292,12 @@ class SharedReducer(Reducer):
             raise CollectiveError(f"gradient bucket {sequence} was launched out of order; {self._next} is next")
         self._next += 1
         self.published.set(self._next)
-        group, nbytes = self._group, filled.numel() * filled.element_size()
-        whole = out.numel() == filled.numel()
-        length = filled.numel() // len(self._slots)
-        key = (sequence % self._ring.slots, filled.dtype, nbytes, whole)
-        parts = self._parts.get(key)
-        if parts is None:
-            everyone = [slots[key[0]][:nbytes].view(filled.dtype) for slots in self._slots]
-            own = slice(group.index * length, (group.index + 1) * length)
-            parts = self._parts[key] = everyone if whole else [each[own] for each in everyone]
-        kind = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
-        self.traffic.count(kind, nbytes)
+        kind, number = Collective.ALL_REDUCE, sequence % self._ring.slots
+        parts = [slots[number][: filled.nbytes].view(filled.dtype) for slots in self._slots]
+        if out.numel() != filled.numel():
+            kind, length = Collective.REDUCE_SCATTER, filled.numel() // len(parts)
+            parts = [part[self._group.index * length :][:length] for part in parts]
+        self.traffic.count(kind, filled.nbytes)
         return _Sum(reducer=self, sequence=sequence, kind=kind, parts=parts, out=out, add=add)
 
 
@@ -347,13 +317,10 @@ class SharedTransport(Transport):
             offsets.append(end)
             end += -(-request.padded * request.dtype.itemsize // PAGE) * PAGE
         ring_bytes, words_bytes = ring.slots * ring.nbytes, (2 + 2 * len(requests)) * group.size * LINE * 8
-        rings = exchange_segments(group, SharedSegment.create("gradients", ring_bytes), "gradients", ring_bytes)
-        first = group.index == 0
-        own_arena = SharedSegment.create("parameters", end, reserve=False) if first else None
-        arena = exchange_segments(group, own_arena, "parameters", end)[0]
-        own_words = SharedSegment.create("counters", words_bytes) if first else None
-        words = exchange_segments(group, own_words, "counters", words_bytes)[0]
-        self._segments = (arena, words, *rings.values())
+        rings = shared_segments(group, "gradients", ring_bytes)
+        (arena,) = shared_segments(group, "parameters", end, of_first=True, reserve=False)
+        (words,) = shared_segments(group, "counters", words_bytes, of_first=True)
+        self._segments = (arena, words, *rings)
         table = words.words()
 
         def counters(row: int) -> Counters:
@@ -365,7 +332,7 @@ class SharedTransport(Transport):
             buffers.append(SharedBuffer(request, group, arena, offset, written, done))
         self._released = [buffer for buffer in buffers if not buffer.persistent]
         self.buffers = buffers
-        self.reducer = SharedReducer(ring, group, [*rings.values()], counters(0), counters(1))
+        self.reducer = SharedReducer(ring, group, rings, counters(0), counters(1))
 
     def poll(self) -> None:
         for buffer in self._released:
@@ -376,19 +343,19 @@ class SharedTransport(Transport):
             segment.close()
 
 
-def exchange_segments(
-    group: ProcessSet, own: SharedSegment | None, label: str, nbytes: int
-) -> dict[int, SharedSegment]:
-    """The segments of `nbytes` that ranks have made, by their positions in the group; a rank that has made none gives None.
+def shared_segments(
+    group: ProcessSet, label: str, nbytes: int, *, of_first: bool = False, reserve: bool = True
+) -> list[SharedSegment]:
+    """Segments of `nbytes` that all ranks map, in the order of the ranks that make them: each one, or `of_first` the first alone.
 
     Raises:
-        StorageError: when a peer's segment cannot be mapped.
+        StorageError: when memory is short, or a peer's segment cannot be mapped.
     """
-    found = {}
-    for index, (pid, descriptor) in enumerate(group.gather_integers([os.getpid(), own.descriptor if own else -1])):
-        if index == group.index and own is not None:
-            found[index] = own
-        elif descriptor >= 0:
-            found[index] = SharedSegment.attach(pid, descriptor, nbytes, label)
+    own = SharedSegment.create(label, nbytes, reserve=reserve) if group.index == 0 or not of_first else None
+    rows = group.gather_integers([os.getpid(), own.descriptor if own else -1])
+    found = [
+        own if own is not None and index == group.index else SharedSegment.attach(pid, descriptor, nbytes, label)
+        for index, (pid, descriptor) in enumerate(rows[:1] if of_first else rows)
+    ]
     group.barrier("mapping of shared memory")
     return found

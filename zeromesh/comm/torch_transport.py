@@ -76,9 +76,6 @@ class CollectiveBuffer(GatherBuffer):
         shard = request.padded // group.size
         self._own = slice(group.index * shard, (group.index + 1) * shard)
 
-    def own(self) -> torch.Tensor:
-        return self.full[self._own]
-
     def begin_write(self) -> None:
         self.wait()
 

@@ -54,6 +54,8 @@ class GatherBuffer:
 
     full: torch.Tensor
     """`[padded]`. Its address never changes; without memory while released."""
+    _own = slice(None)
+    """The elements of this rank's shard."""
 
     def __init__(self, request: BufferRequest, device: torch.device) -> None:
         self.persistent = request.persistent
@@ -75,7 +77,7 @@ class GatherBuffer:
 
     def own(self) -> torch.Tensor:
         """This rank's shard, a view of `full`; only for a buffer that has memory."""
-        return self.full
+        return self.full[self._own]
 
     def begin_write(self) -> None:
         """Wait until no rank reads the present contents any more."""
