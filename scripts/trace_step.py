@@ -32,7 +32,7 @@ KINDS = {
     "recorder": ("telemetry/step_recorder.py", "telemetry/step_timer.py", "telemetry/clock.py"),
     "traffic": ("telemetry/comm_stats.py", "telemetry/traffic.py"),
     "ranges": ("zeromesh/profiler_ranges.py", "zeromesh/ranges.py"),
-    "board": ("telemetry/status_board.py", "telemetry/status_file.py", "telemetry/board.py"),
+    "board": ("telemetry/status_board.py", "telemetry/board.py"),
     "watch": ("telemetry/watchdog.py", "telemetry/watch.py"),
     "ledger": ("memory/ledger.py", "offload/ledger.py"),
     "metrics": ("trainer/monitoring/", "trainer/tracking/"),

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 from zeromesh.errors import StorageError, printable
 from zeromesh.files import read_whole, write_whole
-from zeromesh.telemetry.status_file import NAME
 from zeromesh.trainer.formatting import table_lines
-from zeromesh.trainer.monitoring.step_metrics import ENDED, LOCK, METRICS, read_metrics
+from zeromesh.trainer.monitoring.step_metrics import ENDED, LOCK, METRICS, RANKS, read_metrics
 
 if TYPE_CHECKING:
     from zeromesh.trainer.tools.doctor.findings import Finding
@@ -39,7 +38,7 @@ def run_status(options: argparse.Namespace) -> int:
     Raises:
         StorageError: where there is no run, or its files cannot be read.
     """
-    metrics, path, lock = options.run / METRICS, options.run / NAME, options.run / LOCK
+    metrics, path, lock = options.run / METRICS, options.run / RANKS, options.run / LOCK
     if not metrics.exists():
         raise StorageError(f"{str(options.run)!r} holds no run: there is no metrics.jsonl")
     last = (read_metrics(metrics) or [{}])[-1]

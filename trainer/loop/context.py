@@ -11,7 +11,7 @@ from torch import nn
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import NonFiniteError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.telemetry.step_recorder import Figures, added, traffic_table
+from zeromesh.telemetry.step_recorder import Figures, added
 from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import FOLDER
@@ -27,7 +27,7 @@ from zeromesh.trainer.lr_schedule import LRSchedule
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.start_times import StartTimes
 from zeromesh.trainer.monitoring.step_metrics import StepMetrics
-from zeromesh.trainer.monitoring.step_stats import StepResult, StepStats
+from zeromesh.trainer.monitoring.step_stats import StepResult, StepStats, traffic_table
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler, TorchSchedule
 
 Values = dict[str, float]
@@ -209,7 +209,7 @@ class RunProgress:
         if self.skipped:
             found.append(f"{self.skipped} steps made no update: their gradients were not finite")
         if self.communication:
-            table = traffic_table(self.communication, steps=len(self.seconds)).replace("\n", "\n  ")
+            table = "\n  ".join(traffic_table(self.communication, steps=len(self.seconds)))
             found.append(f"communication of this rank in a step:\n  {table}")
         if self.bubbles:
             measured, predicted = (

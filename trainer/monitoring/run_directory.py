@@ -19,11 +19,10 @@ from zeromesh.errors import StorageError
 from zeromesh.files import open_regular, remove_unfinished, try_lock, write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.memory.ledger import cpu_name
-from zeromesh.telemetry.status_file import NAME as RANKS
-from zeromesh.telemetry.status_file import StateMonitor
+from zeromesh.telemetry.watchdog import StateMonitor
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.monitoring.step_metrics import ENDED, EVALUATIONS, LOCK, METRICS, STARTS, MetricsWriter
+from zeromesh.trainer.monitoring.step_metrics import ENDED, EVALUATIONS, LOCK, METRICS, RANKS, STARTS, MetricsWriter
 
 
 class RunDirectory:

@@ -21,6 +21,8 @@ EVALUATIONS = "evaluations.jsonl"
 STARTS = "starts.jsonl"
 """A line for each start or resume of the run: `step` after which it was, `host` of rank 0, `ranks`, `hardware`, `parameters` of the
 model, and `versions` of packages."""
+RANKS = "ranks.json"
+"""Where every rank is now: what `StateMonitor` writes."""
 LOCK = "run.lock"
 """Locked by the process of rank 0, which it names, also after a kill. After any other end it says how the run has ended."""
 ENDED = "ended"

@@ -12,7 +12,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Ledger, peak_bytes
 from zeromesh.telemetry.step_recorder import Figures
-from zeromesh.trainer.formatting import human_count
+from zeromesh.trainer.formatting import human_count, table_lines
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
 from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 
@@ -203,3 +203,20 @@ class Stragglers:
             f"rank {slowest} is slow: over {steps} steps it was at work for {1000 * busy[slowest]:.0f} ms a step, the others "
             f"for {1000 * others:.0f} ms, and waited for it"
         )
+
+
+def traffic_table(figures: Figures, *, steps: int = 1) -> list[str]:
+    """A table of `figures`, which are sums over `steps` steps: calls, MiB and milliseconds of one step on average."""
+    rows = [
+        (
+            axis,
+            name,
+            f"{row['calls'] / steps:,.1f}",
+            f"{row['bytes'] / steps / 2**20:,.2f}",
+            f"{row['seconds'] / steps * 1e3:,.2f}",
+        )
+        for axis, collectives in figures.items()
+        for name, row in collectives.items()
+    ]
+    numbers = ("calls", "MiB", "ms")
+    return table_lines(("axis", "collective", *numbers), rows, numbers)

@@ -288,20 +288,3 @@ def added(total: Figures, more: Figures) -> dict[str, dict[str, dict[str, float]
             for key, value in row.items():
                 sums[key] = sums.get(key, 0) + value
     return out
-
-
-def traffic_table(figures: Figures, *, steps: int = 1) -> str:
-    """A table of `figures`, which are sums over `steps` steps: calls, MiB and milliseconds of one step on average."""
-    rows = [("axis", "collective", "calls", "MiB", "ms")]
-    for axis, collectives in figures.items():
-        for name, row in collectives.items():
-            calls, nbytes, seconds = (row[key] / max(1, steps) for key in ("calls", "bytes", "seconds"))
-            rows.append((axis, name, f"{calls:,.1f}", f"{nbytes / 2**20:,.2f}", f"{seconds * 1e3:,.2f}"))
-    if len(rows) == 1:
-        return "no communication"
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(cells))
-        for cells in (zip(row, widths, strict=True) for row in rows)
-    )
-    return "\n".join(lines)

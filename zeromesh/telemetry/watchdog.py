@@ -1,16 +1,21 @@
-"""`Watchdog`: every wait for another rank goes through it, so that none is forever and each names whom it waited for."""
+"""`Watchdog`: every wait for another rank goes through it, so that none is forever and each names whom it waited for.
 
+`StateMonitor` writes where every rank is to one file, so that a lost, hung or slow rank shows while the run goes on.
+"""
+
+import json
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import IntEnum
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 from zeromesh.errors import CollectiveError
-from zeromesh.files import longest
+from zeromesh.files import longest, write_whole
 from zeromesh.telemetry.status_board import HISTORY, STEP_SHIFT, UNIT_BITS, RankNote, RankStatus, StatusBoard
 
 
@@ -88,8 +93,6 @@ class Watchdog:
         self._compare_events = compare_events
         self._names: Mapping[int, Sequence[str]] = {}
         self._alike: frozenset[int] | None = None
-        self._compared: dict[tuple[int, ...], tuple[int, ...]] = {}
-        """Those of some peers that go through the same events as this rank."""
         self._step = 0  # Counted from 1, as everything that a person reads; 0 before the first.
         self._doing = (Activity.IDLE, -1)
         self._events: dict[int, tuple[int, int]] = {}
@@ -147,7 +150,6 @@ class Watchdog:
     def compare_with(self, ranks: Iterable[int]) -> None:
         """Compare events with these ranks alone, which go through the same ones as this rank. Before this call all ranks do."""
         self._alike = frozenset(ranks)
-        self._compared = {}
 
     def post(self, activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
         """Say what this rank does now; `step` counts from 0."""
@@ -421,13 +423,9 @@ class Watchdog:
     def _compare_event(self, stream: int, peers: Sequence[int]) -> None:
         """Raise `CollectiveError` when a peer has gone through another event in the place of this rank's latest of a stream."""
         number, word = self._events[stream]
-        peers = tuple(peers)
-        compared = self._compared.get(peers)
-        if compared is None:
-            alike = self._alike
-            found = (peer for peer in self._others(peers) if alike is None or peer in alike)
-            compared = self._compared[peers] = tuple(found)
-        for peer in compared:
+        for peer in self._others(peers):
+            if self._alike is not None and peer not in self._alike:
+                continue
             other = self._board.event_of(peer, stream, number)
             if other is not None and other != word:
                 self.in_doubt = True
@@ -466,3 +464,64 @@ class Watchdog:
 
 def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+class StateMonitor:
+    """Writes `path` every `period` seconds, from a thread of its own, whole each time.
+
+        {"time": 1790000000.0, "ranks": [{"rank": 0, "pid": 17, "step": 12, "doing": "in forward of unit layers.3",
+                                          "seconds_without_progress": 0.1, "failure": ""}, ...]}
+
+    `failure` is what `clean` leaves of the error. What it cannot write it does not write: nothing depends on it.
+    """
+
+    def __init__(
+        self,
+        watch: Watchdog,
+        ranks: Sequence[int],
+        path: Path,
+        *,
+        period: float = 1.0,
+        clean: Callable[[str], str] = str,
+    ) -> None:
+        self._watch = watch
+        self._path = path
+        self._period = period
+        self._clean = clean
+        self._progress = dict.fromkeys(ranks, (-1, time.monotonic()))
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="zeromesh-monitor", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def states(self) -> list[dict[str, Any]]:
+        """One mapping for each rank."""
+        now = time.monotonic()
+        found = []
+        for rank, (before, since) in self._progress.items():
+            row, doing = self._watch.state(rank)
+            if row.progress != before:
+                since = now
+                self._progress[rank] = (row.progress, now)
+            seconds, failure = round(now - since, 1), self._clean(row.failure)
+            found.append(
+                {"rank": rank, "pid": row.pid, "step": row.step, "doing": doing}
+                | {"seconds_without_progress": seconds, "failure": failure}
+            )
+        return found
+
+    def _run(self) -> None:
+        last = False
+        while True:
+            content = json.dumps({"time": time.time(), "ranks": self.states()})
+            with suppress(OSError):  # A full disk is reported by what matters.
+                write_whole(self._path, content.encode(), sync=False)
+            if last:
+                return
+            last = self._ended.wait(self._period)

@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 from zeromesh.errors import ConfigError, LayoutError, ZeromeshError
 from zeromesh.files import read_whole
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
-from zeromesh.telemetry.status_file import NAME as RANKS
 from zeromesh.trainer.config.messages import shown
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import MAX_DEPTH, parse_yaml
-from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, STARTS, read_metrics
+from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, RANKS, STARTS, read_metrics
 
 CONFIG, CHECKPOINTS, STEP_MEMORY = "config.resolved.yaml", "checkpoints", "step_memory.json"
 _BROKEN_SHOWN, _RUNS_SHOWN = 3, 8
