@@ -6,23 +6,23 @@ they are told not to, each in words of its own.
 
 import contextlib
 import hashlib
-import heapq
 import json
 import os
 import re
 import signal
+import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import yaml
 
 from zeromesh.files import read_whole, write_whole
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, metrics_of_steps
-from zeromesh.trainer.tracking.wandb_log import last_row
 
 _NAMES = {
     "loss": "train/loss",
@@ -38,26 +38,22 @@ _NAMES = {
 """What fields of a step's line are called in trackers; others are `train/NAME`, and mappings `NAME/KEY`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrackedRow:
-    """Figures of a step, or of an evaluation after it."""
+class Place(NamedTuple):
+    """Where a row stands among all rows: first that of a step, then that of the evaluation after it."""
 
     step: int
-    values: Mapping[str, float]
     evaluation: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sent:
-    """How far a tracker has got: the last step, and whether its evaluation too."""
+UNKNOWN = Place(-1)
+"""How far a tracker has got of which nobody knows that."""
 
-    step: int = -1
-    """-1: nobody knows."""
-    evaluated: bool = False
 
-    def covers(self, row: TrackedRow) -> bool:
-        """Whether the tracker has a row."""
-        return row.step < self.step or (row.step == self.step and (self.evaluated or not row.evaluation))
+class TrackedRow(NamedTuple):
+    """Figures of a step, or of an evaluation after it."""
+
+    place: Place
+    values: Mapping[str, float]
 
 
 def step_row(record: Mapping[str, Any]) -> TrackedRow:
@@ -72,7 +68,7 @@ def step_row(record: Mapping[str, Any]) -> TrackedRow:
             }
         elif isinstance(value, int | float) and name not in ("step", "time"):
             values[_NAMES.get(name, f"train/{name}")] = value
-    return TrackedRow(step=record["step"], values=values)
+    return TrackedRow(Place(record["step"]), values)
 
 
 def _leaves(values: Mapping[str, Any], separator: str, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -88,22 +84,20 @@ def evaluation_row(step: int, values: Mapping[str, Any]) -> TrackedRow:
     """The row of an evaluation after `step`; what is no number among its values is left out."""
     numbers = {name.removeprefix("eval_"): value for name, value in values.items() if name != "time"}
     named = {f"eval/{name}": value for name, value in numbers.items() if isinstance(value, int | float)}
-    return TrackedRow(step=step, values=named, evaluation=True)
+    return TrackedRow(Place(step, evaluation=True), named)
 
 
-def missed_rows(directory: Path, sent: Sent, through: int) -> Iterator[TrackedRow]:
+def missed_rows(directory: Path, sent: Place, through: int) -> list[TrackedRow]:
     """What the files of a run's directory have of the steps up to `through` and a tracker has not: a kill met it on its way.
 
     None where it is not known how far the tracker has got. Raises `StorageError` where a file cannot be read.
     """
-    if sent.step < 0:
-        return
+    if sent == UNKNOWN:
+        return []
     steps = map(step_row, metrics_of_steps(directory / METRICS, sent.step, through))
     lines = metrics_of_steps(directory / EVALUATIONS, sent.step, through)
-    evaluations = (evaluation_row(line.pop("step"), line) for line in lines)
-    for row in heapq.merge(steps, evaluations, key=lambda row: (row.step, row.evaluation)):
-        if not sent.covers(row):
-            yield row
+    evaluations = [evaluation_row(line.pop("step"), line) for line in lines]
+    return sorted((row for row in [*steps, *evaluations] if row.place > sent), key=lambda row: row.place)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,7 +199,7 @@ class Tracker(ABC):
 
     name: str
     run: TrackedRun
-    sent: Sent = field(default_factory=Sent)
+    sent: Place = UNKNOWN
     tracker: Any = None
 
     @abstractmethod
@@ -243,7 +237,7 @@ class WandbTracker(Tracker):
 
         run = self.run
         folder = run.directory / "wandb"
-        row = None if run.online else last_row(folder, run.ident, GLOBAL_STEP)
+        row = None if run.online else last_row(folder, run.ident)
         begun = any(folder.glob(f"offline-run-*-{run.ident}*"))
         settings = wandb.Settings(
             silent=True,
@@ -275,21 +269,21 @@ class WandbTracker(Tracker):
         made = self.tracker.tracker
         made.define_metric(GLOBAL_STEP)
         made.define_metric("*", step_metric=GLOBAL_STEP)
-        self._next = row.number + 1 if row else None
         if row is not None:
-            self.sent = Sent(step=row.value, evaluated=_EVALUATED in row.names)
+            self.sent, self._next = row[0], row[1] + 1
         elif run.online and made.resumed:
             summary = dict(made.summary)  # The server's: the latest value of each name.
             step = summary.get(GLOBAL_STEP)
             if isinstance(step, int):
-                self.sent = Sent(step=step, evaluated=summary.get(_EVALUATED) == step)
+                self.sent = Place(step, summary.get(_EVALUATED) == step)
         elif begun and not run.online:
-            self.sent = Sent(step=0)
+            self.sent = Place(0)
 
     def log(self, row: TrackedRow) -> None:
         # The number of the first row alone is given: after it wandb counts, beside what callbacks log.
         first, self._next = self._next, None
-        where = {GLOBAL_STEP: row.step, **({_EVALUATED: row.step} if row.evaluation else {})}
+        step, evaluation = row.place
+        where = {GLOBAL_STEP: step, **({_EVALUATED: step} if evaluation else {})}
         self.tracker.log({**where, **row.values}, step=first, commit=True)
 
     def give_up(self, error: BaseException) -> None:
@@ -303,6 +297,62 @@ class WandbTracker(Tracker):
             os.kill(pid, signal.SIGKILL)
 
 
+_BLOCK = 32 << 10
+_CHUNK = struct.Struct("<IHB")
+_WHOLE, _FIRST, _LAST = 1, 2, 4
+
+
+def last_row(folder: Path, ident: str) -> tuple[Place, int] | None:
+    """The last row that has a step in the files of offline run `ident` below `folder`, and the number that wandb gave it.
+
+    Returns None where there is none.
+
+    Raises:
+        OSError: where a file cannot be read.
+    """
+    # Their folders are named by the second in which they began.
+    for path in sorted(folder.glob(f"offline-run-*-{ident}*/run-{ident}.wandb"), reverse=True):
+        found = None
+        for number, values in _rows(path):
+            if (step := values.get(GLOBAL_STEP, "")).isdecimal():
+                found = Place(int(step), _EVALUATED in values), number
+        if found is not None:
+            return found
+    return None
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, str]]]:
+    """The number and the values, in JSON, of each row of history in a file of wandb's, whose records are protobuf messages."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for content in _records(path):
+        record = Record.FromString(content)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            yield record.history.step.num, {item.key or "/".join(item.nested_key): item.value_json for item in items}
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    """The records of a file up to where a kill has cut it off.
+
+    It is a log as LevelDB has them: after 7 bytes, blocks of 32 KiB of chunks, each with a checksum, its length and whether it is a
+    whole record or a first, middle or last part of one.
+    """
+    record, at = b"", 7
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            while at + _CHUNK.size <= len(block):
+                checksum, length, kind = _CHUNK.unpack_from(block, at)
+                body = block[at + _CHUNK.size : at + _CHUNK.size + length]
+                if len(body) < length or crc32(body, crc32(bytes([kind]))) != checksum:
+                    return
+                at += _CHUNK.size + length
+                record = body if kind in (_WHOLE, _FIRST) else record + body
+                if kind in (_WHOLE, _LAST):
+                    yield record
+            at = 0
+
+
 def _children(program: str) -> Iterator[int]:
     """Processes that this one has started of a program."""
     for path in Path("/proc/self/task").glob("*/children"):
@@ -314,19 +364,18 @@ def _children(program: str) -> Iterator[int]:
 class NotedTracker(Tracker):
     """One that cannot be asked how far it has got: a file of the run's directory says so."""
 
-    def _noted(self) -> Sent:
-        sent = Sent()
+    def _noted(self) -> Place:
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
             ident, step, evaluated = json.loads(read_whole(self._file))
-            if ident == self.run.ident:
-                sent = Sent(step=int(step), evaluated=bool(evaluated))
-        if sent.step < 0 and self.run.step == 0:
-            sent = Sent(step=0)
-            self._note(sent)
-        return sent
+            if ident == self.run.ident and int(step) >= 0:
+                return Place(int(step), bool(evaluated))
+        if self.run.step:
+            return UNKNOWN
+        self._note(Place(0))
+        return Place(0)
 
-    def _note(self, sent: Sent) -> None:
-        write_whole(self._file, json.dumps([self.run.ident, sent.step, sent.evaluated]).encode(), sync=False)
+    def _note(self, place: Place) -> None:
+        write_whole(self._file, json.dumps([self.run.ident, *place]).encode(), sync=False)
 
     @property
     def _file(self) -> Path:
@@ -338,16 +387,16 @@ class TensorBoardTracker(NotedTracker):
 
     def start(self) -> None:
         run, folder, noted = self.run, self.run.directory / "tensorboard", self._noted()
-        first = run.step + 1 if noted.step < 0 else min(noted.step, run.step + 1)
-        self.sent = Sent(step=max(0, first - 1), evaluated=first > 0)
+        first = run.step + 1 if noted == UNKNOWN else min(noted.step, run.step + 1)
+        self.sent = Place(max(0, first - 1), first > 0)
         _pass_second(folder)
         self._make("", folder, purge_step=first, flush_secs=_FLUSH_SECONDS)
         text = yaml.safe_dump(dict(run.config), sort_keys=False)
         self.tracker.tracker.add_text("config", f"```yaml\n{text}```", global_step=run.step)
 
     def log(self, row: TrackedRow) -> None:
-        self.tracker.log(row.values, step=row.step)
-        self._note(Sent(step=row.step, evaluated=row.evaluation))
+        self.tracker.log(row.values, step=row.place.step)
+        self._note(row.place)
 
 
 def _pass_second(folder: Path) -> None:
@@ -385,11 +434,9 @@ class OtherTracker(NotedTracker):
         self.sent = self._noted()
 
     def log(self, row: TrackedRow) -> None:
-        self._note(Sent(step=row.step, evaluated=row.evaluation))  # Rather lost in a kill just now than there twice.
-        self.tracker.log(dict(row.values), step=row.step)
+        self._note(row.place)  # Rather lost in a kill just now than there twice.
+        self.tracker.log(dict(row.values), step=row.place.step)
 
 
-def make_tracker(name: str, run: TrackedRun) -> Tracker:
-    """A tracker by its name, which `tracker_problems` has nothing against."""
-    kinds: dict[str, type[Tracker]] = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker}
-    return kinds.get(name, OtherTracker)(name, run)
+KINDS: dict[str, type[Tracker]] = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker}
+"""The trackers that have a class of their own, by name; others are an `OtherTracker`."""

@@ -33,11 +33,12 @@ from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 from zeromesh.trainer.tracking.backends import (
+    KINDS,
+    OtherTracker,
     TrackedRow,
     TrackedRun,
     Tracker,
     evaluation_row,
-    make_tracker,
     missed_rows,
     step_row,
 )
@@ -54,7 +55,7 @@ _SHARE = 0.7
 _IDENT = re.compile(r"[A-Za-z0-9]{1,64}")
 
 
-class Sender:
+class Sender(threading.Thread):
     """Sends the rows of one tracker in a thread of its own, so that it holds up neither training nor other trackers.
 
     The training thread calls the public methods, and waits in `ended` alone.
@@ -62,22 +63,20 @@ class Sender:
 
     def __init__(self, tracker: Tracker, redaction: Redaction, capacity: int) -> None:
         """At most `capacity` rows wait for the tracker; more are counted, and left out."""
-        self.name = tracker.name
-        self._tracker = tracker
+        super().__init__(name=f"tracking by {tracker.name}", daemon=True)
+        self.tracker = tracker
         self._redaction = redaction
         self._capacity = capacity
         self._rows: SimpleQueue[TrackedRow | None] = SimpleQueue()
         self._lost = 0
         self._closed = False
         self._warnings: deque[str] = deque()
-        self._thread = threading.Thread(target=self._send, name=f"tracking by {tracker.name}", daemon=True)
-        self.start = self._thread.start
 
     def put(self, row: TrackedRow) -> None:
         """Send a row when its turn comes, unless the tracker has failed."""
-        if self._thread.is_alive() and self._rows.qsize() < self._capacity:
+        if self.is_alive() and self._rows.qsize() < self._capacity:
             self._rows.put(row)
-        elif self._thread.is_alive():
+        elif self.is_alive():
             self._lost += 1
 
     def close(self) -> None:
@@ -87,39 +86,39 @@ class Sender:
 
     def ended(self, end: float) -> bool:
         """Wait until `end`, in monotonic time, for the tracker; whether it has ended."""
-        self._thread.join(max(0.0, end - time.monotonic()))
-        return not self._thread.is_alive()
+        self.join(max(0.0, end - time.monotonic()))
+        return not self.is_alive()
 
     def abandon(self) -> None:
         """Let go of a tracker that does not answer. What it says then is not news."""
         self._warnings = deque(maxlen=0)
         with contextlib.suppress(Exception):
-            self._tracker.abandon()
+            self.tracker.abandon()
 
     def news(self) -> Iterator[str]:
         """Warnings that nobody has seen yet."""
         while self._warnings:
             yield self._warnings.popleft()
         if self._lost and self._closed:
-            yield f"WARNING: tracking by {self.name} was too slow for {self._lost} rows, which it misses; {HAS_ALL}"
+            yield f"WARNING: {self.name} was too slow for {self._lost} rows, which it misses; {HAS_ALL}"
             self._lost = 0
 
-    def _send(self) -> None:
+    def run(self) -> None:
         """Run the tracker: first what an earlier process did not get as far as to send. Training goes on whatever it raises."""
-        tracker, last, what = self._tracker, 0, "did not begin"
+        tracker, last, what = self.tracker, 0, "did not begin"
         try:
             tracker.start()
-            missed = list(missed_rows(tracker.run.directory, tracker.sent, tracker.run.step))
+            missed = missed_rows(tracker.run.directory, tracker.sent, tracker.run.step)
             for row in itertools.chain(missed, iter(self._rows.get, None)):
                 what = f"ended after step {last}"
-                if not tracker.sent.covers(row):
+                if row.place > tracker.sent:
                     tracker.log(row)
-                last = row.step
+                last = row.place.step
             what = "did not end well"
             tracker.finish()
         except BaseException as error:  # noqa: BLE001 - other people's code, some of which exits; it must not end a run
             reason = describe_error(error, self._redaction)
-            self._warnings.append(f"WARNING: tracking by {self.name} {what}: {reason}. Training goes on; {HAS_ALL}")
+            self._warnings.append(f"WARNING: {self.name} {what}: {reason}. Training goes on; {HAS_ALL}")
             with contextlib.suppress(Exception):
                 tracker.give_up(error)
 
@@ -189,7 +188,7 @@ class Tracking:
         except Exception as error:  # noqa: BLE001 - a library's own, which must not end a run
             note(f"WARNING: there is no tracking: {describe_error(error, redaction)}. Training goes on; {HAS_ALL}")
             return cls(ident=ident)
-        trackers = [make_tracker(name, run) for name in dict.fromkeys(section.backends)]
+        trackers = [KINDS.get(name, OtherTracker)(name, run) for name in dict.fromkeys(section.backends)]
         # The other ranks wait for this one meanwhile.
         patience = _SHARE * config.parallel.timeout_seconds if mesh.world_size > 1 else math.inf
         return cls(trackers, note, ident=ident, redaction=redaction, patience=patience, leave=leave)
@@ -234,7 +233,7 @@ class Tracking:
         late = [sender for sender in self._senders if not sender.ended(end)]
         self._show_news()
         if late:
-            names = ", ".join(sender.name for sender in late)
+            names = ", ".join(sender.tracker.name for sender in late)
             self._note(f"WARNING: tracking by {names} did not end within {seconds:g} seconds; {HAS_ALL}")
             for sender in late:
                 sender.abandon()

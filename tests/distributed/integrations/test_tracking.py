@@ -27,9 +27,8 @@ from zeromesh.trainer.config.redact import REDACTED, Redaction
 from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, StepMetrics, read_metrics
 from zeromesh.trainer.tracking import backends as kinds
 from zeromesh.trainer.tracking import tracking as tracking_module
-from zeromesh.trainer.tracking.backends import Sent, TrackedRow, TrackedRun, Tracker, missed_rows
+from zeromesh.trainer.tracking.backends import UNKNOWN, Place, TrackedRow, TrackedRun, Tracker, last_row, missed_rows
 from zeromesh.trainer.tracking.tracking import Tracking
-from zeromesh.trainer.tracking.wandb_log import last_row
 
 CASE = "tracking_cases:tracked"
 FIGURES = {
@@ -100,22 +99,21 @@ def test_the_last_row_is_found_in_the_newest_file_that_has_one(run: Path, tmp_pa
     folder = Path(shutil.copytree(run / "wandb", tmp_path / "wandb", symlinks=True))
     ident = json.loads((run / "tracking.json").read_text())["id"]
     (path,) = wandb_log.files(tmp_path)
-    found = last_row(folder, ident, "train/global_step")
+    found = last_row(folder, ident)
     assert found is not None
-    assert (found.value, found.number) == (7, 9)
-    assert "eval/loss" in found.names
+    assert found == (Place(7, evaluation=True), 9)
     begun = tmp_path / "wandb" / f"offline-run-29990101_000000-{ident}" / path.name
     begun.parent.mkdir()
     begun.write_bytes(path.read_bytes()[:200])
-    assert last_row(folder, ident, "train/global_step") == found
+    assert last_row(folder, ident) == found
     cut = path.stat().st_size
-    while found is not None and found.value == 7:  # as after a kill, wherever that has cut it off
+    while found is not None and found[0].step == 7:  # as after a kill, wherever that has cut it off
         cut -= 20
         os.truncate(path, cut)
-        found = last_row(folder, ident, "train/global_step")
+        found = last_row(folder, ident)
     assert found is not None
-    assert (found.value, found.number) == (6, 7)
-    assert last_row(folder, "another", "train/global_step") is None
+    assert (found[0].step, found[1]) == (6, 7)
+    assert last_row(folder, "another") is None
 
 
 # Kills, resumes and breakdowns
@@ -262,14 +260,14 @@ def test_what_is_missing_is_told_by_the_files_of_the_run(tmp_path: Path) -> None
             steps.write(metrics(step, phases={"data": math.inf if step == 4 else 0.5}))
         for step in (0, 3, 5, 6):
             evaluations.write({"step": step, "eval_loss": math.nan, "eval_words": "none"})
-    found = list(missed_rows(tmp_path, Sent(step=3), 5))
-    assert [(row.step, row.evaluation) for row in found] == [(3, True), (4, False), (5, False), (5, True)]
+    found = list(missed_rows(tmp_path, Place(3), 5))
+    assert [row.place for row in found] == [(3, True), (4, False), (5, False), (5, True)]
     assert found[1].values["time/data"] == math.inf
     assert math.isnan(found[0].values["eval/loss"])
     assert found[0].values.keys() == {"eval/loss"}
-    assert [row.step for row in missed_rows(tmp_path, Sent(step=5, evaluated=True), 9)] == [6, 6]
-    assert not list(missed_rows(tmp_path, Sent(), 5))  # nobody knows how much that would be
-    assert not list(missed_rows(tmp_path / "nowhere", Sent(step=0), 5))
+    assert [row.place.step for row in missed_rows(tmp_path, Place(5, evaluation=True), 9)] == [6, 6]
+    assert not list(missed_rows(tmp_path, UNKNOWN, 5))  # nobody knows how much that would be
+    assert not list(missed_rows(tmp_path / "nowhere", Place(0), 5))
 
 
 def test_training_goes_on_when_the_service_of_wandb_is_killed(workers: Workers, tmp_path: Path) -> None:
@@ -324,7 +322,7 @@ def test_files_of_tensorboard_are_in_the_order_in_which_they_began(tmp_path: Pat
     earlier.touch()
     run = TrackedRun(ident="x", name="x", project="x", tags=(), online=False, directory=tmp_path, step=0, config={})
     leave = tracking_module._join_accelerate(torch.device("cpu"))
-    tracker = kinds.make_tracker("tensorboard", run)
+    tracker = kinds.TensorBoardTracker("tensorboard", run)
     try:
         if ahead > 60:
             with pytest.raises(RuntimeError, match=r"seconds ahead of this machine's clock.*move them away"):
@@ -371,7 +369,7 @@ class Fake(Tracker):
 
     def __init__(self, name: str = "fake", log: Callable[[TrackedRow], None] = lambda row: None, **calls: Any) -> None:
         run = TrackedRun(ident="x", name="x", project="x", tags=(), online=False, directory=Path(), step=0, config={})
-        super().__init__(name, run, sent=calls.get("sent", Sent()))
+        super().__init__(name, run, sent=calls.get("sent", UNKNOWN))
         self._log, self._calls = log, calls
         self.rows: list[TrackedRow] = []
 
@@ -421,7 +419,7 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on() -> None:
         for step in range(1, 6):
             tracking.log(metrics(step))
             tracking.evaluated(step, {"loss": 0.5, "eval_accuracy": 0.25, "eval_text": "words", "eval_parts": [0.5]})
-    assert [row.step for row in good.rows if not row.evaluation] == [1, 2, 3, 4, 5]
+    assert [row.place.step for row in good.rows if not row.place.evaluation] == [1, 2, 3, 4, 5]
     assert good.rows[1].values == {"eval/loss": 0.5, "eval/accuracy": 0.25}
     assert len(said) == 4
     said.sort(key=lambda line: "first second third fourth".index(line.split()[3]))
@@ -445,7 +443,7 @@ def test_the_training_thread_never_waits_and_what_does_not_fit_is_counted() -> N
             tracking.log(metrics(step))
         assert time.monotonic() - began < 1
         gate.set()
-    assert [row.step for row in slow.rows] == [1, 2, 3, 4]
+    assert [row.place.step for row in slow.rows] == [1, 2, 3, 4]
     assert said == ["WARNING: tracking by fake was too slow for 6 rows, which it misses; metrics.jsonl has every step"]
 
 
@@ -477,7 +475,7 @@ def test_a_tracker_that_hangs_holds_no_other_up(where: str) -> None:
     began = time.monotonic()
     tracking.finish(0.3)
     assert time.monotonic() - began < 5
-    assert [row.step for row in good.rows] == [1, 2, 3]
+    assert [row.place.step for row in good.rows] == [1, 2, 3]
     assert said == ["WARNING: tracking by stuck did not end within 0.3 seconds; metrics.jsonl has every step"]
     gate.set()
 
@@ -507,13 +505,13 @@ def test_an_id_that_cannot_be_read_is_a_new_one(
 
 
 def test_rows_that_a_tracker_has_are_left_out() -> None:
-    trained, evaluated = Fake(sent=Sent(step=3)), Fake(sent=Sent(step=3, evaluated=True))
+    trained, evaluated = Fake(sent=Place(3)), Fake(sent=Place(3, evaluation=True))
     with Tracking([trained, evaluated], ident="x") as tracking:
         for step in range(1, 5):
             tracking.log(metrics(step))
             tracking.evaluated(step, {"loss": 1.0})
-    assert [(row.step, row.evaluation) for row in trained.rows] == [(3, True), (4, False), (4, True)]
-    assert [(row.step, row.evaluation) for row in evaluated.rows] == [(4, False), (4, True)]
+    assert [row.place for row in trained.rows] == [(3, True), (4, False), (4, True)]
+    assert [row.place for row in evaluated.rows] == [(4, False), (4, True)]
 
 
 def test_names_of_figures() -> None:
