@@ -11,11 +11,11 @@ import torch
 from hypothesis import strategies as st
 
 from zeromesh.checkpoint.format import safetensors_layout
-from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest, StoredTensor
+from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
 from zeromesh.checkpoint.format.safetensors_layout import DTYPES, FileLayout, TensorSpec, index_files, plan_files
 from zeromesh.checkpoint.io import file_slices, write_plan
-from zeromesh.checkpoint.io.file_slices import TensorShard
-from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
+from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
+from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner, check_interleaved, collect_digests
 from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.loader import _targets
@@ -168,12 +168,12 @@ def manifest_of(step: int, files: Sequence[FileLayout], written: Sequence[Checks
         file.path: FileRecord(nbytes=file.nbytes, pieces=tuple(piece for piece in ordered if piece.path == file.path))
         for file in files
     }
-    places = [StoredTensor(spec=spec, path=file.path, begin=at) for file in files for spec, at in file.places]
+    tensors = [tensor for file in files for tensor in file.tensors]
     return Manifest(
         step=step,
         files=records,
-        tensors=tuple(places),
-        aliases={"tied.weight": places[0].spec.name},
+        tensors=tuple(tensors),
+        aliases={"tied.weight": tensors[0].spec.name},
         layout={"ranks": len({piece.rank for piece in written}), "eps": 1e-20, "who": "é"},
     )
 
@@ -198,6 +198,6 @@ def write(
     return CheckpointReader(store.path(step))
 
 
-def targets_of(reader: CheckpointReader, holdings: Sequence[TensorShard]) -> list[ReadTarget]:
+def targets_of(reader: CheckpointReader, holdings: Sequence[TensorShard]) -> list[PlacedValues]:
     """Where elements come from."""
     return list(_targets(reader, holdings))

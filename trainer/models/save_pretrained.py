@@ -153,7 +153,7 @@ def begin_files(folder: Path, tensors: Sequence[TensorSpec], files: ExitStack) -
     for layout in layouts:
         file = files.enter_context(PositionalFile(folder / layout.path, write=True, size=layout.nbytes))
         file.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), 0)
-        places |= {spec.name: (file, spec, at) for spec, at in layout.places}
+        places |= {each.spec.name: (file, each.spec, each.begin) for each in layout.tensors}
     return places, index_files(layouts) if len(layouts) > 1 else {}
 
 

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.checkpoint.format import manifest as manifests
-from zeromesh.checkpoint.format.manifest import StoredTensor
-from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
-from zeromesh.checkpoint.io.file_slices import TensorShard
-from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint, ReadTarget
+from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec
+from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
+from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint
 from zeromesh.checkpoint.multi_host.agreement import together
 from zeromesh.checkpoint.multi_host.parts import PartsReader, check_parts
 from zeromesh.checkpoint.store import CheckpointStore
@@ -83,7 +82,7 @@ class Loader:
             LayoutError: when the checkpoint's tensors are not those of the model and the optimizer; nothing is changed then.
             CheckpointError: when some rank found damage; part of the shards has the checkpoint's values then.
         """
-        targets: list[ReadTarget] = []
+        targets: list[PlacedValues] = []
 
         def compare() -> None:
             _compare(reader, tensors)
@@ -116,7 +115,7 @@ def _compare(reader: OpenedCheckpoint, tensors: Sequence[TensorSpec]) -> None:
         raise LayoutError(f"{reader.directory} does not fit this model and optimizer: {shown}")
 
 
-def _targets(reader: OpenedCheckpoint, shards: Sequence[TensorShard]) -> Iterator[ReadTarget]:
+def _targets(reader: OpenedCheckpoint, shards: Sequence[TensorShard]) -> Iterator[PlacedValues]:
     """Where the elements of shards come from: one target for columns of rows, and else one for each contiguous run."""
     for shard in shards:
         stored = _stored(reader, shard.spec.kind, shard.spec.name)
@@ -124,11 +123,9 @@ def _targets(reader: OpenedCheckpoint, shards: Sequence[TensorShard]) -> Iterato
             raise LayoutError(f"{reader.directory} has no {shard.spec.kind} of {shard.spec.name}")
         rows = shard.region.rows()
         if rows is not None:
-            yield ReadTarget(tensor=stored, first=shard.interval.start, values=shard.values, rows=rows)
-            continue
-        for run in shard.region.runs(shard.interval):
-            first = run.local - shard.interval.start
-            yield ReadTarget(tensor=stored, first=run.logical, values=shard.values.slice(first, first + run.length))
+            yield PlacedValues.in_rows(stored, rows, shard)
+        else:
+            yield from PlacedValues.runs(stored, shard, shard.interval)
 
 
 def _stored(reader: OpenedCheckpoint, kind: str, name: str) -> StoredTensor | None:

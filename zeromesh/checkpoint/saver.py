@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest, StoredTensor
+from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, index_files, plan_files
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner, check_interleaved, collect_digests
@@ -198,9 +198,7 @@ class Saver:
             manifest = Manifest(
                 step=step,
                 files=_records(plan.files, [rows[rank] for rank in sharing.ranks]),
-                tensors=tuple(
-                    StoredTensor(spec=spec, path=file.path, begin=at) for file in plan.files for spec, at in file.places
-                ),
+                tensors=tuple(tensor for file in plan.files for tensor in file.tensors),
                 aliases=content.aliases,
                 layout=layout,
                 part=(sharing.place, len(sharing.places)),

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeromesh.checkpoint.format.manifest import ChecksumPiece, StoredTensor
-from zeromesh.checkpoint.format.safetensors_layout import read_header
+from zeromesh.checkpoint.format.manifest import ChecksumPiece
+from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, read_header
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.errors import ZeromeshError
 

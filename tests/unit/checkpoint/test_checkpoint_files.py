@@ -31,9 +31,9 @@ from zeromesh.checkpoint.format import manifest, safetensors_layout
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, index_files, plan_files, read_header
 from zeromesh.checkpoint.io import file_slices
-from zeromesh.checkpoint.io.file_slices import FileSlice
-from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
-from zeromesh.checkpoint.io.write_plan import WritePiece, WritePlan, WriteSource
+from zeromesh.checkpoint.io.file_slices import FileSlice, PlacedValues
+from zeromesh.checkpoint.io.reader import CheckpointReader
+from zeromesh.checkpoint.io.write_plan import WritePiece, WritePlan
 from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
@@ -103,7 +103,7 @@ def test_pieces_of_the_real_grid_are_written_and_read(tmp_path: Path) -> None:
     memory = torch.zeros(1_200_000)
     tensor = reader.tensor("model", "a")
     assert tensor is not None
-    reader.read([ReadTarget(tensor=tensor, first=400_000, values=TieredTensor.of(memory))], tell)
+    reader.read([PlacedValues.stored(tensor, 400_000, TieredTensor.of(memory))], tell)
     assert torch.equal(memory, values[spec("a", (1700, 1000))].reshape(-1)[400_000:1_600_000])
 
 
@@ -117,7 +117,7 @@ def test_memory_of_another_dtype_is_converted_on_both_ways(tmp_path: Path) -> No
     memory = torch.zeros(45, dtype=torch.float64)
     tensor = reader.tensor("model", "w")
     assert tensor is not None
-    reader.read([ReadTarget(tensor=tensor, first=0, values=TieredTensor.of(memory))], tell)
+    reader.read([PlacedValues.stored(tensor, 0, TieredTensor.of(memory))], tell)
     assert torch.equal(memory, wide.to(BF16).double().reshape(-1))
 
 
@@ -139,12 +139,10 @@ def test_a_piece_is_read_once_and_only_where_something_of_it_is_wanted(
 
     monkeypatch.setattr(PositionalFile, "read", noted)
     wanted = [(7000, 5), (1030, 7), (6998, 2), (1100, 900), (7005, 100)]
-    targets = [
-        ReadTarget(tensor=tensor, first=first, values=TieredTensor.of(torch.zeros(length))) for first, length in wanted
-    ]
+    targets = [PlacedValues.stored(tensor, first, TieredTensor.of(torch.zeros(length))) for first, length in wanted]
     reader.read(targets, tell)
-    for target in targets:
-        assert torch.equal(target.values.memory, value[target.first : target.first + target.values.memory.numel()])
+    for target, (first, length) in zip(targets, wanted, strict=True):
+        assert torch.equal(target.values.memory, value[first : first + length])
     assert sorted(begun) == [2 * BLOCK, 6 * BLOCK]
 
 
@@ -159,7 +157,7 @@ def test_elements_that_are_wanted_twice_are_given_twice(tmp_path: Path) -> None:
     memory = [torch.full((count,), -1.0) for _, count in wanted]
     reader.read(
         [
-            ReadTarget(tensor=tensor, first=first, values=TieredTensor.of(each))
+            PlacedValues.stored(tensor, first, TieredTensor.of(each))
             for (first, _), each in zip(wanted, memory, strict=True)
         ],
         tell,
@@ -186,16 +184,16 @@ def test_tied_names_and_small_files_are_found(tmp_path: Path) -> None:
 def test_headers_are_padded_and_tensors_dense_and_aligned(wanted: list[TensorSpec], writers: int) -> None:
     with small_units():
         files = plan_files(wanted, writers)
-    assert sorted((s.kind, s.name) for file in files for s, _ in file.places) == sorted(
+    assert sorted((each.spec.kind, each.spec.name) for file in files for each in file.tensors) == sorted(
         (s.kind, s.name) for s in wanted
     )
     for file in files:
-        assert file.places
-        assert len({spec.kind for spec, _ in file.places}) == 1
+        assert file.tensors
+        assert len({each.spec.kind for each in file.tensors}) == 1
         assert len(file.header) % BLOCK == 0
         assert int.from_bytes(file.header[:8], "little") == len(file.header) - 8
         at = len(file.header)
-        for placed, begin in file.places:
+        for placed, begin in ((each.spec, each.begin) for each in file.tensors):
             assert begin == at
             assert begin % placed.dtype.itemsize == 0
             at += placed.nbytes
@@ -211,7 +209,7 @@ def test_a_header_says_what_was_planned(wanted: list[TensorSpec]) -> None:
             path.write_bytes(file.header + bytes(file.nbytes - len(file.header)))
             entries = read_header(path)
             assert {(e.name, e.dtype, e.shape, e.begin, e.numel) for e in entries.values()} == {
-                (spec.name, spec.dtype, spec.shape, begin, spec.numel) for spec, begin in file.places
+                (t.spec.name, t.spec.dtype, t.spec.shape, t.begin, t.spec.numel) for t in file.tensors
             }
             assert all(entry.path == path and name == entry.name for name, entry in entries.items())
 
@@ -222,7 +220,7 @@ def test_a_kind_has_as_many_files_as_writers_where_that_is_faster(monkeypatch: p
     monkeypatch.setattr(safetensors_layout, "_LEAST_FILE", 1000)
     paths = [file.path for file in plan_files(wanted, 4)]
     assert paths == [f"model-0000{n}-of-00004.safetensors" for n in range(1, 5)]
-    assert [len(file.places) for file in plan_files(wanted, 2)] == [5, 5]
+    assert [len(file.tensors) for file in plan_files(wanted, 2)] == [5, 5]
     monkeypatch.setattr(safetensors_layout, "_LARGEST_FILE", 800)
     assert len(plan_files(wanted, 1)) == 5
     assert [file.path for file in plan_files([spec("w", (3,), kind="exp_avg")], 1)] == [
@@ -239,7 +237,7 @@ def test_an_index_says_which_file_has_which_tensor(wanted: list[TensorSpec], wri
     totals: dict[str, int] = {}
     for file in files:
         folder, _, name = file.path.rpartition("/")
-        for placed, _ in file.places:
+        for placed in (each.spec for each in file.tensors):
             index = ("model" if placed.kind == "model" else f"{folder}/{placed.kind}") + ".safetensors.index.json"
             expected.setdefault(index, {})[placed.name] = name
             totals[index] = totals.get(index, 0) + placed.nbytes
@@ -304,9 +302,9 @@ def test_what_no_reader_would_take_is_not_committed(tmp_path: Path) -> None:
 # Writers
 
 
-def source(path: str, begin: int, memory: torch.Tensor, owner: int | None = None) -> WriteSource:
+def source(path: str, begin: int, memory: torch.Tensor, owner: int | None = None) -> PlacedValues:
     where = FileSlice.contiguous(path, begin, memory.dtype, memory.numel())
-    return WriteSource(where=where, values=TieredTensor.of(memory), owner=owner)
+    return PlacedValues(where=where, values=TieredTensor.of(memory), owner=owner)
 
 
 def test_a_writer_without_the_others_edges_says_which_bytes_are_nobodys(tmp_path: Path) -> None:
@@ -359,7 +357,7 @@ def test_what_is_released_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
         fill(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ShardWriter, "_fill", gated)
-    runs = {path: [WriteSource.of_bytes(path, 0, files[0].header), *half]}
+    runs = {path: [PlacedValues.of_bytes(path, 0, files[0].header), *half]}
     one = ShardWriter(store.create(1, files), WritePlan(files=files, runs=runs).pieces([], {0: 1, 1: 0}), 0)
     one.start()
     assert one.running
@@ -372,7 +370,7 @@ def test_what_is_released_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
     reader = CheckpointReader(store.path(1))
     tensor = reader.tensor("model", "w")
     assert tensor is not None
-    reader.read([ReadTarget(tensor=tensor, first=0, values=TieredTensor.of(found))], tell)
+    reader.read([PlacedValues.stored(tensor, 0, TieredTensor.of(found))], tell)
     assert torch.equal(found, torch.arange(3000.0))
     assert (memory == -1).all()
 
@@ -399,13 +397,13 @@ def test_what_changes_first_is_written_first(tmp_path: Path, monkeypatch: pytest
 
 def test_edges_are_found_with_one_look_at_each_source(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    to_bytes = WriteSource.to_bytes
+    to_bytes = PlacedValues.to_bytes
 
-    def counted(self: WriteSource) -> bytes:
+    def counted(self: PlacedValues) -> bytes:
         looked.append(self)
         return to_bytes(self)
 
-    monkeypatch.setattr(WriteSource, "to_bytes", counted)
+    monkeypatch.setattr(PlacedValues, "to_bytes", counted)
     rows = [source("f", 100 + 6000 * n, torch.full((500,), float(n))) for n in range(300)]
     found = WritePlan(files=(), runs={"f": rows}).bytes_for_others()
     assert [begin for _, begin, _ in found] == [row.begin for row in rows if row.begin % BLOCK]

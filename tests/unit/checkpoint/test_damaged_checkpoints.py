@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from stored_cases import bits, tell, values_of
 
 from zeromesh.checkpoint.format import manifest
-from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
+from zeromesh.checkpoint.io.file_slices import PlacedValues
+from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.errors import CheckpointError
 from zeromesh.offload import TieredTensor
 
@@ -206,11 +207,11 @@ def test_only_what_a_reader_needs_has_to_be_whole(copy: Path) -> None:
     (expected,) = (value for spec, value in values_of(SPECS, 1).items() if spec == tensor.spec)
     after = torch.zeros(tensor.spec.numel - end)
     assert after.numel()
-    reader.read([ReadTarget(tensor=tensor, first=end, values=TieredTensor.of(after))], tell)
+    reader.read([PlacedValues.stored(tensor, end, TieredTensor.of(after))], tell)
     assert bits(after) == bits(expected.reshape(-1)[end:])
     memory = torch.full((tensor.spec.numel,), -7.0)
     with pytest.raises(CheckpointError, match=rf"{FILE}: bytes \[{damaged.begin:,}, .*they hold .*embed"):
-        reader.read([ReadTarget(tensor=tensor, first=0, values=TieredTensor.of(memory))], tell)
+        reader.read([PlacedValues.stored(tensor, 0, TieredTensor.of(memory))], tell)
     assert (memory[start:end] == -7).all()  # What was not verified has gone nowhere.
 
 

@@ -18,8 +18,8 @@ from stored_cases import split, targets_of, tell, values_of
 from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.format.safetensors_layout import read_header
 from zeromesh.checkpoint.io import reader as readers
-from zeromesh.checkpoint.io.file_slices import GRID
-from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
+from zeromesh.checkpoint.io.file_slices import GRID, PlacedValues
+from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.verify import Damage, find_damage
 from zeromesh.errors import CheckpointError
 from zeromesh.offload.io.direct_io import BLOCK
@@ -304,7 +304,7 @@ def test_pieces_that_cut_elements_are_refused_by_name(copy: Path) -> None:
         refused(copy, FILE, "cuts an element of", by=reading(reader, targets))
 
 
-def reading(reader: CheckpointReader, targets: list[ReadTarget]) -> Callable[[Path], object]:
+def reading(reader: CheckpointReader, targets: list[PlacedValues]) -> Callable[[Path], object]:
     return lambda path: reader.read(targets, tell)
 
 

@@ -16,7 +16,8 @@ from doc_blocks import script
 from trainer_cases import LLAMA
 
 from zeromesh.checkpoint.format.manifest import FileRecord
-from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
+from zeromesh.checkpoint.io.file_slices import PlacedValues
+from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.offload import TieredTensor
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.weights.hub_names import HubNames
@@ -275,7 +276,7 @@ def test_the_reader_of_the_page_reads_everything(trained: Trained, copied: Calla
         assert len(found) == len(ours.manifest.tensors)
         for stored in ours.manifest.tensors:
             wanted = torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
-            ours.read([ReadTarget(tensor=stored, first=0, values=TieredTensor.of(wanted.view(-1)))], lambda: None)
+            ours.read([PlacedValues.stored(stored, 0, TieredTensor.of(wanted.view(-1)))], lambda: None)
             wanted = wanted.float() if wanted.dtype == torch.bfloat16 else wanted
             array = found[stored.spec.kind, stored.spec.name]
             assert array.dtype == wanted.numpy().dtype

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zeromesh.checkpoint.format.manifest import StoredTensor
-from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES
+from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, StoredTensor
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.monitoring.console import Console

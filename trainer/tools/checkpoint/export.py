@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from zeromesh.checkpoint.format.manifest import ChecksumPiece, StoredTensor
-from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, parse_json
+from zeromesh.checkpoint.format.manifest import ChecksumPiece
+from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec, parse_json
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import fresh_directory
 from zeromesh.errors import CheckpointError, ConfigError

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.checkpoint.format import manifest as manifests
-from zeromesh.checkpoint.format.manifest import Manifest, StoredTensor
-from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES
+from zeromesh.checkpoint.format.manifest import Manifest
+from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, StoredTensor
 from zeromesh.checkpoint.io.file_slices import overlapping
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore

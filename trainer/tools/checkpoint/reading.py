@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from zeromesh.checkpoint.format import manifest
-from zeromesh.checkpoint.format.manifest import StoredTensor
-from zeromesh.checkpoint.io.reader import CheckpointReader, ReadTarget
+from zeromesh.checkpoint.format.safetensors_layout import StoredTensor
+from zeromesh.checkpoint.io.file_slices import PlacedValues
+from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import ConfigError
 from zeromesh.offload import TieredTensor
@@ -75,7 +76,7 @@ def read_elements(
     """
     found = [torch.empty(count, dtype=tensor.spec.dtype) for tensor, _, count in parts]
     targets = [
-        ReadTarget(tensor=tensor, first=first, values=TieredTensor.of(memory))
+        PlacedValues.stored(tensor, first, TieredTensor.of(memory))
         for (tensor, first, _), memory in zip(parts, found, strict=True)
     ]
     reader.read(targets, lambda: None)

@@ -26,6 +26,7 @@ from zeromesh.checkpoint.format.safetensors_layout import (
     DTYPE_NAMES,
     DTYPES,
     MAX_DIMS,
+    StoredTensor,
     TensorSpec,
     check_names,
     check_plain,
@@ -69,19 +70,6 @@ class FileRecord:
 
     nbytes: int
     pieces: tuple[ChecksumPiece, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredTensor:
-    """A whole tensor, from byte `begin` of the file `path` on."""
-
-    spec: TensorSpec
-    path: str
-    begin: int
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.spec.nbytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -70,6 +70,19 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """A whole tensor, from byte `begin` of the file `path` on."""
+
+    spec: TensorSpec
+    path: str
+    begin: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.spec.nbytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
     """One tensor in a file: `begin` and `end` are absolute byte positions."""
 
@@ -88,11 +101,11 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileLayout:
-    """A file to be written: its path within the checkpoint, its header, and the absolute position of each tensor's first byte."""
+    """A file to be written: its path within the checkpoint, its header, and its tensors."""
 
     path: str
     header: bytes
-    places: tuple[tuple[TensorSpec, int], ...]
+    tensors: tuple[StoredTensor, ...]
     nbytes: int
 
 
@@ -146,15 +159,18 @@ def _file(path: str, specs: Sequence[TensorSpec]) -> FileLayout:
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (round_up(8 + len(text), BLOCK) - 8 - len(text))
     header = len(text).to_bytes(8, "little") + text
-    places = tuple((spec, len(header) + offset) for spec, offset in zip(ordered, offsets, strict=True))
-    return FileLayout(path=path, header=header, places=places, nbytes=len(header) + at)
+    tensors = tuple(
+        StoredTensor(spec=spec, path=path, begin=len(header) + offset)
+        for spec, offset in zip(ordered, offsets, strict=True)
+    )
+    return FileLayout(path=path, header=header, tensors=tensors, nbytes=len(header) + at)
 
 
 def index_files(files: Iterable[FileLayout]) -> dict[str, bytes]:
     """The index of each kind by its path: which file has which tensor, as Hugging Face writes it."""
     found: dict[str, dict[str, Any]] = {}
     for file in files:
-        for spec, _ in file.places:
+        for spec in (tensor.spec for tensor in file.tensors):
             path = f"{kind_stem(spec.kind)}.safetensors.index.json"
             index = found.setdefault(path, {"metadata": {"total_size": 0}, "weight_map": {}})
             index["metadata"]["total_size"] += spec.nbytes

@@ -12,11 +12,11 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, DTYPES, TensorSpec
+from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, DTYPES, StoredTensor, TensorSpec
 from zeromesh.flat.regions import Region, StridedRows
 from zeromesh.intervals import Interval, round_up
 from zeromesh.offload import TieredTensor
-from zeromesh.offload.io.direct_io import BLOCK
+from zeromesh.offload.io.direct_io import BLOCK, PositionalFile
 
 GRID = 4 << 20
 """Bytes between checksum boundaries."""
@@ -176,3 +176,88 @@ class FileSlice:
         path, origin, dtype, count, width, columns, start, end = row
         rows = StridedRows(count=count, width=width, columns=tuple(Interval(start=a, end=b) for a, b in columns))
         return cls(path=path, origin=origin, dtype=DTYPES[dtype], rows=rows, interval=Interval(start=start, end=end))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedValues:
+    """Elements in this process's memory, and where their bytes lie in a file that is written or read.
+
+    Bytes of other elements may lie between them. `values` may have another dtype than the file, and are converted then. `owner` is
+    the bucket whose update changes them; None for what stays during a save.
+    """
+
+    where: FileSlice
+    values: TieredTensor
+    owner: int | None = None
+
+    @classmethod
+    def of_bytes(cls, path: str, begin: int, data: bytes) -> PlacedValues:
+        """Bytes of the file `path` from `begin` on."""
+        where = FileSlice.contiguous(path, begin, torch.uint8, len(data))
+        return cls(where=where, values=TieredTensor.of(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
+
+    @classmethod
+    def stored(cls, tensor: StoredTensor, first: int, values: TieredTensor, owner: int | None = None) -> PlacedValues:
+        """The elements from `first` on of a flattened tensor."""
+        dtype = tensor.spec.dtype
+        where = FileSlice.contiguous(tensor.path, tensor.begin + first * dtype.itemsize, dtype, values.numel)
+        return cls(where=where, values=values, owner=owner)
+
+    @classmethod
+    def in_rows(cls, tensor: StoredTensor, rows: StridedRows, shard: TensorShard) -> PlacedValues:
+        """A shard of a tensor, of which it has `rows`."""
+        dtype, interval = tensor.spec.dtype, shard.interval
+        where = FileSlice(path=tensor.path, origin=tensor.begin, dtype=dtype, rows=rows, interval=interval)
+        return cls(where=where, values=shard.values, owner=shard.owner)
+
+    @classmethod
+    def runs(cls, tensor: StoredTensor, shard: TensorShard, interval: Interval) -> Iterator[PlacedValues]:
+        """Each contiguous run of elements `interval` of a shard of a tensor."""
+        for run in shard.region.runs(interval):
+            first = run.local - shard.interval.start
+            yield cls.stored(tensor, run.logical, shard.values.slice(first, first + run.length), shard.owner)
+
+    @property
+    def begin(self) -> int:
+        return self.where.hull.start
+
+    @property
+    def end(self) -> int:
+        return self.where.hull.end
+
+    def cut(self, window: Interval) -> PlacedValues:
+        """The elements that lie in bytes `window` of the file, which must cut no element."""
+        where = self.where.cut(window)
+        first = where.interval.start - self.where.interval.start
+        return replace(self, where=where, values=self.values.slice(first, first + where.interval.length))
+
+    def to_bytes(self) -> bytes:
+        """The bytes of all elements, one after the other."""
+        out = torch.empty(self.where.nbytes, dtype=torch.uint8)
+        self.fill(out)
+        return out.numpy().tobytes()
+
+    def fill(self, out: torch.Tensor) -> None:
+        """Put the bytes of all elements, one after the other, into `out`, `[nbytes]` uint8."""
+        self.values.copy_to(out.view(self.where.dtype))
+
+    def write(self, data: torch.Tensor, file: PositionalFile) -> None:
+        """Write what `fill` gave to its places in the file, and nothing between them."""
+        where, size = self.where, self.where.dtype.itemsize
+        for tile in where.rows.tiles(where.interval):
+            file.write_rows(
+                data[(tile.local - where.interval.start) * size :],
+                where.origin + tile.logical * size,
+                rows=tile.rows,
+                length=tile.length * size,
+                step=where.rows.taken * size,
+                stride=where.rows.width * size,
+            )
+
+    def take(self, data: torch.Tensor, begin: int) -> None:
+        """Take the elements that lie in `data`, the bytes of the file from `begin` on, 1-D uint8 that cut no element."""
+        window = self.where.hull.intersect(Interval(start=begin, end=begin + data.numel()))
+        part, data = self.cut(window), data[window.start - begin : window.end - begin]
+        if part.where.nbytes != data.numel():
+            data = part.where.gather(data, window.start, torch.empty(part.where.nbytes, dtype=torch.uint8))
+        part.values.copy_from(data.view(self.where.dtype))

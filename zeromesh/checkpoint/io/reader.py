@@ -6,21 +6,17 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zeromesh.checkpoint.format import manifest as manifests
-from zeromesh.checkpoint.format.manifest import ChecksumPiece, Manifest, StoredTensor, checksum
-from zeromesh.checkpoint.format.safetensors_layout import parse_json
-from zeromesh.checkpoint.io.file_slices import GRID, FileSlice, overlapping
+from zeromesh.checkpoint.format.manifest import ChecksumPiece, Manifest, checksum
+from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, parse_json
+from zeromesh.checkpoint.io.file_slices import GRID, PlacedValues, overlapping
 from zeromesh.errors import CheckpointError, ZeromeshError, some
 from zeromesh.files import read_whole
-from zeromesh.flat.regions import StridedRows
-from zeromesh.intervals import Interval
-from zeromesh.offload import TieredTensor
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.offload.io.transfer import StagingPool
 
@@ -32,55 +28,6 @@ _PAYLOADS = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".metadata", ".distcp", ".gguf"}
 )
 """Kinds of files that hold weights somewhere. One that the manifest does not name comes from elsewhere."""
-
-
-@dataclass(kw_only=True, slots=True)
-class ReadTarget:
-    """Elements of a stored tensor to read, and where to put them, converted to the dtype of `values`.
-
-    They are the elements from `first` on of the flattened tensor, or with `rows` of the columns that `rows` selects.
-    """
-
-    tensor: StoredTensor
-    first: int
-    values: TieredTensor
-    rows: StridedRows | None = None
-    where: FileSlice = field(init=False)
-
-    def __post_init__(self) -> None:
-        stored, count = self.tensor, self.values.numel
-        contiguous = FileSlice.contiguous(stored.path, stored.begin, stored.spec.dtype, stored.spec.numel)
-        interval = Interval(start=self.first, end=self.first + count)
-        self.where = replace(contiguous, rows=self.rows or contiguous.rows, interval=interval)
-
-    @property
-    def begin(self) -> int:
-        """The first byte in the tensor's file."""
-        return self.where.hull.start
-
-    @property
-    def end(self) -> int:
-        """The end of the last element's bytes; with `rows`, bytes of other elements lie before it."""
-        return self.where.hull.end
-
-    def fill_from(self, piece: ChecksumPiece, data: torch.Tensor) -> None:
-        """Put the elements that lie in `piece` in their place, from the bytes of the piece, 1-D uint8.
-
-        Raises:
-            CheckpointError: when the piece cuts an element, which only a hostile manifest does.
-        """
-        size, hull = self.where.dtype.itemsize, self.where.hull
-        window = hull.intersect(Interval(start=piece.begin, end=piece.end))
-        if any(byte % size for byte in (window.start, window.end, window.start - piece.begin)):
-            raise CheckpointError(
-                f"{piece.path}: the piece [{piece.begin}, {piece.end}) cuts an element of {self.tensor.spec.name}"
-            )
-        part = self.where.cut(window)
-        data = data[window.start - piece.begin : window.end - piece.begin]
-        if self.rows is not None:
-            data = part.gather(data, window.start, torch.empty(part.nbytes, dtype=torch.uint8))
-        first = part.interval.start - self.first
-        self.values.slice(first, first + part.interval.length).copy_from(data.view(self.where.dtype))
 
 
 class OpenedCheckpoint(ABC):
@@ -116,21 +63,30 @@ class OpenedCheckpoint(ABC):
         """A JSON object among the files, verified. Raises `CheckpointError`."""
         return parse_json(self.directory / path, self.content(path))
 
-    def read(self, targets: Iterable[ReadTarget], on_progress: Callable[[], None]) -> None:
+    def read(self, targets: Iterable[PlacedValues], on_progress: Callable[[], None]) -> None:
         """Fill all targets, only with bytes that were verified. `on_progress` is called after every piece. Raises as `stream`."""
-        users: dict[ChecksumPiece, list[ReadTarget]] = {}
+        users: dict[ChecksumPiece, list[PlacedValues]] = {}
         for target in targets:
             if target.values.numel:
-                pieces = self.manifest.files[target.tensor.path].pieces
+                size, pieces = target.where.dtype.itemsize, self.manifest.files[target.where.path].pieces
                 for piece in overlapping(pieces, target.begin, target.end):
+                    if piece.begin % size or min(piece.end, target.end) % size:  # Only a hostile manifest does that.
+                        where = f"{piece.path}: the piece [{piece.begin}, {piece.end})"
+                        raise CheckpointError(f"{where} cuts an element of {self._tensors_in(piece)}")
                     users.setdefault(piece, []).append(target)
 
         def use(piece: ChecksumPiece, data: torch.Tensor) -> None:
             for target in users[piece]:
-                target.fill_from(piece, data)
+                target.take(data, piece.begin)
             on_progress()
 
         self.stream(sorted(users, key=lambda piece: (piece.path, piece.begin)), use)
+
+    def _tensors_in(self, piece: ChecksumPiece) -> str:
+        """The names of some tensors that have a byte in a piece; empty where none has."""
+        tensors = (each for each in self.manifest.tensors if each.path == piece.path)
+        names = [each.spec.name for each in tensors if each.begin < piece.end and each.end > piece.begin]
+        return some(names) if names else ""
 
     @abstractmethod
     def stream(self, pieces: Sequence[ChecksumPiece], use: Callable[[ChecksumPiece, torch.Tensor], None]) -> None:
@@ -214,18 +170,11 @@ class CheckpointReader(OpenedCheckpoint):
             file.read(data, piece.begin)
         found = checksum(data)
         if found != piece.checksum:
+            names = self._tensors_in(piece)
             raise CheckpointError(
                 f"{file.path}: bytes [{piece.begin:,}, {piece.end:,}) are not what rank {piece.rank} wrote "
-                f"(xxh3 {found}, {piece.checksum} was recorded){self._inside(piece)}"
+                f"(xxh3 {found}, {piece.checksum} was recorded)" + (f"; they hold {names}" if names else "")
             )
-
-    def _inside(self, piece: ChecksumPiece) -> str:
-        names = [
-            tensor.spec.name
-            for tensor in self.manifest.tensors
-            if tensor.path == piece.path and tensor.begin < piece.end and tensor.end > piece.begin
-        ]
-        return f"; they hold {some(names)}" if names else ""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Files that are not plain files of their sizes, or that hold weights and come from elsewhere: each path, and what it is.

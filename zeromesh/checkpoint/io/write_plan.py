@@ -28,13 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, checksum
-from zeromesh.checkpoint.format.safetensors_layout import FileLayout
+from zeromesh.checkpoint.format.safetensors_layout import FileLayout, StoredTensor
 from zeromesh.checkpoint.io.file_slices import (
     GRID,
     FileSlice,
+    PlacedValues,
     TensorShard,
     cut_at_grid,
     merged,
@@ -45,7 +44,6 @@ from zeromesh.checkpoint.io.file_slices import (
 )
 from zeromesh.errors import CheckpointError
 from zeromesh.intervals import Interval, round_up
-from zeromesh.offload import TieredTensor
 from zeromesh.offload.io.direct_io import BLOCK, PositionalFile
 from zeromesh.offload.io.transfer import StagingPool
 
@@ -180,68 +178,12 @@ def check_interleaved(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WriteSource:
-    """Elements in this process's memory, and where their bytes go.
-
-    `owner` is the bucket whose update changes them; None for what stays during a save.
-    """
-
-    where: FileSlice
-    values: TieredTensor
-    owner: int | None = None
-
-    @classmethod
-    def of_bytes(cls, path: str, begin: int, data: bytes) -> WriteSource:
-        """Bytes of the file `path` from `begin` on."""
-        where = FileSlice.contiguous(path, begin, torch.uint8, len(data))
-        return cls(where=where, values=TieredTensor.of(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
-
-    @property
-    def begin(self) -> int:
-        return self.where.hull.start
-
-    @property
-    def end(self) -> int:
-        return self.where.hull.end
-
-    def cut(self, window: Interval) -> WriteSource:
-        """The elements that lie in bytes `window` of the file, which must cut no element."""
-        where = self.where.cut(window)
-        first = where.interval.start - self.where.interval.start
-        values = self.values.slice(first, first + where.interval.length)
-        return WriteSource(where=where, values=values, owner=self.owner)
-
-    def fill(self, out: torch.Tensor) -> None:
-        """Put the bytes of all elements, one after the other, into `out`, `[nbytes]` uint8."""
-        self.values.copy_to(out.view(self.where.dtype))
-
-    def to_bytes(self) -> bytes:
-        """The bytes of all elements, one after the other."""
-        out = torch.empty(self.where.nbytes, dtype=torch.uint8)
-        self.fill(out)
-        return out.numpy().tobytes()
-
-    def write(self, data: torch.Tensor, file: PositionalFile) -> None:
-        """Write what `fill` gave to its places in the file, and nothing between them."""
-        where, size = self.where, self.where.dtype.itemsize
-        for tile in where.rows.tiles(where.interval):
-            file.write_rows(
-                data[(tile.local - where.interval.start) * size :],
-                where.origin + tile.logical * size,
-                rows=tile.rows,
-                length=tile.length * size,
-                step=where.rows.taken * size,
-                stride=where.rows.width * size,
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class WritePiece:
     """Bytes `where` of a file, which `sources` fill; or of an interleaved block, what slice number `place` has of it."""
 
     path: str
     where: Interval
-    sources: tuple[WriteSource, ...]
+    sources: tuple[PlacedValues, ...]
     block: InterleavedBlock | None = None
     place: int = 0
 
@@ -265,7 +207,7 @@ class WritePlan:
     """
 
     files: Sequence[FileLayout]
-    runs: Mapping[str, Sequence[WriteSource]]
+    runs: Mapping[str, Sequence[PlacedValues]]
     shares: Sequence[WritePiece] = ()
     blocks: Sequence[InterleavedBlock] = ()
     any_interleaved: bool = False
@@ -291,7 +233,7 @@ class WritePlan:
 
         `order` has the position of each owner in the next update.
         """
-        content = _by_file([*_flat(self.runs), *(WriteSource.of_bytes(*each) for each in received)])
+        content = _by_file([*_flat(self.runs), *(PlacedValues.of_bytes(*each) for each in received)])
         sizes = {file.path: file.nbytes for file in self.files}
         found = list(self.shares)
         for path, runs in self.runs.items():
@@ -310,24 +252,22 @@ class WritePlanner:
     def __init__(self, files: Sequence[FileLayout], shards: Sequence[TensorShard], rank: int) -> None:
         self._files = files
         self._rank = rank
-        self._slices: list[tuple[TensorShard, TensorPlace, FileSlice | None]] = []
-        """Each shard, where its tensor begins, and its slice of the file if it can be in interleaved blocks."""
-        places = {(spec.kind, spec.name): (file.path, begin) for file in files for spec, begin in file.places}
+        self._placed: list[tuple[TensorShard, StoredTensor, PlacedValues | None]] = []
+        """Each shard, its whole tensor, and the shard as columns of rows if it can be in interleaved blocks."""
+        tensors = {(each.spec.kind, each.spec.name): each for file in files for each in file.tensors}
         for shard in shards:
-            path, begin = places[shard.spec.kind, shard.spec.name]
+            tensor = tensors[shard.spec.kind, shard.spec.name]
             rows = shard.region.rows() if is_interleaved(shard) and shard.interval.length else None
-            where = None
-            if rows is not None:
-                where = FileSlice(path=path, origin=begin, dtype=shard.spec.dtype, rows=rows, interval=shard.interval)
-            self._slices.append((shard, (path, begin), where))
+            source = PlacedValues.in_rows(tensor, rows, shard) if rows is not None else None
+            self._placed.append((shard, tensor, source))
 
     def describe(self) -> list[list[Any]]:
         """What other ranks need to know, as JSON: slices for interleaved blocks, and tensors that cannot be in any."""
-        slices = [where.to_row() for *_, where in self._slices if where is not None]
+        slices = [source.where.to_row() for *_, source in self._placed if source is not None]
         excluded = [
-            place
-            for shard, place, where in self._slices
-            if where is None and shard.interval.length and is_interleaved(shard)
+            (tensor.path, tensor.begin)
+            for shard, tensor, source in self._placed
+            if source is None and shard.interval.length and is_interleaved(shard)
         ]
         return [slices, excluded]
 
@@ -339,58 +279,43 @@ class WritePlanner:
         by_tensor: dict[TensorPlace, list[InterleavedBlock]] = {}
         for block in blocks:
             by_tensor.setdefault((block.path, block.slices[0][1].origin), []).append(block)
-        runs, shares = self._headers(), []
-        for shard, place, where in self._slices:
+        runs, shares = [], []
+        if self._rank == 0:
+            runs += [PlacedValues.of_bytes(file.path, 0, file.header) for file in self._files]
+        for shard, tensor, source in self._placed:
             rest = [shard.interval]
-            own = by_tensor.get(place, []) if where is not None else []
-            if where is not None and own:
-                source = WriteSource(where=where, values=shard.values, owner=shard.owner)
+            own = by_tensor.get((tensor.path, tensor.begin), [])
+            if source is not None and own:
                 shares += [
                     WritePiece(path=block.path, where=block.where, sources=(cut,), block=block, place=number)
                     for block in own
                     for number, member in enumerate(block.slices)
-                    if member == (self._rank, where) and (cut := source.cut(block.where))
+                    if member == (self._rank, source.where) and (cut := source.cut(block.where))
                 ]
+                where = source.where
                 rest = [where.cut(each).interval for each in minus([where.hull], [block.where for block in own])]
-            runs += [run for interval in rest for run in _runs_of(shard, interval, place)]
+            runs += [run for interval in rest for run in PlacedValues.runs(tensor, shard, interval)]
         return WritePlan(
             files=self._files, runs=_by_file(runs), shares=shares, blocks=blocks, any_interleaved=bool(slices)
         )
 
-    def _headers(self) -> list[WriteSource]:
-        """The headers of files, which rank 0 writes."""
-        return [WriteSource.of_bytes(file.path, 0, file.header) for file in self._files] if self._rank == 0 else []
 
-
-def _runs_of(shard: TensorShard, interval: Interval, place: TensorPlace) -> list[WriteSource]:
-    """A source for each contiguous run of elements `interval` of a shard's selection."""
-    found = []
-    path, begin = place
-    dtype = shard.spec.dtype
-    for run in shard.region.runs(interval):
-        first = run.local - shard.interval.start
-        where = FileSlice.contiguous(path, begin + run.logical * dtype.itemsize, dtype, run.length)
-        values = shard.values.slice(first, first + run.length)
-        found.append(WriteSource(where=where, values=values, owner=shard.owner))
-    return found
-
-
-def _by_file(sources: Iterable[WriteSource]) -> dict[str, list[WriteSource]]:
-    found: dict[str, list[WriteSource]] = {}
+def _by_file(sources: Iterable[PlacedValues]) -> dict[str, list[PlacedValues]]:
+    found: dict[str, list[PlacedValues]] = {}
     for source in sorted(sources, key=lambda each: (each.where.path, each.begin)):
         if source.values.numel:
             found.setdefault(source.where.path, []).append(source)
     return found
 
 
-def _flat(runs: Mapping[str, Sequence[WriteSource]]) -> Iterable[WriteSource]:
+def _flat(runs: Mapping[str, Sequence[PlacedValues]]) -> Iterable[PlacedValues]:
     return (run for members in runs.values() for run in members)
 
 
-def _extents(runs: Sequence[WriteSource]) -> list[Interval]:
+def _extents(runs: Sequence[PlacedValues]) -> list[Interval]:
     return merged(run.where.hull for run in runs)
 
 
-def _common(source: WriteSource, window: Interval) -> WriteSource:
+def _common(source: PlacedValues, window: Interval) -> PlacedValues:
     """What a contiguous source has of `window`, which may be longer than the source."""
     return source.cut(source.where.hull.intersect(window))
