@@ -11,7 +11,7 @@ from pathlib import Path
 from zeromesh.environment import INTERFACE, python_arguments, setting
 from zeromesh.errors import ConfigError
 from zeromesh.launch.ssh import SSH, Host, HostFailure, LaunchPlan, Reach, Start, read_hosts, supervise
-from zeromesh.mesh.mesh_shape import MeshShape
+from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
@@ -46,14 +46,7 @@ def run_launch(options: argparse.Namespace, tell: Callable[[str], None]) -> Host
 
 def check_mesh(config: TrainerConfig, processes: int) -> None:
     """A mesh that does not fit is an error here, before any process or group exists."""
-    parallel = config.parallel
-    MeshShape.resolve(
-        processes,
-        pipeline=parallel.pipeline,
-        replicate=parallel.replicate,
-        shard=parallel.shard,
-        tensor=parallel.tensor,
-    )
+    MeshShape.resolve(processes, **{axis: getattr(config.parallel, axis) for axis in AXES})
 
 
 def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host, ...]) -> LaunchPlan:

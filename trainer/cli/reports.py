@@ -21,7 +21,7 @@ from zeromesh.trainer.formatting import table_lines
 from zeromesh.trainer.monitoring.step_metrics import ENDED, LOCK, METRICS, RANKS, read_metrics
 
 if TYPE_CHECKING:
-    from zeromesh.trainer.tools.doctor.findings import Finding
+    from zeromesh.trainer.tools.doctor.software import Finding
 
 REPORT = "report.html"
 _STALE_SECONDS = 10.0
@@ -120,7 +120,7 @@ def run_report(options: argparse.Namespace) -> int:
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Look at every part of this machine and print its findings; returns 1 where there is a problem."""
-    from zeromesh.trainer.tools.doctor.findings import Level, report_lines
+    from zeromesh.trainer.tools.doctor.software import Level, report_lines
 
     found: list[tuple[str, Finding]] = []
     for part, findings in _parts(options.directory or [_RUNS]):

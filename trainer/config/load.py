@@ -5,9 +5,10 @@ A configuration is given as a path, a mapping, a `TrainerConfig`, or settings of
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
@@ -17,7 +18,8 @@ from pydantic import ValidationError
 
 from zeromesh.environment import read_environment, secret_values
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config.messages import allowed, known_paths, nearest_choice, section_of, shown, suggestion
+from zeromesh.trainer.config.messages import allowed, known_paths, nearest_choice, nearest_path, section_of, shown
+from zeromesh.trainer.config.migration import deepspeed_table, training_arguments_table
 from zeromesh.trainer.config.migration.deepspeed import is_deepspeed, read_deepspeed
 from zeromesh.trainer.config.migration.translate import LaunchFacts, Translation, nested
 from zeromesh.trainer.config.redact import REDACTED, Redaction
@@ -25,7 +27,7 @@ from zeromesh.trainer.config.sections.base import REPOSITORY
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
-from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_json, parse_yaml, plain_scalar, plain_value
+from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_yaml, plain_scalar, plain_value
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | Any | None
 """A path of YAML or JSON, a mapping of sections, a `TrainerConfig`, transformers' `TrainingArguments`, or None for the defaults.
@@ -36,75 +38,48 @@ OWN = "zeromesh"
 WORD = "TrainingArguments"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedSource:
-    """`data`: sections and keys, which who asks may change. `arguments` and `deepspeed` are to be translated below them."""
-
-    where: str
-    data: dict[str, Any]
-    arguments: Any = None
-    deepspeed: Mapping[str, Any] | None = None
-    notes: tuple[str, ...] = ()
-
-
-def read_source(source: ConfigSource, arguments: Any = None) -> LoadedSource:
-    """What `source` says, on top of `arguments`. Raises `ConfigError` for what cannot be read."""
+def _sources(source: ConfigSource, arguments: Any) -> tuple[str, dict[str, Any], Any, dict[str, Any] | None]:
+    """Return what is given in parts: a name for messages, the sections and keys of zeromesh, and `TrainingArguments` and a
+    DeepSpeed configuration that are to be translated below them. Raises `ConfigError` for what cannot be read.
+    """
     if _is_training_arguments(source):
         if arguments is not None:
             raise ConfigError("both are TrainingArguments; give one of them", where="config and args")
         source, arguments = None, source
-    where, data = _plain(source)
-    notes = source.notes if isinstance(source, TrainerConfig) else ()
-    deepspeed, own = _parted(data, where)
+    where, own, deepspeed = _read(source)
     if arguments is None:
-        return LoadedSource(where=where, data=own, deepspeed=deepspeed, notes=notes)
+        return where, own, None, deepspeed
     if not _is_training_arguments(arguments):
         raise ConfigError(f"got {type(arguments).__name__}; allowed is transformers' TrainingArguments", where="args")
     if isinstance(source, TrainerConfig):
         raise ConfigError("it says every key; give a path or a mapping beside args", where="config")
-    where = WORD if source is None else f"{WORD} and {where}"
     if arguments.deepspeed:
         if deepspeed is not None:
             raise ConfigError("both config and deepspeed of args are DeepSpeed configurations; give one of them")
-        named, plain = _plain(arguments.deepspeed)
-        deepspeed, below = _parted(plain, named)
+        _, below, deepspeed = _read(arguments.deepspeed)
         if deepspeed is None:
             raise ConfigError(
                 "deepspeed: is no DeepSpeed configuration; it has sections such as zero_optimization", where=WORD
             )
         own = _merged(below, own)
-    return LoadedSource(where=where, data=own, arguments=arguments, deepspeed=deepspeed)
+    return WORD if source is None else f"{WORD} and {where}", own, arguments, deepspeed
 
 
-def _parted(data: dict[str, Any], where: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """A DeepSpeed configuration, if `data` is one, and what else there is of zeromesh's own sections."""
-    if not is_deepspeed(data):
-        return None, data
-    own = data.pop(OWN, {})
-    if not isinstance(own, dict):
-        raise ConfigError(f"{OWN}: got {shown('', own)}; allowed is a mapping of sections of zeromesh", where=where)
-    return data, own
-
-
-def with_translation(
-    source: LoadedSource, *, ranks: int | None, samples: int | None
-) -> tuple[dict[str, Any], Translation]:
-    """The data of `source` over what settings of other trainers come to, and how they did."""
-    translation = Translation()
-    if source.arguments is None and source.deepspeed is None:
-        return source.data, translation
-    world = read_environment().world_size if ranks is None else ranks
-    parallel = source.data.get("parallel")
-    sizes = {name: parallel.get(name) for name in ("tensor", "pipeline")} if isinstance(parallel, Mapping) else {}
-    axes = {name: size for name, size in sizes.items() if type(size) is int and size > 0}
-    place = LaunchFacts(ranks=world, samples=samples, **axes)
-    if source.arguments is not None:
+def _translation(
+    arguments: Any, deepspeed: Mapping[str, Any] | None, parallel: Any, ranks: int | None, samples: int | None
+) -> Translation:
+    """Translate settings of other trainers, beside a section `parallel` of zeromesh."""
+    found = Translation()
+    if arguments is None and deepspeed is None:
+        return found
+    sizes = parallel if isinstance(parallel, Mapping) else {}
+    axes = {name: sizes[name] for name in ("tensor", "pipeline") if type(sizes.get(name)) is int and sizes[name] > 0}
+    place = LaunchFacts(ranks=read_environment().world_size if ranks is None else ranks, samples=samples, **axes)
+    if arguments is not None:
         from zeromesh.trainer.config.migration.training_arguments import read_training_arguments
 
-        translation = read_training_arguments(source.arguments, place)
-    if source.deepspeed is not None:
-        translation = read_deepspeed(source.deepspeed, place, translation.values).on(translation)
-    return _merged(nested(translation.values), source.data), translation
+        found = read_training_arguments(arguments, place)
+    return found if deepspeed is None else read_deepspeed(deepspeed, place, found.values).on(found)
 
 
 def _is_training_arguments(source: Any) -> bool:
@@ -124,81 +99,80 @@ def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _plain(source: ConfigSource) -> tuple[str, dict[str, Any]]:
-    """A name for messages, and the plain values of `source`."""
-    if source is None:
-        return "configuration", {}
+def _read(source: ConfigSource) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
+    """Return a name for messages, the sections and keys of zeromesh in `source`, and the DeepSpeed configuration, if it is one."""
+    where = str(source) if isinstance(source, str | os.PathLike) else "configuration"
     if isinstance(source, TrainerConfig):
-        return "configuration", source.model_dump(mode="json")
-    if isinstance(source, Mapping):
-        return "configuration", plain_value(source, where="configuration")
-    if not isinstance(source, str | os.PathLike):
+        return where, source.model_dump(mode="json"), None
+    if isinstance(source, str | os.PathLike):
+        data = _read_file(Path(source).expanduser(), where)
+    elif source is None or isinstance(source, Mapping):
+        data = plain_value(source or {}, where=where)
+    else:
         raise ConfigError(
             f"got {type(source).__name__}; allowed is a path, a mapping, a TrainerConfig or TrainingArguments",
             where="config",
         )
-    path = Path(source).expanduser()
-    text = _read_text(path)
-    parse = parse_json if path.suffix == ".json" and text.strip() else parse_yaml
-    value = parse(text, where=str(source))
-    if value is None:
-        raise ConfigError(
-            "is empty; write what is to be trained, such as `model: {source: DIRECTORY}`, or {} for all defaults",
-            where=str(source),
-        )
-    if not isinstance(value, dict):
-        sections = ", ".join(TrainerConfig.model_fields)
-        message = f"holds {shown('', value)}; allowed is a mapping of sections ({sections})"
-        raise ConfigError(message, where=str(source))
-    return str(source), value
+    if not is_deepspeed(data):
+        return where, data, None
+    own = data.pop(OWN, {})
+    if not isinstance(own, dict):
+        raise ConfigError(f"{OWN}: got {shown('', own)}; allowed is a mapping of sections of zeromesh", where=where)
+    return where, own, data
 
 
-def _read_text(path: Path) -> str:
+def _read_file(path: Path, where: str) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             # One byte more than allowed tells a file that is too large, however large it is.
             content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"larger than {MAX_BYTES} bytes, which no configuration is", where=where)
+        text = content.decode("utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError("no such file; give the path of a YAML or JSON file", where=str(path)) from None
+        raise ConfigError("no such file; give the path of a YAML or JSON file", where=where) from None
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from None
-    except ValueError as error:
-        raise ConfigError(f"is no path: {error}", where=repr(str(path))) from None
-    if len(content) > MAX_BYTES:
-        raise ConfigError(f"larger than {MAX_BYTES} bytes, which no configuration is", where=str(path))
-    try:
-        return content.decode("utf-8-sig")
+        raise ConfigError(f"cannot be read: {error.strerror}", where=where) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"not UTF-8 text (byte {error.start})", where=str(path)) from None
+        raise ConfigError(f"not UTF-8 text (byte {error.start})", where=where) from None
+    except ValueError as error:
+        raise ConfigError(f"is no path: {error}", where=repr(where)) from None
+    if path.suffix == ".json":
+        text = re.sub(r"(?m)^[ \t]+", lambda blank: blank[0].replace("\t", " "), text)  # YAML has no tabs there.
+    value = parse_yaml(text, where=where)
+    if value is None:
+        raise ConfigError(
+            "is empty; write what is to be trained, such as `model: {source: DIRECTORY}`, or {} for all defaults",
+            where=where,
+        )
+    if not isinstance(value, dict):
+        sections = ", ".join(TrainerConfig.model_fields)
+        raise ConfigError(f"holds {shown('', value)}; allowed is a mapping of sections ({sections})", where=where)
+    return value
 
 
 _TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
-_CURES = {
-    "model.source": "give a local directory with config.json and *.safetensors, or the name of a model on the Hub",
-    "data.train": "give stdlib, or files and directories of this machine (hub names are not looked up)",
-    "data.eval": "give null, or files and directories of this machine (hub names are not looked up)",
-    "data.tokenizer": "give bytes, a local directory that save_pretrained wrote, or the name of a model on the Hub",
-    "checkpoint.resume": "give auto, never, or the directory of a run or of a checkpoint",
+_ON_THE_HUB = "the name of a model on the Hub"
+_PATHS = {
+    "model.source": ((), f"give a local directory with config.json and *.safetensors, or {_ON_THE_HUB}"),
+    "data.train": (("stdlib",), "give stdlib, or files and directories of this machine (hub names are not looked up)"),
+    "data.eval": (("stdlib",), "give null, or files and directories of this machine (hub names are not looked up)"),
+    "data.tokenizer": (("bytes",), f"give bytes, a local directory that save_pretrained wrote, or {_ON_THE_HUB}"),
+    "checkpoint.resume": (("auto", "never"), "give auto, never, or the directory of a run or of a checkpoint"),
 }
-"""Keys of paths, and what to do where a path does not exist."""
-_NO_PATHS = {
-    "data.train": "stdlib",
-    "data.eval": "stdlib",
-    "data.tokenizer": "bytes",
-    "checkpoint.resume": "auto never",
-}
+"""Keys of paths: the words that are none, and what to do where a path does not exist."""
 
 
 def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str]:
-    """The paths that `config` names and this machine does not have."""
-    for key, cure in _CURES.items():
+    """Yield a problem for each path that `config` names and this machine does not have."""
+    for key, (words, cure) in _PATHS.items():
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
-        if key in wrong or value is None or value in _NO_PATHS.get(key, "").split():
+        if key in wrong or value is None or value in words:
             continue
         for path in (value,) if isinstance(value, str) else value:
             there = Path(path).expanduser()
-            if there.exists() or ("model on the Hub" in cure and REPOSITORY.fullmatch(path)):
+            if there.exists() or (_ON_THE_HUB in cure and REPOSITORY.fullmatch(path)):
                 continue
             place = "" if there.is_absolute() else f" in {Path.cwd()}"
             several = f", and several paths are a list: [{path}]" if "," in path else ""
@@ -241,6 +215,38 @@ _REASONS = {
 }
 
 
+_FROM_ELSEWHERE = {
+    "optimizer.weight_decay": "weight_decay_rate",
+    "schedule.warmup_steps": "num_warmup_steps",
+    "run.clip_norm": "grad_clip",
+    "batch.global_size": "batch_size",
+    "batch.global_size (accumulation is derived from it)": "gradient_accumulation_steps",
+    "model.source": "model_name_or_path",
+    "data.sequence_length": "max_length max_seq_length seq_len block_size",
+    "precision.compute": "dtype",
+    "zero.stage": "zero_stage zero_optimization",
+    "offload.optimizer": "offload_optimizer device",
+    "offload.parameters": "offload_param",
+    "parallel.shard": "world_size dp",
+    "parallel.tensor": "tp",
+    "parallel.pipeline": "pp",
+}
+"""Keys, and names that people bring for them besides those of the settings that are translated."""
+
+
+@cache
+def _foreign_names() -> dict[str, str]:
+    """Return keys by the names in lower case that other trainers have for them."""
+    rows = (*deepspeed_table.TABLE, *training_arguments_table.TABLE)
+    found = {row.name.rpartition(".")[2].lower(): row.keys[0] for row in rows if row.keys}
+    return found | {name: key for key, names in _FROM_ELSEWHERE.items() for name in names.split()}
+
+
+def suggestion(path: str) -> str | None:
+    """Return the key that an unknown path may mean: another trainer's name for one, or one of a similar name."""
+    return nearest_path(path, known_paths(), _foreign_names())
+
+
 def load_config(
     source: ConfigSource = None,
     overrides: Sequence[str] = (),
@@ -263,10 +269,10 @@ def load_config(
     Raises:
         ConfigError: with every problem at once, each with its dotted path, the value, what is allowed and the nearest name.
     """
-    found = read_source(source, arguments)
-    own = found.data
+    where, own, arguments, deepspeed = _sources(source, arguments)
     problems, overridden_keys = _apply(own, overrides)
-    data, translation = with_translation(found, ranks=ranks, samples=samples)
+    translation = _translation(arguments, deepspeed, own.get("parallel"), ranks, samples)
+    data = _merged(nested(translation.values), own)
     if isinstance(source, str | PathLike):
         run = data.get("run") or {}
         data["run"] = {"name": name_of_file(source), **run} if isinstance(run, dict) else run
@@ -279,9 +285,9 @@ def load_config(
     problems += [f"{each} ({origins[key]})" if (key := _key_of(each)) in origins else each for each in wrong]
     if problems:
         clean = Redaction(secret_values()).text
-        where = found.where if len(problems) > count or translation.problems else ""
-        raise ConfigError([clean(problem) for problem in problems], where=where)
-    return config.with_notes((*found.notes, *translation.notes))
+        only_overrides = len(problems) == count and not translation.problems
+        raise ConfigError([clean(problem) for problem in problems], where="" if only_overrides else where)
+    return config.with_notes((*(source.notes if isinstance(source, TrainerConfig) else ()), *translation.notes))
 
 
 def _holds(data: Any, path: str) -> bool:
@@ -377,35 +383,40 @@ def _without_wrong_keys(data: dict[str, Any], wrong: dict[tuple[str, ...], str])
         try:
             return TrainerConfig.model_validate(data, context={"rules": False})
         except ValidationError as error:
+            holders = []
             for detail in error.errors(include_url=False):
-                keys, value = _locate(data, detail["loc"][:depth])
+                keys, value, holder = _locate(data, detail["loc"][:depth])
                 wrong.setdefault(keys, _problem(keys, value, detail["type"]))
-        for keys in wrong:
-            _drop(data, keys)
+                holders.append((holder, keys[-1]))
+        for holder, key in holders:
+            holder.pop(key, None)
     return TrainerConfig.model_validate(data, context={"rules": False})
 
 
-def _locate(data: dict[str, Any], location: Sequence[int | str]) -> tuple[tuple[str, ...], Any]:
-    """The keys that lead to what pydantic complains about, and its value.
+def _locate(data: dict[str, Any], location: Sequence[int | str]) -> tuple[tuple[str, ...], Any, dict[str, Any]]:
+    """Return the keys that lead to what pydantic complains about, its value, and the mapping that holds it.
 
     A location also names branches of unions and positions in lists; the keys are what of it can be followed.
     """
     keys: list[str] = []
+    holder: dict[str, Any] = data
     at: Any = data
     for step in location:
         if not isinstance(at, dict):
             break
         if step in at:
             keys.append(str(step))
-            at = at[step]
-    return tuple(keys), at
+            holder, at = at, at[step]
+    return tuple(keys), at, holder
 
 
 def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
     path = ".".join(keys)
     if kind == "extra_forbidden":
         near = suggestion(path)
-        hint = f"did you mean {near}?" if near else f"allowed are {', '.join(_siblings(path))}"
+        parent = known_paths().get(path.rpartition(".")[0])
+        beside = (section_of(parent) if parent else None) or TrainerConfig
+        hint = f"did you mean {near}?" if near else f"allowed are {', '.join(beside.model_fields)}"
         if "." in keys[-1]:
             hint = "a file nests keys: write the section, and the key inside it"
         got = "" if isinstance(value, dict) else f" (got {shown(path, value)})"
@@ -422,29 +433,6 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
         hint = "; write it in quotes"
     elif isinstance(value, str) and "a list" in allowed(field):
         hint = f"; write a list: [{shown(path, value).strip(chr(39))}]"
-    elif isinstance(value, str) and not hint and isinstance(_unquoted(value), bool | int | float):
+    elif isinstance(value, str) and not hint and isinstance(plain_scalar(value.strip()), bool | int | float):
         hint = "; write it without quotes"
     return f"{path}: got {shown(path, value)}; allowed is {allowed(field)}{hint}"
-
-
-def _unquoted(text: str) -> Any:
-    try:
-        return plain_scalar(text.strip())
-    except ValueError:
-        return text
-
-
-def _siblings(path: str) -> Iterator[str]:
-    parent = path.rpartition(".")[0]
-    for known, field in known_paths().items():
-        if known.rpartition(".")[0] == parent and (parent or section_of(field)):
-            yield known.rpartition(".")[2]
-
-
-def _drop(data: dict[str, Any], keys: tuple[str, ...]) -> None:
-    """Remove the key that `keys` lead to, where it is still there."""
-    at: Any = data
-    for key in keys[:-1]:
-        at = at.get(key) if isinstance(at, dict) else None
-    if isinstance(at, dict):
-        at.pop(keys[-1], None)

@@ -5,8 +5,7 @@ models themselves.
 """
 
 import difflib
-import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -15,50 +14,9 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from zeromesh.trainer.config.redact import REDACTED, Redaction
+from zeromesh.trainer.config.redact import REDACTED, Redaction, is_secret
 from zeromesh.trainer.config.sections.base import Allowed
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-
-_SECRET = re.compile(r"key|token|secret|passw", re.IGNORECASE)
-_SECRET_NUMBER = re.compile(
-    r"secret|passw|(?:api|access|private|auth)[_-]?(?:key|token)|(?:^|\.)(?:key|token)$", re.IGNORECASE
-)
-"""Names such as num_key_value_heads and bos_token_id are those of numbers, too, which are none."""
-
-_ELSEWHERE = {
-    "optimizer.lr": "learning_rate",
-    "optimizer.weight_decay": "weight_decay_rate",
-    "optimizer.betas": "adam_beta1 adam_beta2",
-    "optimizer.eps": "adam_epsilon",
-    "optimizer.name": "optim",
-    "schedule.name": "lr_scheduler_type",
-    "schedule.warmup_ratio": "warmup_ratio",
-    "schedule.warmup_steps": "num_warmup_steps",
-    "run.clip_norm": "max_grad_norm gradient_clipping grad_clip",
-    "batch.micro_size": "per_device_train_batch_size train_micro_batch_size_per_gpu",
-    "batch.global_size": "train_batch_size batch_size",
-    "batch.global_size (accumulation is derived from it)": "gradient_accumulation_steps",
-    "run.epochs": "num_train_epochs epochs",
-    "run.max_steps": "steps",
-    "run.log_every": "logging_steps",
-    "run.log_first_step": "logging_first_step",
-    "run.eval_every": "eval_steps",
-    "model.activation_checkpointing": "gradient_checkpointing",
-    "model.compile": "torch_compile",
-    "model.source": "model_name_or_path",
-    "data.sequence_length": "max_length max_seq_length seq_len block_size",
-    "precision.compute": "dtype bf16 fp16",
-    "zero.stage": "zero_stage zero_optimization",
-    "zero.overlap": "overlap_comm",
-    "offload.optimizer": "offload_optimizer cpu_offload device",
-    "offload.parameters": "offload_param",
-    "offload.directory": "nvme_path",
-    "parallel.shard": "world_size dp",
-    "parallel.tensor": "tp",
-    "parallel.pipeline": "pp",
-}
-"""Keys, and names in lower case that people bring for them from other trainers."""
-_BY_OTHER_NAME = {name: key for key, names in _ELSEWHERE.items() for name in names.split()}
 
 
 @cache
@@ -100,31 +58,29 @@ def nearest_choice(word: str, field: FieldInfo) -> str | None:
     return _nearest(word, choices(field), cutoff=0.6)
 
 
-def suggestion(path: str) -> str | None:
-    """The key that an unknown path may mean: one of another section, a slip, another trainer's name."""
+def nearest_path(path: str, known: Collection[str], others: Mapping[str, str] | None = None) -> str | None:
+    """Return the one of the `known` paths that an unknown one may mean, of the same or a similar name, or what `others` have for
+    its name in lower case."""
     section, _, key = path.rpartition(".")
-    leaves = {known.rpartition(".")[2]: known for known in reversed(known_paths())}
-    if key in leaves:
-        return leaves[key]
-    siblings = [known for known in known_paths() if known.rpartition(".")[0] == section]
-    slip = _nearest(key, [sibling.rpartition(".")[2] for sibling in siblings], cutoff=0.6)
-    if slip is not None:
-        return f"{section}.{slip}" if section else slip
-    if key.lower() in _BY_OTHER_NAME:
-        return _BY_OTHER_NAME[key.lower()]
-    slip = _nearest(key, list(leaves), cutoff=0.8)
-    return leaves[slip] if slip else None
+    anywhere = {each.rpartition(".")[2]: each for each in reversed(list(known))}
+    beside = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == section}
+    if key in anywhere:
+        return anywhere[key]
+    if slip := _nearest(key, beside, cutoff=0.6):
+        return beside[slip]
+    if others and key.lower() in others:
+        return others[key.lower()]
+    slip = _nearest(key, anywhere, cutoff=0.8)
+    return anywhere[slip] if slip else None
 
 
-def _nearest(word: str, words: Sequence[str], *, cutoff: float) -> str | None:
-    close = difflib.get_close_matches(word.lower(), words, n=1, cutoff=cutoff)
-    return close[0] if close else None
+def _nearest(word: str, words: Iterable[str], *, cutoff: float) -> str | None:
+    return next(iter(difflib.get_close_matches(word.lower(), words, n=1, cutoff=cutoff)), None)
 
 
 def shown(path: str, value: object) -> str:
     """`value` for an error message: short, and never a secret or what may hold one."""
-    secret = _SECRET_NUMBER if value is None or isinstance(value, int | float) else _SECRET
-    if path not in known_paths() and secret.search(path):
+    if path not in known_paths() and is_secret(path, value):
         return REDACTED
     if isinstance(value, dict):
         return f"a mapping of {len(value)} keys"

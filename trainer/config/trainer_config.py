@@ -144,10 +144,6 @@ def _counts_of_stages(parallel: ParallelSection) -> tuple[int, int] | None:
     return counts if parallel.stages and parallel.pipeline > 1 and counts[0] != counts[1] else None
 
 
-def _narrow(config: TrainerConfig, role: str) -> bool:
-    return config.precision.compute == "float64" and getattr(config.precision, role) != "float64"
-
-
 _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     "model.config: given beside model.source {c.model.source!r}, which brings its own; name only the fields that "
     "are to differ from it (num_labels), or set it to null": lambda c: (
@@ -189,15 +185,9 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
         c.optimizer.in_backward and c.parallel.pipeline > 1 and c.parallel.schedule == "zero_bubble"
     ),
     # An update reads sums into master weights, so both are of one dtype, and no narrower than what was computed.
-    "precision.master: {c.precision.master} is less than precision.compute float64; set precision.master to float64": lambda c: (
-        _narrow(c, "master")
-    ),
-    "precision.reduce: {c.precision.reduce} is less than precision.compute float64; set precision.reduce to float64": lambda c: (
-        _narrow(c, "reduce")
-    ),
-    "precision.reduce: {c.precision.reduce} differs from precision.master {c.precision.master}, and an update "
-    "needs them equal; set both to float32, or both to float64": lambda c: (
-        c.precision.master != c.precision.reduce and not (_narrow(c, "master") or _narrow(c, "reduce"))
+    "precision.master {c.precision.master}, precision.reduce {c.precision.reduce}: the two have to be equal, and float64 where "
+    "precision.compute is; set both to float32, or both to float64": lambda c: (
+        c.precision.master != c.precision.reduce or c.precision.compute == "float64" != c.precision.master
     ),
     "run.on_nonfinite: stop does not go with precision.compute float16, whose loss scale is found by skipping "
     "steps that overflow; set it to skip, or precision.compute to bfloat16": lambda c: (

@@ -1,13 +1,12 @@
 """YAML and JSON text to plain values, with limits: nothing is executed, expanded without bound, or guessed.
 
-Plain scalars follow the core schema of YAML 1.2, not 1.1: `1e-3` is a number, `no`, `on` and `2024-01-01` are text. Tags, duplicate
-keys, keys that are not text, and aliases that expand to more than the limits are errors with their line.
+Plain scalars follow the core schema of YAML 1.2, of which JSON is a part, and not that of 1.1: `1e-3` is a number, `no`, `on` and
+`2024-01-01` are text. Tags, duplicate keys and keys that are not text are errors with their line.
 """
 
-import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import yaml
@@ -19,125 +18,105 @@ MAX_DEPTH = 32
 MAX_VALUES = 20_000
 _MOST_BITS = 1000
 """An integer of so many bits can still become a float."""
-_MOST_DIGITS = 1000
-_PLAIN, _UNTAGGED = "plain", "untagged"
 
 _NULL = frozenset({"", "~", "null", "Null", "NULL"})
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-_INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
+_INTEGER = re.compile(r"[-+]?[0-9][0-9_]{0,301}")
+"""An integer of more digits is a float, and most often an infinite one."""
 _BASED = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_MISTAKES = (
+    (r"found character '\\t'", "a tab; indent with spaces, and put spaces after ':'"),
+    (
+        "mapping values are not allowed",
+        "a second ':' in one entry, or a line indented too far; a text with ': ' needs quotes",
+    ),
+    ("<stream end>", "the text ends where something is still open; close it with ], } or a quote"),
+    ("while scanning a quoted scalar", "a text whose quote is never closed"),
+    ("could not find expected ':'", "a line that is neither `key: value` nor `- item`"),
+    ("expected <block end>", "this is not indented as the lines above; keys of one section begin in one column"),
+    ("expected ',' or", "a comma or a closing bracket is missing, or a comment does not begin with #"),
+    (r"found character '[@`%]'", "a text that begins with @, ` or % needs quotes"),
+    ("unknown escape character", r"an unknown escape; write \\ for a backslash, or single quotes around the text"),
+    ("found undefined alias", "a text that begins with * needs quotes"),
+    ("but found another document", "a second document starts here; a configuration is one document"),
+    ("found duplicate anchor", "an anchor of this name is there already; give it another name"),
+    ("a constructor for the tag", "tags (!...) are not allowed; write plain values"),
+    ("unconstructable recursive", "an alias of something that it is a part of"),
+)
+"""Patterns of what the parser says, and what a person is told instead. Its own words may quote a line with a secret."""
 
 
 def parse_yaml(text: str, *, where: str) -> Any:
-    """The value of the one document in `text`: dict, list, str, int, float, bool or None.
+    """Return the value of the one document in `text`, which may be JSON: dict, list, str, int, float, bool or None.
 
     Raises:
-        ConfigError: not YAML, more than the limits, or something refused; `where` and the line are named.
+        ConfigError: not YAML, more than the limits, or something refused; `where` and mostly the line are named.
     """
-    _check_size(text, where)
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"larger than {MAX_BYTES} bytes, which no configuration is", where=where)
     try:
-        node = _Loader(text).get_single_node()
+        return plain_value(_Loader(text).get_single_data(), where=where)
     except RecursionError:
         raise ConfigError(f"nested deeper than {MAX_DEPTH} levels", where=where) from None
+    except yaml.reader.ReaderError as error:
+        code, line = printable(text[error.position]), text.count("\n", 0, error.position) + 1
+        why = f"line {line}: the character {code} is not allowed; write the text in double quotes, with {code}"
+        raise ConfigError(why, where=where) from None
     except yaml.MarkedYAMLError as error:
-        # The mark's own text would quote the line, which may hold a secret.
-        mark = error.problem_mark or error.context_mark
+        mark, message = error.problem_mark or error.context_mark, f"{error.context or ''} {error.problem or ''}"
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"{place}{_yaml_mistake(error)}", where=where) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(_unreadable(error, text), where=where) from None
-    return plain_value(node, where=where)
-
-
-def parse_json(text: str, *, where: str) -> Any:
-    """The value of `text` as strict JSON, under the same limits and with the same errors as `parse_yaml`."""
-    _check_size(text, where)
-    try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_int=_integer)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}: "
-        raise ConfigError(place + _json_mistake(error), where=where) from None
-    except RecursionError:
-        raise ConfigError(f"nested deeper than {MAX_DEPTH} levels", where=where) from None
-    except ValueError as error:
-        raise ConfigError(str(error), where=where) from None
-    return plain_value(value, where=where)
+        why = next((words for pattern, words in _MISTAKES if re.search(pattern, message)), str(error.problem))
+        raise ConfigError(place + why, where=where) from None
 
 
 def plain_value(value: Any, *, where: str) -> Any:
-    """A copy of `value` made of dict, list, str, int, float, bool and None, within the limits.
+    """Return a copy of `value` made of dict, list, str, int, float, bool and None, within the limits.
 
-    Nodes of YAML become what they mean, an alias as often as it is used, tuples become lists and paths text; what is none of these
-    is left for the models to refuse. Raises `ConfigError`.
+    Tuples become lists and paths text; what is none of these is left for the models to refuse. Raises `ConfigError`.
     """
     count = 0
-
-    def refuse(part: Any, why: str) -> NoReturn:
-        line = f"line {part.start_mark.line + 1}: " if isinstance(part, yaml.Node) else ""
-        raise ConfigError(line + why, where=where)
 
     def copy(part: Any, depth: int, path: str) -> Any:
         nonlocal count
         count += 1
-        if isinstance(part, yaml.Node) and part.tag not in (_PLAIN, _UNTAGGED):
-            refuse(part, "tags (!...) are not allowed; write plain values")
         if depth > MAX_DEPTH:
-            refuse(part, f"nested deeper than {MAX_DEPTH} levels")
+            raise ConfigError(f"nested deeper than {MAX_DEPTH} levels", where=where)
         if count > MAX_VALUES:
-            aliases = " once its aliases are expanded" if isinstance(part, yaml.Node) else ""
-            refuse(part, f"holds more than {MAX_VALUES} values{aliases}")
-        if isinstance(part, yaml.MappingNode | Mapping):
-            return copy_mapping(part.value if isinstance(part, yaml.MappingNode) else part.items(), depth + 1, path)
-        if isinstance(part, list | tuple | yaml.SequenceNode):
-            parts = part.value if isinstance(part, yaml.SequenceNode) else part
-            return [copy(each, depth + 1, path) for each in parts]
-        try:
-            value = part
-            if isinstance(part, yaml.ScalarNode):
-                value = plain_scalar(part.value) if part.tag == _PLAIN else part.value
-            elif isinstance(part, os.PathLike):
-                value = os.fspath(part)
-        except ValueError as error:
-            refuse(part, str(error))
-        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-            refuse(None, f"{path}: an integer of {value.bit_length():,} bits, which no key takes")
+            raise ConfigError(f"holds more than {MAX_VALUES} values once its aliases are expanded", where=where)
+        if isinstance(part, Mapping):
+            for key in part:
+                if not isinstance(key, str):
+                    raise ConfigError(f"a key that is not text ({key}); write it in quotes", where=where)
+            return {
+                copy(key, depth + 1, path): copy(each, depth + 1, f"{path}.{key}" if path else key)
+                for key, each in part.items()
+            }
+        if isinstance(part, list | tuple):
+            return [copy(each, depth + 1, path) for each in part]
+        if isinstance(part, int) and part.bit_length() > _MOST_BITS:
+            bits = f"{part.bit_length():,} bits"
+            raise ConfigError(f"{path}: an integer of {bits}, which no key takes", where=where)
+        part = os.fspath(part) if isinstance(part, os.PathLike) else part
         try:
             # The halves of a character, as \\ud83d\\ude00 escapes leave them, are joined to one.
-            halved = isinstance(value, str) and not value.isascii()
-            return value.encode("utf-16", "surrogatepass").decode("utf-16") if halved else value
+            halved = isinstance(part, str) and not part.isascii()
+            return part.encode("utf-16", "surrogatepass").decode("utf-16") if halved else part
         except UnicodeDecodeError:
-            refuse(None, "holds half a character (a lone surrogate)")
-
-    def copy_mapping(pairs: Iterable[tuple[Any, Any]], depth: int, path: str) -> dict[str, Any]:
-        mapping: dict[str, Any] = {}
-        lines: dict[str, int] = {}
-        for key_part, part in pairs:
-            key = copy(key_part, depth, path)
-            if not isinstance(key, str):
-                name = "" if isinstance(key, dict | list) else f" ({key})"
-                refuse(key_part, f"a key that is not text{name}; write it in quotes")
-            if isinstance(key_part, yaml.Node):
-                if key == "<<" and key_part.tag == _PLAIN:
-                    refuse(key_part, "merge keys (<<) are not supported; write the keys out")
-                if key in lines:
-                    refuse(key_part, f"key {key!r} is given twice, first in line {lines[key]}")
-                lines[key] = key_part.start_mark.line + 1
-            mapping[key] = copy(part, depth, f"{path}.{key}" if path else key)
-        return mapping
+            raise ConfigError("holds half a character (a lone surrogate)", where=where) from None
 
     return copy(value, 1, "")
 
 
 def plain_scalar(text: str) -> str | int | float | bool | None:
-    """What an unquoted scalar means. Raises `ValueError` for an integer of hundreds of digits."""
+    """Return what an unquoted scalar means."""
     if text in _NULL:
         return None
     if text in _BOOL:
         return _BOOL[text]
     if _INTEGER.fullmatch(text):
-        return _integer(text.replace("_", ""))
+        return int(text.replace("_", ""))
     if _BASED.fullmatch(text):
         return int(text, 0)
     if _FLOAT.fullmatch(text):
@@ -148,94 +127,38 @@ def plain_scalar(text: str) -> str | int | float | bool | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Tags a scalar as plain where it is not quoted, and leaves explicit tags as they are."""
+    """Reads plain scalars by the core schema, and refuses tags, duplicate keys and keys that are not text."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
-        """The tag of a node that has none: `plain_scalar` says later what a plain scalar means."""
-        return _PLAIN if kind is yaml.ScalarNode and implicit[0] else _UNTAGGED
+        """Return the tag of a node that has none: `plain` for a scalar without quotes."""
+        return "plain" if kind is yaml.ScalarNode and implicit[0] else kind.__name__
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = True) -> dict[Any, Any]:
+        """Return the mapping of a node, with all that it holds."""
+        mapping: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+
+        def refuse(part: yaml.Node, why: str) -> NoReturn:
+            raise yaml.MarkedYAMLError(problem=why, problem_mark=part.start_mark)
+
+        for key_node, value_node in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                name = "" if isinstance(key, dict | list) else f" ({key})"
+                refuse(key_node, f"a key that is not text{name}; write it in quotes")
+            if key == "<<" and key_node.tag == "plain":
+                refuse(key_node, "merge keys (<<) are not supported; write the keys out")
+            if key in lines:
+                refuse(key_node, f"key {key!r} is given twice, first in line {lines[key]}")
+            lines[key] = key_node.start_mark.line + 1
+            mapping[key] = self.construct_object(value_node, deep=True)
+        return mapping
 
 
-def _check_size(text: str, where: str) -> None:
-    if len(text) > MAX_BYTES:
-        raise ConfigError(f"larger than {MAX_BYTES} bytes, which no configuration is", where=where)
-
-
-def _integer(text: str) -> int:
-    if len(text) > _MOST_DIGITS:
-        raise ValueError(f"an integer of {len(text):,} digits, which no key takes")
-    return int(text)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise ValueError(f"key {key!r} is given twice in one object")
-        values[key] = value
-    return values
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON; numbers are finite")
-
-
-_YAML = (
-    (r"found character '\\t'", "a tab; indent with spaces, and put spaces after ':'"),
-    (
-        "mapping values are not allowed",
-        "a second ':' in one entry, or a line indented too far; a text with ': ' needs quotes",
-    ),
-    ("<stream end>", "the text ends where something is still open; close it with ], } or a quote"),
-    ("while scanning a quoted scalar", "a text whose quote is never closed"),
-    ("could not find expected ':'", "a line that is neither `key: value` nor `- item`"),
-    ("expected <block end>", "this is not indented as the lines above; keys of one section begin in one column"),
-    ("expected ',' or", "a comma or a closing bracket is missing"),
-    (r"found character '[@`%]'", "a text that begins with @, ` or % needs quotes"),
-    ("unknown escape character", r"an unknown escape; write \\ for a backslash, or single quotes around the text"),
-    ("found undefined alias", "a text that begins with * needs quotes"),
-    ("but found another document", "a second document starts here; a configuration is one document"),
-    ("found duplicate anchor", "an anchor of this name is there already; give it another name"),
-)
-
-
-def _yaml_mistake(error: yaml.MarkedYAMLError) -> str:
-    """What is wrong where `error` has its mark. The mark's own text is not quoted: it may hold a secret."""
-    message = f"{error.context or ''} {error.problem or ''}"
-    for pattern, words in _YAML:
-        if re.search(pattern, message):
-            return words
-    return f"not YAML: {error.problem or error.context}"
-
-
-def _unreadable(error: yaml.YAMLError, text: str) -> str:
-    """What is wrong where the reader of YAML refused a character."""
-    position = getattr(error, "position", None)
-    if not isinstance(position, int) or not position < len(text):
-        return f"not YAML: {getattr(error, 'reason', 'it cannot be read')}"
-    code, line = printable(text[position]), text.count("\n", 0, position) + 1
-    return f"line {line}: the character {code} is not allowed; write the text in double quotes, with {code}"
-
-
-def _json_mistake(error: json.JSONDecodeError) -> str:
-    """What is wrong where `error` points to."""
-    text, rest = error.doc, error.doc[error.pos :]
-    before = text[: error.pos].rstrip()
-    if not rest.strip():
-        return "the text ends where something is still open; close it with ], } or a quote"
-    if rest.startswith(("//", "/*", "#")):
-        return "JSON has no comments; remove this one, or name the file .yaml, whose comments begin with #"
-    if rest[0] in "]}" and before.endswith(","):
-        return f"a comma before {rest[0]}; remove it"
-    if rest[0] == "'":
-        return "a text in single quotes; JSON has double quotes"
-    if word := re.match(r"(True|False|None)\b", rest):
-        return f"{word[0]}; write {'null' if word[0] == 'None' else word[0].lower()}"
-    if "control character" in error.msg:
-        return r"a tab or a line break inside a text; write \t or \n"
-    if "delimiter" in error.msg:
-        return f"{error.msg.partition(' ')[2].partition(' ')[0]} is missing before this"
-    if "Extra data" in error.msg:
-        return "something follows the end; a configuration is one object"
-    if re.match(r"[A-Za-z_]", rest):
-        return "keys and texts are in double quotes in JSON"
-    return f"not JSON: {error.msg}"
+_Loader.yaml_constructors = {
+    "plain": lambda _, node: plain_scalar(node.value),
+    "ScalarNode": lambda loader, node: loader.construct_scalar(node),
+    "SequenceNode": lambda loader, node: loader.construct_sequence(node, deep=True),
+    "MappingNode": lambda loader, node: loader.construct_mapping(node),
+    None: yaml.SafeLoader.construct_undefined,
+}

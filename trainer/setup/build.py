@@ -47,13 +47,7 @@ def connect(config: TrainerConfig) -> Mesh:
     """
     environment = read_environment()
     parallel = config.parallel
-    shape = MeshShape.resolve(
-        environment.world_size,
-        pipeline=parallel.pipeline,
-        replicate=parallel.replicate,
-        shard=parallel.shard,
-        tensor=parallel.tensor,
-    )
+    shape = MeshShape.resolve(environment.world_size, **{axis: getattr(parallel, axis) for axis in AXES})
     device = pick_device(environment.local_rank)
     mesh = Mesh(shape, environment, device=device, timeout_seconds=parallel.timeout_seconds, order=parallel.order)
     mesh.recorder.enabled = config.profile.step_figures

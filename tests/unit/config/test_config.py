@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.config.messages import allowed, choices, known_paths, suggestion
+from zeromesh.trainer.config.load import load_config, suggestion
+from zeromesh.trainer.config.messages import allowed, choices, known_paths
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of
-from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_json, parse_yaml, plain_scalar
+from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_yaml, plain_scalar
 from zeromesh.trainer.lr_schedule import SCHEDULE_NAMES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -106,10 +106,13 @@ BAD = [
     ("parallel: {shard: 0}", ["parallel.shard: got 0; allowed is auto or an integer >= 1"]),
     ("parallel: {shard: all}", ["parallel.shard: got 'all'"]),
     ("parallel: {timeout_seconds: 0}", ["parallel.timeout_seconds: got 0"]),
-    ("precision: {compute: float64, reduce: float64}", ["precision.master: float32 is less than"]),
-    ("precision: {compute: float64, master: float64}", ["precision.reduce: float32 is less than"]),
-    ("precision: {master: float64}", ["precision.reduce: float32 differs from precision.master float64"]),
-    ("precision: {reduce: float64}", ["precision.reduce: float64 differs from precision.master float32"]),
+    (
+        "precision: {compute: float64, reduce: float64}",
+        ["precision.master float32, precision.reduce float64: the two have to be equal"],
+    ),
+    ("precision: {compute: float64, master: float64}", ["precision.master float64, precision.reduce float32"]),
+    ("precision: {master: float64}", ["precision.master float64, precision.reduce float32"]),
+    ("precision: {reduce: float64}", ["precision.master float32, precision.reduce float64"]),
     ("precision: {compute: float16}\nrun: {on_nonfinite: stop}", ["run.on_nonfinite: stop", "float16"]),
     ("optimizer: {in_backward: true}\nrun: {on_nonfinite: stop}", ["run.clip_norm: 1.0 does not go with"]),
     ("optimizer: {in_backward: true}\nrun: {clip_norm: 0}", ["run.on_nonfinite: skip does not go with"]),
@@ -127,16 +130,16 @@ BAD = [
     ("data: {eval_fraction: 1.0}", ["data.eval_fraction: got 1.0; allowed is a number >= 0 and < 1"]),
     ("data: {sequence_length: 1}", ["data.sequence_length: got 1"]),
     ("- a\n- b", ["holds ['a', 'b']; allowed is a mapping of sections"]),
-    ("run: {seed: 1}\nrun: {seed: 2}", ["line 2: key 'run' is given twice, first in line 1"]),
-    ("run: {1: 2}", ["line 1: a key that is not text"]),
-    ("run: !!python/object/apply:os.system [id]", ["line 1: tags (!...) are not allowed"]),
+    ("run: {seed: 1}\nrun: {seed: 2}", ["line 2, column 1: key 'run' is given twice, first in line 1"]),
+    ("run: {1: 2}", ["line 1, column 7: a key that is not text"]),
+    ("run: !!python/object/apply:os.system [id]", ["line 1, column 6: tags (!...) are not allowed"]),
     ("run: {name: !!str x}", ["tags (!...) are not allowed"]),
-    ("run: &a {name: x}\nbatch: {<<: *a}", ["line 2: merge keys (<<) are not supported"]),
-    ("run: &a [*a]", ["line 1: nested deeper than 32 levels"]),
+    ("run: &a {name: x}\nbatch: {<<: *a}", ["line 2, column 9: merge keys (<<) are not supported"]),
+    ("run: &a [*a]", ["line 1, column 6: an alias of something that it is a part of"]),
     ("run: *a", ["line 1, column 6: a text that begins with * needs quotes"]),
     ("run: [1", ["line 1, column 8: the text ends where something is still open"]),
     ("run: {seed: 1}\n---\nrun: {seed: 2}", ["a second document starts here"]),
-    ("run: {seed: " + "9" * 5000 + "}", ["an integer of 5,000 digits"]),
+    ("run: {seed: " + "9" * 5000 + "}", ["run.seed: got inf"]),
     ("run: " + "[" * 40 + "]" * 40, ["nested deeper than 32 levels"]),
 ]
 
@@ -192,9 +195,9 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, files: dict[str, bytes], mes
     ("text", "message"),
     [
         ('{"zero": {"stage": 5}}', "zero.stage: got 5"),
-        ('{"optimizer": {"lr": NaN}}', "NaN is not JSON"),
+        ('{"optimizer": {"lr": NaN}}', "optimizer.lr: got 'NaN'"),
+        ('{"run": {"seed": 1E999}}', "run.seed: got inf"),
         ('{"run": {}, "run": {}}', "key 'run' is given twice"),
-        ("{run: 1}", "line 1, column 2: keys and texts are in double quotes in JSON"),
         ("[" * 100_000, "nested deeper than 32 levels"),
         ('{"run": ' + "[" * 40 + "]" * 40 + "}", "nested deeper than 32 levels"),
         ('{"run": [' + "0," * 30_000 + "0]}", "more than 20000 values"),
@@ -378,23 +381,23 @@ def configurations(draw: st.DrawFn) -> TrainerConfig:
 def test_a_round_trip_through_files_changes_nothing(config: TrainerConfig) -> None:
     assert TrainerConfig.model_validate(parse_yaml(config.to_yaml(), where="yaml")) == config
     text = json.dumps(config.model_dump(mode="json"))
-    assert TrainerConfig.model_validate(parse_json(text, where="json")) == config
+    assert TrainerConfig.model_validate(parse_yaml(text, where="json")) == config
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.text(max_size=200) | texts.map(lambda text: f"run: {{name: {text}}}"))
 def test_any_text_gives_a_value_or_a_config_error(text: str) -> None:
-    for parse in (parse_yaml, parse_json):
-        with contextlib.suppress(ConfigError):
-            value = parse(text, where="text")
-            if isinstance(value, dict):
-                load_config(value)
+    with contextlib.suppress(ConfigError):
+        value = parse_yaml(text, where="text")
+        if isinstance(value, dict):
+            load_config(value)
 
 
 @settings(deadline=None)
 @given(json_values)
 def test_values_that_yaml_writers_write_are_read_back(value: Any) -> None:
     assert parse_yaml(json.dumps({"a": value}, ensure_ascii=True), where="x") == {"a": value}
+    assert parse_yaml(json.dumps({"a": value}, separators=(",", ":")), where="x") == {"a": value}
 
 
 @pytest.mark.parametrize(

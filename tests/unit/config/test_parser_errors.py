@@ -13,7 +13,7 @@ from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.migration.deepspeed_table import TABLE
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.config.yaml_reader import parse_json, parse_yaml
+from zeromesh.trainer.config.yaml_reader import parse_yaml
 
 LONG = "9" * 5000
 
@@ -40,25 +40,18 @@ def write(folder: Path, name: str, text: str) -> str:
         ("a.yaml", "run:\n  name: a: b\n", "line 2, column 10: a second ':' in one entry"),
         ("a.yaml", "run: {max_steps: 3\n", "where something is still open"),
         ("a.yaml", "run:\n  name: a\x1bb\n", r"line 2: the character \x1b is not allowed"),
-        ("a.yaml", f"run:\n  max_steps: {LONG}\n", "an integer of 5,000 digits"),
+        ("a.yaml", f"run:\n  max_steps: {LONG}\n", "run.max_steps: got inf; allowed is an integer >= 1"),
         ("a.yaml", "# run:\n", "is empty; write what is to be trained"),
         ("a.yaml", "", "is empty; write what is to be trained"),
         ("a.json", "", "is empty; write what is to be trained"),
         (
             "a.json",
             '{\n // why\n "run": {}}',
-            "line 2, column 2: JSON has no comments; remove this one, or name the file .yaml",
+            "line 3, column 7: a comma or a closing bracket is missing, or a comment",
         ),
-        ("a.json", '{\n # why\n "run": {}}', "line 2, column 2: JSON has no comments"),
-        ("a.json", '{"run": {"max_steps": 3,}}', "line 1, column 25: a comma before }; remove it"),
-        ("a.json", '{"tracking": {"backends": ["wandb",]}}', "a comma before ]; remove it"),
-        ("a.json", "{'run': {}}", "a text in single quotes; JSON has double quotes"),
-        ("a.json", '{"run": {"deterministic": True}}', "True; write true"),
-        ("a.json", "{run: {}}", "keys and texts are in double quotes"),
-        ("a.json", '{"run": {"name": "a\tb"}}', r"a tab or a line break inside a text; write \t or \n"),
+        ("a.json", '{"run":\t{"name": "a\tb"}}', "line 1, column 8: a tab; indent with spaces"),
         ("a.json", '{"run": {"max_steps": 3', "where something is still open"),
-        ("a.json", f'{{"run":\n {{"max_steps": {LONG}}}}}', "an integer of 5,000 digits"),
-        ("a.json", f'{{"optimizer": {{"lr": {"9" * 400}}}}}', "optimizer.lr: an integer of 1,329 bits"),
+        ("a.json", f'{{"optimizer": {{"lr": {"9" * 302}}}}}', "optimizer.lr: an integer of 1,004 bits"),
         (
             "a.yaml",
             'run: {max_steps: "3"}',
@@ -118,6 +111,10 @@ def test_a_missing_path_says_where_it_was_looked_for(tmp_path: Path, monkeypatch
     assert "'/nowhere.txt' does not exist;" in message({"data": {"train": "/nowhere.txt"}})
 
 
+def test_tabs_indent_json(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "a.json", '{\n\t"run": {\n\t\t"seed": 5\n\t}\n}\n')).run.seed == 5
+
+
 @pytest.mark.parametrize("name", ["a.yaml", "a.json"])
 def test_a_whole_number_in_any_spelling_is_an_integer(tmp_path: Path, name: str) -> None:
     path = write(tmp_path, name, '{"run": {"max_steps": 1e3, "eval_every": 5.0}, "zero": {"stage": 2.0}}')
@@ -145,15 +142,14 @@ SECTIONS = st.dictionaries(st.sampled_from([*TrainerConfig.model_fields, "x"]), 
 @given(SECTIONS | VALUES)
 @settings(max_examples=300, deadline=None)
 def test_any_document_is_a_configuration_or_an_error(document: Any) -> None:
-    """Whatever its values are, as JSON and as YAML; nothing that a terminal would obey is in the error."""
-    text, plain = json.dumps(document), list[bool]()
-    for parse in (parse_json, parse_yaml):
-        try:
-            value = parse(text, where="document")
-            load_config(value if isinstance(value, dict) else {"run": value})
-        except ConfigError as error:
-            plain.append(is_plain(error))
-    assert all(plain)
+    """Whatever its values are; nothing that a terminal would obey is in the error."""
+    plain = True
+    try:
+        value = parse_yaml(json.dumps(document), where="document")
+        load_config(value if isinstance(value, dict) else {"run": value})
+    except ConfigError as error:
+        plain = is_plain(error)
+    assert plain
 
 
 @given(st.dictionaries(KEYS | st.text(max_size=8), VALUES, max_size=4), st.text(min_size=1, max_size=8))

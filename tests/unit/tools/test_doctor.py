@@ -17,8 +17,8 @@ from zeromesh.launch.self_test import Trial, try_exchange
 from zeromesh.offload.io import direct_io
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.tools.doctor import hardware, software
-from zeromesh.trainer.tools.doctor.findings import Finding, Level, problem, report_lines, warning
 from zeromesh.trainer.tools.doctor.hardware import DiskTimes
+from zeromesh.trainer.tools.doctor.software import Finding, Level, problem, report_lines, warning
 
 GIB = 1 << 30
 

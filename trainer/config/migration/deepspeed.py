@@ -4,12 +4,12 @@
 the first step, which DeepSpeed does twice. What several keys decide together is read as DeepSpeed 0.19 does.
 """
 
-import difflib
 import math
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
-from zeromesh.trainer.config.messages import shown
+from zeromesh.trainer.config.messages import nearest_path, shown
 from zeromesh.trainer.config.migration.deepspeed_table import TABLE
 from zeromesh.trainer.config.migration.translate import (
     LaunchFacts,
@@ -25,6 +25,8 @@ from zeromesh.trainer.config.sections.training import OptimizerSection, Schedule
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 _TREE = nested({row.name: row for row in TABLE})
+_PATHS = dict.fromkeys(part for row in TABLE for part in accumulate(row.name.split("."), "{}.{}".format))
+"""All sections and keys by their dotted paths."""
 _COMMON = frozenset(_TREE) & frozenset(TrainerConfig.model_fields)
 """Sections that both kinds of configuration have."""
 
@@ -93,7 +95,7 @@ def _flatten(data: Mapping[str, Any], tree: Mapping[str, Any], prefix: str, foun
     for key, value in data.items():
         path, node = f"{prefix}{key}", tree.get(key)
         if node is None:
-            yield _unknown(path, value, tree)
+            yield _unknown(path, value)
         elif isinstance(node, SettingRow):
             found[path] = value
         elif isinstance(value, Mapping):
@@ -104,14 +106,9 @@ def _flatten(data: Mapping[str, Any], tree: Mapping[str, Any], prefix: str, foun
             yield f"{path}: got {shown('', value)}; allowed is a mapping of {', '.join(node)}"
 
 
-def _unknown(path: str, value: Any, tree: Mapping[str, Any]) -> str:
-    prefix, _, key = path.rpartition(".")
-    leaves = {row.name.rpartition(".")[2]: row.name for row in reversed(TABLE)}
-    hint = "docs/from-deepspeed.md lists all that are known"
-    if near := difflib.get_close_matches(key, list(tree), n=1, cutoff=0.6):
-        hint = f"did you mean {f'{prefix}.' if prefix else ''}{near[0]}?"
-    elif away := difflib.get_close_matches(key, list(leaves), n=1, cutoff=0.8):
-        hint = f"did you mean {leaves[away[0]]}?"
+def _unknown(path: str, value: Any) -> str:
+    near = nearest_path(path, _PATHS)
+    hint = f"did you mean {near}?" if near else "docs/from-deepspeed.md lists all that are known"
     got = "" if isinstance(value, Mapping) else f" (got {shown(path, value)})"
     return f"{path}: unknown key{got}; {hint}"
 
@@ -160,8 +157,11 @@ def _batch(read: Reading) -> Pairs:
             )
         automatic = list(_BATCH_NAMES)
     if micro is None:
-        most = default.micro_size if "train_micro_batch_size_per_gpu" in automatic else None
-        micro = _micro_size(train, accumulation, ranks, most)
+        # What the global batch leaves; or what divides that, where nothing else limits it.
+        free = "train_micro_batch_size_per_gpu" in automatic
+        rest = max(1, (train or 0) // ranks // (accumulation or 1))
+        alone = default.micro_size if free else 1
+        micro = alone if train is None else math.gcd(rest, alone) if free and accumulation is None else rest
     if train is None:
         train = micro * (accumulation or 1) * ranks
         if accumulation is None and "train_batch_size" in automatic:
@@ -175,16 +175,6 @@ def _batch(read: Reading) -> Pairs:
         )
     yield "batch.micro_size", micro
     yield "batch.global_size", train
-
-
-def _micro_size(train: int | None, accumulation: int | None, ranks: int, most: int | None) -> int:
-    """What the global batch leaves for a microbatch; a divisor of that which is no more than `most`."""
-    if train is None:
-        return most or 1
-    whole = max(1, train // ranks // (accumulation or 1))
-    if most is None or accumulation is not None:
-        return whole
-    return max(size for size in range(1, most + 1) if whole % size == 0)
 
 
 def _optimizer(read: Reading) -> Pairs:

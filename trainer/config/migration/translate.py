@@ -15,7 +15,6 @@ from enum import StrEnum
 from typing import Any
 
 from zeromesh.trainer.config.messages import either, shown
-from zeromesh.trainer.config.redact import REDACTED, is_secret
 
 AUTO = "auto"
 _LARGEST_COUNT = 1 << 53
@@ -233,7 +232,7 @@ def translate(table: Sequence[SettingRow], joins: Sequence[Join], reading: Readi
     for row in present:
         value = reading(row.name)
         if row.fate is Fate.REFUSED and value not in row.neutral:
-            reading.refuse(row.name, f"{_shown(row.name, value)} is not available: {row.text}")
+            reading.refuse(row.name, f"{shown(row.name, value)} is not available: {row.text}")
         if row.convert is not None:
             values[row.keys[0]] = row.convert(value)
     for join in joins:
@@ -259,7 +258,7 @@ def _lines(table: Sequence[SettingRow], reading: Reading, values: Mapping[str, A
         elif row.fate is Fate.MAPPED and asked:
             found = [f"{key}: {shown(key, values[key])}" for key in row.keys if key in values]
             what = ", ".join(found) or ("nothing, by what else is set" if row.keys else row.text)
-            yield f"{row.name}: {_shown(row.name, value)} -> {what}"
+            yield f"{row.name}: {shown(row.name, value)} -> {what}"
     for text, names in why.items():
         yield f"{', '.join(names)}: {text}"
 
@@ -273,7 +272,3 @@ def _resolved(row: SettingRow, reading: Reading, values: Mapping[str, Any]) -> I
             yield f"{key}: {shown(key, reading.below[key])} of TrainingArguments"
         elif not reading.below:
             yield f"{key}: zeromesh's default"
-
-
-def _shown(name: str, value: Any) -> str:
-    return REDACTED if is_secret(name, value) else shown("", value)

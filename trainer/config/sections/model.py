@@ -1,6 +1,6 @@
 """The section `model`, and the class of transformers that builds a model for each task."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -27,24 +27,10 @@ Head = Literal[
 """`model.head`. `base` is the model without a head, which needs a `compute_loss`."""
 
 AUTO_CLASSES: dict[Head, str] = {
-    "causal_lm": "AutoModelForCausalLM",
-    "masked_lm": "AutoModelForMaskedLM",
-    "seq2seq_lm": "AutoModelForSeq2SeqLM",
-    "sequence_classification": "AutoModelForSequenceClassification",
-    "token_classification": "AutoModelForTokenClassification",
-    "question_answering": "AutoModelForQuestionAnswering",
-    "multiple_choice": "AutoModelForMultipleChoice",
-    "next_sentence_prediction": "AutoModelForNextSentencePrediction",
-    "image_classification": "AutoModelForImageClassification",
-    "video_classification": "AutoModelForVideoClassification",
-    "semantic_segmentation": "AutoModelForSemanticSegmentation",
-    "image_text_to_text": "AutoModelForImageTextToText",
-    "audio_classification": "AutoModelForAudioClassification",
-    "speech_seq2seq": "AutoModelForSpeechSeq2Seq",
-    "ctc": "AutoModelForCTC",
-    "base": "AutoModel",
-}
-
+    head: f"AutoModelFor{head.title().replace('_', '').replace('Lm', 'LM').replace('Ctc', 'CTC')}"
+    for head in get_args(Head)
+} | {"base": "AutoModel"}
+"""The class of transformers for each head, such as AutoModelForCausalLM."""
 
 DEFAULT_MODEL: dict[str, JsonValue] = {
     "model_type": "llama",

@@ -20,7 +20,7 @@ from zeromesh.offload.io.direct_io import IN_MEMORY, PositionalFile, file_system
 from zeromesh.offload.io.transfer import pages
 from zeromesh.offload.memory.ledger import available_bytes, group_settings, machine_bytes, swap_bytes
 from zeromesh.trainer.formatting import human_bytes
-from zeromesh.trainer.tools.doctor.findings import Finding, problem, warning
+from zeromesh.trainer.tools.doctor.software import Finding, problem, warning
 
 _LEAST_MEMORY = 2 << 30
 _LEAST_SHARED = 1 << 30

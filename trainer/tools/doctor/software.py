@@ -1,4 +1,7 @@
-"""What surrounds a run on this host: packages, launch variables and the network. Nothing here imports torch."""
+"""Findings of `zeromesh doctor`, and what surrounds a run on this host: packages, launch variables and the network.
+
+Nothing here imports torch.
+"""
 
 import contextlib
 import operator
@@ -6,7 +9,9 @@ import platform
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
@@ -16,7 +21,6 @@ from zeromesh.errors import ConfigError
 from zeromesh.launch.self_test import try_exchange
 from zeromesh.mesh.network_interfaces import interface_of, interfaces, is_loopback
 from zeromesh.trainer.formatting import human_seconds
-from zeromesh.trainer.tools.doctor.findings import Finding, problem, warning
 
 _SHOWN = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "WANDB_MODE")
 _SECRET = ("WANDB_API_KEY", "HF_TOKEN")
@@ -29,6 +33,48 @@ _DEBUGGING = {
 """Variables that help to find mistakes and slow runs down: the value that does so, and its effect."""
 _COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "<": operator.lt, ">": operator.gt}
 _SLOW_NAME_SECONDS = 1.0
+
+
+class Level(StrEnum):
+    """A `PROBLEM` keeps runs from working; a `WARNING` keeps some runs from it, or from working well."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`what` was looked at and `found`. A finding that is not ok also says what that `means` and what to `do`."""
+
+    what: str
+    found: str
+    level: Level = Level.OK
+    means: str = ""
+    do: str = ""
+
+
+def problem(what: str, found: str, means: str, do: str, *, when: bool = True, level: Level = Level.PROBLEM) -> Finding:
+    """Return a finding that is a problem where `when` is true, and ok otherwise."""
+    return Finding(what, found, level, means, do) if when else Finding(what, found)
+
+
+def warning(what: str, found: str, means: str, do: str, *, when: bool = True) -> Finding:
+    """Return a finding that is a warning where `when` is true, and ok otherwise."""
+    return problem(what, found, means, do, when=when, level=Level.WARNING)
+
+
+def report_lines(part: str, findings: Sequence[Finding]) -> Iterator[str]:
+    """Yield the findings of one part of the machine as lines of plain text."""
+    width = max((len(finding.what) for finding in findings), default=0)
+    yield part
+    for finding in findings:
+        mark = finding.level.value if finding.level is Level.OK else finding.level.value.upper()
+        yield f"  {mark:<8} {finding.what:<{width}}  {finding.found}"
+        if finding.level is not Level.OK:
+            indent = " " * (width + 13)
+            yield f"{indent}{finding.means}"
+            yield f"{indent}-> {finding.do}"
 
 
 def packages() -> Iterator[Finding]:
