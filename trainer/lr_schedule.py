@@ -90,11 +90,6 @@ tenth of the run), `decay_shape` (cosine, linear, 1-sqrt), `num_cycles` |
     def momentum(self, step: int) -> None:
         """None: the optimizer's own, in every step."""
 
-    @property
-    def decaying_steps(self) -> int:
-        """The length of the decay of `warmup_stable_decay`: as given, or a tenth of the run."""
-        return max(1, self.total_steps // 10) if self.decay_steps is None else self.decay_steps
-
 
 @cache
 def _curve_of(schedule: LRSchedule) -> Callable[[int], float]:
@@ -107,8 +102,13 @@ def _curve_of(schedule: LRSchedule) -> Callable[[int], float]:
     options: dict[str, Any] = {"num_cycles": schedule.num_cycles, "power": schedule.power}
     match schedule.name:
         case "warmup_stable_decay" | "wsd":
-            options |= {"num_decay_steps": schedule.decaying_steps, "decay_type": schedule.decay_shape}
-            options["min_lr_ratio"] = schedule.min_ratio
+            tenth = max(1, schedule.total_steps // 10)
+            steps = tenth if schedule.decay_steps is None else schedule.decay_steps
+            options |= {
+                "num_decay_steps": steps,
+                "decay_type": schedule.decay_shape,
+                "min_lr_ratio": schedule.min_ratio,
+            }
         case "cosine_with_min_lr" | "cosine_warmup_with_min_lr":
             options["min_lr_rate"] = schedule.min_ratio
         case "polynomial":

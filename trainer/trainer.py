@@ -6,6 +6,7 @@ report = Trainer(model, "configs/zero3.yaml", train_dataset=dataset).fit()
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from operator import length_hint
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -66,7 +67,6 @@ class Trainer(TransformersNames):
         processing_class: a tokenizer, used for `config.data` and saved with the model.
         lr_scheduler: makes a scheduler of `torch.optim.lr_scheduler` of an optimizer, such as `lambda o: StepLR(o, 30)`; it stands
             in for `config.schedule`.
-        model_init: transformers' name of a callable `model`.
         compute_loss_func: transformers' name of a loss `(outputs, labels, num_items_in_batch) -> mean`.
         args: `TrainingArguments`, by the name that transformers has for them; `config` then changes single keys on top of them.
 
@@ -87,22 +87,22 @@ class Trainer(TransformersNames):
         processing_class: Any = None,
         *,
         args: Any = None,
-        model_init: Callable[[], nn.Module] | None = None,
         compute_loss_func: Callable[..., Tensor] | None = None,
         preprocess_logits_for_metrics: PreprocessLogits | None = None,
         lr_scheduler: MakeScheduler | None = None,
     ) -> None:
+        samples = length_hint(train_dataset, -1)
         own_data = train_dataset is not None or eval_dataset is not None
         self.config: TrainerConfig = load_config(
             config,
             unused=_DATA_KEYS if own_data else frozenset(),
             arguments=args,
-            samples=_length_of(train_dataset),
+            samples=None if samples < 0 else samples,
         )
         self.training_arguments = next((each for each in (args, config) if isinstance(each, TrainingArguments)), None)
         self.events = CallbackDispatcher(self, callbacks or ())
         self.inputs = UserInputs(
-            model=model if model is not None else model_init,
+            model=model,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             collate=collator_of(data_collator, processing_class, datasets=own_data),
@@ -310,11 +310,6 @@ class Trainer(TransformersNames):
         )
 
     @property
-    def run_config(self) -> TrainerConfig:
-        """The configuration with what the data decides: `run.max_steps` of so many epochs."""
-        return self._prepare().config
-
-    @property
     def processing_class(self) -> Any:
         """The tokenizer that is saved with the model."""
         return self._prepare().model.processing_class
@@ -388,11 +383,3 @@ class Trainer(TransformersNames):
 def with_resume(config: TrainerConfig, resume: str) -> TrainerConfig:
     """The configuration with another `checkpoint.resume`."""
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": resume})})
-
-
-def _length_of(dataset: Any) -> int | None:
-    """Samples of a dataset; None where it does not say."""
-    try:
-        return len(dataset)
-    except TypeError:
-        return None

@@ -74,7 +74,7 @@ class Callback:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """Where a run is. The properties are transformers' names of the same."""
+    """Where a run is."""
 
     step: int
     max_steps: int
@@ -91,10 +91,3 @@ class RunState:
     """Floating-point operations so far by transformers' estimate: 6 for each token and each parameter that is no embedding."""
     log_history: Sequence[dict[str, Any]] = ()
     """What the run has logged, now and later: losses, values of evaluations, and in the end those of the whole run."""
-
-    global_step = property(lambda self: self.step)
-    num_train_epochs = property(lambda self: self.epochs)
-    num_input_tokens_seen = property(lambda self: self.tokens)
-    best_global_step = property(lambda self: self.best_step)
-    best_model_checkpoint = property(lambda self: self.best_checkpoint)
-    is_local_process_zero = property(lambda self: self.is_world_process_zero)

@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainerControl
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.callbacks.callback import Callback, Trainer
-from zeromesh.trainer.callbacks.transformers_callbacks import TransformersCallbacks
+from zeromesh.trainer.callbacks.transformers_callbacks import TransformersCallbacks, naming
 from zeromesh.trainer.data.collate import ending_children
 
 
@@ -56,12 +56,8 @@ class CallbackDispatcher:
                 with ending_children():
                     callback.call(event, *arguments)
             elif self._overrides(callback, event):
-                try:
-                    with ending_children():
-                        getattr(callback, event)(self._trainer, *arguments)
-                except Exception as error:
-                    error.add_note(f"raised by callback {type(callback).__name__}.{event}")
-                    raise
+                with naming(callback, event), ending_children():
+                    getattr(callback, event)(self._trainer, *arguments)
 
     def listens(self, event: str) -> bool:
         """Whether some callback does something at an event."""
@@ -95,11 +91,8 @@ class CallbackDispatcher:
         """The states of callbacks that a checkpoint keeps, by their class; of two of one class, the first."""
         found: dict[str, Any] = {}
         for callback in self._callbacks:
-            try:
+            with naming(callback, "state_dict"):
                 state = callback.state_dict()
-            except Exception as error:
-                error.add_note(f"raised by callback {type(callback).__name__}.state_dict")
-                raise
             if state:
                 found.setdefault(type(callback).__name__, state)
         return found

@@ -10,11 +10,11 @@ do is an error, and not silence.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +34,16 @@ from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.data.streaming import StreamedDataset
 
 
+@contextmanager
+def naming(callback: Any, event: str) -> Iterator[None]:
+    """Errors of the block, a call of a callback's method, are raised with a note that names it."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised by callback {type(callback).__name__}.{event}")
+        raise
+
+
 class TransformersCallbacks:
     """All callbacks of transformers that a trainer has; they share arguments, state and control."""
 
@@ -42,7 +52,7 @@ class TransformersCallbacks:
         self._trainer = trainer
         self._state = TrainerState()
         self._arguments: TrainingArguments | None = None
-        self._optimizer: OptimizerView | None = None
+        self._optimizer: SimpleNamespace | None = None
         self._train: Batches | None = None
         self._evaluation: Batches | None = None
         """The batches of the latest evaluation or prediction."""
@@ -97,11 +107,8 @@ class TransformersCallbacks:
     def _notify(self, event: str, named: Mapping[str, Any]) -> None:
         events = self._trainer.events
         for callback in self.callbacks:
-            try:
+            with naming(callback, event):
                 answer = getattr(callback, event)(self._arguments, self._state, events.control, **named)
-            except Exception as error:
-                error.add_note(f"raised by callback {type(callback).__name__}.{event}")
-                raise
             if answer is not None:
                 events.control = answer
 
@@ -113,14 +120,15 @@ class TransformersCallbacks:
     def _views(self) -> dict[str, Any]:
         trainer, steps = self._trainer, self._state.global_step
         if self._optimizer is None:
-            self._optimizer = OptimizerView(trainer.run.model.optimizer, trainer.model)
+            self._optimizer = optimizer_view(trainer.run.model.optimizer, trainer.model)
         rate = trainer.run.learning_rate_of(steps)
-        self._optimizer.set_rate(rate)
+        groups = [MappingProxyType({**group, "lr": rate}) for group in self._optimizer.param_groups]
+        self._optimizer.param_groups = tuple(groups)
         return {
             "model": trainer.model,
             "processing_class": trainer.processing_class,
             "optimizer": self._optimizer,
-            "lr_scheduler": SchedulerView([rate] * len(self._optimizer.param_groups), steps),
+            "lr_scheduler": SimpleNamespace(get_last_lr=lambda: [rate] * len(groups), last_epoch=steps),
             "train_dataloader": self._train,
             "eval_dataloader": self._evaluation,
         }
@@ -196,7 +204,7 @@ def bring_up_to_date(state: TrainerState, trainer: Trainer, arguments: TrainingA
     state.num_train_epochs = max(1, math.ceil(now.epochs))
     state.num_input_tokens_seen, state.total_flos = now.tokens, now.total_flos
     state.is_world_process_zero = state.is_local_process_zero = now.is_world_process_zero
-    state.train_batch_size = trainer.run_config.batch.micro_size
+    state.train_batch_size = trainer.run.config.batch.micro_size
     history: Any = now.log_history
     state.log_history = history
     if arguments is None:
@@ -239,53 +247,31 @@ class Batches:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         plan = self.feed.plan
-        for step in self._steps():
+        if isinstance(self.feed.dataset, StreamedDataset):
+            steps: Iterable[int] = itertools.count(self.first)
+        elif plan.epoch_size is None:  # An evaluation is one step.
+            steps = range(1)
+        else:
+            steps = range(
+                self.first, self.first + (plan.steps_per_epoch or math.ceil(plan.epoch_size / plan.global_size))
+            )
+        for step in steps:
             for microbatch in plan.microbatches(step, self.rank)[: plan.rounds_of(step)]:
                 batch = self.feed.fetch(microbatch).items()
                 yield {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in batch}
 
-    def _steps(self) -> Iterable[int]:
-        plan = self.feed.plan
-        if isinstance(self.feed.dataset, StreamedDataset):
-            return itertools.count(self.first)
-        if plan.epoch_size is None:  # An evaluation is one step.
-            return range(1)
-        return range(self.first, self.first + (plan.steps_per_epoch or math.ceil(plan.epoch_size / plan.global_size)))
 
-
-class OptimizerView:
-    """Stands for the optimizer, whose states are partitioned: its groups of parameters, to be read."""
-
-    def __init__(self, settings: OptimizerSettings, model: nn.Module) -> None:
-        rules = GroupRules(settings)
-        self.defaults: Mapping[str, Any] = MappingProxyType(
-            {"betas": settings.betas, "eps": settings.eps, "momentum": settings.momentum}
-        )
-        parameters: list[list[nn.Parameter]] = [[] for _ in rules.groups]
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameters[rules.group_of(name)].append(parameter)
-        self._groups = [
-            {**self.defaults, "weight_decay": group.weight_decay, "initial_lr": group.lr, "params": tuple(members)}
-            for group, members in zip(rules.groups, parameters, strict=True)
-            if members
-        ]
-        self.param_groups: Sequence[Mapping[str, Any]] = ()
-        """Decayed parameters, and those that are not; a mapping that is not to be written to for each."""
-
-    def set_rate(self, rate: float) -> None:
-        """Have all groups show this learning rate."""
-        self.param_groups = tuple(MappingProxyType({"lr": rate, **group}) for group in self._groups)
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerView:
-    """Stands for the scheduler, after `last_epoch` steps."""
-
-    rates: Sequence[float]
-    """The learning rate of each group of parameters in the step that comes next."""
-    last_epoch: int
-
-    def get_last_lr(self) -> list[float]:
-        """The learning rates, as schedulers of torch return them."""
-        return list(self.rates)
+def optimizer_view(settings: OptimizerSettings, model: nn.Module) -> SimpleNamespace:
+    """What stands for the optimizer, whose states are partitioned: its groups of parameters, to be read."""
+    rules = GroupRules(settings)
+    defaults = {"betas": settings.betas, "eps": settings.eps, "momentum": settings.momentum}
+    parameters: list[list[nn.Parameter]] = [[] for _ in rules.groups]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameters[rules.group_of(name)].append(parameter)
+    groups = [
+        {**defaults, "weight_decay": group.weight_decay, "initial_lr": group.lr, "params": tuple(members)}
+        for group, members in zip(rules.groups, parameters, strict=True)
+        if members
+    ]
+    return SimpleNamespace(defaults=MappingProxyType(defaults), param_groups=groups)

@@ -34,7 +34,7 @@ def write_model_card(trainer: Any, directory: Path, values: Mapping[str, Any]) -
 
     `values` are what the user says of the model, by transformers' names.
     """
-    config, mesh = trainer.run_config, trainer.mesh
+    config, mesh = trainer.run.config, trainer.mesh
     described = SimpleNamespace(  # What transformers reads of a trainer for a card.
         args=trainer.args,
         model=trainer.model,

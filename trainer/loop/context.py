@@ -76,16 +76,6 @@ class FitReport:
     metrics: dict[str, float] = field(default_factory=dict)
     """The run in a few numbers, by transformers' names: `train_loss`, `train_runtime` in seconds, `total_flos`, `epoch`, ..."""
 
-    @property
-    def global_step(self) -> int:
-        """transformers' name of `final_step`."""
-        return self.final_step
-
-    @property
-    def training_loss(self) -> float:
-        """The mean loss of this process's steps, as transformers has it."""
-        return _mean(self.losses) if self.losses else self.final_loss
-
 
 def _mean(losses: Sequence[float]) -> float:
     """The mean; 0 of none."""

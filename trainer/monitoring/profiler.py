@@ -41,7 +41,7 @@ class Profile:
         self._settle = engine.settle
         self._note = note
         self._recorded: list[int] = []
-        self._open: ExitStack | None = None
+        self._open = ExitStack()
         self._profiler: profile | None = None
 
     def __enter__(self) -> Self:
@@ -50,30 +50,25 @@ class Profile:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is None:
             self._stop()
-        elif self._open is not None and self._mesh.world_size == 1:
+        elif self._mesh.world_size == 1:
             self._open.close()
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Record step `number`, one of `steps`, in the block."""
-        if self._open is None:
-            self._start()
+        if self._profiler is None:
+            activities = [ProfilerActivity.CPU]
+            if self._mesh.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            made = profile(activities=activities, record_shapes=self._memory, profile_memory=self._memory)
+            self._profiler = self._open.enter_context(made)
+            self._open.enter_context(self._mesh.recorder.profiling_ranges())
         self._recorded.append(number)
         with self._mesh.recorder.range("step", str(number)):
             yield
         if number == self.steps[-1]:
             self._stop()
             self._mesh.meet("writing of traces")
-
-    def _start(self) -> None:
-        activities = [ProfilerActivity.CPU]
-        if self._mesh.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self._open = ExitStack()
-        self._profiler = self._open.enter_context(
-            profile(activities=activities, record_shapes=self._memory, profile_memory=self._memory)
-        )
-        self._open.enter_context(self._mesh.recorder.profiling_ranges())
 
     def _stop(self) -> None:
         """End recording, and write what there is. A full disk is no reason to end a run.
@@ -82,12 +77,11 @@ class Profile:
         after the profiler has ended and freed it: so it has to end before. After an error with peers nobody can wait for that,
         and recording is left to end with the process.
         """
-        opened, profiler = self._open, self._profiler
-        if opened is None or profiler is None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
             return
-        self._open = self._profiler = None
         self._settle()
-        opened.close()
+        self._open.close()
         path = self._folder / f"steps-{self._recorded[0]}-{self._recorded[-1]}-rank-{self._mesh.rank}.json.gz"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -81,11 +81,7 @@ class MetricsWriter:
         """
         values = record.record() if isinstance(record, StepMetrics) else record
         values = {**values, "time": round(time.time(), 3)}
-        try:
-            text = json.dumps(values, allow_nan=False)
-        except (TypeError, ValueError):  # A number of NumPy's or PyTorch's, or one that is not finite.
-            text = json.dumps(strict(values), allow_nan=False)
-        line = text.encode("ascii") + b"\n"
+        line = json.dumps(strict(values), allow_nan=False).encode("ascii") + b"\n"
         try:
             written = self._file.write(line)
             if written != len(line):
