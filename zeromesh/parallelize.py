@@ -86,7 +86,7 @@ def divide(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Divided:
     ranks = mesh.pipeline.size
     own = [chunk * ranks + mesh.pipeline.index for chunk in range(options.chunks)]
     stages = Stages(model, anatomy, cut, own, outside, tensor.shares if tensor is not None else None)
-    blocks = [model.get_submodule(f"{anatomy.blocks}.{index}") for stage in own for index in cut.ranges()[stage]]
+    blocks = [model.get_submodule(f"{anatomy.blocks}.{index}") for stage in own for index in stages.ranges[stage]]
     cuts = ModelCuts(
         parts=parts,
         copies=_copies(stages, ranks),
@@ -94,18 +94,18 @@ def divide(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Divided:
         chunk_of=lambda name: own.index(stages.stage_of(name)),
     )
     pipeline = Pipeline(mesh, stages, options.schedule, blocks)
-    listed = " + ".join(map(str, cut.counts))
+    listed = " + ".join(map(str, cut))
     return Divided(cuts=cuts, tensor=tensor, pipeline=pipeline, notes=(*notes, f"pipeline: stages of {listed} blocks"))
 
 
 def _divide_layers(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Parallelized:
     # Divided layers load torch's compiler, to keep it out of their exchanges: two seconds that other runs need not spend.
-    from zeromesh.tensor.parallelize_module import parallelize
+    from zeromesh.tensor.parallelize_module import Parallelized
     from zeromesh.tensor.plan.planner import plan_tensor
 
     exchange: Exchange = open_exchange(mesh.tensor, mesh.device, options.transport)
     plan = plan_tensor(model, mesh.tensor.size, options.rules or None)
-    return parallelize(model, exchange, plan, sequence=options.sequence, device=mesh.device)
+    return Parallelized(model, exchange, plan, sequence=options.sequence, device=mesh.device)
 
 
 def _copies(stages: Stages, ranks: int) -> dict[str, StageCopies]:

@@ -25,7 +25,7 @@ from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.schedule import Action, Kind, make_schedule, received_by
 from zeromesh.pipeline.stages.build import Stages, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
-from zeromesh.tensor.parallelize_module import Parallelized, parallelize
+from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models.prepare import use_fastest_linear
@@ -60,7 +60,7 @@ class AloneExchange(Exchange):
 
 def divide_layers(model: nn.Module, form: Form, rank: int) -> Parallelized:
     """Leave rank `rank`'s part of each layer."""
-    return parallelize(model, AloneExchange(form.tensor, rank), plan_tensor(model, form.tensor))
+    return Parallelized(model, AloneExchange(form.tensor, rank), plan_tensor(model, form.tensor))
 
 
 def cut_stages(model: nn.Module, form: Form, rank: int) -> Stages:

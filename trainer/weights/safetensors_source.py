@@ -1,12 +1,11 @@
 """Initial values from a local Hugging Face model directory, streamed: a rank reads no more than it owns where that is possible.
 
 A parameter that lies in a safetensors file unchanged is read by element range. One that the library converts (stacked experts,
-split projections) is made whole on CPU, one conversion at a time, and a bounded number of them is kept between reads. Headers are
+split projections) is made whole on CPU, one conversion at a time, and the latest one is kept between reads. Headers are
 checked before anything else is read (`checkpoint/format/safetensors_layout.py`), and nothing is executed.
 """
 
 import os
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -134,7 +133,6 @@ class SafetensorsSource:
         directory: with `model.safetensors`, or `model.safetensors.index.json` and its files.
         model: a Hugging Face model of the same architecture, which may be on the meta device.
         fallback: gives the parameters that no file has (a new classification head).
-        cache_bytes: of converted parameters kept between reads (one conversion at least).
 
     `notes` are lines for the run to print. Raises `ConfigError` that lists every tensor that is missing, unexpected or of another
     shape, and for files that are broken; `LostValuesError` for values that neither the files nor `fallback` have.
@@ -145,8 +143,6 @@ class SafetensorsSource:
         directory: str | os.PathLike[str],
         model: Any,
         fallback: ParameterSource,
-        *,
-        cache_bytes: int = 256 * 2**20,
     ) -> None:
         self._files = TensorFiles(directory)
         self._matched = match(model, self._files.entries)
@@ -158,8 +154,8 @@ class SafetensorsSource:
         if unknown := tuple(name for name in lost if not self.provides(name)):
             raise LostValuesError(unknown, "they are in no file either")
         self._compare_tied()
-        self._cache: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
-        self._cache_bytes = cache_bytes
+        self._made: dict[str, dict[str, torch.Tensor]] = {}
+        """What the latest conversion has made, by its target."""
         remarks = {
             "not in {}, so newly initialised": self._matched.new,
             "in {} and not used by this model": self._matched.unused,
@@ -192,27 +188,21 @@ class SafetensorsSource:
         return None
 
     def release(self, fqn: str) -> None:
-        """Let the fallback release a parameter; memory here is bounded by the cache."""
+        """Let the fallback release a parameter; of what is converted, little is kept here."""
         self._fallback.release(fqn)
 
     def close(self) -> None:
-        """Close the files and drop the cache."""
+        """Close the files and drop what was converted."""
         self._files.close()
-        self._cache.clear()
+        self._made.clear()
         self._fallback.close()
 
     def _converted(self, conversion: Conversion) -> dict[str, torch.Tensor]:
-        """The tensors that a conversion makes, from the cache where it has them."""
-        key = conversion.target
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            return self._cache[key]
-        entries = [self._files.entries[name] for _, name in conversion.sources]
-        free = self._cache_bytes - sum(entry.end - entry.begin for entry in entries)
-        while self._cache and sum(t.nbytes for tensors in self._cache.values() for t in tensors.values()) > free:
-            self._cache.popitem(last=False)
-        self._cache[key] = conversion.run(self._files.read_whole, self._skeleton.root)
-        return self._cache[key]
+        """The tensors that a conversion makes; those of the latest one are kept."""
+        if conversion.target not in self._made:
+            self._made.clear()
+            self._made[conversion.target] = conversion.run(self._files.read_whole, self._skeleton.root)
+        return self._made[conversion.target]
 
     def _compare_tied(self) -> None:
         """Refuse files in which the names of one tied parameter have different values: one of them would be lost."""

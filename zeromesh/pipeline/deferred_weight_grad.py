@@ -34,33 +34,33 @@ class _Layer:
     transposed: bool
 
 
-_Product = tuple[_Layer, torch.Tensor, torch.Tensor]
-"""A weight's gradient, yet to be multiplied: the gradient of the layer's output, and its input."""
+_Products = dict[nn.Parameter, list[tuple[_Layer, torch.Tensor, torch.Tensor]]]
+"""By weight, what its gradient is yet to be multiplied from: for each use the gradient of the layer's output, and its input."""
 
 
 class WeightQueue:
     """Factors of gradients of weights, by the work that they belong to (a microbatch in a chunk)."""
 
     def __init__(self) -> None:
-        self._queued: dict[Hashable, list[_Product]] = {}
-        self._current: list[_Product] | None = None
+        self._queued: dict[Hashable, _Products] = {}
+        self._current: _Products | None = None
 
     @contextmanager
     def deferring(self, key: Hashable) -> Iterator[None]:
         """Backward inside the block queues. Raises PhaseError when `key` has been queued and not run."""
         if self._current is not None or key in self._queued:
             raise PhaseError(f"gradients of weights of {key} are queued already")
-        self._current = self._queued[key] = []
+        self._current = self._queued[key] = {}
         try:
             yield
         finally:
             self._current = None
 
-    def take(self, product: _Product) -> None:
-        """Queue a product. Raises PhaseError outside of `deferring`."""
+    def add(self, layer: _Layer, grad: torch.Tensor, x: torch.Tensor) -> None:
+        """Queue one use of a layer. Raises PhaseError outside of `deferring`."""
         if self._current is None:
             raise PhaseError("backward of a model whose gradients of weights are deferred ran outside of `deferring`")
-        self._current.append(product)
+        self._current.setdefault(layer.weight, []).append((layer, grad, x))
 
     def run(self, key: Hashable) -> None:
         """Compute what was queued, in the order of backward; factors are freed on the way.
@@ -71,23 +71,18 @@ class WeightQueue:
         if key not in self._queued:
             raise PhaseError(f"gradients of weights of {key} were to be computed, but its backward has not run")
         products = self._queued.pop(key)
-        uses = Counter(id(layer.weight) for layer, _, _ in products)
-        sums: dict[int, torch.Tensor] = {}
-        products.reverse()
         while products:
-            layer, grad, x = products.pop()
-            which = id(layer.weight)
-            factors = (x, grad) if layer.transposed else (grad, x)
-            gradient = linear_grad_weight(*factors).view(layer.weight.shape)
-            del grad, x, factors
-            # A weight that was used several times has one gradient.
-            if which in sums:
-                gradient = sums.pop(which).add_(gradient)
-            uses[which] -= 1
-            if uses[which]:
-                sums[which] = gradient
-            else:
-                torch.autograd.backward([layer.edge], [gradient])
+            uses = products.pop(next(iter(products)))
+            edge = uses[0][0].edge
+            gradient = _multiply(*uses.pop(0))
+            while uses:  # A weight that was used several times has one gradient.
+                gradient.add_(_multiply(*uses.pop(0)))
+            torch.autograd.backward([edge], [gradient])
+
+
+def _multiply(layer: _Layer, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    factors = (x, grad) if layer.transposed else (grad, x)
+    return linear_grad_weight(*factors).view(layer.weight.shape)
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -107,7 +102,7 @@ class _DeferredLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layer: _Layer = ctx.layer
         of_x, _, of_bias = ctx.needs_input_grad[:3]
-        layer.queue.take((layer, grad, x))
+        layer.queue.add(layer, grad, x)
         grad_x = linear_grad_x(grad, weight.t() if layer.transposed else weight) if of_x else None
         grad_bias = grad.flatten(0, -2).sum(dim=0) if of_bias else None
         return grad_x, None, grad_bias, None

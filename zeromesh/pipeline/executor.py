@@ -92,18 +92,11 @@ def _seconds(start: _Moment, end: _Moment) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """One run of a schedule on this rank. On a device, asking for seconds waits until it has been computed."""
+    """One run of a schedule on this rank."""
 
     schedule: PipelineSchedule
-    rank: int
     marks: tuple[_Moment, ...]
-    """The beginning, then start and end of each action."""
-
-    @property
-    def moments(self) -> list[float]:
-        """Start and end of each action, in seconds since the beginning: not what was waited for before it."""
-        began, *inner = self.marks
-        return [_seconds(began, mark) for mark in inner]
+    """The beginning, then start and end of each action: not what was waited for before it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,14 +108,10 @@ class Bubble:
     measured: float
     timeline: Timeline
     """The measured step of all ranks; each rank's clock begins with its own step."""
-    simulated: Timeline
 
 
 class Executor:
     """Runs one rank's part of any schedule. All ranks of `group` run the same schedules in the same order."""
-
-    AHEAD = 2
-    """Messages of a neighbour that are received before they are needed; they take memory."""
 
     def __init__(self, group: ProcessSet, channels: Channels) -> None:
         self.group = group
@@ -145,12 +134,12 @@ class Executor:
             self._incoming[schedule] = _incoming(schedule, rank)
         signatures = [runner.signature(number) for number in range(schedule.microbatches)]
         self._require_agreement(schedule, signatures)
-        run = _Run(schedule, rank, self._incoming[schedule], runner, signatures, self._channels, self.AHEAD)
+        run = _Run(schedule, rank, self._incoming[schedule], runner, signatures, self._channels)
         marks = [_now(self._channels.device)]
         for action in schedule.actions[rank]:
             marks += run.do(action)
         self._channels.settle()
-        return Measured(schedule=schedule, rank=rank, marks=tuple(marks))
+        return Measured(schedule=schedule, marks=tuple(marks))
 
     def _require_agreement(self, schedule: PipelineSchedule, shapes: Sequence[Hashable]) -> None:
         """Raise where ranks differ: shapes that one rank remembers and another does not would end in an abort."""
@@ -164,8 +153,8 @@ class Executor:
             )
 
     def bubble(self, measured: Measured) -> Bubble:
-        """Collect how long all ranks have waited; all ranks call this together."""
-        own = [round(1e9 * value) for value in measured.moments]
+        """Collect how long all ranks have waited; all ranks call this together, which waits until a device has computed all."""
+        own = [round(1e9 * _seconds(measured.marks[0], mark)) for mark in measured.marks[1:]]
         longest = max(row[0] for row in self.group.gather_integers([len(own)]))
         rows = self.group.gather_integers(own + [0] * (longest - len(own)))
         return bubble(measured.schedule, [[value * 1e-9 for value in row] for row in rows])
@@ -187,8 +176,7 @@ def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubb
         found = kinds[rank, action.kind, action.chunk]
         return sum(found) / len(found)
 
-    simulated = simulate(schedule, mean)
-    return Bubble(predicted=simulated.bubble, measured=timeline.bubble, timeline=timeline, simulated=simulated)
+    return Bubble(predicted=simulate(schedule, mean).bubble, measured=timeline.bubble, timeline=timeline)
 
 
 def _incoming(schedule: PipelineSchedule, rank: int) -> dict[int, list[Message]]:
@@ -202,6 +190,10 @@ def _incoming(schedule: PipelineSchedule, rank: int) -> dict[int, list[Message]]
     return found
 
 
+_AHEAD = 2
+"""Messages of a neighbour that are received before they are needed; they take memory."""
+
+
 @dataclass(slots=True)
 class _Run:
     """One run of a schedule on a rank."""
@@ -212,7 +204,6 @@ class _Run:
     runner: StageRunner
     signatures: Sequence[Hashable]
     channels: Channels
-    ahead: int
     _posted: Counter[int] = field(default_factory=Counter)
     """For each neighbour: how many of its messages this rank has begun to receive."""
     _consumed: Counter[int] = field(default_factory=Counter)
@@ -281,7 +272,7 @@ class _Run:
 
     def _post_ahead(self) -> None:
         for source, messages in self.incoming.items():
-            end = min(len(messages), self._consumed[source] + self.ahead)
+            end = min(len(messages), self._consumed[source] + _AHEAD)
             while self._posted[source] < end:
                 message = messages[self._posted[source]]
                 if message.gradient and (message.stage, message.microbatch) not in self._gradients:

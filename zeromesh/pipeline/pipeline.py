@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from zeromesh.comm.point_to_point import Channels
-from zeromesh.errors import PhaseError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Bubble, Executor, Measured, StageRunner, signature_of, take_gradient
@@ -43,7 +42,7 @@ class ZeroRunner(StageRunner):
     stages: Stages
     work: Sequence[MicrobatchWork]
     loss: LossOf
-    queue: WeightQueue | None = None
+    queue: WeightQueue
     losses: list[torch.Tensor] = field(init=False)
     _inputs: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
     _forwards: dict[tuple[int, int], Forward] = field(default_factory=dict)
@@ -87,14 +86,14 @@ class ZeroRunner(StageRunner):
 
     def backward_input(self, chunk: int, microbatch: int, gradients: Tensors) -> Tensors:
         forward = self._forwards[chunk, microbatch]
-        with self._require_queue().deferring((chunk, microbatch)):
+        with self.queue.deferring((chunk, microbatch)):
             self.passes.backward_input(forward, self._start(chunk, microbatch, forward, gradients))
         forward.outputs = ()
         return self._returned(chunk, microbatch)
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:
         forward = self._placed(chunk, self._forwards.pop((chunk, microbatch)))
-        self.passes.backward_weight(forward, partial(self._require_queue().run, (chunk, microbatch)))
+        self.passes.backward_weight(forward, partial(self.queue.run, (chunk, microbatch)))
 
     def _placed(self, chunk: int, forward: Forward) -> Forward:
         """Gradients are summed in the order in which they come: the first of a chunk begins the sums, the last one ends them."""
@@ -114,11 +113,6 @@ class ZeroRunner(StageRunner):
         """Gradients of what the chunk received."""
         return [take_gradient(tensor) for tensor in self._inputs.pop((chunk, microbatch))]
 
-    def _require_queue(self) -> WeightQueue:
-        if self.queue is None:
-            raise PhaseError("a schedule that splits backward needs a queue for the gradients of weights")
-        return self.queue
-
 
 class Pipeline:
     """One rank's part of the pipeline. All ranks of the pipeline axis call its methods alike."""
@@ -131,10 +125,8 @@ class Pipeline:
         sets = mesh.shape.groups("pipeline")
         self._channels = Channels(mesh.pipeline, mesh.device, sets=sets, ring=self._chunks > 1)
         self._executor = Executor(mesh.pipeline, self._channels)
-        self._queue = WeightQueue() if name == "zero_bubble" else None
-        self._put_back: Callable[[], None] = lambda: None
-        if self._queue is not None:
-            self._put_back = defer_weights(stages.model, blocks, self._queue)
+        self._queue = WeightQueue()
+        self._put_back = defer_weights(stages.model, blocks if name == "zero_bubble" else (), self._queue)
         self._measured: Measured | None = None
 
     @property
@@ -160,7 +152,7 @@ class Pipeline:
 
     def evaluate(self, passes: Passes, work: Sequence[MicrobatchWork], loss: LossOf) -> list[torch.Tensor]:
         """Forward alone, inside an evaluation of the engine."""
-        runner = ZeroRunner(passes, self.stages, work, loss)
+        runner = ZeroRunner(passes, self.stages, work, loss, self._queue)
         with torch.no_grad():
             self._executor.run(forward_only(ranks=self._ranks, microbatches=len(work), chunks=self._chunks), runner)
         return runner.losses

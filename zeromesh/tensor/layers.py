@@ -2,9 +2,9 @@
 
     ColumnParallelLinear     some outputs       input whole (or a share of the sequence), output local
     RowParallelLinear        some inputs        input local, output whole (or a share of the sequence); bias once, after the sum
-    VocabParallelEmbedding   some tokens        output whole
     VocabParallelHead        some tokens        logits local in training, gathered where a caller asks for them
 
+Embeddings and experts stay the modules that they are; functions here stand around their forwards.
 `transposed` layers keep their weight as `[in, out]`, as GPT-2 does.
 """
 
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.intervals import Interval
@@ -132,28 +131,6 @@ def lookup_own(
     foreign = (ids < tokens.start) | (ids >= tokens.end)
     vectors = lookup((ids - tokens.start).masked_fill(foreign, 0))
     return autograd_collectives.sum_out(vectors.masked_fill(foreign.unsqueeze(-1), 0), None, exchange)
-
-
-class VocabParallelEmbedding(nn.Module):
-    """Rows of an embedding, those of this rank's `tokens`; vectors of other tokens come from the others."""
-
-    def __init__(
-        self, weight: nn.Parameter, tokens: Interval, exchange: Exchange, *, padding_idx: int | None = None
-    ) -> None:
-        super().__init__()
-        self.weight = weight
-        self.num_embeddings, self.embedding_dim = weight.shape
-        owned = padding_idx is not None and tokens.start <= padding_idx < tokens.end
-        self.padding_idx = padding_idx - tokens.start if padding_idx is not None and owned else None
-        self._tokens = tokens
-        self._exchange = exchange
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look up integer `ids` of any shape; returns `[*ids.shape, features]`, the same on all ranks."""
-        return lookup_own(self._own, self._tokens, self._exchange, ids)
-
-    def _own(self, local: torch.Tensor) -> torch.Tensor:
-        return functional.embedding(local, self.weight, self.padding_idx)
 
 
 class VocabParallelHead(ColumnParallelLinear):

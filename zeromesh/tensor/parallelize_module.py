@@ -11,7 +11,6 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import nn
 
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import LayoutError
-from zeromesh.flat.layout import ParameterPart
 from zeromesh.intervals import Interval
 from zeromesh.overrides import override
 from zeromesh.tensor import autograd_collectives
@@ -28,7 +26,6 @@ from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
-    VocabParallelEmbedding,
     VocabParallelHead,
     divided_experts,
     latent_and_rotary,
@@ -38,54 +35,6 @@ from zeromesh.tensor.plan.planner import WHOLE, LayerPlan, Style, TensorPlan, pa
 from zeromesh.tensor.shared_input import SequenceShares, SharedInput
 
 _HIDDEN = "hidden_states"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parallelized:
-    """A model after `parallelize`: the parts that this rank has, and what puts the whole model back."""
-
-    plan: TensorPlan
-    parts: Mapping[str, ParameterPart]
-    """By FQN (the first of a tied parameter), of every parameter that is divided or has partial gradients. All others are whole on
-    every rank, with the same gradient on each."""
-    head: VocabParallelHead | None
-    """The output embedding, where it is divided."""
-    randomness: ShardedRandomness
-    shares: SequenceShares | None
-    """The shares of the sequence that blocks pass on; None where they pass on all of it."""
-    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
-
-    def restore(self) -> None:
-        """Give the model its own modules and numbers back. Parameters that were divided are whole again and on the meta device."""
-        while self._undo:
-            self._undo.pop()()
-
-
-def parallelize(
-    model: nn.Module,
-    exchange: Exchange,
-    plan: TensorPlan,
-    *,
-    sequence: bool = False,
-    device: torch.device | None = None,
-) -> Parallelized:
-    """Make `model` compute rank `exchange.index`'s part of `plan`.
-
-    Divided parameters become local ones on the meta device, with the dtype and `requires_grad` that they had; the engine gives
-    them values. All other parameters and buffers stay as they are.
-
-    Args:
-        sequence: blocks pass on shares of the sequence, so that norms, residuals and dropout between them are divided too.
-        device: where the model will compute (for its random numbers); CPU by default.
-
-    Raises:
-        LayoutError: when the plan is for another number of ranks; with `sequence`, for a model whose blocks may need all of it.
-    """
-    if plan.size != exchange.size:
-        raise LayoutError(f"a plan for {plan.size} tensor ranks on an axis of {exchange.size}")
-    if sequence:
-        check_blocks(model, plan)
-    return _Application(model, exchange, plan, sequence, device or torch.device("cpu")).run()
 
 
 def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> list[Callable[[], None]]:
@@ -100,70 +49,99 @@ def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) ->
     return undo
 
 
-class _Application:
-    """One model that is being changed; `undo` has what puts it back."""
+class Parallelized:
+    """Makes `model` compute rank `exchange.index`'s part of `plan`, and can put the whole model back.
+
+    Divided parameters become local ones on the meta device, with the dtype and `requires_grad` that they had; the engine gives
+    them values. All other parameters and buffers stay as they are.
+
+    Args:
+        sequence: blocks pass on shares of the sequence, so that norms, residuals and dropout between them are divided too.
+        device: where the model will compute (for its random numbers); CPU by default.
+
+    Raises:
+        LayoutError: when the plan is for another number of ranks; with `sequence`, for a model whose blocks may need all of it.
+    """
 
     def __init__(
-        self, model: nn.Module, exchange: Exchange, plan: TensorPlan, sequence: bool, device: torch.device
+        self,
+        model: nn.Module,
+        exchange: Exchange,
+        plan: TensorPlan,
+        *,
+        sequence: bool = False,
+        device: torch.device | None = None,
     ) -> None:
-        self.model = model
-        self.exchange = exchange
+        if plan.size != exchange.size:
+            raise LayoutError(f"a plan for {plan.size} tensor ranks on an axis of {exchange.size}")
+        if sequence:
+            check_blocks(model, plan)
         self.plan = plan
-        self.shares = SequenceShares(exchange) if sequence else None
-        self.randomness = ShardedRandomness(exchange.index, device, active=_draws(model))
         self.parts = parts_of(model, plan, exchange.index, sequence=sequence)
-        self.sources: dict[str, SharedInput] = {}
-        self.undo: list[Callable[[], None]] = []
-        self.readers = plan.readers()
+        """By FQN (the first of a tied parameter), of every parameter that is divided or has partial gradients. All others are
+        whole on every rank, with the same gradient on each."""
+        self.head: VocabParallelHead | None = None
+        """The output embedding, where it is divided."""
+        self.randomness = ShardedRandomness(exchange.index, device or torch.device("cpu"), active=_draws(model))
+        self.shares = SequenceShares(exchange) if sequence else None
+        """The shares of the sequence that blocks pass on; None where they pass on all of it."""
+        self._model = model
+        self._exchange = exchange
+        self._sources: dict[str, SharedInput] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._readers = plan.readers()
+        self._cut_parameters()
+        for layer in plan.layers:
+            replacement = self._module(layer)
+            if isinstance(replacement, VocabParallelHead):
+                self.head = replacement
+            if replacement is not None:
+                self._replace(layer.module, replacement)
+        self._patch()
+        if self.shares is not None:
+            readers = {name: self._sources[name] for name in self._readers}
+            experts = [layer.parent for layer in plan.layers if layer.style is Style.EXPERTS]
+            self._undo += share_sequence(model, plan.stacks, readers, experts, self.shares, self.randomness)
 
-    def run(self) -> Parallelized:
-        names = dict(self.model.named_parameters())
+    def restore(self) -> None:
+        """Give the model its own modules and numbers back. Parameters that were divided are whole again and on the meta device."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _cut_parameters(self) -> None:
+        names = dict(self._model.named_parameters())
         for name, part in self.parts.items():
             old = names[name]
             if part.region.local_shape != tuple(old.shape):
                 local = torch.empty(part.region.local_shape, dtype=old.dtype, device="meta")
                 made = nn.Parameter(local, requires_grad=old.requires_grad)
-                self.undo += replace_parameter(self.model, old, made)
-        head = None
-        for layer in self.plan.layers:
-            replacement = self._module(layer)
-            if isinstance(replacement, VocabParallelHead):
-                head = replacement
-            if replacement is not None:
-                self._replace(layer.module, replacement)
-        self._patch()
-        if self.shares is not None:
-            readers = {name: self.sources[name] for name in self.readers}
-            experts = [layer.parent for layer in self.plan.layers if layer.style is Style.EXPERTS]
-            self.undo += share_sequence(self.model, self.plan.stacks, readers, experts, self.shares, self.randomness)
-        return Parallelized(
-            plan=self.plan,
-            parts=self.parts,
-            head=head,
-            randomness=self.randomness,
-            shares=self.shares,
-            _undo=self.undo,
-        )
+                self._undo += replace_parameter(self._model, old, made)
 
     def _module(self, layer: LayerPlan) -> nn.Module | None:
         """Make the module that replaces the one of `layer`; None where it stays."""
-        module: Any = self.model.get_submodule(layer.module)
-        index = self.exchange.index
+        module: Any = self._model.get_submodule(layer.module)
+        index = self._exchange.index
         if layer.style is Style.EXPERTS:
-            self._set(module, "forward", partial(divided_experts, module.forward, self.exchange))
+            self._set(module, "forward", partial(divided_experts, module.forward, self._exchange))
             return None
         if layer.style in (Style.PARTIAL, Style.EMBEDDING_FEATURES, Style.SINKS):
             return None
         if layer.style is Style.LATENT:
-            attention: Any = self.model.get_submodule(layer.parent)
+            attention: Any = self._model.get_submodule(layer.parent)
             self._set(
-                module, "forward", partial(latent_and_rotary, module.forward, attention.kv_lora_rank, self.exchange)
+                module, "forward", partial(latent_and_rotary, module.forward, attention.kv_lora_rank, self._exchange)
             )
             return None
         if layer.style is Style.EMBEDDING:
-            return self._embedding(module, layer.shares[index][0])
+            # It looks up local numbers as it did whole ones.
+            (tokens,), padding = layer.shares[index], module.padding_idx
+            owned = padding is not None and tokens.start <= padding < tokens.end
+            self._set(module, "padding_idx", padding - tokens.start if owned else None)
+            self._set(module, "num_embeddings", tokens.length)
+            self._set(module, "forward", partial(lookup_own, module.forward, tokens, self._exchange))
+            return None
         if layer.style is Style.HEAD:
-            return VocabParallelHead(module, SharedInput(self.exchange), layer.sizes())
+            return VocabParallelHead(module, SharedInput(self._exchange), layer.sizes())
         # In a block of experts the sequence is whole, since the router's losses are no sums over tokens.
         on_shares = self.plan.in_block(layer.module) and not self.plan.in_experts(layer.module)
         shares = self.shares if on_shares else None
@@ -171,10 +149,10 @@ class _Application:
         if layer.style in (Style.ROW, Style.ROW_SPLIT):
             return RowParallelLinear(
                 module,
-                self.exchange,
+                self._exchange,
                 shares=shares,
                 randomness=randomness,
-                source=self.sources.get(layer.parent),
+                source=self._sources.get(layer.parent),
                 splits=layer.sizes() if layer.style is Style.ROW_SPLIT else None,
             )
         source = self._source(layer.parent, shares)
@@ -185,38 +163,26 @@ class _Application:
         return ColumnParallelLinear(module, source, randomness=randomness)
 
     def _source(self, parent: str, shares: SequenceShares | None) -> SharedInput:
-        if parent not in self.sources:
-            self.sources[parent] = SharedInput(self.exchange, shares, before=parent in self.readers)
-        return self.sources[parent]
-
-    def _embedding(self, module: Any, tokens: Interval) -> nn.Module | None:
-        if type(module) is nn.Embedding:
-            weight: Any = module.weight
-            return VocabParallelEmbedding(weight, tokens, self.exchange, padding_idx=module.padding_idx)
-        # One that scales its vectors, say: it looks up local numbers as it did whole ones.
-        padding = module.padding_idx
-        owned = padding is not None and tokens.start <= padding < tokens.end
-        self._set(module, "padding_idx", padding - tokens.start if owned else None)
-        self._set(module, "num_embeddings", tokens.length)
-        self._set(module, "forward", partial(lookup_own, module.forward, tokens, self.exchange))
-        return None
+        if parent not in self._sources:
+            self._sources[parent] = SharedInput(self._exchange, shares, before=parent in self._readers)
+        return self._sources[parent]
 
     def _replace(self, name: str, made: nn.Module) -> None:
-        old = self.model.get_submodule(name)
+        old = self._model.get_submodule(name)
         made.train(old.training)
-        for module in list(self.model.modules()):
+        for module in list(self._model.modules()):
             for leaf, child in list(module._modules.items()):
                 if child is old:
                     module._modules[leaf] = made
-                    self.undo.append(partial(module._modules.__setitem__, leaf, old))
+                    self._undo.append(partial(module._modules.__setitem__, leaf, old))
 
     def _set(self, module: nn.Module, attribute: str, value: Any) -> None:
-        self.undo.append(override(module, attribute, value))
+        self._undo.append(override(module, attribute, value))
 
     def _patch(self) -> None:
-        index = self.exchange.index
+        index = self._exchange.index
         for patch in self.plan.patches:
-            module = self.model.get_submodule(patch.module)
+            module = self._model.get_submodule(patch.module)
             holder, _, attribute = patch.attribute.rpartition(".")
             if holder:
                 config = copy.copy(getattr(module, holder))
@@ -225,7 +191,7 @@ class _Application:
             else:
                 self._set(module, attribute, patch.values[index])
         for name, division in self.plan.attentions.items():
-            module = self.model.get_submodule(name)
+            module = self._model.get_submodule(name)
             if "alibi" in inspect.signature(module.forward).parameters:
                 own = division.shares[index].queries
                 self._set(module, "forward", partial(_with_biases, module.forward, own, division.queries))

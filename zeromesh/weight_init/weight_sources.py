@@ -9,8 +9,7 @@ The engine asks a source for intervals of parameters while it fills its shards, 
 `build_deferred` builds a model without memory on the meta device where that loses nothing, else whole on CPU.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from zeromesh.errors import LayoutError, some
-from zeromesh.weight_init.recompute_init import INITIALISER_ERRORS, Skeleton, WriteLog, is_pretrained_model, seeded_cpu
+from zeromesh.weight_init.recompute_init import INITIALISER_ERRORS, Skeleton, WriteLog, seeded_cpu
 
 
 class LostValuesError(LayoutError):
@@ -72,17 +71,23 @@ class BuiltSource(ParameterSource):
     def __init__(self, model: nn.Module) -> None:
         self._canonical = canonical_names(model)
         self._values = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        absent = tuple(name for name, value in self._values.items() if value.is_meta)
-        if absent:
-            raise LostValuesError(absent, "they are on the meta device")
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
-        """Elements of a parameter; see `ParameterSource`. Raises `LayoutError` for an unknown or released name, or interval."""
-        value = self._values.get(self._canonical.get(fqn, ""))
+        """Elements of a parameter; see `ParameterSource`.
+
+        Raises:
+            LayoutError: for an unknown or released name, or interval.
+            LostValuesError: for values that are on the meta device and cannot be drawn.
+        """
+        name = self._canonical.get(fqn, "")
+        value = self._values.get(name)
         if value is None:
             raise LayoutError(f"{fqn} is not, or no longer, among the {len(self._values)} parameters of this source")
         check_interval(fqn, start, end, value.numel())
-        return value.reshape(-1)[start:end]
+        return (self._draw(name) if value.is_meta else value).reshape(-1)[start:end]
+
+    def _draw(self, name: str) -> torch.Tensor:
+        raise LostValuesError((name,), "it is on the meta device")
 
     def release(self, fqn: str) -> None:
         """Drop the reference to `fqn`'s memory."""
@@ -93,54 +98,40 @@ class BuiltSource(ParameterSource):
         self._values.clear()
 
 
-class SeededSource(ParameterSource):
+class SeededSource(BuiltSource):
     """Draws the parameters of a model on the meta device, one module at a time, from `seed` and the module's name.
 
     Values do not depend on the order of reads, on the device, on the world size or on the global random state. A tied parameter has
-    the value that it gets under its first name. Parameters that are not on meta keep their values. At most `cache_bytes`, or one
-    module if that is larger, are held between reads.
+    the value that it gets under its first name. Parameters that are not on meta keep their values. Those of one module are held
+    between reads.
     """
 
-    def __init__(self, model: nn.Module, seed: int, *, cache_bytes: int = 16 * 2**20) -> None:
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        super().__init__(model)
+        self.skeleton = Skeleton(model)
         self._seed = seed
-        self._canonical = canonical_names(model)
-        self._live = dict(model.named_parameters())
-        self._numel = {name: parameter.numel() for name, parameter in self._live.items()}
-        self._kept = {name: p.detach() for name, p in self._live.items() if not p.is_meta}
-        self._skeleton = Skeleton(model)
         self._owned: dict[str, list[str]] = {}
-        for name in self._live:
-            if name not in self._kept:
+        """By module: the names in it of the parameters on meta."""
+        for name, value in self._values.items():
+            if value.is_meta:
                 owner, _, leaf = name.rpartition(".")
                 self._owned.setdefault(owner, []).append(leaf)
-        self._cache: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
-        self._cache_bytes = cache_bytes
+        self._drawn: dict[str, Mapping[str, torch.Tensor]] = {}
 
-    def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
-        """Elements of a parameter; see `ParameterSource`. Raises `LostValuesError` for values that only `__init__` knew."""
-        name = self._canonical.get(fqn)
-        if name is None:
-            raise LayoutError(f"{fqn} is not among the {len(self._numel)} parameters of this source")
-        check_interval(fqn, start, end, self._numel[name])
-        if name in self._kept:
-            return self._kept[name].reshape(-1)[start:end]
+    def _draw(self, name: str) -> torch.Tensor:
         owner, _, leaf = name.rpartition(".")
-        return self._module(owner)[leaf].reshape(-1)[start:end]
+        if owner not in self._drawn:
+            self._drawn.clear()
+            result = self.skeleton.recompute(owner, "_parameters", self._owned[owner], self._seed)
+            if result.lost:
+                raise LostValuesError(tuple(_joined(owner, leaf) for leaf in result.lost), result.reason)
+            self._drawn[owner] = result.values
+        return self._drawn[owner][leaf]
 
-    def _module(self, owner: str) -> dict[str, torch.Tensor]:
-        if owner in self._cache:
-            self._cache.move_to_end(owner)
-            return self._cache[owner]
-        wanted = sum(self._live[_joined(owner, leaf)].nbytes for leaf in self._owned[owner])
-        while (
-            self._cache and wanted + sum(t.nbytes for m in self._cache.values() for t in m.values()) > self._cache_bytes
-        ):
-            self._cache.popitem(last=False)
-        result = self._skeleton.recompute(owner, "_parameters", self._owned[owner], self._seed)
-        if result.lost:
-            raise LostValuesError(tuple(_joined(owner, leaf) for leaf in result.lost), result.reason)
-        self._cache[owner] = dict(result.values)
-        return self._cache[owner]
+    def close(self) -> None:
+        """Drop all references and what was drawn."""
+        super().close()
+        self._drawn.clear()
 
     def lost(self) -> tuple[str, ...]:
         """Parameters that nothing would set, found by a dry run on meta, which costs no memory, before anything is read.
@@ -150,54 +141,32 @@ class SeededSource(ParameterSource):
         verdicts: dict[object, tuple[str, ...]] = {}
         names: list[str] = []
         for owner, leaves in self._owned.items():
-            kinds = tuple(type(module) for module in self._skeleton.path(owner))
-            key = (kinds, tuple((leaf, self._live[_joined(owner, leaf)].shape) for leaf in leaves))
+            kinds = tuple(type(module) for module in self.skeleton.path(owner))
+            key = (kinds, tuple((leaf, self._values[_joined(owner, leaf)].shape) for leaf in leaves))
             if key not in verdicts:
                 verdicts[key] = self._lost_in(owner, leaves)
             names += [_joined(owner, leaf) for leaf in verdicts[key]]
         return tuple(names)
 
     def _lost_in(self, owner: str, leaves: list[str]) -> tuple[str, ...]:
-        parameters = self._skeleton.path(owner)[-1]._parameters
+        parameters = self.skeleton.path(owner)[-1]._parameters
         wanted = [p for leaf in leaves if (p := parameters[leaf]) is not None]
         for reset_first in (False, True):
             try:
                 with WriteLog() as log, seeded_cpu(self._seed, owner):
-                    for initialiser in self._skeleton.initialisers(owner, reset_first=reset_first):
+                    for initialiser in self.skeleton.initialisers(owner, reset_first=reset_first):
                         initialiser()
             except INITIALISER_ERRORS:
                 # It may only have needed a value where meta has none: try it in earnest.
-                return self._skeleton.recompute(owner, "_parameters", leaves, self._seed).lost
-            if any(log.of(p) for p in self._live.values() if p.is_meta):
+                return self.skeleton.recompute(owner, "_parameters", leaves, self._seed).lost
+            if any(log.of(p) for p in self._values.values() if p.is_meta):
                 return tuple(leaves)  # it reaches the model around the skeleton: not safe to run later
             if all(not p.numel() or any(w.numel >= p.numel() for w in log.of(p)) for p in wanted):
                 return ()
-            if not self._skeleton.managed_by_pretrained(owner):
+            if not self.skeleton.managed_by_pretrained(owner):
                 break
         # On meta some initialisers do nothing (torch's `trunc_normal_`): whether these do is seen in earnest.
-        return self._skeleton.recompute(owner, "_parameters", leaves, self._seed).lost
-
-    def release(self, fqn: str) -> None:
-        """Keep what there is: the cache bounds the memory."""
-
-    def close(self) -> None:
-        """Drop the cache."""
-        self._cache.clear()
-        self._kept.clear()
-
-
-def source_for(model: nn.Module, seed: int) -> ParameterSource:
-    """The source of a model that was passed as it is: built, or on the meta device (partly or wholly).
-
-    Raises `LostValuesError` if it is on the meta device and nothing would compute some of its parameters.
-    """
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        return BuiltSource(model)
-    source = SeededSource(model, seed)
-    lost = source.lost()
-    if lost:
-        raise LostValuesError(lost, "nothing sets them again")
-    return source
+        return self.skeleton.recompute(owner, "_parameters", leaves, self._seed).lost
 
 
 def _joined(fqn: str, leaf: str) -> str:
@@ -229,22 +198,19 @@ def materialize_buffers(
     lost: list[str] = list(_meta_attributes(model))
     for fqn, module in model.named_modules():
         buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-        new = {name: buffer for name, buffer in buffers.items() if id(buffer) not in moved}
-        todo = [name for name, buffer in new.items() if buffer.is_meta]
+        todo = [name for name, buffer in buffers.items() if buffer.is_meta and id(buffer) not in moved]
         result = skeleton.recompute(fqn, "_buffers", todo, seed) if todo else None
-        for name, buffer in new.items():
-            if id(buffer) in moved:
-                continue
-            value: torch.Tensor | None = buffer
-            if buffer.is_meta and result is not None:
-                value = source.buffer(_joined(fqn, name)) if source is not None else None
-                if value is None:
-                    value = result.values.get(name)
-                    lost += [_joined(fqn, name)] if name in result.lost else []
-            if value is None:
-                value = torch.full(buffer.shape, float("nan") if buffer.is_floating_point() else -1)
-            moved[id(buffer)] = value.detach().to(device=target, dtype=buffer.dtype)
         for name, buffer in buffers.items():
+            if id(buffer) not in moved:
+                value: torch.Tensor | None = buffer
+                if result is not None and name in todo:
+                    value = source.buffer(_joined(fqn, name)) if source is not None else None
+                    if value is None:
+                        value = result.values.get(name)
+                        lost += [_joined(fqn, name)] if name in result.lost else []
+                if value is None:
+                    value = torch.full(buffer.shape, float("nan") if buffer.is_floating_point() else -1)
+                moved[id(buffer)] = value.detach().to(device=target, dtype=buffer.dtype)
             module._buffers[name] = moved[id(buffer)]
     return tuple(lost)
 
@@ -287,7 +253,10 @@ def build_deferred(
     kept = frozenset[str]() if stored is None else stored(model)
     for find, reason in (
         (source.lost, "building on the meta device loses the values of {}"),
-        (partial(_initialised_otherwise, model, log, seed), "it initialises {} otherwise than `reset_parameters` does"),
+        (
+            partial(_initialised_otherwise, model, source.skeleton, log, seed),
+            "it initialises {} otherwise than `reset_parameters` does",
+        ),
         (partial(lost_buffers, model, seed), "building on the meta device loses the values of {}"),
     ):
         names = tuple(name for name in find() if name not in kept)
@@ -312,10 +281,12 @@ def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
             f"{some(tuple(hooked))}: the model was passed on the meta device with hooks on gradients, which cannot be kept; "
             "pass it built, or pass a callable that builds it"
         )
-    source = source_for(model, seed)
-    skeleton = Skeleton(model)
+    source = SeededSource(model, seed)
+    lost = source.lost()
+    if lost:
+        raise LostValuesError(lost, "nothing sets them again")
     owners = dict.fromkeys(name.rpartition(".")[0] for name, p in model.named_parameters() if p.is_meta)
-    drawn = tuple(owner or type(model).__name__ for owner in owners if not skeleton.managed_by_pretrained(owner))
+    drawn = tuple(owner or type(model).__name__ for owner in owners if not source.skeleton.managed_by_pretrained(owner))
     notes = (
         f"the model was passed on the meta device: weights of {some(drawn)} are drawn by `reset_parameters`, and what "
         "`__init__` may have set otherwise is lost; a callable that builds the model keeps it",
@@ -349,15 +320,12 @@ def _build_on_cpu(build: Callable[[], nn.Module], seed: int, reason: str) -> Bui
     return BuiltModel(model=model, source=BuiltSource(model), notes=(note,))
 
 
-def _initialised_otherwise(model: nn.Module, construction: WriteLog, seed: int) -> tuple[str, ...]:
+def _initialised_otherwise(model: nn.Module, skeleton: Skeleton, construction: WriteLog, seed: int) -> tuple[str, ...]:
     """Parameters outside of Hugging Face models that construction wrote with other operations than initialisers do.
 
     A subclass that redraws its layers in `__init__` (`self.apply(self._init_weights)`) is found here; a Hugging Face model does so
     by `_init_weights`, which a build on meta skips and `SeededSource` calls.
     """
-    if is_pretrained_model(model):
-        return ()
-    skeleton = Skeleton(model)
     replays: dict[str, WriteLog] = {}
 
     def differs(name: str, parameter: nn.Parameter) -> bool:

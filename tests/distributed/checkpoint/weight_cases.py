@@ -15,7 +15,6 @@ from trainer_cases import digest, settings
 from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.models.build import build_model
-from zeromesh.trainer.weights.safetensors_source import SafetensorsSource
 from zeromesh.zero.engine import ZeroEngine
 
 
@@ -93,7 +92,6 @@ def loaded(mesh: Mesh, folder: str, name: str, compute: str, master: str, **mode
         return run
 
     with (
-        patch.dict(SafetensorsSource.__init__.__kwdefaults__, cache_bytes=1),
         patch("zeromesh.trainer.setup.model.build_model", watched(build_model)),
         patch.object(ZeroEngine, "build", watched(ZeroEngine.build)),
         Trainer(None, config, subject.samples(4)) as trainer,

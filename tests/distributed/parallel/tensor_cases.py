@@ -11,7 +11,7 @@ from bench.without_zero import load_parts
 from zeromesh.comm.activation_collectives import Exchange, Pending, open_exchange
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunked_cross_entropy
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.tensor.parallelize_module import Parallelized, parallelize
+from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.attention_split import balanced
 from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.trainer.losses.trial import InFloat64
@@ -170,7 +170,7 @@ def divided(
     """The model with this rank's part of it."""
     model = model or build(name)
     whole = {key: value.detach().clone() for key, value in model.named_parameters()}
-    parallel = parallelize(model, exchange, plan_tensor(model, exchange.size, rules), sequence=sequence)
+    parallel = Parallelized(model, exchange, plan_tensor(model, exchange.size, rules), sequence=sequence)
     load_parts(model, parallel.parts, whole)
     return model, parallel
 

@@ -110,11 +110,10 @@ def test_converted_parameters_are_kept_within_a_bound(tmp_path: Path) -> None:
     original = saved("mixtral", tmp_path)
     source: Any = load(tmp_path).source
     names = [f"model.layers.{i}.mlp.experts.{p}" for i in range(2) for p in ("gate_up_proj", "down_proj")]
-    source._cache_bytes = 1
     for name in names + names[::-1]:
         value = dict(original.named_parameters())[name].detach().reshape(-1)
         assert torch.equal(source.read(name, 100, 5000), value[100:5000])
-        assert len(source._cache) == 1
+        assert len(source._made) == 1
 
 
 def test_a_new_head_is_initialised_and_said(tmp_path: Path) -> None:

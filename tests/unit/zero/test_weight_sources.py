@@ -17,7 +17,6 @@ from zeromesh.weight_init.weight_sources import (
     SeededSource,
     build_deferred,
     materialize_buffers,
-    source_for,
     wrap_passed_model,
 )
 
@@ -99,10 +98,10 @@ def test_values_depend_on_seed_and_name_only() -> None:
     first = read_all(SeededSource(model, seed=1), model)
     torch.manual_seed(99)
     before = torch.get_rng_state()
-    tiny_cache = SeededSource(on_meta(FAMILIES["mixtral"]), seed=1, cache_bytes=1)
+    again = SeededSource(on_meta(FAMILIES["mixtral"]), seed=1)
     for name in reversed(first):
         n = first[name].numel()
-        parts = [tiny_cache.read(name, a, b) for a, b in ((0, n // 3), (n // 3, n))]
+        parts = [again.read(name, a, b) for a, b in ((0, n // 3), (n // 3, n))]
         assert torch.equal(torch.cat(parts), first[name]), name
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.is_meta for p in model.parameters())
@@ -120,7 +119,6 @@ def test_the_live_model_is_never_written() -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(torch.full(parameter.shape, 7.0))
-    source.close()
     for name, value in expected.items():
         assert torch.equal(source.read(name, 0, value.numel()), value)
     assert all(bool((p == 7.0).all()) for p in model.parameters())
@@ -136,7 +134,7 @@ def test_tied_parameters_have_the_value_of_their_first_name() -> None:
 def test_built_model_keeps_its_weights() -> None:
     model = nn.Linear(3, 5)
     weight = model.weight.detach().clone()
-    source = source_for(model, seed=0)
+    source = wrap_passed_model(model, seed=0).source
     assert isinstance(source, BuiltSource)
     model.weight.data = torch.zeros(5, 3)  # the engine may point the parameter elsewhere
     assert torch.equal(source.read("weight", 4, 9), weight.reshape(-1)[4:9])
@@ -233,7 +231,7 @@ def test_what_meta_would_lose_is_built_on_cpu(cls: type[Plain], reason: str) -> 
 
 def test_a_model_passed_on_meta_with_lost_values_is_refused() -> None:
     with pytest.raises(LostValuesError, match="scale") as caught:
-        source_for(on_meta(Constant), seed=0)
+        wrap_passed_model(on_meta(Constant), seed=0)
     assert caught.value.names == ("scale",)
     with pytest.raises(LostValuesError, match="scale"):
         SeededSource(on_meta(Constant), seed=0).read("scale", 0, 1)
@@ -260,8 +258,9 @@ def test_unknown_integer_and_boolean_buffers_are_found() -> None:
 def test_partly_built_models_keep_what_they_have() -> None:
     model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     model[0] = nn.Linear(2, 2, device="cpu")
-    source = source_for(model, seed=0)
+    wrapped = wrap_passed_model(model, seed=0)
+    source = wrapped.source
     assert torch.equal(source.read("0.weight", 0, 4), model[0].weight.detach().reshape(-1))
     assert not source.read("1.weight", 0, 4).isnan().any()
-    (note,) = wrap_passed_model(model, seed=0).notes
+    (note,) = wrapped.notes
     assert "weights of 1 are drawn by `reset_parameters`" in note

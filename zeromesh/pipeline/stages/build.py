@@ -7,8 +7,9 @@ rotary embeddings are its own.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,8 +18,7 @@ import torch
 from torch import nn
 
 from zeromesh.errors import LayoutError, PhaseError
-from zeromesh.pipeline.stages.model_anatomy import Anatomy, body_inputs
-from zeromesh.pipeline.stages.moe_balance_loss import ExpertBalance
+from zeromesh.pipeline.stages.model_anatomy import Anatomy, body_inputs, refusal
 from zeromesh.pipeline.stages.stubs import BlockStub, NanStub, StageSlot, meta_copy
 
 if TYPE_CHECKING:
@@ -50,32 +50,9 @@ class _ModuleSite:
         self.parent._modules[self.leaf] = self.module if real else self.stub
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
-    """Blocks of each stage, in order. Raises `LayoutError` at construction for a stage without blocks."""
-
-    counts: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not self.counts or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in self.counts):
-            raise LayoutError(f"a pipeline is cut into {list(self.counts)} blocks; each stage has at least 1")
-
-    @property
-    def stages(self) -> int:
-        return len(self.counts)
-
-    @property
-    def blocks(self) -> int:
-        """The number of blocks of all stages."""
-        return sum(self.counts)
-
-    def ranges(self) -> tuple[range, ...]:
-        """The indices of each stage's blocks."""
-        return tuple(range(start, end) for start, end in pairwise(accumulate(self.counts, initial=0)))
-
-
-def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last: float = 0.0) -> Cut:
-    """The cut whose most expensive stage costs least; among those, the one whose costs have the least sum of squares.
+def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
+    """Count the blocks of each stage in the cut whose most expensive stage costs least; among those, the one whose costs have the
+    least sum of squares.
 
     `costs` has a number for each block, in parameters, FLOPs or seconds; `first` is what comes before the blocks (the embedding),
     `last` what comes after them (the head), in the same unit.
@@ -108,7 +85,7 @@ def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last
             found[end] = min(options)
         best = found
     ends = best[len(costs)][2]
-    return Cut(counts=tuple(end - start for start, end in pairwise((0, *ends))))
+    return tuple(end - start for start, end in pairwise((0, *ends)))
 
 
 Balance = Literal["parameters", "flops"]
@@ -153,21 +130,20 @@ def _products(model: nn.Module, module: nn.Module) -> float:
 
 def plan_cut(
     model: nn.Module, anatomy: Anatomy, stages: int, counts: Sequence[int] = (), balance: Balance = "parameters"
-) -> Cut:
-    """Decide which blocks each stage has: as many as `counts` says, else so that stages cost about as much. All ranks decide
+) -> tuple[int, ...]:
+    """Decide how many blocks each stage has: as many as `counts` says, else so that stages cost about as much. All ranks decide
     the same, since a cut depends on the model alone.
 
     Raises:
         LayoutError: for counts that are not the model's, or more stages than blocks.
     """
     if counts:
-        cut = Cut(counts=tuple(counts))
-        if (cut.stages, cut.blocks) != (stages, anatomy.count):
+        if (len(counts), sum(counts)) != (stages, anatomy.count) or min(counts) < 1:
             raise LayoutError(
-                f"a cut into {list(counts)} blocks has {cut.blocks} of them, the model {anatomy.count}; "
-                f"it has {cut.stages} stages, the pipeline {stages}"
+                f"a cut into {list(counts)} blocks has {sum(counts)} of them, the model {anatomy.count}; "
+                f"it has {len(counts)} stages, the pipeline {stages}; each stage has at least 1 block"
             )
-        return cut
+        return tuple(counts)
     costs, first, last = block_costs(model, anatomy, balance)
     return cut_by_cost(costs, stages=stages, first=first, last=last)
 
@@ -187,31 +163,25 @@ class Stages:
         self,
         model: nn.Module,
         anatomy: Anatomy,
-        cut: Cut,
+        counts: Sequence[int],
         own: Sequence[int],
         outside: Mapping[str, nn.Module] | None = None,
         shares: SequenceShares | None = None,
     ) -> None:
-        """`outside` has what `copies_outside` made of a model whose layers have been divided since; `shares`: of the sequence,
-        that blocks pass on.
-
-        Raises LayoutError when the cut is not the model's, or a stage does not exist.
-        """
-        if cut.blocks != anatomy.count:
-            raise LayoutError(f"the cut is of {cut.blocks} blocks, the model has {anatomy.count}")
-        if not own or any(not 0 <= stage < cut.stages for stage in own):
-            raise LayoutError(f"stages {list(own)} of a rank: there are 0 to {cut.stages - 1}")
+        """`counts` has the number of blocks of each stage, as `plan_cut` gives them; `outside` has what `copies_outside` made of a
+        model whose layers have been divided since; `shares` of the sequence are what blocks pass on."""
         self.model = model
         self.own = tuple(own)
-        self.count = cut.stages
+        self.count = len(counts)
+        self.ranges = tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
+        """The indices of each stage's blocks."""
         self._anatomy = anatomy
-        self._ranges = cut.ranges()
-        self._stages = {f"{anatomy.blocks}.{index}": n for n, blocks in enumerate(self._ranges) for index in blocks}
+        self._stages = {f"{anatomy.blocks}.{index}": n for n, blocks in enumerate(self.ranges) for index in blocks}
         """The stage of each module that belongs to one, by its name."""
-        self._stages |= dict.fromkeys(anatomy.before, 0) | dict.fromkeys(anatomy.after, cut.stages - 1)
+        self._stages |= dict.fromkeys(anatomy.before, 0) | dict.fromkeys(anatomy.after, self.count - 1)
         self._slot = StageSlot(anatomy.count - 1, shares)
         self._running = False
-        self._balance = ExpertBalance.of(model) if cut.stages > 1 else None
+        self._balance = _balance_names(model) if self.count > 1 else None
         self._places = self._find_places(outside or copies_outside(model, anatomy))
         self._names = _names_by_parameter(model)
         self.ties = self._find_ties()
@@ -270,24 +240,20 @@ class Stages:
             PhaseError: inside another chunk, or for another number of tensors than the stage before sends.
         """
         stage = self.own[chunk]
-        experts = self._balance if balance else None
-        wanted = 0 if stage == 0 else 1 if experts is None else 2
+        names = self._balance if balance else None
+        wanted = 0 if stage == 0 else 1 if names is None else 2
         if self._running or len(received) != wanted:
             what = "another stage is running" if self._running else f"it takes {wanted} tensors, got {len(received)}"
             raise PhaseError(f"stage {stage} cannot run: {what}")
-        slot, blocks = self._slot, self._ranges[stage]
+        slot, blocks = self._slot, self.ranges[stage]
         slot.inject_at = blocks.start - 1
         slot.capture_at = blocks.stop if stage + 1 < self.count else -1
         slot.received = received[0] if received else None
         self._running = True
         try:
             self._arrange(stage)
-            terms = received[1] if len(received) > 1 else None
-            if experts is None or stage + 1 < self.count:
+            with nullcontext() if names is None or stage + 1 < self.count else _counting(names, received[1]):
                 yield
-            else:
-                with experts.continuing(terms):
-                    yield
         finally:
             self._running = False
             slot.received = slot.captured = None
@@ -308,7 +274,7 @@ class Stages:
         self, chunk: int, batch: Mapping[str, Any], received: Sequence[torch.Tensor] = (), *, balance: bool = True
     ) -> tuple[torch.Tensor, ...]:
         """Run a chunk that is not the last stage; returns what goes to the next one: the hidden state `[batch, sequence, hidden]`,
-        and for experts, with `balance`, the sums that balance them.
+        and for experts, with `balance`, the router logits of all layers so far `[layers, tokens, experts]`.
 
         Raises:
             PhaseError: for the last stage, or when the model did not run its blocks.
@@ -323,8 +289,7 @@ class Stages:
             raise PhaseError(f"stage {self.own[chunk]} ended without a hidden state: its blocks did not run")
         if self._balance is None or not balance:
             return (hidden,)
-        terms = received[1] if len(received) > 1 else None
-        return hidden, self._balance.add(terms, output.router_logits, batch.get("attention_mask"))
+        return hidden, torch.stack((*(received[1] if received else ()), *output.router_logits))
 
     def restore(self) -> None:
         """Put the model back whole. Parameters of other stages come back on the meta device, tied ones tied."""
@@ -336,6 +301,44 @@ class Stages:
             for name in names:
                 parent, _, leaf = name.rpartition(".")
                 self.model.get_submodule(parent)._parameters[leaf] = best
+
+
+_BALANCE = "load_balancing_loss_func"
+
+
+def _balance_names(model: nn.Module) -> dict[str, Any] | None:
+    """The globals in which a model of transformers finds the function of its load-balancing loss; None where it has no such loss.
+
+    That loss is a product of sums over the layers of the whole model, so it is no sum over stages: the router logits of earlier
+    stages travel with the hidden state, and the last stage gives the function all of them.
+
+    Raises:
+        LayoutError: for a model whose function is not known.
+    """
+    if not getattr(getattr(model, "config", None), "output_router_logits", False):
+        return None
+    names: dict[str, Any] = inspect.unwrap(type(model).forward).__globals__
+    if _BALANCE not in names:
+        raise refusal(
+            model, "it is not known how it balances its experts; set output_router_logits to false to train without"
+        )
+    return names
+
+
+@contextmanager
+def _counting(names: dict[str, Any], earlier: torch.Tensor) -> Iterator[None]:
+    """Count the router logits of `earlier` stages in the model's own balance loss inside the block."""
+    function = names[_BALANCE]
+
+    def of_all(logits: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
+        total: torch.Tensor = function((*earlier, *logits), *args)
+        return total
+
+    names[_BALANCE] = of_all
+    try:
+        yield
+    finally:
+        names[_BALANCE] = function
 
 
 def _names_by_parameter(model: nn.Module) -> list[tuple[str, ...]]:

@@ -65,8 +65,10 @@ def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anato
     Raises:
         LayoutError: for a model that cannot be cut, with the reason.
     """
-    kind = type(model).__name__
-    _refuse_by_configuration(model, kind)
+    config = getattr(model, "config", None)
+    for name, reason in _REFUSED.items():
+        if getattr(config, name, None):
+            raise refusal(model, f"{reason} (config.{name})")
     body = _body(model)
     blocks = _block_list(model, body)
     outside = _outside(model, blocks)
@@ -78,11 +80,21 @@ def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anato
     except LayoutError:
         raise
     except _RUN_ERRORS as error:
-        raise LayoutError(
-            f"{kind} cannot be cut into pipeline stages: it could not be run for a trial ({summary(error)})"
-        ) from error
+        raise refusal(model, f"it could not be run for a trial ({summary(error)})") from error
     return recorder.conclude(output)
 
+
+def refusal(model: nn.Module, reason: str) -> LayoutError:
+    """Return the error for a model that cannot be cut."""
+    return LayoutError(f"{type(model).__name__} cannot be cut into pipeline stages: {reason}")
+
+
+_REFUSED = {
+    "is_encoder_decoder": "every decoder block needs the encoder's output",
+    "layerdrop": "it leaves out blocks at random, each rank others",
+    "num_kv_shared_layers": "its last blocks use keys and values of earlier ones",
+}
+"""What a pipeline cannot do, by the number or flag of a model's configuration that asks for it."""
 
 _RUN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError)
 
@@ -96,19 +108,6 @@ def body_inputs(model: nn.Module, body: nn.Module, batch: Mapping[str, Any]) -> 
         return dict(batch)  # A wrapper, which hands on all of its arguments.
     own = set(inspect.signature(model.forward).parameters) - set(named)
     return {name: value for name, value in batch.items() if name not in own}
-
-
-def _refuse_by_configuration(model: nn.Module, kind: str) -> None:
-    """Refuse a model whose configuration asks for what a pipeline cannot do."""
-    config = getattr(model, "config", None)
-    reasons = {
-        "is_encoder_decoder": "every decoder block needs the encoder's output",
-        "layerdrop": "it leaves out blocks at random, each rank others",
-        "num_kv_shared_layers": "its last blocks use keys and values of earlier ones",
-    }
-    for name, reason in reasons.items():
-        if getattr(config, name, None):
-            raise LayoutError(f"{kind} cannot be cut into pipeline stages: {reason} (config.{name})")
 
 
 def _body(model: nn.Module) -> str:
@@ -130,9 +129,7 @@ def _block_list(model: nn.Module, body: str) -> str:
             found.append((size, f"{body}.{name}".strip(".")))
     if not found:
         what = f"no list of {wanted} modules" if wanted else "no list of equal modules"
-        raise LayoutError(
-            f"{type(model).__name__} cannot be cut into pipeline stages: it has {what}, which its blocks would be"
-        )
+        raise refusal(model, f"it has {what}, which its blocks would be")
     return max(found, key=lambda each: each[0])[1]
 
 
@@ -143,9 +140,9 @@ def _outside(model: nn.Module, blocks: str) -> list[str]:
     for parent in around:
         module = model.get_submodule(parent)
         for name in dict(module.named_parameters(recurse=False)):
-            raise LayoutError(
-                f"{type(model).__name__} cannot be cut into pipeline stages: {f'{parent}.{name}'.strip('.')} is a parameter of a "
-                "module that runs blocks, so it is not known which stage uses it"
+            fqn = f"{parent}.{name}".strip(".")
+            raise refusal(
+                model, f"{fqn} is a parameter of a module that runs blocks, so it is not known which stage uses it"
             )
         for name, child in module.named_children():
             fqn = f"{parent}.{name}".strip(".")
@@ -250,15 +247,16 @@ class _Recorder:
         returned = [id(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in pytree.tree_leaves(self._outputs[-1])]
         places = [place for place, value in arguments.items() if id(value) in returned]
         if not places:
-            raise self._refusal(f"block {index} does not take what the block before it returns just as it is")
+            raise refusal(self._model, f"block {index} does not take what the block before it returns just as it is")
         self._places.append(places[0])
         self._leaf = returned.index(id(arguments[places[0]]))
         _mark(arguments[places[0]], value=False)
         for place, value in arguments.items():
             if any(map(_is_marked, pytree.tree_leaves(value))):
                 which = f"its argument {place + 1}" if isinstance(place, int) else place
-                raise self._refusal(
-                    f"block {index} takes {which}, which is computed from parameters of earlier stages, besides the hidden state"
+                raise refusal(
+                    self._model,
+                    f"block {index} takes {which}, which is computed from parameters of earlier stages, besides the hidden state",
                 )
 
     def _of_outside(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -266,7 +264,7 @@ class _Recorder:
             begun = len(self._order)
             self._when.setdefault(name, set()).add(begun)
             if begun == len(self._list) > 1 and any(map(_is_marked, pytree.tree_leaves((args, kwargs)))):
-                raise self._refusal(f"{name} takes what is computed from parameters of the first stage")
+                raise refusal(self._model, f"{name} takes what is computed from parameters of the first stage")
             output = forward(*args, **kwargs)
             if not begun:
                 _mark(output)
@@ -278,14 +276,14 @@ class _Recorder:
         """Return what the run has shown, or refuse the model."""
         count = len(self._list)
         if self._order != list(range(count)):
-            raise self._refusal(f"its blocks run in the order {self._order}, instead of each once")
+            raise refusal(self._model, f"its blocks run in the order {self._order}, instead of each once")
         if count > 1 and any(map(_is_marked, pytree.tree_leaves(output)[:1])):
-            raise self._refusal("what comes after the blocks is computed from parameters of the first stage")
+            raise refusal(self._model, "what comes after the blocks is computed from parameters of the first stage")
         if len(set(self._places)) > 1:
-            raise self._refusal("its blocks take the hidden state in different places")
+            raise refusal(self._model, "its blocks take the hidden state in different places")
         for name, when in self._when.items():
             if not (when == {0} or when == {count}):
-                raise self._refusal(f"{name} runs between blocks, or both before and after them")
+                raise refusal(self._model, f"{name} runs between blocks, or both before and after them")
         return Anatomy(
             body=self._body,
             blocks=self._blocks,
@@ -299,12 +297,9 @@ class _Recorder:
     def _form(self, output: Any) -> BlockOutput:
         leaves, structure = pytree.tree_flatten(output)
         if len(leaves) <= self._leaf:
-            raise self._refusal("its blocks return structures that differ")
+            raise refusal(self._model, "its blocks return structures that differ")
         plain = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         return BlockOutput(structure=structure, leaves=plain, place=self._leaf)
-
-    def _refusal(self, reason: str) -> LayoutError:
-        return LayoutError(f"{type(self._model).__name__} cannot be cut into pipeline stages: {reason}")
 
 
 def _tolerant(forward: Callable[..., Any]) -> Callable[..., Any]:

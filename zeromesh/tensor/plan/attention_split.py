@@ -113,39 +113,28 @@ class AttentionDivision:
         """Whether no two ranks have the same key-value head."""
         return self.keys >= len(self.shares)
 
-    def queries_of(self, name: str, features: int) -> Shares:
-        """`features` that belong to query heads, each head's together."""
-        width = _width(name, features, self.queries, "query heads")
-        return tuple((scaled(share.queries, width),) for share in self.shares)
-
-    def keys_of(self, name: str, features: int) -> Shares:
-        """`features` that belong to key-value heads, each head's together."""
-        width = _width(name, features, self.keys, "key-value heads")
-        return tuple((scaled(share.keys, width),) for share in self.shares)
+    def by_head(self, name: str, features: int, *, keys: bool = False) -> Shares:
+        """Divide `features` that belong to query heads, or to key-value heads (`keys`), each head's together."""
+        width = _width(name, features, *((self.keys, "key-value heads") if keys else (self.queries, "query heads")))
+        return tuple((scaled(share.keys if keys else share.queries, width),) for share in self.shares)
 
     def fused(self, name: str, features: int, *, stacked: bool) -> Shares:
         """`features` of queries, keys and values: all of each (`stacked`), or each key-value head's queries, key and value."""
         width = _width(name, features, self.queries + 2 * self.keys, "query, key and value heads")
-        if stacked:
-            key_start, value_start = self.queries * width, (self.queries + self.keys) * width
-            return tuple(
-                (
-                    scaled(share.queries, width),
-                    moved(scaled(share.keys, width), key_start),
-                    moved(scaled(share.keys, width), value_start),
-                )
-                for share in self.shares
-            )
         group = self.queries // self.keys
-        if self.exclusive:
-            return tuple((scaled(share.keys, (group + 2) * width),) for share in self.shares)
-        result = []
+        heads: list[tuple[Interval, ...]] = []
         for share in self.shares:
-            start = share.keys.start * (group + 2) * width
-            own = scaled(moved(share.queries, -share.keys.start * group), width)
-            after = Interval(start=group * width, end=(group + 2) * width)
-            result.append((moved(own, start), moved(after, start)))
-        return tuple(result)
+            if stacked:
+                keys = moved(share.keys, self.queries)
+                heads.append((share.queries, keys, moved(keys, self.keys)))
+            elif self.exclusive:
+                heads.append((scaled(share.keys, group + 2),))
+            else:
+                # Before the queries of a group there are the keys and values of those before it.
+                own = moved(share.queries, 2 * share.keys.start)
+                end = share.keys.end * (group + 2)
+                heads.append((own, Interval(start=end - 2, end=end)))
+        return tuple(tuple(scaled(interval, width) for interval in intervals) for intervals in heads)
 
     def is_stacked(self, attention: nn.Module, style: str) -> bool:
         """Whether a fused projection has all queries, then all keys, then all values."""

@@ -16,16 +16,11 @@ def _rules(**patterns: str) -> Rules:
 _GPT2 = _rules(qkv_stacked="*.attn.c_attn", colwise="*.mlp.c_fc", rowwise="*.attn.c_proj *.mlp.c_proj")
 _OPT = _rules(colwise="*.self_attn.[qkv]_proj *.fc1", rowwise="*.self_attn.out_proj *.fc2")
 _BLOOM = _rules(
-    qkv_by_head="*.self_attention.query_key_value",
+    qkv_by_head="*.query_key_value",
     colwise="*.mlp.dense_h_to_4h",
-    rowwise="*.self_attention.dense *.mlp.dense_4h_to_h",
+    rowwise="*attention.dense *.self_attn.dense *.mlp.dense_4h_to_h",
 )
-_FALCON = {**_BLOOM, **_rules(qkv_falcon="*.self_attention.query_key_value")}
-_GPT_NEOX = _rules(
-    qkv_by_head="*.attention.query_key_value",
-    colwise="*.mlp.dense_h_to_4h",
-    rowwise="*.attention.dense *.mlp.dense_4h_to_h",
-)
+_FALCON = {**_BLOOM, **_rules(qkv_falcon="*.query_key_value")}
 _BERT = _rules(
     colwise="*.self.query *.self.key *.self.value *.intermediate.dense",
     rowwise_heads="*.attention.output.dense *.crossattention.output.dense",
@@ -46,11 +41,6 @@ _GPT_NEO = _rules(colwise="*.attention.[qkv]_proj *.mlp.c_fc", rowwise="*.attent
 _STABLELM = _rules(
     colwise="*.self_attn.[qkv]_proj *.mlp.gate_proj *.mlp.up_proj", rowwise="*.self_attn.o_proj *.mlp.down_proj"
 )
-_PERSIMMON = _rules(
-    qkv_by_head="*.self_attn.query_key_value",
-    colwise="*.mlp.dense_h_to_4h",
-    rowwise="*.self_attn.dense *.mlp.dense_4h_to_h",
-)
 _DEEPSEEK = _rules(
     colwise=(
         "*.self_attn.q_proj *.self_attn.q_b_proj *.self_attn.kv_b_proj *.mlp.gate_proj *.mlp.up_proj "
@@ -69,16 +59,14 @@ OWN: Mapping[str, Rules] = {
     "gpt2": _GPT2,
     "opt": _OPT,
     "biogpt": _OPT,
-    "bloom": _BLOOM,
+    **dict.fromkeys(("bloom", "gpt_neox", "persimmon"), _BLOOM),
     "falcon": _FALCON,
-    "gpt_neox": _GPT_NEOX,
     **dict.fromkeys(_BERT_KINDS, _BERT),
     **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
     "phi3": _PHI3,
     "gptj": _GPTJ,
     "gpt_neo": _GPT_NEO,
     "stablelm": _STABLELM,
-    "persimmon": _PERSIMMON,
     "deepseek_v3": _DEEPSEEK,
 }
 """By `config.model_type`. Input and output embeddings are divided by vocabulary without a rule."""

@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import nn
 
-from zeromesh.errors import LayoutError
+from zeromesh.errors import LayoutError, some
 from zeromesh.flat.layout import ParameterPart
 from zeromesh.flat.regions import Region
 from zeromesh.intervals import Interval
@@ -215,7 +215,7 @@ class _Planner:
             if not self._set((name for name in names if fnmatchcase(name, pattern)), style):
                 raise LayoutError(
                     f"tensor-parallel rule {pattern!r}: {style} matches no module of {type(self.model).__name__}; its modules are "
-                    f"named like {', '.join(_examples(self.modules))}"
+                    f"named like {some([name for name in self.modules if name.count('.') > 1] or [*self.modules], 4)}"
                 )
 
     def _set(self, names: Iterable[str], style: str) -> bool:
@@ -264,10 +264,8 @@ class _Planner:
             if fused:
                 shares = division.fused(name, features, stacked=division.is_stacked(self.modules[parent], style))
                 self._add(name, Style.COLUMN if division.exclusive else Style.SLICED, shares)
-            elif leaf in _QUERIES:
-                self._add(name, Style.COLUMN, division.queries_of(name, features))
             else:
-                self._add(name, Style.COLUMN, division.keys_of(name, features))
+                self._add(name, Style.COLUMN, division.by_head(name, features, keys=leaf in _KEYS))
         for parent in self.attentions:
             for leaf in (*_QUERIES, *_KEYS):
                 name = f"{parent}.{leaf}"
@@ -290,7 +288,7 @@ class _Planner:
                         f"{parent}: nothing says how its parameter {leaf} is divided among tensor ranks; set parallel.tensor: 1"
                     )
                 self.styles.pop(f"{parent}.{leaf}", None)
-                self._add(parent, Style.SINKS, self.attentions[parent].queries_of(parent, parameter.shape[0]))
+                self._add(parent, Style.SINKS, self.attentions[parent].by_head(parent, parameter.shape[0]))
 
     def other_layers(self) -> None:
         """Plan what rules are left for."""
@@ -316,7 +314,7 @@ class _Planner:
     def _embedding(self, name: str, style: str) -> None:
         module: Any = self.modules[name]
         if style == "embedding_heads":
-            shares = self._attention_around(name).queries_of(name, module.weight.shape[1])
+            shares = self._attention_around(name).by_head(name, module.weight.shape[1])
             self._add(name, Style.EMBEDDING_FEATURES, shares)
         elif name not in self.layers:
             if not _divisible_embedding(module):
@@ -333,14 +331,14 @@ class _Planner:
                 raise LayoutError(
                     f"{name}: nothing says to which heads its {outputs} outputs belong; set parallel.tensor: 1"
                 )
-            self._add(name, Style.COLUMN, attention.queries_of(name, outputs))
+            self._add(name, Style.COLUMN, attention.by_head(name, outputs))
         elif style == "packed_colwise":
             half = balanced(outputs // 2, self.size)
             second = (moved(interval, outputs // 2) for interval in half)
             self._add(name, Style.COLUMN, tuple(zip(half, second, strict=True)))
         elif style == "rowwise_heads" or (style == "rowwise" and attention is not None):
             division = attention or self._attention_around(name)
-            self._add(name, Style.ROW, division.queries_of(name, inputs))
+            self._add(name, Style.ROW, division.by_head(name, inputs))
         elif style in _EVENLY:
             of_outputs = style.startswith("colwise")
             self._divide(name, _EVENLY[style], outputs if of_outputs else inputs)
@@ -460,10 +458,6 @@ def _divisible_embedding(module: nn.Module) -> bool:
     if not isinstance(module, nn.Embedding):
         return False
     return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
-
-
-def _examples(modules: Iterable[str]) -> list[str]:
-    return [name for name in modules if name.count(".") > 1][:4] or [name for name in modules if name][:4]
 
 
 def _shown(names: Iterable[str]) -> str:
