@@ -135,7 +135,7 @@ def trains(
         "calls": sorted(set(calls.values())),
         "called": len(calls),
         "bubble": [bubble.predicted, bubble.measured],
-        "spans": len(measured.moments) // 2,
+        "spans": len(measured.marks) // 2,
     }
 
 

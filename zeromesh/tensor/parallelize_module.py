@@ -9,7 +9,7 @@ shares of the sequence:
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -99,9 +99,7 @@ class Parallelized:
                 self._replace(layer.module, replacement)
         self._patch()
         if self.shares is not None:
-            readers = {name: self._sources[name] for name in self._readers}
-            experts = [layer.parent for layer in plan.layers if layer.style is Style.EXPERTS]
-            self._undo += share_sequence(model, plan.stacks, readers, experts, self.shares, self.randomness)
+            self._share_sequence(self.shares)
 
     def restore(self) -> None:
         """Give the model its own modules and numbers back. Parameters that were divided are whole again and on the meta device."""
@@ -196,6 +194,31 @@ class Parallelized:
                 own = division.shares[index].queries
                 self._set(module, "forward", partial(_with_biases, module.forward, own, division.queries))
 
+    def _share_sequence(self, shares: SequenceShares) -> None:
+        """Set the forwards of blocks, of attentions and of blocks of experts.
+
+        The first block of a stack takes the whole sequence and the last one returns it. Attentions run on all of it, since their
+        code reads its length, and so do blocks of experts. Every one of them takes hidden states [batch, sequence, hidden] as its
+        first argument, or as `hidden_states`.
+        """
+        for stack in self.plan.stacks:
+            for name in stack:
+                block = self._model.get_submodule(name)
+                ends = {"first": name == stack[0], "last": name == stack[-1]}
+                self._set(block, "forward", partial(_run, block, block.forward, shares, self.randomness, **ends))
+        for name in self._readers:
+            reader = self._model.get_submodule(name)
+            self._set(reader, "forward", partial(_read, reader.forward, self._sources[name], shares))
+        for layer in self.plan.layers:
+            if layer.style is Style.EXPERTS:
+                module = self._model.get_submodule(layer.parent)
+                if float(getattr(module, "jitter_noise", 0.0) or 0.0) > 0:
+                    raise LayoutError(
+                        f"{layer.parent}: noise of a router cannot be drawn where the sequence is divided; "
+                        "set parallel.sequence: false"
+                    )
+                self._set(module, "forward", partial(_route, module.forward, shares))
+
 
 def _with_biases(forward: Callable[..., Any], own: Interval, heads: int, *args: Any, **kwargs: Any) -> Any:
     """Run an attention whose arguments have position biases of all heads, and maybe a mask with them, on this rank's heads.
@@ -245,39 +268,6 @@ def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
                 raise LayoutError(
                     f"{name} ({type(module).__name__}) may need the whole sequence, as the plan does not know it; {off}"
                 )
-
-
-def share_sequence(
-    model: nn.Module,
-    stacks: Sequence[Sequence[str]],
-    readers: Mapping[str, SharedInput],
-    experts: Sequence[str],
-    shares: SequenceShares,
-    randomness: ShardedRandomness,
-) -> list[Callable[[], None]]:
-    """Set the forwards of blocks, of `readers` (attentions) and of blocks of experts; returns what undoes it.
-
-    The first block of a stack takes the whole sequence and the last one returns it. Readers run on all of it, since their code
-    reads its length, and so do blocks of experts. Every one of them takes hidden states [batch, sequence, hidden] as its first
-    argument, or as `hidden_states`.
-    """
-    undo: list[Callable[[], None]] = []
-    for stack in stacks:
-        for name in stack:
-            block = model.get_submodule(name)
-            ends = {"first": name == stack[0], "last": name == stack[-1]}
-            undo.append(override(block, "forward", partial(_run, block, block.forward, shares, randomness, **ends)))
-    for name, source in readers.items():
-        reader = model.get_submodule(name)
-        undo.append(override(reader, "forward", partial(_read, reader.forward, source, shares)))
-    for name in experts:
-        module = model.get_submodule(name)
-        if float(getattr(module, "jitter_noise", 0.0) or 0.0) > 0:
-            raise LayoutError(
-                f"{name}: noise of a router cannot be drawn where the sequence is divided; set parallel.sequence: false"
-            )
-        undo.append(override(module, "forward", partial(_route, module.forward, shares)))
-    return undo
 
 
 def _run(

@@ -180,7 +180,6 @@ class Stages:
         """The stage of each module that belongs to one, by its name."""
         self._stages |= dict.fromkeys(anatomy.before, 0) | dict.fromkeys(anatomy.after, self.count - 1)
         self._slot = StageSlot(anatomy.count - 1, shares)
-        self._running = False
         self._balance = _balance_names(model) if self.count > 1 else None
         self._places = self._find_places(outside or copies_outside(model, anatomy))
         self._names = _names_by_parameter(model)
@@ -234,28 +233,18 @@ class Stages:
     @contextmanager
     def chunk(self, chunk: int, received: Sequence[torch.Tensor] = (), *, balance: bool = True) -> Iterator[None]:
         """Have the model run as this chunk inside the block, from what the stage before has sent; none for the first stage.
-        `balance`: the experts' loss is wanted, if the model has it.
-
-        Raises:
-            PhaseError: inside another chunk, or for another number of tensors than the stage before sends.
-        """
+        `balance`: the experts' loss is wanted, if the model has it."""
         stage = self.own[chunk]
         names = self._balance if balance else None
-        wanted = 0 if stage == 0 else 1 if names is None else 2
-        if self._running or len(received) != wanted:
-            what = "another stage is running" if self._running else f"it takes {wanted} tensors, got {len(received)}"
-            raise PhaseError(f"stage {stage} cannot run: {what}")
         slot, blocks = self._slot, self.ranges[stage]
         slot.inject_at = blocks.start - 1
         slot.capture_at = blocks.stop if stage + 1 < self.count else -1
         slot.received = received[0] if received else None
-        self._running = True
         try:
             self._arrange(stage)
             with nullcontext() if names is None or stage + 1 < self.count else _counting(names, received[1]):
                 yield
         finally:
-            self._running = False
             slot.received = slot.captured = None
             self._arrange(None)
 
@@ -277,10 +266,8 @@ class Stages:
         and for experts, with `balance`, the router logits of all layers so far `[layers, tokens, experts]`.
 
         Raises:
-            PhaseError: for the last stage, or when the model did not run its blocks.
+            PhaseError: when the model did not run its blocks.
         """
-        if self.is_last(chunk):
-            raise PhaseError("the last stage returns what the model returns; call the model inside `chunk`")
         with self.chunk(chunk, received, balance=balance):
             body = self.model.get_submodule(self._anatomy.body)
             output = body(**body_inputs(self.model, body, batch))

@@ -135,7 +135,8 @@ def _block_list(model: nn.Module, body: str) -> str:
 
 def _outside(model: nn.Module, blocks: str) -> list[str]:
     """The outermost modules with parameters that do not contain the blocks."""
-    around = _parents(blocks)
+    parts = blocks.split(".")
+    around = [".".join(parts[:end]) for end in range(len(parts))]
     found = []
     for parent in around:
         module = model.get_submodule(parent)
@@ -149,12 +150,6 @@ def _outside(model: nn.Module, blocks: str) -> list[str]:
             if fqn not in around and fqn != blocks and any(True for _ in child.parameters()):
                 found.append(fqn)
     return found
-
-
-def _parents(fqn: str) -> list[str]:
-    """The modules around a module, from the root."""
-    parts = fqn.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts))]
 
 
 class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
