@@ -16,7 +16,7 @@ from typing import Any
 
 from zeromesh.errors import DataError
 from zeromesh.trainer.config.sections.data import DataSection
-from zeromesh.trainer.data.packing import PackedDataset, byte_pair_entropy, encode_documents, pack
+from zeromesh.trainer.data.packing import PackedDataset, byte_pair_entropy, encode_documents
 from zeromesh.trainer.data.text_sources import TextSource, find_text
 from zeromesh.trainer.data.token_cache import StoredText, TextAmount, TokenCache, TokenWriter
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, TokenArray, Tokenizer, load_tokenizer
@@ -140,18 +140,18 @@ def _pack(
     text: StoredText, first: int, amount: TextAmount, sequence_length: int, separator: int | None, where: str
 ) -> tuple[PackedDataset, str]:
     """Return the sequences of a part of a text, and a note. Raises `DataError` where it is shorter than one."""
-    tokens = text.tokens[first : first + amount.tokens]
-    dataset = pack(tokens, sequence_length, text=text, first=first, separator=separator)
-    if len(dataset) == 0:
+    sequences, dropped = divmod(amount.tokens, sequence_length)
+    if not sequences:
         raise DataError(
             f"{where} holds {amount.tokens} tokens in {amount.documents} documents, less than one sequence of "
             f"{sequence_length}; give more text, or lower data.sequence_length"
         )
     note = (
         f"{where}: {amount.text_bytes:,} bytes of text in {amount.documents:,} documents, {amount.tokens:,} "
-        f"tokens, {len(dataset):,} sequences of {sequence_length}"
+        f"tokens, {sequences:,} sequences of {sequence_length}"
     )
-    dropped = amount.tokens - dataset.tokens.size
     if dropped:
         note += f"; the last {dropped} tokens are no whole sequence and are dropped"
-    return dataset, note
+    return PackedDataset(
+        text=text, first=first, sequences=sequences, sequence_length=sequence_length, separator=separator
+    ), note

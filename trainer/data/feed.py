@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from zeromesh.trainer.data.collate import BatchRules, MapDataset, count_targets,
 from zeromesh.trainer.data.datasets import LoadedData
 from zeromesh.trainer.data.packing import PackedDataset
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
-from zeromesh.trainer.data.streaming import StreamedDataset
+from zeromesh.trainer.data.streaming import StreamedDataset, digest
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 
 _COMPARED = 65536
@@ -173,7 +172,14 @@ def require_same_batches(
     """Raise `DataError` where ranks of a tensor group or of a pipeline, which compute one batch together, have others."""
     if mesh.shape.tensor == mesh.shape.pipeline == 1:
         return
-    own = [mesh.data_index, len(batches), _digest(batches)]
+    parts = [
+        {
+            f"{name} {list(each.shape)} {each.dtype}" if isinstance(each, Tensor) else name: each
+            for name, each in batch.items()
+        }
+        for batch in batches
+    ]
+    own = [mesh.data_index, len(batches), digest([digest(dict(sorted(part.items())), _COMPARED) for part in parts])]
     rows = mesh.world.gather_integers(own)
     others = [str(rank) for rank, row in enumerate(rows) if row[0] == own[0] and row != own]
     if others:
@@ -181,19 +187,3 @@ def require_same_batches(
             f"rank{'s' if len(others) > 1 else ''} {', '.join(others)} got other data than rank {mesh.rank}, and they "
             f"compute one batch together (parallel.tensor, parallel.pipeline); {cure}"
         )
-
-
-def _digest(batches: Sequence[Mapping[str, Any]]) -> int:
-    """32 bits of the names, shapes, dtypes and first values of the tensors of batches, and of numbers and texts beside them."""
-    found = 0
-    for batch in batches:
-        for name, value in sorted(batch.items()):
-            if isinstance(value, Tensor):
-                found = crc32(f"{name} {list(value.shape)} {value.dtype}".encode(), found)
-                first = value.detach().reshape(-1)[:_COMPARED].cpu().contiguous()
-                found = crc32(first.view(torch.uint8).numpy().tobytes(), found)
-            elif all(
-                isinstance(each, int | float | str) for each in (value if isinstance(value, list | tuple) else [value])
-            ):
-                found = crc32(f"{name} {value!r}".encode(), found)
-    return found

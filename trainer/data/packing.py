@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,32 +23,33 @@ _PAIRS_AT_ONCE = 1 << 18
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedDataset:
-    """Sequences of `sequence_length` tokens, cut from one text; a map-style dataset.
+    """Sequences of `sequence_length` tokens: those of `text` from its token `first` on; a map-style dataset."""
 
-    `tokens` is a flat array of `len(self) * sequence_length` ids, uint8, uint16 or int32.
-    """
-
-    tokens: TokenArray
+    text: StoredText
+    first: int
+    sequences: int
     sequence_length: int
-    text: StoredText | None = None
-    """The text that the tokens are a part of, from its token `first` on."""
-    first: int = 0
     separator: int | None = None
     """The token that ends a document, if documents are to be apart: positions begin anew after it, by which transformers' attention
     knows documents, and what comes first in a document is no target."""
 
+    @property
+    def tokens(self) -> TokenArray:
+        """The ids of all sequences, flat: uint8, uint16 or int32."""
+        return self.text.tokens[self.first : self.first + self.sequences * self.sequence_length]
+
     def __len__(self) -> int:
-        return self.tokens.size // self.sequence_length
+        return self.sequences
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Return `input_ids` and `labels`, int64 `[sequence]`, equal: a causal model shifts labels itself; for separate documents
         also `position_ids`."""
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
-        start = index * self.sequence_length
-        if self.text is not None:
-            self.text.check(self.first + start, self.first + start + self.sequence_length)
-        ids = torch.from_numpy(self.tokens[start : start + self.sequence_length].astype(np.int64))
+        start = self.first + index * self.sequence_length
+        end = start + self.sequence_length
+        self.text.check(start, end)
+        ids = torch.from_numpy(self.text.tokens[start:end].astype(np.int64))
         if self.separator is None:
             return {"input_ids": ids, "labels": ids.clone()}
         places = torch.arange(len(ids))
@@ -60,41 +60,23 @@ class PackedDataset:
     def split_tail(self, fraction: float) -> tuple[PackedDataset, PackedDataset]:
         """Return all but the last `fraction` of the sequences, and those; at least one on each side."""
         tail = min(max(1, math.floor(len(self) * fraction)), len(self) - 1)
-        cut = (len(self) - tail) * self.sequence_length
-        return (
-            replace(self, tokens=self.tokens[:cut]),
-            replace(self, tokens=self.tokens[cut:], first=self.first + cut),
-        )
+        head = len(self) - tail
+        end = self.first + head * self.sequence_length
+        return replace(self, sequences=head), replace(self, sequences=tail, first=end)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise `DataError` for the first sequence with an id that a model of `vocab_size` does not have.
-
-        Tokens of a text whose largest id is known are looked at only where that is too large.
-        """
-        if self.tokens.size == 0 or (self.text is not None and self.text.largest < vocab_size):
-            return
-        if int(self.tokens.max()) < vocab_size:
-            return
-        position = int(np.argmax(self.tokens >= vocab_size))
-        raise DataError(
-            f"sample {position // self.sequence_length} has token id {int(self.tokens[position])} but the "
-            f"model's vocabulary has {vocab_size} tokens (ids 0 to {vocab_size - 1}); set vocab_size in "
-            "model.config, or use the tokenizer that belongs to the model"
-        )
+        """Raise `DataError` for a text with an id that a model of `vocab_size` does not have."""
+        if self.text.largest >= vocab_size:
+            raise DataError(
+                f"the text has token id {self.text.largest} but the model's vocabulary has {vocab_size} tokens (ids 0 to "
+                f"{vocab_size - 1}); set vocab_size in model.config, or use the tokenizer that belongs to the model"
+            )
 
     def fingerprint(self) -> str:
         """Return a hash (xxh3, 16 hexadecimal digits) of the tokens and their length, equal for equal data."""
-        digest = xxhash.xxh3_64(f"{self.tokens.dtype.str} {self.sequence_length} ".encode())
-        digest.update(
-            self.tokens.data if self.text is None else f"{self.text.digest} {self.first} {self.tokens.size}".encode()
-        )
-        return digest.hexdigest()
-
-
-def pack(tokens: TokenArray, sequence_length: int, **of_text: Any) -> PackedDataset:
-    """Cut tokens into sequences; those at the end that are no whole sequence are left out. `of_text` are more fields."""
-    whole = tokens.size - tokens.size % sequence_length
-    return PackedDataset(tokens=tokens[:whole], sequence_length=sequence_length, **of_text)
+        size = self.sequences * self.sequence_length
+        described = f"{self.text.tokens.dtype.str} {self.sequence_length} {self.text.digest} {self.first} {size}"
+        return xxhash.xxh3_64_hexdigest(described.encode())
 
 
 def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, TokenArray]]:

@@ -90,11 +90,7 @@ class BatchPlan:
 
     def epochs_after(self, step: int) -> int:
         """How many times the data has been passed over to its end after `step` steps; 0 where no length is known."""
-        if self.epoch_size is None:
-            return 0
-        if self.steps_per_epoch is None:
-            return step * self.global_size // self.epoch_size
-        return step // self.steps_per_epoch
+        return int(self.epoch_after(step))
 
     def epoch_after(self, step: int) -> float:
         """How many times the data has been passed over after `step` steps; 0 where no length is known.

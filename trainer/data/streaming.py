@@ -7,6 +7,7 @@ which a state that does not lead back there is found out. Then, and without a st
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 from zlib import crc32
@@ -14,6 +15,8 @@ from zlib import crc32
 import torch
 
 from zeromesh.errors import CheckpointError, DataError
+
+_ADDRESS = re.compile(rb"<[^<>]+ at 0x[0-9a-fA-F]+>")
 
 
 class StreamedDataset:
@@ -49,7 +52,7 @@ class StreamedDataset:
         """Return JSON values by which sample `position` is found again."""
         start = position // self.block * self.block
         self[start]
-        return {"position": start, "digest": _digest(self._recent[start]), **self._states[start]}
+        return {"position": start, "digest": digest(self._recent[start]), **self._states[start]}
 
     def restore(self, state: Mapping[str, Any], where: str) -> None:
         """Go to where `state` was taken.
@@ -63,10 +66,10 @@ class StreamedDataset:
             raise CheckpointError(f"{where}: the state of the training stream is not one that this version writes")
         if state.get("stream") is not None:
             self._restart(cast(int, epoch), cast(int, begun), cast(int, position), state["stream"])
-            if _digest(self[cast(int, position)]) == state.get("digest"):
+            if digest(self[cast(int, position)]) == state.get("digest"):
                 return
         self._restart()
-        if _digest(self[cast(int, position)]) != state.get("digest"):
+        if digest(self[cast(int, position)]) != state.get("digest"):
             raise DataError(
                 f"train_dataset: sample {position} of the stream is not what it was when the checkpoint was written; a run that "
                 "goes on needs the same data in the same order"
@@ -123,14 +126,19 @@ def is_stream(dataset: Any) -> bool:
     return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))
 
 
-def _digest(sample: Any) -> int:
-    """Return 32 bits of what a sample holds."""
+def digest(sample: Any, limit: int | None = None) -> int:
+    """Return 32 bits of what a sample or a batch holds, of a tensor no more than its first `limit` elements.
+
+    Objects that are represented by their address say nothing of what they hold, and are left out.
+    """
     found = 0
     if not isinstance(sample, Mapping):
         sample = dict(enumerate(sample if isinstance(sample, list | tuple) else [sample]))
     for name, value in sample.items():
         content = repr(value).encode()
         if isinstance(value, torch.Tensor):
-            content = value.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            content = value.detach().reshape(-1)[:limit].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        elif not isinstance(value, str) and _ADDRESS.search(content):
+            continue
         found = crc32(content, crc32(str(name).encode(), found))
     return found

@@ -129,37 +129,36 @@ class TokenCache:
             DataError: as `write` does.
             StorageError: where it cannot be written.
         """
+        path = None if self._root is None or key is None else self._root / key
         try:
-            if self._root is None or key is None:
-                with tempfile.TemporaryDirectory(prefix="zeromesh-tokens-") as folder:
-                    _write_entry(Path(folder), vocab_size, write, remarks)
-                    return _open(Path(folder))
-            path = self._root / key
-            if path.exists():
+            if path is not None and path.exists():
                 try:
                     return _open(path)
                 except (DataError, OSError, ValueError, TypeError, KeyError) as error:
                     self._note(f"tokens in {path} are damaged ({error}); the text is tokenised anew")
                     shutil.rmtree(path)
-            self._make(path, vocab_size, write, remarks)
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                _remove_abandoned(path.parent)
+            with tempfile.TemporaryDirectory(
+                dir=path and path.parent, prefix=".tokens-", suffix=".tmp", ignore_cleanup_errors=True
+            ) as folder:
+                _write_entry(Path(folder), vocab_size, write, remarks)
+                if path is None:
+                    return _open(Path(folder))
+                with suppress(OSError):  # Another process has made the same meanwhile.
+                    Path(folder).rename(path)
             return _open(path)
         except OSError as error:
             where = str(self._root or tempfile.gettempdir())
             raise StorageError(f"tokens cannot be kept in {where!r} ({error}); set data.cache") from error
 
-    @staticmethod
-    def _make(path: Path, vocab_size: int, write: _Write, remarks: _Remarks) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for left in path.parent.glob(".*.tmp"):
-            with suppress(OSError):
-                if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
-                    shutil.rmtree(left)
-        with tempfile.TemporaryDirectory(
-            dir=path.parent, prefix=f".{path.name}-", suffix=".tmp", ignore_cleanup_errors=True
-        ) as folder:
-            _write_entry(Path(folder), vocab_size, write, remarks)
-            with suppress(OSError):  # Another process has made the same meanwhile.
-                Path(folder).rename(path)
+
+def _remove_abandoned(root: Path) -> None:
+    for left in root.glob(".*.tmp"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(left)
 
 
 def _write_entry(folder: Path, vocab_size: int, write: _Write, remarks: _Remarks) -> None:

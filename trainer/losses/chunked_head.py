@@ -79,27 +79,15 @@ class ChunkedHead:
         Raises `PhaseError` if the model uses its head in a way that this cannot stand for, or changes its logits otherwise.
         """
         current = _HeadWork(targets=targets.reshape(-1), seed=seed, count=count)
-        with self._announced(current):
-            if self._route == "loss_function":
+        with _replaced(self._head, "forward", partial(self._forward, current)):
+            if self._route == "logits":
+                return self._arrived(current, model(**_without_labels(model, inputs)).logits)
+            with _replaced(self._model, "_loss_function", partial(self._loss, current)):
                 # What the model adds to its mean loss (auxiliary losses of experts) is scaled as the mean is.
                 loss: torch.Tensor = model(**inputs).loss * count
-                if current.result is None:
-                    raise PhaseError("the model computed a loss without calling its output embedding")
-                return loss
-            return self._arrived(current, model(**_without_labels(model, inputs)).logits)
-
-    @contextmanager
-    def _announced(self, current: _HeadWork) -> Iterator[None]:
-        forward = vars(self._head).get("forward")
-        loss = vars(self._model).get("_loss_function")
-        vars(self._head)["forward"] = partial(self._forward, current)
-        if self._route == "loss_function":
-            self._model.loss_function = partial(self._loss, current)
-        try:
-            yield
-        finally:
-            _put_back(self._head, "forward", forward)
-            _put_back(self._model, "_loss_function", loss)
+        if current.result is None:
+            raise PhaseError("the model computed a loss without calling its output embedding")
+        return loss
 
     def _forward(self, current: _HeadWork, hidden: torch.Tensor) -> torch.Tensor:
         if current.result is not None:
@@ -180,9 +168,13 @@ def _without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def _put_back(module: nn.Module, name: str, value: Any) -> None:
-    """Give an instance its attribute as it was; None: it had none."""
-    if value is None:
-        vars(module).pop(name, None)
-    else:
-        vars(module)[name] = value
+@contextmanager
+def _replaced(module: nn.Module, name: str, value: object) -> Iterator[None]:
+    """Give an instance another attribute inside the block."""
+    before = {key: each for key, each in vars(module).items() if key == name}
+    vars(module)[name] = value
+    try:
+        yield
+    finally:
+        del vars(module)[name]
+        vars(module).update(before)

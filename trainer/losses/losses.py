@@ -85,9 +85,7 @@ def make_loss(
     model: nn.Module,
     *,
     mode: Literal["auto", "native"] = "auto",
-    chunk_tokens: int | None = None,
     compute_loss: ComputeLoss | None = None,
-    divided: bool = False,
     smoothing: float = 0.0,
     check_scalars: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Loss:
@@ -96,9 +94,7 @@ def make_loss(
     Args:
         mode: `auto` computes a language model's loss in chunks of tokens, or over a divided vocabulary, where a trial on a
             small copy gives the model's own loss and gradients; `native` always takes the model's own.
-        chunk_tokens: tokens whose logits exist at once; None: what needs the least memory.
         compute_loss: a user's own, which is then taken as it is.
-        divided: tensor ranks will each have some of the vocabulary.
         smoothing: part of each target that is spread over all classes; the loss is then computed from the model's logits.
         check_scalars: raises for names of scalars that `compute_loss` may not give.
 
@@ -108,8 +104,7 @@ def make_loss(
     if smoothing:
         return _smoothed_loss(model, compute_loss, smoothing)
     if compute_loss is not None:
-        lines = ("loss: tensor ranks gather the logits that compute_loss reads",) if divided else ()
-        return _user_loss(compute_loss, lines, check_scalars)
+        return _user_loss(compute_loss, check_scalars)
     inside = pretrained_of(model)
     if inside is None:
         return _example_loss(f"the loss of {type(model).__name__}")
@@ -121,7 +116,7 @@ def make_loss(
         raise ConfigError(
             f"{type(inside).__name__} has no head, and so no loss of its own; pass compute_loss, or set model.head to a task"
         )
-    return _task_loss(inside) or _language_loss(inside, mode, chunk_tokens, divided=divided)
+    return _task_loss(inside) or _language_loss(inside, mode)
 
 
 def _forward_arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -157,7 +152,7 @@ def _task_loss(model: Any) -> Loss | None:
     return None
 
 
-def _language_loss(model: Any, mode: Literal["auto", "native"], chunk_tokens: int | None, *, divided: bool) -> Loss:
+def _language_loss(model: Any, mode: Literal["auto", "native"]) -> Loss:
     """The loss of a language model, with as few logits at once as a trial has shown to be possible."""
     whose = f"the loss of {type(model).__name__}"
     if getattr(model, "get_output_embeddings", lambda: None)() is None:
@@ -169,19 +164,15 @@ def _language_loss(model: Any, mode: Literal["auto", "native"], chunk_tokens: in
         with quiet_library():
             verdict = examine(model, known)
     if verdict.causal is None:
-        gathered = "; tensor ranks gather all its logits" if divided else ""
-        return _example_loss(f"{whose} ({verdict.reason})", gathered)
+        return _example_loss(f"{whose} ({verdict.reason})")
     notes = []
     head = None
     if mode == "auto" and verdict.route is not None:
-        head = ChunkedHead(model, route=verdict.route, chunk_tokens=chunk_tokens, change=verdict.change)
+        head = ChunkedHead(model, route=verdict.route, change=verdict.change)
         changed = "" if verdict.change == UNCHANGED else f", of logits changed by {verdict.change}"
         notes.append(f"loss: cross entropy in chunks of tokens{changed}, equal to the model's own in a trial")
     elif mode == "auto":
-        where = " of every tensor rank" if divided else ""
-        notes.append(f"loss: the model's own, with all logits in memory{where}, because {verdict.reason}")
-    elif divided:
-        notes.append("loss: the model's own, for which tensor ranks gather all logits (model.loss: native)")
+        notes.append(f"loss: the model's own, with all logits in memory, because {verdict.reason}")
     if verdict.auxiliary:
         notes.append(
             "the loss has auxiliary terms that are computed per microbatch (balance of experts): with other sizes of "
@@ -294,14 +285,14 @@ def _transcript_loss(reduction: str) -> Loss:
     return Loss(kind="transcripts", count=count, compute=compute, notes=(note,))
 
 
-def _example_loss(what: str, gathered: str = "") -> Loss:
+def _example_loss(what: str) -> Loss:
     """Return a module's own scalar, as the mean over the examples of the batch (dim 0 of its first tensor)."""
 
     def compute(model: nn.Module, batch: Mapping[str, Any], seed: float | None) -> _Computed:
         count, outputs = _count_examples(batch), model(**batch)
         return _scalar(outputs, type(model).__name__) * count, outputs, count, _scalars_of(outputs)
 
-    note = f"{what} is taken for a mean over examples; pass compute_loss to count otherwise{gathered}"
+    note = f"{what} is taken for a mean over examples; pass compute_loss to count otherwise"
     return Loss(kind="examples", count=_count_examples, compute=compute, notes=(note,))
 
 
@@ -312,9 +303,7 @@ def _count_examples(batch: Mapping[str, Any]) -> int:
     raise DataError(f"the batch holds no tensor with a batch dim; it has {_field_names(batch)}")
 
 
-def _user_loss(
-    compute_loss: ComputeLoss, notes: tuple[str, ...], check_scalars: Callable[[Mapping[str, Any]], None] | None
-) -> Loss:
+def _user_loss(compute_loss: ComputeLoss, check_scalars: Callable[[Mapping[str, Any]], None] | None) -> Loss:
     """Return a user's loss, which raises `ConfigError` unless `compute_loss` gives a scalar and a whole number of 0 or more."""
 
     def compute(model: nn.Module, batch: Mapping[str, Any], seed: float | None) -> _Computed:
@@ -341,7 +330,7 @@ def _user_loss(
             raise ConfigError(f"compute_loss: the count must be a whole number of 0 or more; got {count!r}")
         return total.reshape(()), None, int(number), scalars
 
-    return Loss(kind="user", count=lambda batch: None, compute=compute, notes=notes)
+    return Loss(kind="user", count=lambda batch: None, compute=compute)
 
 
 def _scalar(output: Any, name: str) -> Tensor:

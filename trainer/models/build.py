@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers.activations import ACT2FN
 
 from zeromesh.errors import ConfigError, summary
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection
+from zeromesh.trainer.data.tokenizer import Tokenizer
 from zeromesh.trainer.models.hub_download import directory_of
 from zeromesh.trainer.models.user_model import integer, text_part
 from zeromesh.trainer.weights.hub_names import match
@@ -35,28 +35,11 @@ _ALSO_KNOWN = {
 _CONFIG_ERRORS = (*INITIALISER_ERRORS, StrictDataclassError, OSError, ImportError)
 
 
-def build_model(
-    *,
-    source: str | os.PathLike[str] | None,
-    config: Mapping[str, Any] | None,
-    head: Head,
-    seed: int,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    vocab_size: int | None = None,
-    end_of_text: int | None = None,
-) -> BuiltModel:
+def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = None) -> BuiltModel:
     """Build the model that a run's `model` section names.
 
-    Args:
-        source: a directory with `config.json` and safetensors files, or a model in the cache of the Hub; None: random weights.
-        config: fields of the configuration; with `source` they are set on top of `config.json`. Without `source`, `model_type`
-            says which configuration.
-        head: the task, and with it the class of the model.
-        seed: of all weights that no file has.
-        revision: branch, tag or commit of a `source` that is not a directory.
-        trust_remote_code: whether Python code of `source` may be run. No other code of it ever is.
-        vocab_size, end_of_text: the tokenizer's, taken where neither `config` nor `source` says a size.
+    `seed` is that of all weights that no file has. The sizes of `tokenizer` are taken where the section and its source say none.
+    Code of the source runs with `trust_remote_code` alone.
 
     The model's parameters are fp32 and on the meta device; `BuiltModel.source` gives their values. Where building on meta would
     lose values it is built whole on CPU, and a note says so.
@@ -65,20 +48,12 @@ def build_model(
         ConfigError: for a model type, a field or a value that does not exist, with the nearest names, and for a source that is not
             there, with what was tried.
     """
-    directory = None if source is None else directory_of(os.fspath(source), revision)
-    made, automatic = _read_configuration(
-        source,
-        directory,
-        config,
-        head,
-        trust_remote_code=trust_remote_code,
-        vocab_size=vocab_size,
-        end_of_text=end_of_text,
-    )
+    directory = None if section.source is None else directory_of(section.source, section.revision)
+    made, automatic = _read_configuration(section, directory, tokenizer)
     files = None if directory is None else TensorFiles(directory)
 
     def build() -> Any:
-        return automatic.from_config(made, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        return automatic.from_config(made, dtype=torch.float32, trust_remote_code=section.trust_remote_code)
 
     with _library_errors("model.config", f"{made.model_type} cannot be built: "):
         built = build_deferred(build, seed, stored=None if files is None else lambda model: _stored_names(model, files))
@@ -101,9 +76,7 @@ def check_model(section: ModelSection) -> None:
     """
     directory = None if section.source is None else Path(section.source).expanduser()
     if directory is None or directory.is_dir():
-        _read_configuration(
-            section.source, directory, section.config, section.head, trust_remote_code=section.trust_remote_code
-        )
+        _read_configuration(section, directory)
 
 
 @contextmanager
@@ -128,25 +101,18 @@ def _stored_names(model: Any, files: TensorFiles) -> frozenset[str]:
 
 
 def _read_configuration(
-    source: str | os.PathLike[str] | None,
-    directory: Path | None,
-    config: Mapping[str, Any] | None,
-    head: Head,
-    *,
-    trust_remote_code: bool,
-    vocab_size: int | None = None,
-    end_of_text: int | None = None,
+    section: ModelSection, directory: Path | None, tokenizer: Tokenizer | None = None
 ) -> tuple[Any, Any]:
-    """Return the library's configuration of a model, and the class that builds it; `directory` is where `source` is here."""
-    settings = dict(config or {})
+    """Return the library's configuration of a model, and the class that builds it; `directory` is where its source is here."""
+    settings, trusted = dict(section.config or {}), section.trust_remote_code
     if directory is None:
-        made = _from_fields(settings, vocab_size, end_of_text)
+        made = _from_fields(settings, tokenizer)
     else:
-        made = _from_directory(directory, settings, trust_remote_code=trust_remote_code)
+        made = _from_directory(directory, settings, trust_remote_code=trusted)
         # Saved adapters name it as what they belong to, and code of the directory is found by it.
-        made.name_or_path = directory if trust_remote_code else source
+        made.name_or_path = directory if trusted else section.source
     _check_values(made)
-    return made, _automatic_class(made, head, trust_remote_code=trust_remote_code)
+    return made, _automatic_class(made, section.head, trust_remote_code=trusted)
 
 
 def _automatic_class(made: Any, head: Head, *, trust_remote_code: bool) -> Any:
@@ -168,7 +134,7 @@ def _automatic_class(made: Any, head: Head, *, trust_remote_code: bool) -> Any:
     )
 
 
-def _from_fields(settings: dict[str, Any], vocab_size: int | None, end_of_text: int | None) -> Any:
+def _from_fields(settings: dict[str, Any], tokenizer: Tokenizer | None) -> Any:
     """Make a configuration of the fields in `settings`; `model_type` says of which kind."""
     where = "model.config"
     known = sorted(transformers.CONFIG_MAPPING)
@@ -181,13 +147,13 @@ def _from_fields(settings: dict[str, Any], vocab_size: int | None, end_of_text: 
         raise ConfigError(f"model_type: {kind!r} is not known to transformers ({hint})", where=where)
     cls = transformers.CONFIG_MAPPING[kind]
     _check_fields(cls, settings)
-    if vocab_size is not None and "vocab_size" in _fields(cls) and settings.get("vocab_size") is None:
-        settings["vocab_size"] = vocab_size
+    if tokenizer is not None and "vocab_size" in _fields(cls) and settings.get("vocab_size") is None:
+        settings["vocab_size"] = tokenizer.vocab_size
         # Ids of the class's own vocabulary mean nothing in the tokenizer's, which has an end of a text of its own.
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             usual = getattr(cls, name, None)
-            if name not in settings and isinstance(usual, int) and usual >= vocab_size:
-                settings[name] = None if name == "pad_token_id" else end_of_text
+            if name not in settings and isinstance(usual, int) and usual >= tokenizer.vocab_size:
+                settings[name] = None if name == "pad_token_id" else tokenizer.end_of_text
     with _library_errors(where):
         return AutoConfig.for_model(kind, **settings)
 

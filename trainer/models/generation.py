@@ -6,8 +6,7 @@ call they agree that some rank goes on, and those that are done take part in it 
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,14 +19,12 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.options import Placement
-from zeromesh.pipeline.generation import CACHE, StagedForward
+from zeromesh.pipeline.generation import CACHE
 from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.rng import own_randomness
 from zeromesh.trainer.data.feed import require_same_batches
 from zeromesh.trainer.models.prepare import in_evaluation_mode
 from zeromesh.zero.engine import ZeroEngine
-
-Call = Callable[..., Any]
 
 _STAGED_ARGUMENTS = frozenset(
     {"input_ids", "attention_mask", "token_type_ids", "generation_config", "logits_processor", "stopping_criteria"}
@@ -111,91 +108,56 @@ def generate(
     }
     if engine is not None:
         require_same_batches([arguments], mesh, "give all of them the same prompts and arguments of generate")
-    calls = _GenerationCalls(model, mesh, arguments, engine, pipeline)
-    with in_evaluation_mode(model), torch.no_grad(), own_randomness(), _calls_of(model, calls.call):
-        seed()
-        tokens = model.generate(**arguments)
+    own = type(model)
+    waits = engine is not None and engine.options.placements.parameters is Placement.SHARDED and mesh.data.size > 1
+    rows = 1
+    if pipeline is not None and engine is not None:
+        # As many microbatches as stages can work on, and as all data-parallel ranks have rows for.
+        fewest = mesh.data.max_(torch.tensor([-len(arguments["input_ids"])]), "prompts to generate")
+        rows = min(mesh.pipeline.size, -int(fewest[0]))
+
+    def some_rank_goes_on(*, here: bool) -> bool:
+        return here if not waits else int(mesh.data.sum_(torch.tensor([int(here)]), "ranks that generate")[0]) > 0
+
+    def forward() -> Callable[[dict[str, Any]], Any]:
+        """Return what computes one sequence after the other, of all stages if there are stages."""
+        plain = partial(own.__call__, model)
+        if pipeline is None or engine is None:
+            return lambda inputs: plain(**inputs)
+        staged = pipeline.generation(microbatches=rows, call=plain)
+
+        def computed(inputs: dict[str, Any]) -> CausalLMOutputWithPast:
+            with engine.evaluation():
+                return CausalLMOutputWithPast(logits=staged(inputs), past_key_values=inputs.get(CACHE))
+
+        return computed
+
+    compute = forward()
+
+    def called(_model: nn.Module, **inputs: Any) -> Any:
+        some_rank_goes_on(here=True)
+        return compute(inputs)
+
     with in_evaluation_mode(model), torch.no_grad():
-        calls.end()
+        with own_randomness():
+            seed()
+            # It has to come before everything that a call does (hooks gather), and Python finds `__call__` at the class alone.
+            model.__class__ = type(own.__name__, (own,), {"__call__": called, "__module__": own.__module__})
+            try:
+                tokens = model.generate(**arguments)
+            finally:
+                model.__class__ = own
+        while waits and some_rank_goes_on(here=False):
+            forward()(_useless_inputs(model, rows, mesh.device))
     return tokens
 
 
-@contextmanager
-def _calls_of(model: nn.Module, call: Callable[[Call, dict[str, Any]], Any]) -> Iterator[None]:
-    """Make calls of the model inside the block `call(plain, arguments)`.
-
-    It has to come before everything that a call does (hooks gather), and Python finds `__call__` at the class alone.
-    """
-    own = type(model)
-
-    def called(self: nn.Module, **arguments: Any) -> Any:
-        return call(partial(own.__call__, self), arguments)
-
-    model.__class__ = type(own.__name__, (own,), {"__call__": called, "__module__": own.__module__})
-    try:
-        yield
-    finally:
-        model.__class__ = own
-
-
-class _GenerationCalls:
-    """The calls of the model in one generation, which ranks make together."""
-
-    def __init__(
-        self,
-        model: Any,
-        mesh: Mesh,
-        arguments: Mapping[str, Any],
-        engine: ZeroEngine | None,
-        pipeline: Pipeline | None,
-    ) -> None:
-        self._model = model
-        self._mesh = mesh
-        self._engine = engine
-        self._pipeline = pipeline if engine is not None else None
-        self._plain: Call = partial(type(model).__call__, model)
-        gathers = engine is not None and engine.options.placements.parameters is Placement.SHARDED
-        self._waits = gathers and mesh.data.size > 1
-        self._microbatches = 1
-        if self._pipeline is not None:
-            # As many as stages can work on, and as all data-parallel ranks have rows for.
-            rows = mesh.data.max_(torch.tensor([-len(arguments["input_ids"])]), "prompts to generate")
-            self._microbatches = min(mesh.pipeline.size, -int(rows[0]))
-        self._staged = self._new_stages()
-
-    def _new_stages(self) -> StagedForward | None:
-        if self._pipeline is None:
-            return None
-        return self._pipeline.generation(microbatches=self._microbatches, call=self._plain)
-
-    def call(self, plain: Call, arguments: dict[str, Any]) -> Any:
-        """One call that the library's loop makes."""
-        self._any_goes_on(here=True)
-        if self._staged is None or self._engine is None:
-            return plain(**arguments)
-        with self._engine.evaluation():
-            logits = self._staged(arguments)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=arguments.get(CACHE))
-
-    def end(self) -> None:
-        """Join the calls of ranks that go on, with an input of no use."""
-        while self._waits and self._any_goes_on(here=False):
-            ids = torch.zeros(self._microbatches, 1, dtype=torch.long, device=self._mesh.device)
-            inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": True}
-            config = self._model.config
-            staged = self._new_stages()
-            if staged is not None and self._engine is not None:
-                with self._engine.evaluation():
-                    staged(inputs)
-                continue
-            if config.is_encoder_decoder:
-                encoded = torch.zeros(1, 1, config.hidden_size, dtype=self._model.dtype, device=ids.device)
-                inputs |= {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded), "decoder_input_ids": ids}
-                del inputs["input_ids"]
-            self._plain(**inputs)
-
-    def _any_goes_on(self, *, here: bool) -> bool:
-        """Whether a rank still generates; `here`: whether this one does."""
-        if not self._waits:
-            return here
-        return int(self._mesh.data.sum_(torch.tensor([int(here)]), "ranks that generate")[0]) > 0
+def _useless_inputs(model: Any, rows: int, device: torch.device) -> dict[str, Any]:
+    """Inputs by which a rank that is done joins the calls of those that go on."""
+    ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": True}
+    if not model.config.is_encoder_decoder:
+        return inputs
+    encoded = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=device)
+    del inputs["input_ids"]
+    return inputs | {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded), "decoder_input_ids": ids}

@@ -19,8 +19,6 @@ from zeromesh.weight_init.recompute_init import is_pretrained_model
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes a compiled function of a function."""
 
-_LAYER_DROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "speech_encoder_layerdrop")
-
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, Compile | None]:
     """Return the model inside `torch.compile` and `DataParallel`, which is trained by the names that its parameters have there, and
@@ -64,12 +62,7 @@ def require_no_layer_drop(model: nn.Module, data_ranks: int) -> None:
     inside = pretrained_of(model)
     if inside is None or data_ranks == 1:
         return
-    found = [
-        f"{prefix}{name} is {value}"
-        for prefix, config in _nested_configs(inside.config)
-        for name in _LAYER_DROP
-        if isinstance(value := vars(config).get(name), int | float) and value > 0
-    ]
+    found = list(_layer_drops(inside.config.to_dict()))
     if found:
         raise ConfigError(
             f"{', '.join(found)}: each of {data_ranks} data ranks would leave out other layers, and they gather layers together; "
@@ -78,12 +71,13 @@ def require_no_layer_drop(model: nn.Module, data_ranks: int) -> None:
         )
 
 
-def _nested_configs(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a configuration and those inside it, each with what the names of its fields begin with."""
-    yield prefix, config
-    for name, value in vars(config).items():
-        if hasattr(value, "model_type") and hasattr(value, "to_dict"):
-            yield from _nested_configs(value, f"{prefix}{name}.")
+def _layer_drops(settings: Mapping[Any, Any]) -> Iterator[str]:
+    """Yield each setting of a configuration, and of those inside it, by which layers are left out."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _layer_drops(value)
+        elif str(name).endswith("layerdrop") and isinstance(value, int | float) and value > 0:
+            yield f"{name} is {value}"
 
 
 def require_adapters_that_fit(model: nn.Module, mesh: Mesh) -> None:

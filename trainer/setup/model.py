@@ -103,7 +103,6 @@ def build_trained_model(
             model,
             mode=config.model.loss,
             compute_loss=inputs.compute_loss,
-            divided=mesh.tensor.size > 1,
             smoothing=config.run.label_smoothing,
             check_scalars=partial(require_free_names, whose="compute_loss"),
         )
@@ -190,17 +189,7 @@ def _build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer |
     """
     seed = config.run.seed
     if model is None:
-        section = config.model
-        return build_model(
-            source=section.source,
-            config=section.config,
-            head=section.head,
-            seed=seed,
-            revision=section.revision,
-            trust_remote_code=section.trust_remote_code,
-            vocab_size=tokenizer.vocab_size if tokenizer else None,
-            end_of_text=tokenizer.end_of_text if tokenizer else None,
-        )
+        return build_model(config.model, seed, tokenizer)
     if isinstance(model, nn.Module):
         inside, compile_ = unwrap(model)
         return replace(wrap_passed_model(inside, seed), compile=compile_)

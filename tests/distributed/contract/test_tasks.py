@@ -10,7 +10,7 @@ from tasks import BERT, LENGTH, SAMPLES, TASKS, Task, noise, spans, text
 from workers import Workers
 
 from zeromesh.errors import ConfigError, DataError
-from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head
+from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.losses.trial import InFloat64
 from zeromesh.trainer.models.build import build_model
@@ -19,7 +19,7 @@ from zeromesh.trainer.models.build import build_model
 def made(task: Task) -> Any:
     """The model, on CPU in float64, without dropout."""
     torch.manual_seed(0)
-    meta = build_model(source=None, config=task.config, head=task.head, seed=0).model
+    meta = build_model(ModelSection(config=task.config, head=task.head), 0).model
     model = getattr(tf, AUTO_CLASSES[task.head]).from_config(meta.config, trust_remote_code=False)
     assert type(model) is type(meta)
     return model.double().eval()
@@ -68,7 +68,7 @@ def test_every_head_has_a_class() -> None:
 
 
 def test_a_model_without_a_head_needs_a_loss() -> None:
-    model = build_model(source=None, config=BERT, head="base", seed=0).model
+    model = build_model(ModelSection(config=BERT, head="base"), 0).model
     assert type(model) is tf.BertModel
     with pytest.raises(ConfigError, match="BertModel has no head, and so no loss of its own; pass compute_loss"):
         make_loss(model)

@@ -57,7 +57,7 @@ def _learns(mesh: Mesh, name: str) -> dict[str, Any]:
         expected = whole(**inputs).loss
         expected.backward()
         model = cases.build(name)
-        loss = make_loss(model, divided=True)
+        loss = make_loss(model)
         model, parallel = cases.divided(name, exchange, model=model, rules=_RULES.get(name))
         before = [set(vars(module)) for module in model.modules()]
         assert loss.kind == "labels", loss.notes

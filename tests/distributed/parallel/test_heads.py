@@ -7,7 +7,7 @@ from workers import Workers
 
 CHUNKED = "loss: cross entropy in chunks of tokens, equal to the model's own in a trial"
 CHANGED = "loss: cross entropy in chunks of tokens, of logits changed by {}, equal to the model's own in a trial"
-WHOLE = "loss: the model's own, with all logits in memory of every tensor rank, because "
+WHOLE = "loss: the model's own, with all logits in memory, because "
 NOTES = {
     "llama": CHUNKED,
     "bert": CHUNKED,

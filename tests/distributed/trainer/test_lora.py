@@ -15,7 +15,7 @@ from workers import Workers
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.config.sections.model import LoraSection
+from zeromesh.trainer.config.sections.model import LoraSection, ModelSection
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.losses.trial import InFloat64
 from zeromesh.trainer.models.adapters import adapter_names, add_lora, is_adapted, pretrained_of
@@ -156,7 +156,7 @@ def test_adapters_are_not_divided(workers: Workers, tmp_path: Path) -> None:
 
 def built(**changes: Any) -> BuiltModel:
     config = {"model_type": "llama", **LLAMA, **changes}
-    return build_model(source=None, config=config, head="causal_lm", seed=3)
+    return build_model(ModelSection(config=config), 3)
 
 
 def test_adapters_over_weights_that_are_nowhere_yet() -> None:

@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from zeromesh.errors import DataError
 from zeromesh.trainer.data.datasets import is_held_out, load_datasets
-from zeromesh.trainer.data.packing import PackedDataset, byte_pair_entropy, pack
+from zeromesh.trainer.data.packing import PackedDataset, byte_pair_entropy
 from zeromesh.trainer.data.text_sources import find_text, read_text, stdlib_source
-from zeromesh.trainer.data.token_cache import TokenWriter, token_dtype
+from zeromesh.trainer.data.token_cache import StoredText, TextAmount, TokenWriter, token_dtype
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, PretrainedTokenizer, load_tokenizer
 
 
@@ -327,9 +327,7 @@ def test_tokens_are_stored_in_the_narrowest_dtype(vocabulary: int, dtype: type) 
     file = io.BytesIO()
     writer = TokenWriter(file, vocabulary)
     writer.append(np.asarray([0, vocabulary - 1]), end_of_text=vocabulary - 2, text_bytes=2)
-    packed = pack(np.frombuffer(file.getvalue(), writer.dtype), 3)
-    assert packed[0]["input_ids"].tolist() == [0, vocabulary - 1, vocabulary - 2]
-    assert packed.tokens.nbytes == 3 * np.dtype(dtype).itemsize
+    assert np.frombuffer(file.getvalue(), dtype).tolist() == [0, vocabulary - 1, vocabulary - 2]
     assert (writer.amount.tokens, writer.largest) == (3, vocabulary - 1)
 
 
@@ -340,23 +338,40 @@ def test_a_tokenizer_that_breaks_its_word_is_named() -> None:
             buffer.append(np.asarray(wrong), end_of_text=0, text_bytes=0)
 
 
-def test_an_id_past_the_model_s_vocabulary_names_sample_and_id() -> None:
-    dataset = PackedDataset(tokens=np.asarray([1, 2, 3, 4, 9, 4], dtype=np.uint8), sequence_length=2)
+def packed_of(tokens: np.ndarray[Any, Any], length: int, separator: int | None = None) -> PackedDataset:
+    none = TextAmount()
+    text = StoredText(
+        tokens=tokens,
+        kept=none,
+        held=none,
+        largest=int(tokens.max()),
+        digest=str(tokens),
+        remarks={},
+        path=Path(),
+        blocks=[None],
+    )
+    return PackedDataset(
+        text=text, first=0, sequences=tokens.size // length, sequence_length=length, separator=separator
+    )
+
+
+def test_an_id_past_the_model_s_vocabulary_is_named() -> None:
+    dataset = packed_of(np.asarray([1, 2, 3, 4, 9, 4], dtype=np.uint8), 2)
     dataset.check_vocabulary(10)
-    with pytest.raises(DataError, match=r"sample 2 has token id 9 but .* has 9 tokens \(ids 0 to 8\)"):
+    with pytest.raises(DataError, match=r"text has token id 9 but .* has 9 tokens \(ids 0 to 8\)"):
         dataset.check_vocabulary(9)
 
 
 def test_fingerprints_tell_content_dtype_and_length_apart() -> None:
     tokens = np.arange(12, dtype=np.uint8)
     variants = [
-        PackedDataset(tokens=tokens, sequence_length=4),
-        PackedDataset(tokens=tokens, sequence_length=3),
-        PackedDataset(tokens=tokens[::-1].copy(), sequence_length=4),
-        PackedDataset(tokens=tokens.astype(np.uint16), sequence_length=4),
+        packed_of(tokens, 4),
+        packed_of(tokens, 3),
+        packed_of(tokens[::-1].copy(), 4),
+        packed_of(tokens.astype(np.uint16), 4),
     ]
     assert len({each.fingerprint() for each in variants}) == 4
-    assert variants[0].fingerprint() == PackedDataset(tokens=tokens.copy(), sequence_length=4).fingerprint()
+    assert variants[0].fingerprint() == packed_of(tokens.copy(), 4).fingerprint()
 
 
 def test_byte_pair_entropy_of_texts_whose_entropy_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +389,7 @@ def test_separate_documents_are_as_if_alone(length: int) -> None:
     """A model's logits of each document of a packed sequence are those that it gives for the document by itself."""
     documents = [[5, 6, 7, 8, 1], [9, 10, 1], [11, 12, 13, 14, 15, 16, 17, 1], [2, 3, 4, 5, 6, 7, 8, 1]]
     tokens = np.array([token for document in documents for token in document][: 24 // length * length], dtype=np.uint8)
-    dataset = PackedDataset(tokens=tokens, sequence_length=length, separator=1)
+    dataset = packed_of(tokens, length, separator=1)
     config = LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=32, use_cache=False
     )

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.errors import ConfigError, DataError, PhaseError
+from zeromesh.trainer.losses import chunked_head
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.losses.trial import InFloat64, examine
 
@@ -150,13 +151,15 @@ def test_a_head_that_is_not_its_class_own_keeps_its_loss(change: Callable[[Any],
     "chunk", [pytest.param(1, marks=pytest.mark.full), 4, pytest.param(1000, marks=pytest.mark.full), None]
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_the_chunked_loss_is_the_models_own(name: str, chunk: int | None) -> None:
+def test_the_chunked_loss_is_the_models_own(name: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, seed = model_of(name), batch_of(), 1 / 64
     count = expected_count(model, batch)
     with InFloat64():
         own = model(**batch).loss * count
         theirs = gradients(model, own, seed)
-        loss = make_loss(model, chunk_tokens=chunk)
+        loss = make_loss(model)
+        if chunk is not None:
+            monkeypatch.setattr(chunked_head, "chunk_for", lambda *sizes: chunk)
         assert loss.count(batch) == count
         ours = loss(model, batch, seed=seed)
         torch.testing.assert_close(ours, own, rtol=1e-12, atol=0)
@@ -197,12 +200,13 @@ def test_microbatches_add_up() -> None:
     assert sum(loss.count(part) or 0 for part in parts) == loss.count(batch)
 
 
-def test_evaluation_and_other_calls_are_as_before() -> None:
+def test_evaluation_and_other_calls_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_head, "chunk_for", lambda *sizes: 4)
     model, batch = model_of("llama"), batch_of()
     with torch.no_grad():
         before = model(**batch)
         ids = model.generate(batch["input_ids"][:1], max_new_tokens=4, do_sample=False)
-        loss = make_loss(model, chunk_tokens=4)
+        loss = make_loss(model)
         total = loss(model, batch, seed=0.0)
         assert not total.requires_grad
         torch.testing.assert_close(total, (before.loss * loss.last_count).double(), rtol=1e-6, atol=0)
@@ -231,9 +235,10 @@ def test_the_head_computes_inside_its_own_call() -> None:
     assert all(bool(torch.isfinite(gradient).all()) for gradient in grads.values())
 
 
-def test_logits_are_never_whole() -> None:
+def test_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_head, "chunk_for", lambda *sizes: 4)
     model, batch = model_of("llama").float(), batch_of(masked=False)
-    loss = make_loss(model, chunk_tokens=4)
+    loss = make_loss(model)
     shapes: set[tuple[int, ...]] = set()
 
     class Shapes(TorchDispatchMode):

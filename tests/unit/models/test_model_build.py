@@ -9,6 +9,8 @@ import torch
 import transformers as tf
 
 from zeromesh.errors import ConfigError
+from zeromesh.trainer.config.sections.model import ModelSection
+from zeromesh.trainer.data.tokenizer import ByteTokenizer
 from zeromesh.trainer.models.build import build_model
 from zeromesh.weight_init.weight_sources import BuiltSource, SeededSource
 
@@ -21,8 +23,9 @@ LLAMA = {
 }
 
 
-def build(config: dict[str, Any] | None, head: str = "causal_lm", **options: Any) -> Any:
-    return build_model(source=None, config=config, head=head, seed=0, **options)  # type: ignore[arg-type]
+def build(config: dict[str, Any] | None, head: Any = "causal_lm", vocab_size: int | None = None, **section: Any) -> Any:
+    tokenizer = None if vocab_size is None else ByteTokenizer(vocab_size=vocab_size)
+    return build_model(ModelSection(config=config, head=head, **section), 0, tokenizer)
 
 
 def test_a_model_is_built_without_memory() -> None:
@@ -98,13 +101,13 @@ def directory_with(tmp_path: Path, **fields: Any) -> Path:
 def test_directories_are_checked_before_they_are_read(tmp_path: Path) -> None:
     quantized = directory_with(tmp_path, quantization_config={"quant_method": "fp8"})
     with pytest.raises(ConfigError, match="quantized"):
-        build_model(source=quantized, config=None, head="causal_lm", seed=0)
+        build(None, source=str(quantized))
     unknown = directory_with(tmp_path, model_type="nothing")
     with pytest.raises(ConfigError, match=r"config\.json"):
-        build_model(source=unknown, config=None, head="causal_lm", seed=0)
+        build(None, source=str(unknown))
     other = directory_with(tmp_path)
     with pytest.raises(ConfigError, match="differs from 'llama'"):
-        build_model(source=other, config={"model_type": "gpt2"}, head="causal_lm", seed=0)
+        build({"model_type": "gpt2"}, source=str(other))
 
 
 def test_code_in_a_directory_is_not_run(tmp_path: Path) -> None:
@@ -113,4 +116,4 @@ def test_code_in_a_directory_is_not_run(tmp_path: Path) -> None:
         tmp_path, model_type="mine", auto_map={"AutoConfig": "modeling.C", "AutoModelForCausalLM": "modeling.M"}
     )
     with pytest.raises(ConfigError):
-        build_model(source=directory, config=None, head="causal_lm", seed=0)
+        build(None, source=str(directory))

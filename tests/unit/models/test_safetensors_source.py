@@ -14,6 +14,7 @@ from architectures import ARCHITECTURES
 from safetensors.torch import load_file, save_file
 
 from zeromesh.errors import ConfigError, LayoutError, StorageError
+from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.weights import safetensors_source
 from zeromesh.trainer.weights.safetensors_source import TensorFiles
@@ -45,8 +46,8 @@ def saved(family: str, directory: Path, shard: str = "5GB") -> Any:
     return model
 
 
-def load(directory: Path, head: str = "causal_lm", **config: Any) -> Any:
-    return build_model(source=directory, config=config, head=head, seed=0)  # type: ignore[arg-type]
+def load(directory: Path, head: Any = "causal_lm", **config: Any) -> Any:
+    return build_model(ModelSection(source=str(directory), config=config, head=head), 0)
 
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
@@ -84,7 +85,7 @@ def test_every_architecture_is_exact(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_is_built_without_memory(name: str) -> None:
     subject = ARCHITECTURES[name]
-    built = build_model(source=None, config=subject.config, head=subject.head, seed=0)
+    built = build_model(ModelSection(config=subject.config, head=subject.head), 0)
     assert built.notes == ()
     for name, parameter in built.model.named_parameters():
         assert not built.source.read(name, 0, parameter.numel()).isnan().any(), name
