@@ -229,23 +229,18 @@ def ending_children() -> Iterator[None]:
 
     All that is around the block belongs to its parent: process groups, the board, locks, files that are written.
     """
-    parent = os.getpid()
+    parent, ending = os.getpid(), None
     try:
         yield
     except BaseException as error:
-        if os.getpid() != parent:
-            _end(error)
-        raise
+        if os.getpid() == parent:
+            raise
+        ending = error.code if isinstance(error, SystemExit) else error
     if os.getpid() != parent:
-        _end(None)
-
-
-def _end(error: BaseException | None) -> None:
-    code = error.code if isinstance(error, SystemExit) else error
-    if isinstance(code, BaseException):
-        traceback.print_exception(code)
-    elif not isinstance(code, int | None):
-        sys.stderr.write(f"{code}\n")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))
+        if isinstance(ending, BaseException):
+            traceback.print_exception(ending)
+        elif not isinstance(ending, int | None):
+            sys.stderr.write(f"{ending}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ending if isinstance(ending, int) else int(ending is not None))

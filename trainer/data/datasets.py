@@ -39,10 +39,6 @@ class LoadedData:
     notes: tuple[str, ...]
     """Lines for the person who runs it."""
 
-    def fingerprint(self) -> str:
-        """Return the same for equal data: to compare ranks, and a run with the one it resumes."""
-        return self.train.fingerprint() + (self.eval.fingerprint() if self.eval is not None else "")
-
 
 def load_datasets(
     section: DataSection,

@@ -172,14 +172,9 @@ def require_same_batches(
     """Raise `DataError` where ranks of a tensor group or of a pipeline, which compute one batch together, have others."""
     if mesh.shape.tensor == mesh.shape.pipeline == 1:
         return
-    parts = [
-        {
-            f"{name} {list(each.shape)} {each.dtype}" if isinstance(each, Tensor) else name: each
-            for name, each in batch.items()
-        }
-        for batch in batches
-    ]
-    own = [mesh.data_index, len(batches), digest([digest(dict(sorted(part.items())), _COMPARED) for part in parts])]
+    parts = [dict(sorted(batch.items())) for batch in batches]
+    shapes = [{name: getattr(value, "shape", None) for name, value in part.items()} for part in parts]
+    own = [mesh.data_index, len(batches), digest([*shapes, *[digest(part, _COMPARED) for part in parts]])]
     rows = mesh.world.gather_integers(own)
     others = [str(rank) for rank, row in enumerate(rows) if row[0] == own[0] and row != own]
     if others:

@@ -1,11 +1,4 @@
-"""How a model's loss is computed and counted. A loss is a sum over targets and their number, never a mean.
-
-a language model of Hugging Face   sum = mean x targets, or the sum of a head that is shown to be equal (in chunks, or divided)
-a classifier of Hugging Face       sum = mean x labels: of examples, tokens or pixels
-question answering, CTC            sums over positions of answers, over transcripts
-compute_loss(model, batch)         the user's sum and count
-any other module                   sum = its scalar x examples, and the run says so
-"""
+"""How a model's loss is computed and counted. A loss is a sum over targets and their number, never a mean."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -22,6 +15,7 @@ from zeromesh.trainer.data.collate import IGNORED_LABEL, count_targets
 from zeromesh.trainer.losses.chunked_head import ChunkedHead
 from zeromesh.trainer.losses.trial import Verdict, examine, shifted
 from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
+from zeromesh.trainer.monitoring.step_stats import require_free_names
 from zeromesh.trainer.weights.hub_names import quiet_library
 
 ComputeLoss = Callable[
@@ -87,7 +81,6 @@ def make_loss(
     mode: Literal["auto", "native"] = "auto",
     compute_loss: ComputeLoss | None = None,
     smoothing: float = 0.0,
-    check_scalars: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Loss:
     """Return how `model`'s loss is computed and counted; `model` is whole, may be on the meta device, and is not run.
 
@@ -96,7 +89,6 @@ def make_loss(
             small copy gives the model's own loss and gradients; `native` always takes the model's own.
         compute_loss: a user's own, which is then taken as it is.
         smoothing: part of each target that is spread over all classes; the loss is then computed from the model's logits.
-        check_scalars: raises for names of scalars that `compute_loss` may not give.
 
     Raises:
         ConfigError: for smoothing of a loss whose targets are not known, and for models that have no loss.
@@ -104,7 +96,7 @@ def make_loss(
     if smoothing:
         return _smoothed_loss(model, compute_loss, smoothing)
     if compute_loss is not None:
-        return _user_loss(compute_loss, check_scalars)
+        return _user_loss(compute_loss)
     inside = pretrained_of(model)
     if inside is None:
         return _example_loss(f"the loss of {type(model).__name__}")
@@ -303,7 +295,7 @@ def _count_examples(batch: Mapping[str, Any]) -> int:
     raise DataError(f"the batch holds no tensor with a batch dim; it has {_field_names(batch)}")
 
 
-def _user_loss(compute_loss: ComputeLoss, check_scalars: Callable[[Mapping[str, Any]], None] | None) -> Loss:
+def _user_loss(compute_loss: ComputeLoss) -> Loss:
     """Return a user's loss, which raises `ConfigError` unless `compute_loss` gives a scalar and a whole number of 0 or more."""
 
     def compute(model: nn.Module, batch: Mapping[str, Any], seed: float | None) -> _Computed:
@@ -321,8 +313,7 @@ def _user_loss(compute_loss: ComputeLoss, check_scalars: Callable[[Mapping[str, 
             )
         total, count = result[:2]
         scalars = result[2] if len(result) == 3 else {}
-        if check_scalars is not None:
-            check_scalars(scalars)
+        require_free_names(scalars, "compute_loss")
         if not isinstance(total, Tensor) or total.numel() != 1:
             raise ConfigError("compute_loss: the sum must be a tensor of one element")
         number = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count

@@ -53,9 +53,8 @@ class ModelFlops:
     def of(cls, model: nn.Module) -> ModelFlops | None:
         """Count those of a language model that is not yet divided; None where samples are not tokens, or two kinds of them."""
         config: Any = getattr(model, "config", None)
-        if "input_ids" not in inspect.signature(model.forward).parameters:
-            return None
-        if getattr(config, "is_encoder_decoder", False):
+        two_kinds = getattr(config, "is_encoder_decoder", False)
+        if two_kinds or "input_ids" not in inspect.signature(model.forward).parameters:
             return None
         config = text_part(config)
         dense = 0.0

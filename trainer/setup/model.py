@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -40,7 +39,6 @@ from zeromesh.trainer.models.user_model import (
 )
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.start_times import StartTimes
-from zeromesh.trainer.monitoring.step_stats import require_free_names
 from zeromesh.trainer.setup.engine_options import exempted
 from zeromesh.trainer.setup.memory_check import kept_input_bytes, require_memory
 from zeromesh.trainer.setup.rank_agreement import share_weights
@@ -104,7 +102,6 @@ def build_trained_model(
             mode=config.model.loss,
             compute_loss=inputs.compute_loss,
             smoothing=config.run.label_smoothing,
-            check_scalars=partial(require_free_names, whose="compute_loss"),
         )
         start_times.end("loss")
         parallel = config.parallel

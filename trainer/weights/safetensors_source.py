@@ -151,7 +151,7 @@ class SafetensorsSource:
         self._origin = _origins(model, self._matched)
         self._numel = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
         lost = fallback.lost() if isinstance(fallback, SeededSource) else ()
-        if unknown := tuple(name for name in lost if not self.provides(name)):
+        if unknown := tuple(name for name in lost if not self._matched.provides(self._origin.get(name, name))):
             raise LostValuesError(unknown, "they are in no file either")
         self._compare_tied()
         self._made: dict[str, dict[str, torch.Tensor]] = {}
@@ -162,10 +162,6 @@ class SafetensorsSource:
         }
         where = self._files.directory
         self.notes = tuple(f"{text.format(where)}: {some(names, 6)}" for text, names in remarks.items() if names)
-
-    def provides(self, name: str) -> bool:
-        """Whether the files have a value for parameter or buffer `name` (or another name of a tied parameter)."""
-        return self._matched.provides(self._origin.get(name, name))
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
         """Elements [start, end) of a parameter, in the file's dtype. Raises `StorageError` for a file that has become short."""

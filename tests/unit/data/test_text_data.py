@@ -80,7 +80,7 @@ def test_the_standard_library_is_source_alone_and_is_the_same_twice() -> None:
     assert not [key for key in keys if {"test", "tests", "site-packages"} & set(key.split("/"))]
     assert sum(file.path.stat().st_size for file in source.files) > 5_000_000
     section = Section(sequence_length=256, eval_fraction=0.05)
-    assert load_datasets(section).fingerprint() == load_datasets(section).fingerprint()
+    assert load_datasets(section).train.fingerprint() == load_datasets(section).train.fingerprint()
 
 
 def test_the_standard_library_prints_the_loss_to_beat() -> None:

@@ -62,7 +62,7 @@ def home(tmp_path: Path) -> Home:
 
 
 def values(data: LoadedData) -> Any:
-    return (data.fingerprint(), data.notes, data.byte_pair_entropy, data.train.tokens.tolist())
+    return (data.train.fingerprint(), data.notes, data.byte_pair_entropy, data.train.tokens.tolist())
 
 
 def test_text_is_tokenised_once_and_mapped_into_memory(home: Home) -> None:
@@ -89,7 +89,7 @@ def test_what_changes_the_tokens_makes_another_entry(home: Home) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # of the same size and time
     count, second = home.load()
     assert count == 20
-    assert second.fingerprint() != first.fingerprint()
+    assert second.train.fingerprint() != first.train.fingerprint()
     assert home.load(name="another")[0] == 20
     assert home.load(eval_fraction=0.5)[0] == 20
     (home.text / "new.txt").write_text("new")
