@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zeromesh.comm.point_to_point import HEADER_WORDS, MessageSpec, read_header, write_header
+from zeromesh.comm.point_to_point import HEADER_BYTES, MessageSpec, read_header, write_header
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.pipeline.stages.stubs import Stub, meta_copy
@@ -137,15 +137,15 @@ class _ModuleExchange:
 
     def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Send what the first rank of the set has to all; the others of the set have the same, and get it too."""
-        header = torch.tensor(write_header([MessageSpec.of(each) for each in tensors]), device=self._device)
+        header = write_header([MessageSpec.of(each) for each in tensors]).to(self._device)
         self._broadcast(header)
         # Contiguous copies: the first rank's own tensor may be changed in place later, and the others' be views.
         return [self._broadcast(each.detach().clone(memory_format=torch.contiguous_format)) for each in tensors]
 
     def receive(self) -> tuple[list[torch.Tensor], list[MessageSpec]]:
         """Receive, on ranks outside of the set, what its first rank sends."""
-        header = self._broadcast(torch.zeros(HEADER_WORDS, dtype=torch.int64, device=self._device))
-        specs = read_header(header.tolist())
+        header = self._broadcast(torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=self._device))
+        specs = read_header(header)
         return [self._broadcast(spec.empty(self._device)) for spec in specs], specs
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:

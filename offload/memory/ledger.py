@@ -2,6 +2,7 @@
 
 import contextlib
 import platform
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -140,31 +141,34 @@ class Ledger:
 
 def resident_bytes() -> int:
     """Bytes of this process in memory; pages that processes share count in full."""
-    return _status_bytes(Path("/proc/self/smaps_rollup"), "Rss:")
+    return _kib("/proc/self/smaps_rollup", "Rss")
 
 
 def peak_bytes() -> int:
     """The most bytes of this process that were ever in memory; pages that processes share count in full."""
-    return _status_bytes(Path("/proc/self/status"), "VmHWM:")
+    return _kib("/proc/self/status", "VmHWM")
 
 
 def available_bytes() -> int:
     """Bytes that could still be taken: the system's, or the control group's where that is less. 0 when not known."""
-    available = _status_bytes(Path("/proc/meminfo"), "MemAvailable:")
+    available = _kib("/proc/meminfo", "MemAvailable")
     limit, used = _read_integer(_CGROUP / "memory.max"), _read_integer(_CGROUP / "memory.current")
     if limit is not None and used is not None:
-        available = min(available, max(0, limit - used + _file_cache_bytes()))
+        # Files that the group holds in memory it would give up.
+        cached = _numbers(_CGROUP / "memory.stat")
+        used -= cached.get("inactive_file", 0) + cached.get("active_file", 0)
+        available = min(available, max(0, limit - used))
     return available
 
 
 def swap_bytes() -> int:
     """Bytes of free swap space."""
-    return _status_bytes(Path("/proc/meminfo"), "SwapFree:")
+    return _kib("/proc/meminfo", "SwapFree")
 
 
 def machine_bytes() -> int:
     """Bytes of memory of the machine."""
-    return _status_bytes(Path("/proc/meminfo"), "MemTotal:")
+    return _kib("/proc/meminfo", "MemTotal")
 
 
 def group_settings(name: str) -> list[str]:
@@ -184,15 +188,6 @@ def group_settings(name: str) -> list[str]:
     return found
 
 
-def _file_cache_bytes() -> int:
-    """Bytes of files that the control group holds in memory and would give up."""
-    try:
-        lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
-
-
 def cpu_name() -> str:
     """The model of this machine's processor; its architecture where the system does not name the model."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
@@ -202,15 +197,18 @@ def cpu_name() -> str:
     return platform.machine()
 
 
-def _status_bytes(path: Path, field: str) -> int:
+def _numbers(path: Path) -> dict[str, int]:
+    """The first number of each line that begins with a name and one; none where the file cannot be read."""
     try:
-        with path.open(encoding="ascii") as file:
-            for line in file:
-                if line.startswith(field):
-                    return int(line.split()[1]) * 1024
+        text = path.read_text(encoding="ascii", errors="replace")
     except OSError:
-        return 0
-    return 0
+        return {}
+    return {name: int(number) for name, number in re.findall(r"^(\w+):?\s+(\d+)", text, re.MULTILINE)}
+
+
+def _kib(path: str, name: str) -> int:
+    """A number of bytes that the file gives in KiB; 0 where it does not."""
+    return _numbers(Path(path)).get(name, 0) * 1024
 
 
 def _read_integer(path: Path) -> int | None:

@@ -10,6 +10,7 @@ both sides remember what they are, and the next message of the kind needs none: 
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -23,11 +24,7 @@ from zeromesh.mesh.process_mesh import ProcessSet
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.telemetry.watchdog import AsyncWork
 
-HEADER_WORDS = 64
-_DTYPES = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
-    torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128,
-)  # fmt: skip
+HEADER_BYTES = 2048
 _FOREVER = timedelta(days=7)  # A receive is posted long before its message; `Watchdog` bounds what is waited for.
 _KINDS = 4096
 
@@ -70,13 +67,13 @@ class Incoming:
             self._specs = line.known.get(self._kind)
         if self._specs is None:
             if self._header is None:
-                words = torch.zeros(HEADER_WORDS, dtype=torch.int64, device=line.device)
-                self._header = words, line.receive(words)
-            words, work = self._header
+                data = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=line.device)
+                self._header = data, line.receive(data)
+            data, work = self._header
             if not block and not work.is_completed():
                 return False
             line.wait(work, f"the shapes of {self.what}")
-            self._specs = line.known[self._kind] = read_header(words.tolist())
+            self._specs = line.known[self._kind] = read_header(data)
         self._tensors = [spec.empty(line.device) for spec in self._specs]
         self._works = [line.receive(tensor) for tensor in self._tensors]
         return True
@@ -129,7 +126,7 @@ class _Line:
         if specs is None:
             known = self.known.setdefault(kind, found)
             if known is found:
-                self._launch(torch.tensor(write_header(found), device=self.device), what)
+                self._launch(write_header(found).to(self.device), what)
             specs = known
         if [(each.shape, each.dtype) for each in found] != [(each.shape, each.dtype) for each in specs]:
             raise CollectiveError(
@@ -252,25 +249,22 @@ def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> A
     return work
 
 
-def write_header(specs: Sequence[MessageSpec]) -> list[int]:
-    """What `read_header` reads, in `HEADER_WORDS` integers. Raises `CollectiveError` for tensors that are too many for them."""
-    words = [len(specs)]
-    for spec in specs:
-        words += [_DTYPES.index(spec.dtype), int(spec.differentiable), len(spec.shape), *spec.shape]
-    if len(words) > HEADER_WORDS:
-        raise CollectiveError(f"{_describe(specs)} cannot be described in {HEADER_WORDS} numbers; send fewer tensors")
-    return words + [0] * (HEADER_WORDS - len(words))
+def write_header(specs: Sequence[MessageSpec]) -> torch.Tensor:
+    """What `read_header` reads, `[HEADER_BYTES]` uint8 on the CPU. Raises `CollectiveError` for more tensors than fit."""
+    rows = [(str(spec.dtype).removeprefix("torch."), spec.shape, spec.differentiable) for spec in specs]
+    data = json.dumps(rows).encode()
+    if len(data) > HEADER_BYTES:
+        raise CollectiveError(f"{_describe(specs)} cannot be described in {HEADER_BYTES} bytes; send fewer tensors")
+    return torch.frombuffer(bytearray(data.ljust(HEADER_BYTES)), dtype=torch.uint8)
 
 
-def read_header(words: Sequence[int]) -> list[MessageSpec]:
+def read_header(header: torch.Tensor) -> list[MessageSpec]:
     """The tensors that a header describes."""
-    specs, at = [], 1
-    for _ in range(words[0]):
-        dtype, differentiable, dims = words[at : at + 3]
-        shape = tuple(words[at + 3 : at + 3 + dims])
-        specs.append(MessageSpec(shape=shape, dtype=_DTYPES[dtype], differentiable=bool(differentiable)))
-        at += 3 + dims
-    return specs
+    rows = json.loads(bytes(header.tolist()))
+    return [
+        MessageSpec(shape=tuple(shape), dtype=getattr(torch, dtype), differentiable=differentiable)
+        for dtype, shape, differentiable in rows
+    ]
 
 
 def _describe(specs: Sequence[MessageSpec]) -> str:

@@ -24,7 +24,7 @@ from zeromesh.mesh.process_set import ProcessSet, ProcessSets
 from zeromesh.mesh.rank_order import Order, ProcessLocation, far_warning, mesh_picture, rank_order
 from zeromesh.mesh.run_store import START_SECONDS
 from zeromesh.offload.memory.shared_segment import SharedSegment
-from zeromesh.telemetry.status_board import SharedBoard, StatusBoard, Store, StoreBoard, new_row
+from zeromesh.telemetry.status_board import ROW_WORDS, StatusBoard, Store, StoreBoard, new_row, shared_rows
 from zeromesh.telemetry.step_recorder import CommAccount, StepRecorder
 from zeromesh.telemetry.watchdog import Watchdog
 
@@ -91,8 +91,7 @@ class ProcessMesh:
             if self.world_size > 1:
                 self._connect(timeout_seconds, order)
             else:
-                row = new_row()
-                self.watch = Watchdog(StatusBoard([row], row, 0), 0, timeout_seconds, compare_events=True)
+                self.watch = Watchdog(StatusBoard({0: new_row()}, 0), 0, timeout_seconds, compare_events=True)
                 self._links.watch = self.watch
             self.world = self._axes_set("world", AXES)
             self.data = self._axes_set("data", ("replicate", "shard"))
@@ -146,19 +145,19 @@ class ProcessMesh:
 
     def _make_watch(self, store: Store, timeout_seconds: float) -> Watchdog:
         if self.one_host:
-            segment = self._shared_board(store)
-            if segment is not None:
-                return Watchdog(SharedBoard(segment, self.rank), self.rank, timeout_seconds, compare_events=True)
+            board = self._shared_board(store)
+            if board is not None:
+                return Watchdog(board, self.rank, timeout_seconds, compare_events=True)
             self.one_host = self._shares_memory = False
         store = self._links.rows() or store
-        board = StoreBoard(store, store.clone(), self.rank, stale_seconds=timeout_seconds)
+        published = StoreBoard(store, store.clone(), self.rank, stale_seconds=timeout_seconds)
         dist.barrier()
-        return Watchdog(board, self.rank, timeout_seconds, compare_events=False)
+        return Watchdog(published, self.rank, timeout_seconds, compare_events=False)
 
-    def _shared_board(self, store: Store) -> SharedSegment | None:
-        """Rank 0's board segment, or None when some rank cannot map it."""
+    def _shared_board(self, store: Store) -> StatusBoard | None:
+        """The board in a segment that rank 0 makes, or None when some rank cannot map it."""
         segment: SharedSegment | None = None
-        nbytes = SharedBoard.nbytes(self.world_size)
+        nbytes = self.world_size * ROW_WORDS * 8
         if self.rank == 0:
             segment = SharedSegment.create("board", nbytes)
             store.set("board-at", f"{os.getpid()} {segment.descriptor}")
@@ -170,7 +169,10 @@ class ProcessMesh:
             segment = None
         mapped = torch.tensor([0 if segment is None else 1])
         dist.all_reduce(mapped, op=dist.ReduceOp.MIN)
-        return segment if mapped.item() else None
+        if segment is None or not mapped.item():
+            return None
+        segment.close()  # All have mapped it, and the mapping stays.
+        return StatusBoard(shared_rows(segment), self.rank)
 
     def group(self, *names: str) -> ProcessSet:
         """The set over these axes that this rank is in, or the process set of this name.

@@ -2,7 +2,7 @@
 
 One row of 64-bit words per rank: its process id, a progress counter, what it is doing to which unit at which step, and a ring of
 the events it has gone through; and its notes, short texts such as why it failed. Ranks of one host share the rows as memory
-(`SharedBoard`, a few hundred nanoseconds an entry); ranks of several hosts publish theirs in the rendezvous store (`StoreBoard`,
+(`shared_rows`, a few hundred nanoseconds an entry); ranks of several hosts publish theirs in the rendezvous store (`StoreBoard`,
 once in a while and when they fail).
 
 What belongs together is read together: step, activity and unit are one word, a note has a stamp that is 0 while it is
@@ -15,6 +15,7 @@ import base64
 import os
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -73,20 +74,23 @@ def new_row() -> memoryview:
     return memoryview(bytearray(ROW_WORDS * 8)).cast("q")
 
 
-class Rows(Protocol):
-    """The rows of all ranks, each `ROW_WORDS` 64-bit words."""
-
-    def __getitem__(self, rank: int, /) -> memoryview: ...
+def shared_rows(segment: SharedSegment) -> dict[int, memoryview]:
+    """The rows of all ranks, in memory that they share; its descriptor is not needed any more."""
+    words = segment.words()
+    return {rank: words[rank * ROW_WORDS : (rank + 1) * ROW_WORDS] for rank in range(len(words) // ROW_WORDS)}
 
 
 class StatusBoard:
     """Rows of all ranks, of which this rank writes `own`."""
 
-    def __init__(self, rows: Rows, own: memoryview, rank: int) -> None:
+    def __init__(self, rows: Mapping[int, memoryview], rank: int) -> None:
         self._rows = rows
-        self._own = own
+        self._own = rows[rank]
         self._rank = rank
-        own[_PID] = os.getpid()
+        self._own[_PID] = os.getpid()
+
+    def _row(self, rank: int) -> memoryview:
+        return self._rows[rank]
 
     def post(self, state: int) -> None:
         """Say what this rank does now, as one word (see `STEP_SHIFT`), and move its progress counter."""
@@ -110,7 +114,7 @@ class StatusBoard:
 
     def event_of(self, rank: int, stream: int, number: int) -> int | None:
         """Event `number` of a rank, or None when it has not got there, or the board no longer knows."""
-        row = self._rows[rank]
+        row = self._row(rank)
         if number >= row[_EVENTS_AT + stream]:
             return None
         word: int = row[_HISTORY_AT + stream * HISTORY + number % HISTORY]
@@ -119,11 +123,11 @@ class StatusBoard:
 
     def reached(self, rank: int, stream: int, number: int) -> bool:
         """Whether a rank has gone through event `number`."""
-        return bool(self._rows[rank][_EVENTS_AT + stream] > number)
+        return bool(self._row(rank)[_EVENTS_AT + stream] > number)
 
     def row(self, rank: int) -> RankStatus:
         """What a rank last said of itself."""
-        row = self._rows[rank]
+        row = self._row(rank)
         rest, unit = divmod(row[_STATE], 1 << UNIT_BITS)
         step, activity = divmod(rest, 1 << _ACTIVITY_BITS)
         failure = self.read(rank, RankNote.FAILURE)[1]
@@ -133,11 +137,11 @@ class StatusBoard:
 
     def progress(self, rank: int) -> int:
         """The progress counter of a rank."""
-        return int(self._rows[rank][_PROGRESS])
+        return int(self._row(rank)[_PROGRESS])
 
     def failed(self, rank: int) -> bool:
         """Whether a rank has said why it stops."""
-        return bool(self._rows[rank][_STAMPS_AT + RankNote.FAILURE])
+        return bool(self._row(rank)[_STAMPS_AT + RankNote.FAILURE])
 
     def fail(self, message: str) -> None:
         """Tell the others why this rank stops; the first reason stays."""
@@ -155,7 +159,7 @@ class StatusBoard:
 
     def read(self, rank: int, note: RankNote) -> tuple[int, str]:
         """The stamp and the text of a rank's note; (0, "") where there is none."""
-        row, start = self._rows[rank], _NOTE_STARTS[note]
+        row, start = self._row(rank), _NOTE_STARTS[note]
         while stamp := row[_STAMPS_AT + note]:
             data = bytes(row.cast("B")[start : start + _NOTE_BYTES[note]])
             if row[_STAMPS_AT + note] == stamp:
@@ -167,33 +171,14 @@ class StatusBoard:
 
     def alive(self, rank: int) -> bool:
         """False when the rank's process is known to be gone."""
-        return process_runs(self._rows[rank][_PID])
+        return process_runs(self._row(rank)[_PID])
 
     def silent_seconds(self, rank: int) -> float:
         """For how long nothing has been heard of a rank, as far as this rank has looked."""
         return 0.0 if self.alive(rank) else float("inf")
 
     def close(self) -> None:
-        """Stop publishing, or give the memory back."""
-
-
-class SharedBoard(StatusBoard):
-    """The board of ranks that share one host."""
-
-    def __init__(self, segment: SharedSegment, rank: int) -> None:
-        words = segment.words()
-        count = len(words) // ROW_WORDS
-        rows = [words[each * ROW_WORDS : (each + 1) * ROW_WORDS] for each in range(count)]
-        super().__init__(rows, rows[rank], rank)
-        self._segment = segment
-
-    @staticmethod
-    def nbytes(world_size: int) -> int:
-        """The bytes of the segment."""
-        return world_size * ROW_WORDS * 8
-
-    def close(self) -> None:
-        self._segment.close()
+        """Stop publishing."""
 
 
 def process_runs(pid: int) -> bool:
@@ -231,7 +216,7 @@ class StoreBoard(StatusBoard):
     PERIOD_SECONDS = 0.5
 
     def __init__(self, store: Store, publisher: Store, rank: int, stale_seconds: float) -> None:
-        super().__init__(self, new_row(), rank)
+        super().__init__({rank: new_row()}, rank)
         self._store = store
         self._publisher = publisher
         self._stale_seconds = stale_seconds
@@ -244,7 +229,7 @@ class StoreBoard(StatusBoard):
         self._thread = threading.Thread(target=self._run, name="zeromesh-board", daemon=True)
         self._thread.start()
 
-    def __getitem__(self, rank: int) -> memoryview:
+    def _row(self, rank: int) -> memoryview:
         """The row that a rank has published; the last that was seen of it when the store cannot be reached."""
         if rank == self._rank:
             return self._own
@@ -259,7 +244,7 @@ class StoreBoard(StatusBoard):
         return silent < self._stale_seconds and not (rank == 0 and self._store_is_gone)
 
     def silent_seconds(self, rank: int) -> float:
-        published, now = self[rank][_PUBLISHED], time.monotonic()
+        published, now = self._row(rank)[_PUBLISHED], time.monotonic()
         last, since = self._seen.get(rank, (-1, now))
         if published != last:
             self._seen[rank] = (published, now)

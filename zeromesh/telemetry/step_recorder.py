@@ -164,7 +164,7 @@ class StepRecorder:
     def begin_range(self, what: str, of: str) -> None:
         """Begin a range that `end_range` ends."""
         if self.profiling:
-            self._nested.append(_begun(f"{what} {of}"))
+            self._nested.append(record_function(f"{what} {of}").__enter__())  # type: ignore[no-untyped-call]
 
     def end_range(self) -> None:
         """End the latest range that `begin_range` began, if any is left."""
@@ -175,19 +175,15 @@ class StepRecorder:
         """Backward has reached `of`: end the range of what it had reached before. None: backward is over."""
         if self._current is not None:
             self._current.__exit__(None, None, None)
-        self._current = _begun(f"{BACKWARD_RANGE}{of}") if self.profiling and of is not None else None
+        self._current = None
+        if self.profiling and of is not None:
+            self._current = record_function(f"{BACKWARD_RANGE}{of}").__enter__()  # type: ignore[no-untyped-call]
 
     def end_ranges(self) -> None:
         """End all ranges that were begun, well or not."""
         self.next_range(None)
         while self._nested:
             self.end_range()
-
-
-def _begun(name: str) -> record_function:
-    made = record_function(name)
-    made.__enter__()  # type: ignore[no-untyped-call]
-    return made
 
 
 class _Span:

@@ -22,35 +22,26 @@ from zeromesh.telemetry.status_board import HISTORY, STEP_SHIFT, UNIT_BITS, Rank
 class Activity(IntEnum):
     """What a rank is doing, as its row on the board says it."""
 
-    IDLE = 0
-    FORWARD = 1
-    BACKWARD = 2
-    GATHER = 3
-    REDUCE = 4
-    OPTIMIZER = 5
-    AGREE = 6
-    SAVE = 7
-    LOAD = 8
-    CALL = 9
+    IDLE = 0, "between steps"
+    FORWARD = 1, "in forward of"
+    BACKWARD = 2, "in backward of"
+    GATHER = 3, "gathering"
+    REDUCE = 4, "reducing gradients of"
+    OPTIMIZER = 5, "updating"
+    AGREE = 6, "agreeing on"
+    SAVE = 7, "saving the model"
+    LOAD = 8, "loading a checkpoint"
+    CALL = 9, "waiting for all ranks to make the same call"
 
-    @property
-    def phrase(self) -> str:
-        """What a message says of it; the name of a unit may follow."""
-        return _PHRASES[self]
+    phrase: str
+    """What a message says of it; the name of a unit may follow."""
+
+    def __new__(cls, number: int, phrase: str = "") -> Self:
+        made = int.__new__(cls, number)
+        made._value_, made.phrase = number, phrase
+        return made
 
 
-_PHRASES = (
-    *(
-        "between steps",
-        "in forward of",
-        "in backward of",
-        "gathering",
-        "reducing gradients of",
-        "updating",
-        "agreeing on",
-    ),
-    *("saving the model", "loading a checkpoint", "waiting for all ranks to make the same call"),
-)
 _WITHOUT_UNIT = (Activity.IDLE, Activity.SAVE, Activity.LOAD, Activity.CALL)
 _GATHERS, _REDUCTIONS, _CALLS = range(3)
 """The streams of events."""
@@ -232,26 +223,21 @@ class Watchdog:
 
         try:
             self._wait(all_called, peers, f"the call of {name} by all ranks", late=not_called)
-            self._compare_calls(peers)
+            self._compare_event(_CALLS, peers)
         except BaseException as error:
             self.fail(error)
             raise
         self.post(*before)
         return number + 1
 
-    def _compare_calls(self, peers: Sequence[int]) -> None:
-        """Raise `CollectiveError` when a peer has made another call in the place of this rank's latest."""
-        number, word = self._events.get(_CALLS, (-1, 0))
-        for peer in peers:
-            other = self._board.event_of(peer, _CALLS, number) if number >= 0 else None
-            if other is not None and other != word:
-                self.in_doubt = True
-                calls = [(rank, self._board.read(rank, RankNote.CALL)[1]) for rank in sorted((self._rank, peer))]
-                both = " and ".join(f"rank {rank} called {name or 'another method'}" for rank, name in calls)
-                raise CollectiveError(
-                    f"{both} ({_when(self._step)}). These methods are for all ranks: each of them makes the same calls in the "
-                    "same order, whatever it then does with the result"
-                )
+    def _other_call(self, peer: int) -> CollectiveError:
+        """The error for a peer that has made another call in the place of this rank's latest."""
+        calls = [(rank, self._board.read(rank, RankNote.CALL)[1]) for rank in sorted((self._rank, peer))]
+        both = " and ".join(f"rank {rank} called {name or 'another method'}" for rank, name in calls)
+        return CollectiveError(
+            f"{both} ({_when(self._step)}). These methods are for all ranks: each of them makes the same calls in the "
+            "same order, whatever it then does with the result"
+        )
 
     def _called_alone(self, peers: Sequence[int], what: str) -> CollectiveError | None:
         """The error for a peer that waits in a call which this rank has not made; None where there is no such peer."""
@@ -413,23 +399,21 @@ class Watchdog:
                 continue
             raise CollectiveError(f"rank {self._rank}: {what} cannot end: rank {peer} {why}")
         self._compare(peers)
-        self._compare_calls(peers)
 
     def _compare(self, peers: Sequence[int]) -> None:
         for stream in self._events:
-            if stream != _CALLS:
-                self._compare_event(stream, peers)
+            self._compare_event(stream, peers)
 
     def _compare_event(self, stream: int, peers: Sequence[int]) -> None:
         """Raise `CollectiveError` when a peer has gone through another event in the place of this rank's latest of a stream."""
         number, word = self._events[stream]
         for peer in self._others(peers):
-            if self._alike is not None and peer not in self._alike:
+            if stream != _CALLS and self._alike is not None and peer not in self._alike:
                 continue
             other = self._board.event_of(peer, stream, number)
             if other is not None and other != word:
                 self.in_doubt = True
-                raise self._parted(peer, stream, number, word, other)
+                raise self._other_call(peer) if stream == _CALLS else self._parted(peer, stream, number, word, other)
 
     def _parted(self, peer: int, stream: int, number: int, own: int, other: int) -> CollectiveError:
         """The error for events of one number that differ. It names the first that do, as far back as both rows go."""

@@ -21,29 +21,31 @@ from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.offload.memory.shared_segment import PAGE, SharedSegment
 from zeromesh.telemetry.status_board import (
     HISTORY,
+    ROW_WORDS,
     STEP_SHIFT,
     UNIT_BITS,
     RankNote,
-    SharedBoard,
+    StatusBoard,
     StoreBoard,
     process_runs,
+    shared_rows,
 )
 from zeromesh.telemetry.watchdog import Activity, Watchdog
 
-Boards = tuple[SharedBoard, SharedBoard]
+Boards = tuple[StatusBoard, StatusBoard]
 
 
 @pytest.fixture
-def boards() -> Iterator[Boards]:
+def boards() -> Boards:
     """The boards of two ranks, both in this process."""
-    segment = SharedSegment.create("board", SharedBoard.nbytes(2))
-    mapped = SharedSegment.attach(os.getpid(), segment.descriptor, SharedBoard.nbytes(2), "board")
-    yield SharedBoard(segment, 0), SharedBoard(mapped, 1)
+    segment = SharedSegment.create("board", 2 * ROW_WORDS * 8)
+    mapped = SharedSegment.attach(os.getpid(), segment.descriptor, segment.nbytes, "board")
     segment.close()
     mapped.close()
+    return StatusBoard(shared_rows(segment), 0), StatusBoard(shared_rows(mapped), 1)
 
 
-def watch_of(board: SharedBoard, rank: int, timeout: float = 0.3, *, compare: bool = True) -> Watchdog:
+def watch_of(board: StatusBoard, rank: int, timeout: float = 0.3, *, compare: bool = True) -> Watchdog:
     watch = Watchdog(board, rank, timeout, compare_events=compare)
     watch.name_units({each: ["unit root", "unit a", "unit b"] for each in range(8)})
     return watch

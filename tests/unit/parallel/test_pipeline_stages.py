@@ -24,7 +24,7 @@ from zeromesh.pipeline.stages.model_anatomy import body_inputs, examine
 from zeromesh.telemetry.status_board import StatusBoard, new_row
 from zeromesh.telemetry.watchdog import Watchdog
 
-WATCH = Watchdog(StatusBoard([row := new_row()], row, 0), 0, 1.0, compare_events=True)
+WATCH = Watchdog(StatusBoard({0: new_row()}, 0), 0, 1.0, compare_events=True)
 ALONE = ProcessSet(name="pipeline", ranks=(0,), index=0, watch=WATCH, link=None, one_host=True, on_stream=False)
 
 
