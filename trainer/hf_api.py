@@ -131,7 +131,7 @@ class TransformersNames:
         try:
             self.push_to_hub(message)
         except (ConfigError, StorageError) as error:
-            self._self.note(f"WARNING: {error}")
+            self._self.run.console.note(f"WARNING: {error}")
 
     def save_state(self) -> None:
         """Write `trainer_state.json` into the run's directory, as transformers has it; rank 0 does. It is for people: a run that

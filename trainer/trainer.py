@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor, nn
-from transformers import TrainerControl, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import PredictionOutput
 
 from zeromesh.errors import PhaseError
@@ -305,9 +305,7 @@ class Trainer(TransformersNames):
 
     def request(self, *, log: bool = False, evaluate: bool = False, save: bool = False, stop: bool = False) -> None:
         """Ask to log, evaluate, save or stop after the present step; for callbacks. What any rank asks for, all do."""
-        self.events.request(
-            TrainerControl(should_log=log, should_evaluate=evaluate, should_save=save, should_training_stop=stop)
-        )
+        self.events.request(log=log, evaluate=evaluate, save=save, stop=stop)
 
     @property
     def processing_class(self) -> Any:
@@ -318,10 +316,6 @@ class Trainer(TransformersNames):
     def run(self) -> RunContext:
         """The parts of the run, which are made when they are first needed; all ranks ask for them."""
         return self._prepare()
-
-    def note(self, text: str) -> None:
-        """Show a line to a person; rank 0 does."""
-        self._prepare().console.note(text)
 
     @property
     def run_directory(self) -> Path:

@@ -1,7 +1,7 @@
 """Events of a run: calls its callbacks, and keeps what they ask for."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -67,10 +67,10 @@ class CallbackDispatcher:
     def _overrides(callback: Callback, event: str) -> bool:
         return getattr(getattr(callback, event), "__func__", None) is not getattr(Callback, event)
 
-    def request(self, control: TrainerControl) -> None:
+    def request(self, *, log: bool = False, evaluate: bool = False, save: bool = False, stop: bool = False) -> None:
         """Ask for more after the present step; what was asked for before stays."""
-        both = zip(astuple(self.control), astuple(control), strict=True)
-        self.control = TrainerControl(*[before or now for before, now in both])
+        asked = {"should_log": log, "should_evaluate": evaluate, "should_save": save, "should_training_stop": stop}
+        self.control = replace(self.control, **{name: True for name, wanted in asked.items() if wanted})
 
     def forget_requests(self, *, stop_epoch: bool = False) -> None:
         """Begin with no requests for the next step but one to stop the run, which stays."""

@@ -194,9 +194,9 @@ def _evaluate(config: Any, checkpoint: Path | None) -> int:
             checkpoint = store.path(steps[0])
         if checkpoint is not None:
             trainer.load_weights(checkpoint)
-        trainer.note(f"evaluating {checkpoint or 'the weights that the run would begin with'}")
+        trainer.run.console.note(f"evaluating {checkpoint or 'the weights that the run would begin with'}")
         values = trainer.evaluate()
-        trainer.note(evaluation_line(trainer.run, values))
+        trainer.run.console.note(evaluation_line(trainer.run, values))
         if trainer.mesh.rank == 0:
             line = {"time": time.time(), "step": trainer.state.step, "checkpoint": checkpoint and str(checkpoint)}
             with MetricsWriter(trainer.run_directory / EVALUATED) as writer:

@@ -108,7 +108,7 @@ def push(
         )
     if commit is not None:
         shutil.rmtree(directory, ignore_errors=True)
-        trainer.note(f"uploaded to {commit.commit_url}")
+        trainer.run.console.note(f"uploaded to {commit.commit_url}")
     return commit
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 import numpy as np
-from transformers.trainer_utils import PredictionOutput
+from transformers.trainer_utils import EvalPrediction, PredictionOutput
 
 from zeromesh.errors import ConfigError, DataError, PhaseError
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
@@ -13,7 +13,6 @@ from zeromesh.trainer.data.feed import require_same_data
 from zeromesh.trainer.formatting import human_count
 from zeromesh.trainer.loop.context import RunContext, Values
 from zeromesh.trainer.loop.prediction import Collector
-from zeromesh.trainer.loop.train_step import EvaluationResult
 
 
 def evaluate(
@@ -42,9 +41,9 @@ def evaluate(
         found = _run_through(run, each, name, ignored, stop, outputs=outputs, labelled=True)
         if found is None:
             return None
-        result, own = found
+        targets, own, _ = found
         values |= own
-        run.progress.evaluated_targets = result.targets if chosen is each else None
+        run.progress.evaluated_targets = targets if chosen is each else None
     losses = [value for name, value in values.items() if name.endswith("_loss")]
     return {f"{prefix}_loss": sum(losses) / len(losses), **values}
 
@@ -56,10 +55,9 @@ def predict(run: RunContext, dataset: MapDataset, prefix: str, ignored: Sequence
         DataError: when it cannot be used.
     """
     found = _run_through(run, dataset, prefix, ignored, lambda: False, outputs=True, labelled=False)
-    if found is None or found[0].prediction is None:
+    if found is None or found[2] is None:
         raise PhaseError("a prediction has ended early that nothing was to end")
-    prediction = found[0].prediction
-    return PredictionOutput(predictions=prediction.predictions, label_ids=prediction.label_ids, metrics=found[1])
+    return PredictionOutput(predictions=found[2].predictions, label_ids=found[2].label_ids, metrics=found[1])
 
 
 def _run_through(
@@ -71,8 +69,9 @@ def _run_through(
     *,
     outputs: bool,
     labelled: bool,
-) -> tuple[EvaluationResult, Values] | None:
-    """Run the model over a dataset, with averaged weights where `ema.evaluate` says so; its values by name. None once `stop`.
+) -> tuple[int, Values, EvalPrediction | None] | None:
+    """Run the model over a dataset, with averaged weights where `ema.evaluate` says so; its targets, its values by name, and its
+    outputs where they are wanted. None once `stop`.
 
     `labelled`: False: there may be no labels, and then there is neither a loss nor a metric.
     """
@@ -96,23 +95,25 @@ def _run_through(
         result = run.model.stepper.evaluate(feed, go_on, collector)
     if result is None:
         return None
-    values = {f"{prefix}_loss": result.loss} if labelled or result.targets else {}
-    if labelled or (result.prediction is not None and result.prediction.label_ids is not None):
-        values |= _metrics(run, result, prefix)
+    loss, targets = result
+    prediction = collector.result() if collector is not None else None
+    values = {f"{prefix}_loss": loss} if labelled or targets else {}
+    if prediction is not None and (labelled or prediction.label_ids is not None):
+        values |= _metrics(run, prediction, prefix)
     seconds = time.perf_counter() - began
     speed = {
         f"{prefix}_runtime": round(seconds, 4),
         f"{prefix}_samples_per_second": round(feed.plan.global_size / seconds, 3),
         f"{prefix}_steps_per_second": round(feed.plan.accumulation / seconds, 3),
     }
-    return result, {**values, **speed}
+    return targets, {**values, **speed}, prediction
 
 
-def _metrics(run: RunContext, result: EvaluationResult, prefix: str) -> Values:
+def _metrics(run: RunContext, prediction: EvalPrediction, prefix: str) -> Values:
     """The values of `compute_metrics` over all samples; every rank computes them."""
-    if run.inputs.compute_metrics is None or result.prediction is None:
+    if run.inputs.compute_metrics is None:
         return {}
-    found = run.inputs.compute_metrics(result.prediction)
+    found = run.inputs.compute_metrics(prediction)
     if not isinstance(found, Mapping):
         raise DataError(
             f"compute_metrics returned a {type(found).__name__}; it should return a mapping of names to numbers"

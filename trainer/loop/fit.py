@@ -55,8 +55,7 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
             facts = start_facts(mesh, run.model.parameters)
             with (
                 checkpoints,
-                directory.open(config, progress.step, facts) as writer,
-                directory.monitored(mesh),
+                directory.open(config, progress.step, facts, mesh) as writer,
                 run.console,
                 Tracking.open(
                     config, mesh, directory.path, step=progress.step, known=progress.tracker, note=run.console.note

@@ -9,13 +9,11 @@ import math
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import EvalPrediction
 
 from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
@@ -31,15 +29,6 @@ from zeromesh.trainer.models.prepare import in_evaluation_mode
 from zeromesh.trainer.monitoring.step_stats import StepResult, UserScalars
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.gather_order import MicrobatchPosition
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationResult:
-    """Mean loss over `targets` of an evaluation set, nan where it had none; `prediction` where outputs were wanted."""
-
-    loss: float
-    targets: int
-    prediction: EvalPrediction | None = None
 
 
 class Stepper:
@@ -173,8 +162,9 @@ class Stepper:
 
     def evaluate(
         self, feed: Feed, go_on: Callable[[int, int], bool], collector: Collector | None = None
-    ) -> EvaluationResult | None:
-        """Mean loss over the feed's dataset, each sample once, as one batch of its plan; None where it was not to go on.
+    ) -> tuple[float, int] | None:
+        """Mean loss over the feed's dataset, each sample once, as one batch of its plan, and the targets that it is over; nan where
+        there are none. None where it was not to go on.
 
         `go_on(done, total)` is called after each of this rank's microbatches, and answers alike on all ranks. `collector` gets what
         the model returns.
@@ -204,11 +194,7 @@ class Stepper:
                     return None
         self._mesh.world.sum_(sums, "sum of the evaluation loss")
         targets = int(sums[1])
-        return EvaluationResult(
-            loss=float(sums[0]) / targets if targets else float("nan"),
-            targets=targets,
-            prediction=collector.result() if collector is not None else None,
-        )
+        return float(sums[0]) / targets if targets else float("nan"), targets
 
     def _restore_modes(self) -> None:
         """Undo a `model.eval()` that nobody took back. A module that the user puts into evaluation mode by itself (frozen

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import TrainerControl
 
 from zeromesh.optim.fused_optimizer import Rates
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints
@@ -123,18 +122,18 @@ class TrainingLoop:
 
         # Log it, where the configuration or a callback asks for that.
         due = self._due_after_step(position)
-        peak, busy = rank_figures(run.mesh, self._stragglers.busy) if due.should_log else (0, ())
+        peak, busy = rank_figures(run.mesh, self._stragglers.busy) if due["log"] else (0, ())
         metrics = run.stats.line(result, step=number, lr=progress.learning_rate, tokens=progress.tokens, peak=peak)
         if result.skipped and result.loss_scale == 1.0:
             run.console.note(f"step {number}: no update on any rank: {result.cause}")
-        self._metrics = self._write(metrics) if due.should_log else metrics
+        self._metrics = self._write(metrics) if due["log"] else metrics
         run.console.note(start)
-        events.request(due)
+        events.request(**due)
         self._announce("on_step_end", self._metrics)
         events.agree(run.mesh)
         if not self._log():
             run.console.advance(number)
-        if due.should_log:
+        if due["log"]:
             run.console.note(self._stragglers.look(number, busy))
         progress.check()
 
@@ -167,7 +166,7 @@ class TrainingLoop:
         self._start = {"start": {part: round(seconds, 3) for part, seconds in times.parts.items()}}
         return f"start: {sentence(times.parts)}"
 
-    def _due_after_step(self, position: int) -> TrainerControl:
+    def _due_after_step(self, position: int) -> dict[str, bool]:
         """What the configuration asks for after the step that was just made, whose data was that of step `position`."""
         number, config = self.run.progress.step, self.run.config
         every, last = config.run, position + 1 == config.run.max_steps
@@ -176,12 +175,12 @@ class TrainingLoop:
             return not isinstance(steps, str) and bool(steps) and (last or number % steps == 0)
 
         judged = every.eval_every != "epoch"  # Else the last checkpoint waits for the evaluation.
-        return TrainerControl(
-            should_log=due(every.log_every) or (every.log_first_step and number == 1),
-            should_evaluate=due(every.eval_every) or (last and judged and every.eval_at_end),
-            should_save=due(config.checkpoint.every_steps) and (judged or not last),
-            should_training_stop=last,
-        )
+        return {
+            "log": due(every.log_every) or (every.log_first_step and number == 1),
+            "evaluate": due(every.eval_every) or (last and judged and every.eval_at_end),
+            "save": due(config.checkpoint.every_steps) and (judged or not last),
+            "stop": last,
+        }
 
     def _announce(self, event: str, metrics: StepMetrics) -> None:
         """Call callbacks with a step's line; what they add to it is logged with the next one."""
@@ -251,12 +250,11 @@ class TrainingLoop:
         if not run.plan.ends_epoch(position) and not self._over:
             run.progress.passed_over += run.plan.next_epoch(position + 1) - position - 1
         run.events.forget_requests(stop_epoch=run.events.control.should_epoch_stop)
-        due = TrainerControl(
-            should_log=config.run.log_every == "epoch",
-            should_evaluate=config.run.eval_every == "epoch",
-            should_save=config.checkpoint.every_steps == "epoch",
+        run.events.request(
+            log=config.run.log_every == "epoch",
+            evaluate=config.run.eval_every == "epoch",
+            save=config.checkpoint.every_steps == "epoch",
         )
-        run.events.request(due)
         run.events.call("on_epoch_end", epoch)
         run.events.agree(run.mesh)
         self._log()

@@ -6,7 +6,7 @@ import os
 import platform
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -86,16 +86,19 @@ class RunDirectory:
             ) from error
 
     @contextmanager
-    def open(self, config: TrainerConfig, step: int, facts: Mapping[str, Any]) -> Iterator[MetricsWriter | None]:
+    def open(
+        self, config: TrainerConfig, step: int, facts: Mapping[str, Any], mesh: Mesh
+    ) -> Iterator[MetricsWriter | None]:
         """Write the resolved configuration, without secrets, and hand out the writer of metrics, which continues after `step`.
 
-        `facts` about the model and the machine go into the line of this start.
+        `facts` about the model and the machine go into the line of this start. Inside the block a file says where every rank is.
         """
         if not self._writes:
             yield None
             return
+        redaction = Redaction(secret_values())
         try:
-            text = config.to_yaml(Redaction(secret_values()).values)
+            text = config.to_yaml(redaction.values)
             write_whole(self.path / "config.resolved.yaml", text.encode())
         except OSError as error:
             raise self._unwritable(error.strerror or str(error)) from error
@@ -103,18 +106,11 @@ class RunDirectory:
             starts.write({"step": step, "host": socket.gethostname(), **facts})
         if os.path.lexists(self.path / EVALUATIONS):
             MetricsWriter(self.path / EVALUATIONS, keep_through=step).close()
-        with MetricsWriter(self.path / METRICS, keep_through=step) as writer:
+        monitor: AbstractContextManager[Any] = contextlib.nullcontext()
+        if mesh.world_size > 1:
+            monitor = StateMonitor(mesh.watch, mesh.world.ranks, self.path / RANKS, clean=redaction.text)
+        with MetricsWriter(self.path / METRICS, keep_through=step) as writer, monitor:
             yield writer
-
-    @contextmanager
-    def monitored(self, mesh: Mesh) -> Iterator[None]:
-        """Inside the block a file says where every rank is."""
-        if not self._writes or mesh.world_size == 1:
-            yield
-            return
-        clean = Redaction(secret_values()).text
-        with StateMonitor(mesh.watch, mesh.world.ranks, self.path / RANKS, clean=clean):
-            yield
 
 
 def start_facts(mesh: Mesh, parameters: int) -> dict[str, Any]:

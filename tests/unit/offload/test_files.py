@@ -9,6 +9,8 @@ import socket
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from trainer_cases import llama, seeded, sentences, settings
@@ -152,7 +154,12 @@ def test_nothing_planted_in_a_runs_directory_is_written_through(tmp_path: Path, 
     replaced = name == "config.resolved.yaml" and kind != "directory"
     refused = pytest.raises(StorageError, match=rf"{re.escape(name)}.*{words}|cannot be written \(Is a directory\)")
     directory = RunDirectory(tmp_path, 0)
-    with contextlib.nullcontext() if replaced else refused, directory.locked(), directory.open(TrainerConfig(), 0, {}):
+    mesh: Any = SimpleNamespace(world_size=1)
+    with (
+        contextlib.nullcontext() if replaced else refused,
+        directory.locked(),
+        directory.open(TrainerConfig(), 0, {}, mesh),
+    ):
         pass
     if kind == "link":
         assert (tmp_path / "target").read_text() == "untouched"
