@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -115,18 +115,13 @@ def defer_weights(model: nn.Module, blocks: Iterable[nn.Module], queue: WeightQu
     computed otherwise than `torch.nn.Linear` and GPT-2's transposed ones stay as they are; their gradients come at once.
     """
     holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    undo: list[Callable[[], None]] = []
+    undo = ExitStack()
     for module in {id(module): module for block in blocks for module in block.modules()}.values():
         if not _is_linear(module) or holders[id(module._parameters["weight"])] > 1:
             continue
         forward = MethodType(_forward_of(queue, transposed=type(module) is not nn.Linear), module)
-        undo.append(override(module, "forward", forward))
-
-    def put_back() -> None:
-        for each in undo:
-            each()
-
-    return put_back
+        undo.callback(override(module, "forward", forward))
+    return undo.close
 
 
 def _forward_of(queue: WeightQueue, *, transposed: bool) -> Callable[[Any, torch.Tensor], torch.Tensor]:

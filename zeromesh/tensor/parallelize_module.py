@@ -31,7 +31,7 @@ from zeromesh.tensor.layers import (
     latent_and_rotary,
     lookup_own,
 )
-from zeromesh.tensor.plan.planner import WHOLE, LayerPlan, Style, TensorPlan, parts_of
+from zeromesh.tensor.plan.planner import WHOLE, LayerPlan, Style, TensorPlan, inside, parts_of
 from zeromesh.tensor.shared_input import SequenceShares, SharedInput
 
 _HIDDEN = "hidden_states"
@@ -258,13 +258,13 @@ def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
         )
     known = (*plan.readers(), *(layer.module for layer in plan.layers if layer.style not in WHOLE))
     for block in (name for stack in plan.stacks for name in stack):
-        if not any(reader.startswith(f"{block}.") for reader in plan.readers()):
+        if not any(inside(reader, (block,)) for reader in plan.readers()):
             raise LayoutError(
                 f"{block} has no attention that is divided among ranks, so it needs the whole sequence; {off}"
             )
         for name, module in model.get_submodule(block).named_modules(prefix=block):
-            inside = plan.in_experts(name) or any(f"{name}.".startswith(f"{one}.") for one in known)
-            if not inside and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+            is_known = plan.in_experts(name) or inside(f"{name}.", known)
+            if not is_known and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
                 raise LayoutError(
                     f"{name} ({type(module).__name__}) may need the whole sequence, as the plan does not know it; {off}"
                 )

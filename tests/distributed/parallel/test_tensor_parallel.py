@@ -1,6 +1,5 @@
 """Tensor parallelism: divided models against whole ones, in float64."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,33 +21,24 @@ OTHERS = sorted(set(MODELS) - set(MOST))
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.02}
 
 
-@pytest.mark.parametrize(("models", "sequence"), [(MOST, False), (OTHERS, False), (MOST, True), (OTHERS, True)])
-def test_a_divided_model_is_the_whole_one(workers: Workers, models: list[str], sequence: bool) -> None:
-    for wrong in workers.run(2, "tensor_cases:equals", models=models, sequence=sequence):
-        assert not wrong
-
-
 @pytest.mark.parametrize("sequence", [False, True])
-def test_four_ranks(workers: Workers, sequence: bool) -> None:
-    """As many as heads: some have the same key-value head."""
-    models = ["llama", "llama-1kv", "llama-9-3", "gpt2", "falcon"]
-    for wrong in workers.run(4, "tensor_cases:equals", models=models, sequence=sequence):
-        assert not wrong
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_every_model_on_four_ranks(workers: Workers, sequence: bool, checkpointing: bool) -> None:
-    arguments = {"models": sorted(MODELS), "sequence": sequence, "checkpointing": checkpointing}
-    for wrong in workers.run(4, "tensor_cases:equals", timeout=300.0, **arguments):
-        assert not wrong
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_activations_may_be_recomputed(workers: Workers, sequence: bool) -> None:
-    models = ["llama-9-3", "gpt2", "mixtral"]
-    for wrong in workers.run(2, "tensor_cases:equals", models=models, sequence=sequence, checkpointing=True):
+@pytest.mark.parametrize(
+    ("ranks", "models", "checkpointing"),
+    [
+        (2, MOST, False),
+        (2, OTHERS, False),
+        (2, ["llama-9-3", "gpt2", "mixtral"], True),
+        # As many ranks as heads: some have the same key-value head.
+        (4, ["llama", "llama-1kv", "llama-9-3", "gpt2", "falcon"], False),
+        pytest.param(4, sorted(MODELS), False, marks=pytest.mark.full),
+        pytest.param(4, sorted(MODELS), True, marks=pytest.mark.full),
+    ],
+)
+def test_a_divided_model_is_the_whole_one(
+    workers: Workers, ranks: int, models: list[str], checkpointing: bool, sequence: bool
+) -> None:
+    arguments = {"models": models, "sequence": sequence, "checkpointing": checkpointing}
+    for wrong in workers.run(ranks, "tensor_cases:equals", timeout=300.0, **arguments):
         assert not wrong
 
 
@@ -171,52 +161,43 @@ def test_shares_are_balanced(length: int, parts: int) -> None:
 
 
 def _llama(**changes: Any) -> Any:
-    settings = {
-        "hidden_size": 32,
-        "intermediate_size": 44,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 1,
-        "vocab_size": 67,
-    }
+    settings = {"hidden_size": 32, "intermediate_size": 44, "num_attention_heads": 4, "num_hidden_layers": 1}
     with torch.device("meta"):
-        return tf.LlamaForCausalLM(tf.LlamaConfig(**{**settings, **changes}))
+        return tf.LlamaForCausalLM(tf.LlamaConfig(**{**settings, "vocab_size": 67, **changes}))
 
 
-def _refusals() -> Iterator[Any]:
-    yield (
-        _llama(),
-        8,
-        {},
-        "model.layers.0.self_attn: 4 query heads cannot be divided among 8 ranks; parallel.tensor may be at most 4",
-    )
-    yield _llama(intermediate_size=3), 4, {}, "model.layers.0.mlp.gate_proj: too small to be divided among 4 ranks"
-    yield (
-        _llama(),
-        2,
-        {"*.mlp.up": "colwise"},
-        "'*.mlp.up': colwise matches no module of LlamaForCausalLM; its modules are named like",
-    )
-    yield (
-        _llama(),
-        2,
-        {"*.mlp.up_proj": "colwyse"},
-        "tensor-parallel rule '*.mlp.up_proj': there is no style 'colwyse'",
-    )
-    yield (
-        _llama(),
-        2,
-        {"*.mlp": "colwise"},
-        "model.layers.0.mlp: a LlamaMLP cannot be divided; allowed are torch.nn.Linear",
-    )
-    yield _llama(), 2, {"*.k_proj": "replicate"}, "model.layers.0.self_attn.k_proj would be whole beside projections"
-    yield nn.Sequential(nn.Linear(4, 4)), 2, {}, "there is no tensor-parallel plan for Sequential"
-
-
-@pytest.mark.parametrize(("model", "size", "rules", "message"), list(_refusals()))
-def test_what_cannot_be_divided_is_refused(model: nn.Module, size: int, rules: dict[str, str], message: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "size", "rules", "message"),
+    [
+        (
+            {},
+            8,
+            {},
+            "layers.0.self_attn: 4 query heads cannot be divided among 8 ranks; parallel.tensor may be at most 4",
+        ),
+        ({"intermediate_size": 3}, 4, {}, "model.layers.0.mlp.gate_proj: too small to be divided among 4 ranks"),
+        (
+            {},
+            2,
+            {"*.mlp.up": "colwise"},
+            "matches no module of LlamaForCausalLM; its modules are named like model.layers.0",
+        ),
+        ({}, 2, {"*.up_proj": "colwyse"}, "tensor-parallel rule '*.up_proj': there is no style 'colwyse'"),
+        ({}, 2, {"*.mlp": "colwise"}, "layers.0.mlp: a LlamaMLP cannot be divided; allowed are torch.nn.Linear"),
+        ({}, 2, {"*.k_proj": "replicate"}, "model.layers.0.self_attn.k_proj would be whole beside projections"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    changes: dict[str, Any], size: int, rules: dict[str, str], message: str
+) -> None:
     with pytest.raises(LayoutError) as raised:
-        plan_tensor(model, size, rules)
+        plan_tensor(_llama(**changes), size, rules)
     assert message in str(raised.value)
+
+
+def test_a_model_without_a_plan_is_refused() -> None:
+    with pytest.raises(LayoutError, match="there is no tensor-parallel plan for Sequential"):
+        plan_tensor(nn.Sequential(nn.Linear(4, 4)), 2)
 
 
 def _styles(plan: TensorPlan) -> dict[str, Style]:

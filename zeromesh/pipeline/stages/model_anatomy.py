@@ -8,7 +8,7 @@ embedding is followed through all operators, so a model whose later blocks need 
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,12 +216,10 @@ class _Recorder:
             wraps.append((module, self._of_outside(name, module.forward)))
         for block in self._list:
             wraps += [(module, _tolerant(module.forward)) for module in block.modules() if module is not block]
-        undo = [override(module, "forward", forward) for module, forward in wraps]
-        try:
+        with ExitStack() as undo:
+            for module, forward in wraps:
+                undo.callback(override(module, "forward", forward))
             yield
-        finally:
-            for put_back in reversed(undo):
-                put_back()
 
     def _of_block(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:

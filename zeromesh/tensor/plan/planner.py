@@ -66,6 +66,11 @@ WHOLE = (Style.PARTIAL, Style.LATENT, Style.SINKS)
 """Styles that leave the matrices of a module whole."""
 
 
+def inside(name: str, modules: Iterable[str]) -> bool:
+    """Whether a module or parameter lies inside one of `modules`; a name with a dot at its end may be one of them as well."""
+    return any(name.startswith(f"{module}.") for module in modules)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
     """How one module is divided. Raises `LayoutError` when a rank would have nothing of it."""
@@ -121,12 +126,11 @@ class TensorPlan:
 
     def in_block(self, name: str) -> bool:
         """Whether a module or parameter is inside one of the repeated blocks."""
-        return any(name.startswith(f"{block}.") for stack in self.stacks for block in stack)
+        return any(inside(name, stack) for stack in self.stacks)
 
     def in_experts(self, name: str) -> bool:
         """Whether a module or parameter is inside a block of experts: its router, experts, shared experts."""
-        blocks = (layer.parent for layer in self.layers if layer.style is Style.EXPERTS)
-        return any(name.startswith(f"{block}.") for block in blocks)
+        return inside(name, (layer.parent for layer in self.layers if layer.style is Style.EXPERTS))
 
     def readers(self) -> tuple[str, ...]:
         """FQNs of the modules in blocks that need the whole sequence, since code around their column layers reads its length."""
@@ -419,7 +423,7 @@ class _Planner:
         whole = [
             name
             for name, module in self.modules.items()
-            if not any(f"{name}.".startswith(f"{layer.module}.") for layer in layers if layer.style not in WHOLE)
+            if not inside(f"{name}.", (layer.module for layer in layers if layer.style not in WHOLE))
             and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
         ]
         if whole:
@@ -446,11 +450,7 @@ class _Planner:
             name = names[id(block)]
             stacks.setdefault(name.rpartition(".")[0], []).append(name)
         divided = [layer.module for layer in self.layers.values() if layer.style not in (Style.EMBEDDING, Style.HEAD)]
-        return tuple(
-            tuple(stack)
-            for stack in stacks.values()
-            if any(name.startswith(f"{block}.") for block in stack for name in divided)
-        )
+        return tuple(tuple(stack) for stack in stacks.values() if any(inside(name, stack) for name in divided))
 
 
 def _divisible_embedding(module: nn.Module) -> bool:
@@ -483,7 +483,7 @@ def parts_of(model: nn.Module, plan: TensorPlan, rank: int, *, sequence: bool) -
         layer = layers.get(module)
         if layer is not None:
             part = _part(layer, model.get_submodule(module), leaf, shape, rank)
-        if part is None and (_partial(plan, full) or (sequence and _on_shares(plan, full))):
+        if part is None and _partial(plan, full, sequence):
             part = ParameterPart(region=Region.whole(shape), holders=tuple(range(plan.size)), partial=True)
         if part is not None and found.setdefault(name, part) != part:
             raise LayoutError(f"{name} and {full} are one parameter, which two modules divide differently")
@@ -520,17 +520,14 @@ def _dim(layer: LayerPlan, module: nn.Module, leaf: str) -> int | None:
     return 0 if leaf == "bias" or not transposed else 1
 
 
-def _partial(plan: TensorPlan, full: str) -> bool:
-    """Whether a whole parameter is used on divided activations under any plan."""
-    return any(
-        layer.style in (Style.PARTIAL, Style.SLICED) and full.startswith(f"{layer.module}.") for layer in plan.layers
-    )
+def _partial(plan: TensorPlan, full: str, sequence: bool) -> bool:
+    """Whether a whole parameter is used on divided activations, or on shares of the `sequence`."""
 
+    def used_in(*styles: Style) -> bool:
+        return inside(full, (layer.module for layer in plan.layers if layer.style in styles))
 
-def _on_shares(plan: TensorPlan, full: str) -> bool:
-    """Whether a whole parameter is used on shares of the sequence."""
-    if not plan.in_block(full) or plan.in_experts(full):
-        return False
-    if any(full.startswith(f"{layer.module}.") for layer in plan.layers if layer.style in (Style.ROW, Style.ROW_SPLIT)):
+    if used_in(Style.PARTIAL, Style.SLICED):
         return True
-    return not any(full.startswith(f"{module}.") for module in plan.readers())
+    if not sequence or not plan.in_block(full) or plan.in_experts(full):
+        return False
+    return used_in(Style.ROW, Style.ROW_SPLIT) or not inside(full, plan.readers())
