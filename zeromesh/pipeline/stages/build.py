@@ -317,9 +317,8 @@ def _counting(names: dict[str, Any], earlier: torch.Tensor) -> Iterator[None]:
     """Count the router logits of `earlier` stages in the model's own balance loss inside the block."""
     function = names[_BALANCE]
 
-    def of_all(logits: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
-        total: torch.Tensor = function((*earlier, *logits), *args)
-        return total
+    def of_all(logits: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> Any:
+        return function((*earlier, *logits), *args, **kwargs)
 
     names[_BALANCE] = of_all
     try:
