@@ -19,7 +19,7 @@ import torch
 
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.offload.io.file_tier import PIECE, THREADS, FileSlot, FileTier
-from zeromesh.offload.io.transfer import DONE, Transfer, TransferGroup, WaitTime, copy_streams_of, pages
+from zeromesh.offload.io.transfer import DONE, Transfer, WaitTime, copy_streams_of, pages
 from zeromesh.offload.memory.allocation import PinnedBudget, allocate_lasting, pinned_pages
 from zeromesh.offload.memory.ledger import Ledger, Purpose, Tier
 
@@ -168,7 +168,14 @@ class TieredTensor:
         parts = self.slice(start, start + data.numel()).parts
         started = [_move(self.dtype, part, data[part.start : part.end], write=write) for part in parts]
         moves = [move for move in started if move is not DONE]
-        return TransferGroup(moves) if len(moves) > 1 else moves[0] if moves else DONE
+        if len(moves) > 1:
+            # A file and another device's memory, which only checkpoints move together. None is in flight after an error.
+            for move in moves:
+                move.end(counted=False)
+            for move in moves:
+                move.wait()
+            return DONE
+        return moves[0] if moves else DONE
 
     def settle(self) -> None:
         """Return when all that was written is where it rests. Raises `StorageError` where it is not."""

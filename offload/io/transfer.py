@@ -15,9 +15,9 @@ import contextlib
 import itertools
 import mmap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from queue import SimpleQueue
 
@@ -120,37 +120,6 @@ class Transfer:
 
 DONE = Transfer()
 """A transfer that is over."""
-
-
-class TransferGroup(Transfer):
-    """Several transfers as one."""
-
-    def __init__(self, transfers: Sequence[Transfer]) -> None:
-        super().__init__([piece for transfer in transfers for piece in transfer._pieces])
-        self._transfers = tuple(transfers)
-        self.on_device = bool(transfers) and all(transfer.on_device for transfer in transfers)
-        self.crosses = any(transfer.crosses for transfer in transfers)
-
-    def done(self) -> bool:
-        return all(transfer.done() for transfer in self._transfers)
-
-    def wait(self) -> None:
-        for transfer in self._transfers:
-            if not transfer.on_device:
-                transfer.end()
-        for transfer in self._transfers:
-            transfer.wait()
-
-    @contextmanager
-    def ordering(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for transfer in self._transfers:
-                stack.enter_context(transfer.ordering())
-            yield
-
-    def end(self, *, counted: bool = True) -> None:
-        for transfer in self._transfers:
-            transfer.end(counted=counted)
 
 
 class CopyStreams:

@@ -24,7 +24,9 @@ from zeromesh.offload import (
     UpdateStream,
     WaitTime,
 )
-from zeromesh.offload.io.transfer import CopyStreams, Transfer, TransferGroup, copy_streams_of
+from zeromesh.offload import tiers as moving
+from zeromesh.offload.io.transfer import DONE, CopyStreams, Transfer, copy_streams_of
+from zeromesh.offload.tiers import TieredPart
 
 CPU = torch.device("cpu")
 GATE = 5.0
@@ -125,22 +127,24 @@ def test_what_goes_into_a_device_is_ordered_before_what_comes_next() -> None:
     assert bool((tensor.held == 1).all())
 
 
-def test_several_transfers_are_on_a_device_only_together() -> None:
+def test_what_is_partly_on_a_file_and_partly_on_another_device_is_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    ordered = Crossing(torch.ones(2), torch.zeros(2), orders=True, log=log)
-    late = Crossing(torch.ones(2), torch.zeros(2), orders=False, log=log)
-    assert TransferGroup([ordered, ordered]).on_device
-    both = TransferGroup([ordered, late])
-    assert both.crosses
-    assert not both.on_device
-    assert not both.done()
-    late.arrive()
-    assert both.done()
-    with both.ordering():
-        assert sorted(log) == ["ordered", "waited"]
-    assert not TransferGroup([]).on_device
+    made: list[Transfer] = []
+
+    def crossing(source: torch.Tensor, target: torch.Tensor) -> Transfer:
+        made.append(Crossing(source, target, orders=True, log=log))
+        return made[-1]
+
+    monkeypatch.setattr(moving, "_copy", crossing)
+    halves = [TieredPart(start=at, end=at + 2, tier=Tier.DEVICE, memory=torch.full((2,), float(at))) for at in (0, 2)]
+    out = torch.zeros(4)
+    assert TieredTensor(torch.float32, halves).read(0, out) is DONE
+    assert out.tolist() == [0.0, 0.0, 2.0, 2.0]
+    assert log == ["ordered", "ordered"]
+    gone = Transfer.failing(StorageError("gone"))
+    monkeypatch.setattr(moving, "_copy", lambda source, target: gone)
     with pytest.raises(StorageError, match="gone"):
-        TransferGroup([ordered, Transfer.failing(StorageError("gone"))]).wait()
+        TieredTensor(torch.float32, halves).read(0, out)
 
 
 # On a CUDA device

@@ -24,7 +24,6 @@ from zeromesh.errors import StorageError
 from zeromesh.offload import DONE, FileSlot, FileTier, Transfer, WaitTime
 from zeromesh.offload.io import direct_io, file_tier
 from zeromesh.offload.io.direct_io import BLOCK
-from zeromesh.offload.io.transfer import TransferGroup
 
 A_MOMENT = 0.4
 """Seconds in which a thread that nothing keeps from it gets ahead."""
@@ -567,13 +566,12 @@ def test_after_the_end_nothing_is_moved_and_nothing_hangs(tmp_path: Path) -> Non
 # Transfers
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_a_transfer_that_fails_is_over_when_it_says_so(several: bool) -> None:
+def test_a_transfer_that_fails_is_over_when_it_says_so() -> None:
     """Nobody writes any more into memory whose owner was told that it is of no use."""
     bad: Future[None] = Future()
     slow: Future[None] = Future()
     bad.set_exception(StorageError("this one"))
-    transfer = TransferGroup([Transfer([bad]), Transfer([slow])]) if several else Transfer([bad, slow])
+    transfer = Transfer([bad, slow])
     told = threading.Event()
 
     def wait() -> None:
@@ -593,7 +591,7 @@ def test_a_transfer_that_fails_is_over_when_it_says_so(several: bool) -> None:
 def test_the_end_is_told_once_when_all_pieces_are_over() -> None:
     pieces: list[Future[None]] = [Future() for _ in range(3)]
     calls: list[int] = []
-    transfer = TransferGroup([Transfer(pieces[:1]), Transfer(), Transfer(pieces[1:])])
+    transfer = Transfer(pieces)
     transfer.on_end(lambda: calls.append(1))
     pieces[2].set_exception(StorageError("no"))
     pieces[0].set_result(None)
@@ -617,6 +615,6 @@ def test_only_time_that_was_waited_is_counted() -> None:
     assert waits.seconds == 0.0
     late: Future[None] = Future()
     threading.Timer(0.05, late.set_result, [None]).start()
-    TransferGroup([Transfer([late], waits)]).wait()
+    Transfer([late], waits).wait()
     assert 0.02 < waits.take() < SECONDS
     assert waits.seconds == 0.0
