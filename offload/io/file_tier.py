@@ -89,11 +89,6 @@ class FileTier:
         self._local = threading.local()
 
     @property
-    def direct(self) -> bool:
-        """Whether bytes go past the page cache of every directory."""
-        return all(file.direct for file in self._files)
-
-    @property
     def paths(self) -> list[str]:
         """The names that the swap files were made with."""
         return [file.path for file in self._files]

@@ -68,8 +68,6 @@ class ExchangeKind(IntEnum):
 class Pending:
     """An exchange in flight."""
 
-    __slots__ = ("__weakref__", "_read", "_release", "_result")
-
     def __init__(self, read: Callable[[], torch.Tensor], release: Callable[[], None] | None = None) -> None:
         """`read` waits and returns the result; `release` is called after it, also for an exchange that nobody waits for."""
         self._read: Callable[[], torch.Tensor] | None = read
@@ -355,7 +353,7 @@ class SharedExchange(Exchange):
         self._attached: dict[tuple[int, int], _Slot] = {}
         """The slots of other ranks that this one has met, by rank and number."""
         _sweep()
-        weakref.finalize(self, _leave, segment, self._slots, self._published, self._consumed)
+        weakref.finalize(self, _sweep, (segment, self._slots, self._published, self._consumed))
 
     def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         self._await_entry(self._next, "activation")
@@ -471,17 +469,14 @@ class SharedExchange(Exchange):
         return self._entries + (rank * IN_FLIGHT + sequence % IN_FLIGHT) * _ENTRY
 
 
-_LEFT: list[tuple[SharedSegment, list[_Slot], Counters, Counters]] = []
+_Left = tuple[SharedSegment, list[_Slot], Counters, Counters]
+_LEFT: list[_Left] = []
 """What forgotten exchanges have left: their last tensors stay until the peers, too, have read them."""
 
 
-def _leave(words: SharedSegment, slots: list[_Slot], published: Counters, consumed: Counters) -> None:
-    _LEFT.append((words, slots, published, consumed))
-    _sweep()
-
-
-def _sweep() -> None:
+def _sweep(*more: _Left) -> None:
     """Close what nobody needs. Collection of garbage may call this amid itself, so the list is never walked while it changes."""
+    _LEFT.extend(more)
     for left in list(_LEFT):
         words, slots, published, consumed = left
         if consumed.lowest() >= published.own() and left in _LEFT:

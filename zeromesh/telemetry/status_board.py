@@ -139,10 +139,6 @@ class StatusBoard:
         """The progress counter of a rank."""
         return int(self._row(rank)[_PROGRESS])
 
-    def failed(self, rank: int) -> bool:
-        """Whether a rank has said why it stops."""
-        return bool(self._row(rank)[_STAMPS_AT + RankNote.FAILURE])
-
     def fail(self, message: str) -> None:
         """Tell the others why this rank stops; the first reason stays."""
         if not self._own[_STAMPS_AT + RankNote.FAILURE]:

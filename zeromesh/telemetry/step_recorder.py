@@ -256,12 +256,10 @@ class CommAccount:
         recorder = self._recorder
         if whole >= 0 and recorder.enabled:
             self.count(collective, whole)
-        if recorder.profiling:
-            return self._spans[collective].ranged()
-        if not recorder.enabled:
+        if not recorder.enabled and not recorder.profiling:
             return NOTHING
-        self.used = True
-        return self._spans[collective]
+        self.used |= recorder.enabled
+        return self._spans[collective].ranged()
 
     def take(self) -> dict[str, dict[str, float]]:
         """Calls, bytes and seconds by collective since this was last called, of the collectives that there were."""

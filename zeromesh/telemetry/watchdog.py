@@ -391,8 +391,8 @@ class Watchdog:
             CollectiveError: naming it.
         """
         for peer in self._others(peers):
-            if self._board.failed(peer):
-                why = f"failed with {self._board.row(peer).failure}"
+            if failure := self._board.read(peer, RankNote.FAILURE)[1]:
+                why = f"failed with {failure}"
             elif not self._board.alive(peer):
                 why = f"is gone (killed or exited); before, {self.describe(peer)}"
             else:

@@ -112,10 +112,10 @@ class TestBoards:
 
     def test_a_failure_is_told_once(self, boards: Boards) -> None:
         first, second = boards
-        assert not second.failed(0)
+        assert not second.row(0).failure
         first.fail("ValueError: " + "long " * 1000)
         first.fail("its consequence")
-        assert second.failed(0)
+        assert second.row(0).failure
         assert second.row(0).failure.startswith("ValueError: long long")
 
     def test_a_process_is_alive_until_it_is_reaped_or_a_zombie(self) -> None:
@@ -173,7 +173,7 @@ class TestStoreBoards:
     def test_a_failure_is_published_at_once(self, store_boards: tuple[StoreBoard, StoreBoard, DictStore]) -> None:
         first, second, _ = store_boards
         first.fail("ValueError: a|b|c")
-        assert second.failed(0)
+        assert second.row(0).failure
         assert second.row(0).failure == "ValueError: a|b|c"
 
     def test_a_rank_without_heartbeat_is_gone(self, store_boards: tuple[StoreBoard, StoreBoard, DictStore]) -> None:
