@@ -23,12 +23,7 @@ class TorchSchedule:
     """
 
     def __init__(self, make: MakeScheduler, settings: OptimizerSection) -> None:
-        self._settings = settings
-        self._optimizer, self._scheduler = self._start(make)
-        self._rates = [self._now()]
-
-    def _start(self, make: MakeScheduler) -> tuple[Optimizer, LRScheduler]:
-        settings, parameters = self._settings, [torch.zeros(1, requires_grad=True)]
+        parameters = [torch.zeros(1, requires_grad=True)]
         optimizer: Optimizer
         if settings.name == "sgd":
             optimizer = SGD(parameters, lr=settings.lr, momentum=settings.momentum)
@@ -45,7 +40,8 @@ class TorchSchedule:
                 f"lr_scheduler gave a {type(scheduler).__name__}; give a callable that makes a scheduler of torch.optim, "
                 "whose rate depends on the step alone"
             )
-        return optimizer, scheduler
+        self._settings, self._optimizer, self._scheduler = settings, optimizer, scheduler
+        self._rates = [self._now()]
 
     def _now(self) -> tuple[float, float | None]:
         settings, group = self._settings, self._optimizer.param_groups[0]

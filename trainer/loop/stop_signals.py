@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -41,15 +40,13 @@ _REPLACED: dict[int, Any] = {}
 """The handlers for which those of the run stand in, by signal."""
 
 
-@cache
-def _restore_in_children() -> None:
-    """From now on a forked process begins with the handlers that the run has replaced."""
-    os.register_at_fork(after_in_child=_restore)
-
-
 def _restore() -> None:
+    """Begin a forked process with the handlers that the run has replaced."""
     while _REPLACED:
         signal.signal(*_REPLACED.popitem())
+
+
+os.register_at_fork(after_in_child=_restore)
 
 
 @contextmanager
@@ -58,7 +55,6 @@ def stop_requests(show: Callable[[str], None]) -> Iterator[StopRequest]:
     request = StopRequest(show)
     replaced = []
     if threading.current_thread() is threading.main_thread():
-        _restore_in_children()
         for number in (signal.SIGTERM, signal.SIGINT):
             handler = signal.getsignal(number)
             if handler in (signal.SIG_DFL, signal.default_int_handler):

@@ -238,7 +238,6 @@ class WandbTracker(Tracker):
         run = self.run
         folder = run.directory / "wandb"
         row = None if run.online else last_row(folder, run.ident)
-        begun = any(folder.glob(f"offline-run-*-{run.ident}*"))
         settings = wandb.Settings(
             silent=True,
             console="off",
@@ -276,8 +275,6 @@ class WandbTracker(Tracker):
             step = summary.get(GLOBAL_STEP)
             if isinstance(step, int):
                 self.sent = Place(step, summary.get(_EVALUATED) == step)
-        elif begun and not run.online:
-            self.sent = Place(0)
 
     def log(self, row: TrackedRow) -> None:
         # The number of the first row alone is given: after it wandb counts, beside what callbacks log.
@@ -305,20 +302,20 @@ _WHOLE, _FIRST, _LAST = 1, 2, 4
 def last_row(folder: Path, ident: str) -> tuple[Place, int] | None:
     """The last row that has a step in the files of offline run `ident` below `folder`, and the number that wandb gave it.
 
-    Returns None where there is none.
+    Returns step 0 and -1 where the run has begun and no row is there, and None where it has not begun.
 
     Raises:
         OSError: where a file cannot be read.
     """
-    # Their folders are named by the second in which they began.
-    for path in sorted(folder.glob(f"offline-run-*-{ident}*/run-{ident}.wandb"), reverse=True):
+    begun = sorted(folder.glob(f"offline-run-*-{ident}*"), reverse=True)  # Named by the second in which they began.
+    for path in (each / f"run-{ident}.wandb" for each in begun):
         found = None
-        for number, values in _rows(path):
+        for number, values in _rows(path) if path.exists() else ():
             if (step := values.get(GLOBAL_STEP, "")).isdecimal():
                 found = Place(int(step), _EVALUATED in values), number
         if found is not None:
             return found
-    return None
+    return (Place(0), -1) if begun else None
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, str]]]:
