@@ -59,7 +59,7 @@ _Place = tuple[int, int, int, int, str, int]
 """Rank, number of ranks, the same among the processes of one host, and the address and the port of rank 0."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LaunchEnvironment:
     """This process's place among those that were started together.
 
@@ -99,39 +99,22 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
         ConfigError: a launcher's variables are there in part; the message names the missing ones.
     """
     environ = os.environ if environ is None else environ
-    launcher, place = _read(environ)
-    rank, world_size, local_rank, local_world_size, address, port = place
-    return LaunchEnvironment(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        master_address=address,
-        master_port=port,
-        launcher=launcher,
-    )
-
-
-def _read(environ: Mapping[str, str]) -> tuple[Launcher, _Place]:
-    """The launcher that started this process, and its place.
-
-    torchrun's variables are the explicit ones. `mpirun` inside a Slurm job leaves its own daemon's SLURM_PROCID in every rank, so
-    MPI comes before Slurm; but `srun --mpi=pmi2` sets PMI_RANK beside good Slurm variables, so MPICH comes first only where its
-    own mpiexec has been (MPI_LOCALRANKID).
-    """
+    # torchrun's variables are the explicit ones. `mpirun` inside a Slurm job leaves its own daemon's SLURM_PROCID in
+    # every rank, so MPI comes before Slurm; but `srun --mpi=pmi2` sets PMI_RANK beside good Slurm variables, so MPICH
+    # comes first only where its own mpiexec has been (MPI_LOCALRANKID).
     if environ.get("RANK"):
-        return "torchrun", _read_torchrun(environ)
+        return LaunchEnvironment(*_read_torchrun(environ), "torchrun")
     if environ.get(_OPENMPI[0]):
-        return "openmpi", _read_mpi(environ, _OPENMPI)
+        return LaunchEnvironment(*_read_mpi(environ, _OPENMPI), "openmpi")
     if _is_slurm_step(environ) and not (environ.get("PMI_RANK") and environ.get("MPI_LOCALRANKID")):
-        return "slurm", _read_slurm(environ)
+        return LaunchEnvironment(*_read_slurm(environ), "slurm")
     if environ.get("PMI_RANK"):
-        return "mpich", _read_mpi(environ, _MPICH)
+        return LaunchEnvironment(*_read_mpi(environ, _MPICH), "mpich")
     # A world without a rank: such a process would train alone without being asked to.
     for rank, *others in (_TORCHRUN, _OPENMPI[:2], _MPICH[:2]):
         if any(environ.get(name) for name in others):
             raise ConfigError(_missing([rank], environ))
-    return "single", (0, 1, 0, 1, LOOPBACK, 0)
+    return LaunchEnvironment(0, 1, 0, 1, LOOPBACK, 0, "single")
 
 
 def worker_environment(

@@ -9,25 +9,17 @@ import fcntl
 import socket
 import struct
 import sys
-from typing import Protocol
 
 from zeromesh.environment import LOOPBACK
 from zeromesh.errors import ConfigError
+from zeromesh.telemetry.status_board import Store
 
 _SIOCGIFCONF = 0x8912
 _ENTRY_BYTES = 40  # sizeof(struct ifreq) on 64-bit Linux
 _ROUTE_PORT = 9  # discard; nothing is sent
 
 
-class RouteStore(Protocol):
-    """What `interface_for` needs of the rendezvous store. `get` waits for the key."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-
-def interface_for(store: RouteStore, *, rank: int, world_size: int, master_address: str) -> str | None:
+def interface_for(store: Store, *, rank: int, world_size: int, master_address: str) -> str | None:
     """The interface of this host that the other hosts reach. All ranks of several hosts call this.
 
     It is the one that leads to the master. On the master's own host that may be the loopback, where its name resolves so; then it
@@ -68,7 +60,7 @@ def own_address(name: str) -> str:
     found = addresses_of(name)
     if is_loopback(name) or name == "localhost":
         return found[0] if found else LOOPBACK
-    own = {address: interface for interface, each in interfaces().items() for address in each}
+    own = by_address()
     for address in found:
         if address in own and not is_loopback(address):
             return address
@@ -85,7 +77,7 @@ def own_address(name: str) -> str:
 
 def is_here(name: str) -> bool:
     """Whether a host's name or address leads to this one."""
-    own = {address for each in interfaces().values() for address in each}
+    own = by_address()
     return any(address in own or is_loopback(address) for address in addresses_of(name))
 
 
@@ -121,18 +113,19 @@ def is_loopback(address: str) -> bool:
 
 def interface_of(address: str) -> str | None:
     """The name of the interface that has `address`, without an alias's suffix."""
-    return _by_address().get(address.partition("%")[0])
+    return by_address().get(address.partition("%")[0])
 
 
 def interfaces() -> dict[str, list[str]]:
     """The interfaces of this host that have an address, with their addresses; empty where the system does not tell."""
     found: dict[str, list[str]] = {}
-    for address, name in _by_address().items():
+    for address, name in by_address().items():
         found.setdefault(name, []).append(address)
     return found
 
 
-def _by_address() -> dict[str, str]:
+def by_address() -> dict[str, str]:
+    """The name of the interface of each address of this host; empty where the system does not report them."""
     return {**_ipv4(), **_ipv6()} if sys.platform == "linux" else {}
 
 

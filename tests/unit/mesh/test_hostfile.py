@@ -209,7 +209,7 @@ class Routes:
 def test_the_interface_is_the_one_that_leads_to_the_others(
     monkeypatch: pytest.MonkeyPatch, addresses: list[str], loopback: bool
 ) -> None:
-    routes = Routes(addresses, loopback)
+    routes: Any = Routes(addresses, loopback)
     monkeypatch.setattr(network_interfaces, "address_towards", routes.towards)
     monkeypatch.setattr(network_interfaces, "interface_of", lambda address: f"to {address}")
     found: dict[int, Any] = {}
@@ -229,7 +229,7 @@ def test_this_host_has_a_loopback() -> None:
     assert network_interfaces.address_towards("no host has this name") is None
 
 
-HOST = {"eth0": ["10.0.0.5", "fe80::1"], "lo": ["127.0.0.1", "::1"]}
+HOST = {"10.0.0.5": "eth0", "fe80::1": "eth0", "127.0.0.1": "lo", "::1": "lo"}
 
 
 @pytest.mark.parametrize(
@@ -238,21 +238,21 @@ HOST = {"eth0": ["10.0.0.5", "fe80::1"], "lo": ["127.0.0.1", "::1"]}
         ("gpu1", ["10.0.0.5"], HOST, "10.0.0.5"),
         ("gpu1", ["127.0.1.1"], HOST, "10.0.0.5"),
         ("service", ["172.20.0.9"], HOST, "10.0.0.5"),
-        ("gpu1", ["127.0.1.1", "10.0.0.5"], HOST | {"ib0": ["10.1.0.5"]}, "10.0.0.5"),
+        ("gpu1", ["127.0.1.1", "10.0.0.5"], HOST | {"10.1.0.5": "ib0"}, "10.0.0.5"),
         ("localhost", ["127.0.0.1"], HOST, "127.0.0.1"),
         ("127.0.0.1", ["127.0.0.1"], HOST, "127.0.0.1"),
     ],
 )
 def test_the_address_to_listen_at_is_the_one_that_others_know(
-    monkeypatch: pytest.MonkeyPatch, name: str, leads_to: list[str], host: dict[str, list[str]], found: str
+    monkeypatch: pytest.MonkeyPatch, name: str, leads_to: list[str], host: dict[str, str], found: str
 ) -> None:
-    monkeypatch.setattr(network_interfaces, "interfaces", lambda: host)
+    monkeypatch.setattr(network_interfaces, "by_address", lambda: host)
     monkeypatch.setattr(network_interfaces, "addresses_of", lambda name: leads_to)
     assert network_interfaces.own_address(name) == found
 
 
 def test_an_address_that_cannot_be_told_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_interfaces, "interfaces", lambda: HOST | {"ib0": ["10.1.0.5"]})
+    monkeypatch.setattr(network_interfaces, "by_address", lambda: HOST | {"10.1.0.5": "ib0"})
     monkeypatch.setattr(network_interfaces, "addresses_of", lambda name: ["127.0.1.1"])
     with pytest.raises(ConfigError, match=r"'gpu1'.* leads to 127.0.1.1 here.*: 10.0.0.5 \(eth0\), 10.1.0.5 \(ib0\)"):
         network_interfaces.own_address("gpu1")
