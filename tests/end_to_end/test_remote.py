@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from zeromesh.launch.messages import line
-from zeromesh.launch.ssh import Host, HostFailure, HostStream, LaunchPlan, Output, Reach, Start, supervise
+from zeromesh.launch.ssh import Host, HostFailure, HostStream, LaunchPlan, Output, Reach, supervise
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = """\
@@ -36,7 +36,6 @@ class Launch:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.told: list[str] = []
-        self.starts: list[list[Start]] = []
         ssh = folder / "ssh"
         ssh.write_text(
             '#!/bin/sh\n[ -e refused-$1 ] && { echo Connection refused >&2; exit 255; }\nshift\nexec sh -c "$*"\n'
@@ -47,9 +46,9 @@ class Launch:
     def plan(self, a: str, b: str, *, alone: str = "", least: int = 2, restarts: int = 0) -> LaunchPlan:
         bodies = {"a": a, "b": b}
 
-        def command(start: Start) -> Sequence[str]:
-            body = alone if start.hosts == 1 and alone else bodies[start.host.name]
-            words = (str(self.folder), start.host.name, str(start.index), str(start.hosts), str(SILENCE))
+        def command(host: Host, index: int, hosts: int, endpoint: str) -> Sequence[str]:
+            body = alone if hosts == 1 and alone else bodies[host.name]
+            words = (str(self.folder), host.name, str(index), str(hosts), str(SILENCE))
             return [sys.executable, "-c", HEAD + "".join(f"    {each}\n" for each in body.splitlines()), *words]
 
         return LaunchPlan(

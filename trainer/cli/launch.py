@@ -6,11 +6,12 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from zeromesh.environment import INTERFACE, python_arguments, setting
 from zeromesh.errors import ConfigError
-from zeromesh.launch.ssh import SSH, Host, HostFailure, LaunchPlan, Reach, Start, read_hosts, supervise
+from zeromesh.launch.ssh import SSH, Host, HostFailure, LaunchPlan, Reach, read_hosts, supervise
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -65,16 +66,16 @@ def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host,
         port=options.port,
         least=options.min_hosts or len(hosts),
         max_restarts=restarts,
-        command=lambda start: _command(options, start),
+        command=partial(_command, options),
         check=lambda left: check_mesh(config, sum(host.slots for host in left)),
     )
 
 
-def _command(options: argparse.Namespace, start: Start) -> Sequence[str]:
+def _command(options: argparse.Namespace, host: Host, index: int, hosts: int, endpoint: str) -> Sequence[str]:
     """The command of a host's launcher, whose arguments `zeromesh train` understands."""
     words = (
-        *("train", "--attached", f"{options.host_timeout:g}", "--nproc", str(start.host.slots)),
-        *("--nnodes", str(start.hosts), "--node-rank", str(start.index), "--rdzv-endpoint", start.endpoint),
+        *("train", "--attached", f"{options.host_timeout:g}", "--nproc", str(host.slots)),
+        *("--nnodes", str(hosts), "--node-rank", str(index), "--rdzv-endpoint", endpoint),
         *("--", options.config, *options.overrides),
     )
     return [sys.executable, *python_arguments("zeromesh", words)]

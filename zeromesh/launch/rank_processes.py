@@ -233,6 +233,16 @@ class StopSignals:
         self.first = self.first or number
         self.pending.append(number)
 
+    def pass_on(self, send: Callable[[int], None], kill: Callable[[], None]) -> None:
+        """Pass on what has come: the first signal lets the others end in order, a second one ends them at once."""
+        while self.pending:
+            number = self.pending.pop(0)
+            if self.passed_on:
+                kill()
+            else:
+                send(number)
+            self.passed_on = True
+
     def exit_code(self) -> int:
         """128 plus the number of the first signal, or 0."""
         return self.first and 128 + self.first

@@ -27,8 +27,7 @@ from zeromesh.launch.messages import (
     Message,
     MessageError,
     number,
-    text,
-    truth,
+    optional,
 )
 from zeromesh.launch.rank_processes import (
     USERS_MISTAKE,
@@ -250,11 +249,7 @@ class Leader:
 
     def _too_few(self, present: int) -> WorkersFailed:
         nodes = self._nodes
-        message = f"fewer than {nodes.least} of the hosts (--nnodes) have come to {nodes.endpoint} in time: {present}"
-        if nodes.rank is not None:
-            message = (
-                f"the launchers of {nodes.most} hosts could not meet at {nodes.endpoint}, here: {present} came in time"
-            )
+        message = f"of the hosts (--nnodes), {present} came to {nodes.endpoint} in time, and at least {nodes.least} are needed"
         return WorkersFailed(message=message, exit_code=1, apart=True)
 
     def _wait(self) -> None:
@@ -297,16 +292,16 @@ class Leader:
             each.running = False
             if code := number(message, "rest", most=MAX_EXIT_CODE):
                 each.failure = WorkersFailed(
-                    message=text(message, "text"), exit_code=code, noticed=truth(message, "noticed")
+                    message=optional(message, "text", ""), exit_code=code, noticed=optional(message, "noticed", False)
                 )
 
     def _introduce(self, each: _Member, message: Message) -> None:
         processes = number(message, "processes", least=1, most=_MOST_PROCESSES)
-        if text(message, "run_id") != self._nodes.run_id:
-            raise MessageError(f"its --rdzv-id is {text(message, 'run_id')!r}, not {self._nodes.run_id!r}")
-        if not text(message, "name").isprintable():
+        if optional(message, "run_id", "") != self._nodes.run_id:
+            raise MessageError(f"its --rdzv-id is {message.get('run_id')!r}, not {self._nodes.run_id!r}")
+        if not optional(message, "name", "").isprintable():
             raise MessageError("its host's name has characters that cannot be printed")
-        each.name = text(message, "name")
+        each.name = optional(message, "name", "")
         if self._nodes.rank is not None:
             each.rank = number(message, "rank", least=1, most=self._nodes.most - 1)
             if each.rank in [other.rank for other in self._known]:
@@ -412,16 +407,14 @@ class Follower:
         elif "over" in message:
             end = message["over"] if isinstance(message["over"], dict) else {}
             code = number(end, "code", most=MAX_EXIT_CODE)
-            self._result = code and WorkersFailed(message=text(end, "text"), exit_code=code, noticed=True)
+            self._result = code and WorkersFailed(message=optional(end, "text", ""), exit_code=code, noticed=True)
 
     def _unreached(self, reason: str) -> WorkersFailed:
         nodes = self._nodes
-        message = f"{nodes.endpoint}, where the hosts meet, cannot be reached from here ({reason})"
-        if nodes.rank is None:
-            message = (
-                f"the launcher at {nodes.endpoint}, which the others meet at, cannot be reached ({reason}); start it "
-                "and the others again, and the run goes on from its newest checkpoint"
-            )
+        message = (
+            f"the launcher at {nodes.endpoint}, which the others meet at, cannot be reached from here ({reason}); once it is "
+            "there, start all again, and the run goes on from its newest checkpoint"
+        )
         return WorkersFailed(message=message, exit_code=1, apart=True)
 
 
@@ -459,9 +452,9 @@ def _place(content: object) -> RankRange:
         first=number(content, "first", most=size - 1),
         processes=number(content, "processes", least=1, most=_MOST_PROCESSES),
         world_size=size,
-        master_address=text(content, "master_address"),
+        master_address=optional(content, "master_address", ""),
         master_port=number(content, "master_port", least=1, most=65535),
-        run_id=text(content, "run_id"),
+        run_id=optional(content, "run_id", ""),
         restart=number(content, "restart"),
     )
 
@@ -498,15 +491,9 @@ def launch_workers(
 
 
 def _run(ranks: RankProcesses, poll: Callable[[], bool], requests: StopSignals) -> None:
-    """Wait until all ranks have ended. The first signal is passed on to them, a second one ends them at once."""
+    """Wait until all ranks have ended, and pass signals on to them."""
     while not ranks.over():
         if poll():
             ranks.stop(signal.SIGTERM, _REST_SECONDS)
-        while requests.pending:
-            number = requests.pending.pop(0)
-            if requests.passed_on:
-                ranks.send(signal.SIGKILL)
-            else:
-                ranks.stop(number, _REST_SECONDS)
-            requests.passed_on = True
+        requests.pass_on(lambda number: ranks.stop(number, _REST_SECONDS), lambda: ranks.send(signal.SIGKILL))
         time.sleep(_TICK_SECONDS)

@@ -33,10 +33,16 @@ from zeromesh.launch.messages import MAX_EXIT_CODE, MAX_MESSAGE, Message, Messag
 from zeromesh.launch.rank_processes import USERS_MISTAKE, StopSignals, noted_signals
 
 MAX_SLOTS = 1024
-_HOST = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_ADDRESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_KEYS = ("slots", "address")
-_FORM = "allowed is `NAME slots=N [address=NAME]`"
+_NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]*"
+# A name never begins with `-`, which ssh would take for an option.
+_LINE = re.compile(
+    rf"(?!.* address=.* address=)((?:[A-Za-z0-9_][\w.-]*@)?({_NAME}))"
+    rf"(?: address=({_NAME}))? slots=([0-9]{{1,6}})(?: address=({_NAME}))?"
+)
+_FORM = (
+    f"allowed is `NAME slots=N [address=NAME]`, N from 1 to {MAX_SLOTS}; names have letters, digits, '.', '-' and '_', begin "
+    "with none of '.' and '-', and a USER@ may stand before the first one"
+)
 SSH = (
     *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
@@ -56,25 +62,11 @@ _LAST_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """A host, its processes, and the name or address that the other hosts find it under.
-
-    A name never begins with `-`, which ssh would take for an option. Raises `ConfigError`.
-    """
+    """A host, its processes, and the name or address that the other hosts find it under."""
 
     name: str
     slots: int
     address: str
-
-    def __post_init__(self) -> None:
-        wrong = []
-        if not _HOST.fullmatch(self.name):
-            wrong.append(f"host {self.name!r}: allowed are letters, digits, '.', '-' and '_', and a USER@ before them")
-        if not 1 <= self.slots <= MAX_SLOTS:
-            wrong.append(f"host {self.name!r}: slots is {self.slots}; allowed is 1 to {MAX_SLOTS}")
-        if not _ADDRESS.fullmatch(self.address):
-            wrong.append(f"host {self.name!r}: address {self.address!r} is neither a host name nor an IPv4 address")
-        if wrong:
-            raise ConfigError(wrong)
 
 
 def read_hosts(text: str, *, where: str) -> tuple[Host, ...]:
@@ -86,47 +78,23 @@ def read_hosts(text: str, *, where: str) -> tuple[Host, ...]:
     hosts: dict[str, tuple[int, Host]] = {}
     problems: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
-        words = line.partition("#")[0].split()
-        if not words:
+        text = " ".join(line.partition("#")[0].split())
+        if not text:
             continue
-        try:
-            host = _read_line(words)
-        except ConfigError as error:
-            problems += [f"line {number}: {problem}" for problem in error.problems]
+        match = _LINE.fullmatch(text)
+        if match is None or not 1 <= int(match[4]) <= MAX_SLOTS:
+            problems.append(f"line {number}: {text!r}; {_FORM}")
             continue
+        host = Host(name=match[1], slots=int(match[4]), address=match[3] or match[5] or match[2])
         # One host under two names may be meant (two of its addresses); one name twice is a slip.
         before, _ = hosts.setdefault(host.name, (number, host))
         if before != number:
             problems.append(f"line {number}: host {host.name!r} is on line {before} already; add up its slots")
     if not hosts and not problems:
-        problems.append(f"no host in it; {_FORM}, a line for each host")
+        problems.append(f"no host in it; each has a line, {_FORM}")
     if problems:
         raise ConfigError(problems, where=where)
     return tuple(host for _, host in hosts.values())
-
-
-def _read_line(words: Sequence[str]) -> Host:
-    name, *rest = words
-    if "=" in name:
-        raise ConfigError(f"{name!r} stands where the host's name should be; {_FORM}")
-    values: dict[str, str] = {}
-    problems = []
-    for word in rest:
-        key, equals, value = word.partition("=")
-        if not equals or key not in _KEYS:
-            problems.append(f"{word!r} is not understood; {_FORM}")
-        elif key in values:
-            problems.append(f"{key} is given twice")
-        else:
-            values[key] = value
-    slots = values.get("slots", "")
-    if "slots" not in values:
-        problems.append(f"host {name!r} has no slots=N, the number of processes to start there")
-    elif not re.fullmatch(r"[0-9]{1,6}", slots):
-        problems.append(f"slots={slots}: allowed is an integer from 1 to {MAX_SLOTS}")
-    if problems:
-        raise ConfigError(problems)
-    return Host(name=name, slots=int(slots), address=values.get("address", name.rpartition("@")[2]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,21 +114,12 @@ class Reach:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
-    """What the launcher of one host needs to know: its number, the number of hosts, and where they meet."""
-
-    host: Host
-    index: int
-    hosts: int
-    endpoint: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
     """How to start a run on `hosts`, and when to start it again. Raises `ConfigError`.
 
-    `command` gives the command of a host's launcher, and `check` refuses hosts that the run cannot use. After a failure of ranks
-    the run starts again at most `max_restarts` times; after a loss of hosts it goes on with the others, `least` at least.
+    `command` gives the command of a host's launcher from its host, its number, the number of hosts, and where they meet. `check`
+    refuses hosts that the run cannot use. After a failure of ranks the run starts again at most `max_restarts` times; after a loss
+    of hosts it goes on with the others, `least` at least.
     """
 
     hosts: tuple[Host, ...]
@@ -168,7 +127,7 @@ class LaunchPlan:
     port: int | None
     least: int
     max_restarts: int
-    command: Callable[[Start], Sequence[str]]
+    command: Callable[[Host, int, int, str], Sequence[str]]
     check: Callable[[Sequence[Host]], None]
 
     def __post_init__(self) -> None:
@@ -178,11 +137,10 @@ class LaunchPlan:
     def arguments(self) -> list[list[str]]:
         """The local command for each host. The launchers meet at the first host."""
         endpoint = f"{self.hosts[0].address}:{self.port or random.choice(_PORTS)}"
-        starts = [
-            Start(host=host, index=index, hosts=len(self.hosts), endpoint=endpoint)
+        return [
+            self.reach.arguments(host, self.command(host, index, len(self.hosts), endpoint))
             for index, host in enumerate(self.hosts)
         ]
-        return [self.reach.arguments(start.host, self.command(start)) for start in starts]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,18 +163,6 @@ class HostFailure:
         return f"host {self.host.name}: {self.text}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """How a start ended: with the failure that caused the others, or None, and the failures of all hosts.
-
-    From `safe_at` on, in seconds of the monotonic clock, nothing of the start is alive on hosts that were lost.
-    """
-
-    cause: HostFailure | None
-    failures: tuple[HostFailure, ...]
-    safe_at: float
-
-
 def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> HostFailure | int:
     """Run until all hosts have ended. `notify` gets lines for a person.
 
@@ -230,13 +176,13 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> HostFailure | 
     with noted_signals() as requests:
         while True:
             plan.check(plan.hosts)
-            outcome = _start(plan, requests)
-            cause = outcome.cause
+            ended, safe_at = _start(plan, requests)
             code = requests.exit_code()
-            if cause is None or code:
+            if not ended or code:
                 return code
+            cause = ended[0]
             # Left out are lost hosts, and those that cannot reach the first one.
-            gone = {each.host for each in outcome.failures if each.lost or (each.apart and each.host != plan.hosts[0])}
+            gone = {each.host for each in ended if each.lost or (each.apart and each.host != plan.hosts[0])}
             left = tuple(host for host in plan.hosts if host not in gone)
             failures += not gone
             hopeless = not cause.lost and cause.exit_code == USERS_MISTAKE
@@ -249,13 +195,14 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> HostFailure | 
                 f"({', '.join(host.name for host in left)}) and {processes} process{'es' * (processes != 1)}"
             )
             plan = replace(plan, hosts=left)
-            while time.monotonic() < outcome.safe_at and not requests.exit_code():
+            while time.monotonic() < safe_at and not requests.exit_code():
                 time.sleep(_TICK_SECONDS)
             if code := requests.exit_code():
                 return code
 
 
-def _start(plan: LaunchPlan, requests: StopSignals) -> Outcome:
+def _start(plan: LaunchPlan, requests: StopSignals) -> tuple[list[HostFailure], float]:
+    """Start the command on all hosts, and `watch` them until all have ended."""
     output = Output()
     lines: list[HostLine] = []
     reach = replace(plan.reach, variables={SECRET: secrets.token_hex(), **plan.reach.variables})
@@ -361,7 +308,7 @@ class HostLine:
         self.over = False
         """Whether nothing more is to come."""
         self.safe_at = 0.0
-        """The time from which on nothing of the run is alive on the host, if it was lost; see `Outcome`."""
+        """The time from which on nothing of the run is alive on the host, if it was lost, in seconds of the monotonic clock."""
         self._program = arguments[0]
         self._silence = reach.silence_seconds
         self._beating = False
@@ -427,11 +374,11 @@ class HostLine:
             code = messages.number(message, "end", most=MAX_EXIT_CODE)
             failure = HostFailure(
                 host=self.host,
-                text=messages.text(message, "text") or f"ended with exit code {code}",
+                text=messages.optional(message, "text", "") or f"ended with exit code {code}",
                 exit_code=code,
                 at=self._last_message,
-                noticed=messages.truth(message, "noticed"),
-                apart=messages.truth(message, "apart"),
+                noticed=messages.optional(message, "noticed", False),
+                apart=messages.optional(message, "apart", False),
             )
             self._reported_at = self._last_message
             if code and self._killed_at is None:
@@ -482,8 +429,20 @@ class HostLine:
             self._pipes[number].close()
 
 
-def watch(lines: Sequence[HostLine], requests: StopSignals, silence_seconds: float) -> Outcome:
-    """Print what hosts print and pass signals on until all have ended; when one fails, end all."""
+def watch(lines: Sequence[HostLine], requests: StopSignals, silence_seconds: float) -> tuple[list[HostFailure], float]:
+    """Print what hosts print and pass signals on until all have ended; when one fails, end all.
+
+    Returns the failures, the one that caused the others first, and the time from which on nothing is alive on lost hosts.
+    """
+
+    def signal_all(number: int) -> None:
+        for each in lines:
+            each.send({"signal": number})
+
+    def kill_all() -> None:
+        for each in lines:
+            each.kill()
+
     failed_at: float | None = None
     with selectors.DefaultSelector() as selector:
         for each in lines:
@@ -498,7 +457,7 @@ def watch(lines: Sequence[HostLine], requests: StopSignals, silence_seconds: flo
             reading = {id(key.data[0]) for key in selector.get_map().values()}
             for each in lines:
                 each.check(id(each) in reading)
-            _pass_on(lines, requests)
+            requests.pass_on(signal_all, kill_all)
             failures = [each.failure for each in lines if each.failure]
             now = time.monotonic()
             failed_at = now if failures and failed_at is None else failed_at
@@ -506,20 +465,6 @@ def watch(lines: Sequence[HostLine], requests: StopSignals, silence_seconds: flo
             known = any(not failure.noticed for failure in failures)
             late = failed_at is not None and now > failed_at + silence_seconds + _MARGIN_SECONDS
             if (known or late) and not requests.passed_on:
-                for each in lines:
-                    each.kill()
-    found = tuple(each.failure for each in lines if each.failure)
-    cause = min(found, key=lambda failure: (failure.noticed, failure.at), default=None)
-    return Outcome(cause=cause, failures=found, safe_at=max(each.safe_at for each in lines))
-
-
-def _pass_on(lines: Sequence[HostLine], requests: StopSignals) -> None:
-    """Pass signals on: the first one lets hosts end in order, a second one ends them at once."""
-    while requests.pending:
-        number = requests.pending.pop(0)
-        for each in lines:
-            if requests.passed_on:
-                each.kill()
-            else:
-                each.send({"signal": number})
-        requests.passed_on = True
+                kill_all()
+    found = sorted((each.failure for each in lines if each.failure), key=lambda each: (each.noticed, each.at))
+    return found, max(each.safe_at for each in lines)

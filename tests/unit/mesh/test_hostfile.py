@@ -38,20 +38,22 @@ def test_a_user_is_for_ssh_and_an_address_for_the_other_hosts() -> None:
     [
         ("", "hosts: no host in it"),
         ("# nothing", "no host in it"),
-        ("a slots=0", "line 1: host 'a': slots is 0; allowed is 1 to 1024"),
-        ("\na slots=2000", "line 2: host 'a': slots is 2000"),
-        ("a slots=two", "line 1: slots=two: allowed is an integer"),
-        ("a slots=-1", "slots=-1: allowed is an integer"),
-        ("a slots=", "slots=: allowed is an integer"),
-        ("a", "line 1: host 'a' has no slots=N"),
-        ("slots=2", "line 1: 'slots=2' stands where the host's name should be"),
-        ("a slots=1 slots=2", "slots is given twice"),
-        ("a slots=1 max_slots=2", "'max_slots=2' is not understood"),
+        *(
+            (text, f"{text.strip()!r}; allowed is `NAME slots=N [address=NAME]`, N from 1 to 1024; names have letters")
+            for text in (
+                *("a slots=0", "a slots=2000", "a slots=two", "a slots=-1", "a slots=", "a", "slots=2"),
+                *(
+                    "a slots=1 slots=2",
+                    "a slots=1 max_slots=2",
+                    "-oProxyCommand=x slots=1",
+                    "-v slots=1",
+                    "a;b slots=1",
+                ),
+                *("a slots=1 address=$(x)", "a address=b slots=1 address=c"),
+            )
+        ),
+        ("a slots=1\n\nb slots=0", "line 3: 'b slots=0'; allowed"),
         ("a slots=1\nb slots=1\na slots=2", "line 3: host 'a' is on line 1 already"),
-        ("-oProxyCommand=x slots=1", "stands where the host's name should be"),
-        ("-v slots=1", "host '-v': allowed are letters"),
-        ("a;b slots=1", "host 'a;b': allowed are letters"),
-        ("a slots=1 address=$(x)", "neither a host name nor an IPv4 address"),
     ],
 )
 def test_a_mistake_in_a_hostfile_is_named_with_its_line(text: str, message: str) -> None:

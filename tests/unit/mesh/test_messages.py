@@ -69,8 +69,8 @@ def test_what_json_itself_refuses_is_refused_by_name(data: bytes) -> None:
 def test_every_field_is_taken_or_refused(message: dict[str, Any]) -> None:
     readers = [
         lambda: messages.number(message, "end", most=255),
-        lambda: messages.text(message, "text"),
-        lambda: messages.truth(message, "noticed"),
+        lambda: messages.optional(message, "text", ""),
+        lambda: messages.optional(message, "noticed", False),
         lambda: os.environ.copy() | messages.variables(message),
         lambda: _place(message.get("start")),
     ]
@@ -84,7 +84,7 @@ def test_every_field_is_taken_or_refused(message: dict[str, Any]) -> None:
     ("said", "named"),
     [
         ({"end": "0"}, "'end' is '0'; allowed is an integer from 0 to 255"),
-        ({"end": 10**400}, "'end' is an integer of 1329 bits"),
+        ({"end": 10**400}, "'end' is 1000000"),
         ({"end": 1e400}, "'end' is inf"),
         ({"end": True}, "'end' is True"),
         ({"end": 1, "text": ["x"]}, "'text' is ['x']; allowed is a text"),
@@ -101,11 +101,11 @@ def test_a_host_that_sends_nonsense_is_named(tmp_path: Path, said: dict[str, Any
     reach = Reach(ssh=("sh",), directory="/", python_path=None, variables={}, silence_seconds=2.0)
     output = Output()
     line = HostLine(Named(name="b", slots=1, address="b"), ["cat", str(tmp_path / "said")], reach, output)
-    outcome = watch([line], StopSignals(), 2.0)
+    failures, _ = watch([line], StopSignals(), 2.0)
     line.close()
     output.close()
-    assert str(outcome.cause).startswith("host b: what it has sent makes no sense: ")
-    assert named in str(outcome.cause)
+    assert str(failures[0]).startswith("host b: what it has sent makes no sense: ")
+    assert named in str(failures[0])
 
 
 @pytest.mark.parametrize(
