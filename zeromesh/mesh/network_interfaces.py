@@ -12,29 +12,10 @@ import sys
 
 from zeromesh.environment import LOOPBACK
 from zeromesh.errors import ConfigError
-from zeromesh.telemetry.status_board import Store
 
 _SIOCGIFCONF = 0x8912
 _ENTRY_BYTES = 40  # sizeof(struct ifreq) on 64-bit Linux
 _ROUTE_PORT = 9  # discard; nothing is sent
-
-
-def interface_for(store: Store, *, rank: int, world_size: int, master_address: str) -> str | None:
-    """The interface of this host that the other hosts reach. All ranks of several hosts call this.
-
-    It is the one that leads to the master. On the master's own host that may be the loopback, where its name resolves so; then it
-    is the one that leads to a rank elsewhere, which the store tells; the loopback itself when there is none. None: not found.
-    """
-    own = address_towards(master_address)
-    store.set(f"route/{rank}", own or "")
-    if own is not None and not is_loopback(own):
-        return interface_of(own)
-    for other in range(world_size):
-        other_address = store.get(f"route/{other}").decode()
-        if other_address and not is_loopback(other_address):
-            found = address_towards(other_address)
-            return interface_of(found) if found is not None else None
-    return interface_of(LOOPBACK) if own is not None else None
 
 
 def listen(name: str, port: int) -> socket.socket:

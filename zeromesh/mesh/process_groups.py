@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from zeromesh.environment import INTERFACE, LaunchEnvironment, export, setting
 from zeromesh.errors import ConfigError
-from zeromesh.mesh.network_interfaces import interface_for
+from zeromesh.mesh.network_interfaces import address_towards, interface_of, is_loopback
 from zeromesh.mesh.run_store import START_SECONDS, LocalRowStore, rows, run_store
 from zeromesh.telemetry.watchdog import Watchdog
 
@@ -90,7 +90,11 @@ class MeshGroups:
             # A later group must not find the addresses that an earlier one has left in the store.
             prefix = f"zeromesh/group-{next(_NUMBERS)}"
             store = dist.distributed_c10d.PrefixStore(prefix, run_store(self._environment))
-            _choose_interface(store, self._environment)
+            if self._environment.local_world_size != self._environment.world_size:
+                # A rank whose interface the user has set still stores its route, which others may wait for.
+                interface = interface_for(store, self._environment)
+                if interface is not None and setting(INTERFACE) is None:
+                    export({INTERFACE: interface})
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self._on_cuda else "gloo",
                 store=store,
@@ -176,15 +180,16 @@ def _leave_default() -> None:
         dist.destroy_process_group()
 
 
-def _choose_interface(store: dist.distributed_c10d.Store, environment: LaunchEnvironment) -> None:
-    """Choose the interface by which gloo reaches the other hosts, unless the user has set one, or there are none.
+def interface_for(store: dist.distributed_c10d.Store, environment: LaunchEnvironment) -> str | None:
+    """The interface of this host that the other hosts reach. All ranks of several hosts call this.
 
-    A rank whose interface is set still stores its route, which others may wait for.
+    It is the one that leads to the master. On the master's own host that may be the loopback, where its name resolves so; then it
+    is the one that leads to a rank elsewhere, which the store tells; the loopback itself when there is none. None: not found.
     """
-    if environment.local_world_size == environment.world_size:
-        return
-    name = interface_for(
-        store, rank=environment.rank, world_size=environment.world_size, master_address=environment.master_address
-    )
-    if name is not None and setting(INTERFACE) is None:
-        export({INTERFACE: name})
+    own = address_towards(environment.master_address)
+    store.set(f"route/{environment.rank}", own or "")
+    if own is None or is_loopback(own):
+        routes = (store.get(f"route/{other}").decode() for other in range(environment.world_size))
+        elsewhere = next((address for address in routes if address and not is_loopback(address)), None)
+        own = address_towards(elsewhere) if elsewhere else own
+    return interface_of(own) if own else None

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
 from zeromesh.launch.heartbeat import BEGIN, frame
 from zeromesh.launch.ssh import Host, HostStream, Output, read_hosts
-from zeromesh.mesh import network_interfaces
+from zeromesh.mesh import network_interfaces, process_groups
 from zeromesh.mesh.run_store import LocalRowStore
 from zeromesh.trainer.cli.main import _parse, main
 
@@ -212,15 +213,14 @@ def test_the_interface_is_the_one_that_leads_to_the_others(
     monkeypatch: pytest.MonkeyPatch, addresses: list[str], loopback: bool
 ) -> None:
     routes: Any = Routes(addresses, loopback)
-    monkeypatch.setattr(network_interfaces, "address_towards", routes.towards)
-    monkeypatch.setattr(network_interfaces, "interface_of", lambda address: f"to {address}")
+    monkeypatch.setattr(process_groups, "address_towards", routes.towards)
+    monkeypatch.setattr(process_groups, "interface_of", lambda address: f"to {address}")
     found: dict[int, Any] = {}
     for rank in reversed(range(len(addresses))):
         routes.rank = rank
         routes.stored.update({f"route/{lower}": "127.0.0.1" for lower in range(rank)})
-        found[rank] = network_interfaces.interface_for(
-            routes, rank=rank, world_size=len(addresses), master_address="master"
-        )
+        place = {"RANK": str(rank), "WORLD_SIZE": str(len(addresses)), "MASTER_ADDR": "master", "MASTER_PORT": "1"}
+        found[rank] = process_groups.interface_for(routes, read_environment(place))
     assert [found[rank] for rank in range(len(addresses))] == [f"to {address}" for address in addresses]
 
 
