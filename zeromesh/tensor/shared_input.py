@@ -119,11 +119,11 @@ class SharedInput:
         now = (x, 0 if x.is_inference() else x._version, torch.is_grad_enabled())
         if self._handed_out is None or self._seen is None or self._seen[0] is not x or self._seen[1:] != now[1:]:
             self._seen, self._handed_out, self._left = now, self._read(x), len(self._members)
-        given = self._handed_out
+        handed_out = self._handed_out
         self._left -= 1
         if not self._left:  # Kept no longer than it is needed: it may be all that holds the input.
             self._seen = self._handed_out = None
-        return given
+        return handed_out
 
     def forget(self) -> None:
         """Let go of what was read last: it will not be asked for again, though not all members have."""

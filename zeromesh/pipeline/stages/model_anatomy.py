@@ -312,7 +312,7 @@ def _tolerant(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _as_evaluation(module: nn.Module) -> Iterator[None]:
-    """Without dropout; afterwards as before."""
+    """Put a module into evaluation mode, without dropout, and afterwards back as it was."""
     training = [each for each in module.modules() if each.training]
     module.eval()
     try:

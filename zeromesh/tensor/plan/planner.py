@@ -491,7 +491,7 @@ def parts_of(model: nn.Module, plan: TensorPlan, rank: int, *, sequence: bool) -
 
 
 def _part(layer: LayerPlan, module: nn.Module, leaf: str, shape: tuple[int, ...], rank: int) -> ParameterPart | None:
-    """None for a parameter of the layer that stays whole."""
+    """Return the part of a parameter that `rank` has; None where the parameter stays whole."""
     if layer.style in (Style.PARTIAL, Style.LATENT, Style.SLICED):
         return None
     dim = _dim(layer, module, leaf)
