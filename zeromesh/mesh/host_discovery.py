@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,18 +58,7 @@ def island_of(device: torch.device) -> int:
         return next(near, own)
     own_cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     for folder in sorted(_NODES.glob("node[0-9]*")):
-        try:
-            cores = read_cores((folder / "cpulist").read_text(encoding="ascii"))
-        except OSError:
-            continue
+        cores = {int(core.name.removeprefix("cpu")) for core in folder.glob("cpu[0-9]*")}
         if own_cores and own_cores <= cores:
             return int(folder.name.removeprefix("node"))
     return 0
-
-
-def read_cores(text: str) -> set[int]:
-    """The cores of a list as the kernel writes it: `0-3,8` gives 0, 1, 2, 3 and 8."""
-    cores: set[int] = set()
-    for match in re.finditer(r"(\d+)(?:-(\d+))?", text):
-        cores |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return cores

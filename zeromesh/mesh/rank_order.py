@@ -74,14 +74,9 @@ def rank_order(places: Sequence[ProcessLocation], order: Order = "topology") -> 
     return numbers
 
 
-def far_groups(shape: MeshShape, places: Sequence[ProcessLocation]) -> tuple[tuple[int, ...], ...]:
-    """The tensor groups whose ranks are on more than one host. `places` are those of ranks, in their order."""
-    return tuple(ranks for ranks in shape.groups("tensor") if len({places[rank].host for rank in ranks}) > 1)
-
-
 def far_warning(shape: MeshShape, places: Sequence[ProcessLocation]) -> str:
-    """What to tell the user when tensor groups span hosts; empty when none does."""
-    groups = far_groups(shape, places)
+    """What to tell the user when tensor groups span hosts; empty when none does. `places` are those of ranks, in their order."""
+    groups = [ranks for ranks in shape.groups("tensor") if len({places[rank].host for rank in ranks}) > 1]
     if not groups:
         return ""
     shown = "; ".join(f"ranks {', '.join(map(str, ranks))}" for ranks in groups[:3]) + (" ..." if groups[3:] else "")

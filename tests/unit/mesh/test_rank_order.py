@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
-from zeromesh.mesh.host_discovery import read_cores
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
-from zeromesh.mesh.rank_order import WIDTH, ProcessLocation, far_groups, far_warning, mesh_picture, rank_order
+from zeromesh.mesh.rank_order import WIDTH, ProcessLocation, far_warning, mesh_picture, rank_order
 
 places_of = st.lists(
     st.builds(ProcessLocation, host=st.sampled_from(["a", "b", "c"]), island=st.integers(0, 2)), min_size=1, max_size=12
@@ -59,10 +58,8 @@ def test_an_order_is_given_or_the_launcher_s() -> None:
 def test_tensor_groups_that_span_hosts_are_named() -> None:
     shape = MeshShape(shard=2, tensor=2)
     places = cyclic(4, 2)
-    assert far_groups(shape, places) == ((0, 1), (2, 3))
     assert "2 of 2 tensor groups span hosts (ranks 0, 1; ranks 2, 3)" in far_warning(shape, places)
     ordered = [places[each] for each in rank_order(places)]
-    assert far_groups(shape, ordered) == ()
     assert far_warning(shape, ordered) == ""
     uneven = [ProcessLocation(host="a")] * 3 + [ProcessLocation(host="b")]
     assert "divides the processes of every host (3, 1)" in far_warning(shape, uneven)
@@ -119,8 +116,3 @@ def test_neighbours_are_where_a_step_leads(shape: MeshShape, axis: str, step: in
     wanted = group[index] if 0 <= index < len(group) else None
     assert shape.neighbour(rank, axis, step) == wanted  # type: ignore[arg-type]
     assert shape.neighbour(rank, axis, step, wrap=True) == group[index % len(group)]  # type: ignore[arg-type]
-
-
-def test_cores_are_read_as_the_kernel_lists_them() -> None:
-    assert read_cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert read_cores("\n") == set()
