@@ -6,10 +6,8 @@
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
@@ -60,8 +58,7 @@ class CheckpointState:
             if _has(bucket, slot.spec, kind, reading=reading)
         ]
         found += [_spec_of(name, buffer) for name, buffer in saved_buffers(self._model).items()]
-        stages = of_stages([(spec, None) for spec in found], self._mesh.pipeline, "tensors of all stages")
-        return [spec for stage in stages for spec, _ in stage]
+        return list(chain.from_iterable(of_stages(found, self._mesh.pipeline, "tensors of all stages")))
 
     def aliases(self) -> dict[str, str]:
         """Further names of tied parameters, to the name under which they are stored."""
@@ -155,27 +152,22 @@ def _of_buffer(name: str, buffer: torch.Tensor) -> TensorShard:
 
 def buffers_of_stages(model: nn.Module, pipeline: ProcessSet) -> list[list[TensorSpec]]:
     """The persistent buffers of each stage that no earlier one has; all ranks of `pipeline` call this."""
-    specs = [(_spec_of(name, buffer), None) for name, buffer in saved_buffers(model).items()]
-    return [[spec for spec, _ in stage] for stage in of_stages(specs, pipeline, "buffers of all stages")]
+    specs = [_spec_of(name, buffer) for name, buffer in saved_buffers(model).items()]
+    return of_stages(specs, pipeline, "buffers of all stages")
 
 
-def of_stages(
-    tensors: Sequence[tuple[TensorSpec, Any]], pipeline: ProcessSet, what: str
-) -> list[list[tuple[TensorSpec, Any]]]:
-    """Exchange what each stage of a pipeline has: tensors, and JSON values of them.
-
-    Returns those of each stage that no earlier stage has. All ranks of `pipeline` call this.
-    """
-    rows = [[spec.kind, spec.name, str(spec.dtype).removeprefix("torch."), spec.shape, more] for spec, more in tensors]
+def of_stages(specs: Sequence[TensorSpec], pipeline: ProcessSet, what: str) -> list[list[TensorSpec]]:
+    """The tensors of each stage of a pipeline that no earlier stage has; all ranks of `pipeline` call this."""
+    rows = [[spec.kind, spec.name, str(spec.dtype).removeprefix("torch."), spec.shape] for spec in specs]
     seen: set[tuple[str, str]] = set()
     stages = []
     for stage in pipeline.gather_json(rows, what):
         new = [
-            (TensorSpec(kind=kind, name=name, dtype=getattr(torch, dtype), shape=tuple(shape)), more)
-            for kind, name, dtype, shape, more in stage
+            TensorSpec(kind=kind, name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
+            for kind, name, dtype, shape in stage
             if (kind, name) not in seen
         ]
-        seen.update((spec.kind, spec.name) for spec, _ in new)
+        seen.update((spec.kind, spec.name) for spec in new)
         stages.append(new)
     return stages
 
@@ -191,23 +183,6 @@ def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
             seen.add(id(buffer))
             found[f"{fqn}.{name}" if fqn else name] = buffer
     return found
-
-
-_Whole = Callable[[Bucket], torch.Tensor | None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Known:
-    """What all ranks know of a whole parameter, from the stage of the pipeline that has it. `spec` has the dtype of its master
-    weights."""
-
-    spec: TensorSpec
-    other_names: tuple[str, ...]
-    trainable: bool
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.spec.name, *self.other_names
 
 
 class FullState:
@@ -230,53 +205,48 @@ class FullState:
         self._units = units
         self._mesh = mesh
         self._gradient_dtype = gradient_dtype
-        self._slots = [(bucket, slot) for bucket in all_buckets(units) for slot in bucket.layout.slots]
-        self._stages = self._known_by_stages()
-        self._canonical: dict[str, _Known] = {}
-        for each in self._known():
-            self._canonical |= {name: each for name in each.names if name not in self._canonical}
-        self._regions = self._regions_of_ranks()
-
-    def _known_by_stages(self) -> list[list[_Known]]:
-        """The parameters of each stage of a pipeline; one that several stages have counts for the first of them alone."""
-        own: list[tuple[TensorSpec, Any]] = []
-        for bucket in all_buckets(self._units):
-            for slot, trained in zip(bucket.layout.slots, bucket.training, strict=True):
-                name, shape = slot.spec.name, slot.spec.region.shape
-                spec = TensorSpec(kind=MODEL, name=name, dtype=bucket.master.dtype, shape=shape)
-                own.append((spec, (slot.spec.other_names, trained)))
-        stages = of_stages(own, self._mesh.pipeline, "parameters of all stages")
-        return [
-            [_Known(spec=spec, other_names=tuple(others), trainable=trained) for spec, (others, trained) in stage]
-            for stage in stages
+        slots = [
+            (bucket, *each)
+            for bucket in all_buckets(units)
+            for each in zip(bucket.layout.slots, bucket.training, strict=True)
         ]
-
-    def _known(self) -> Iterator[_Known]:
-        return chain.from_iterable(self._stages)
-
-    def _regions_of_ranks(self) -> dict[str, list[Region]]:
-        """The regions that each rank of the tensor axis has of the divided parameters of this stage, by name."""
+        specs = [
+            TensorSpec(kind=MODEL, name=slot.spec.name, dtype=bucket.master.dtype, shape=slot.spec.region.shape)
+            for bucket, slot, _ in slots
+        ]
+        self._stages = of_stages(specs, mesh.pipeline, "parameters of all stages")
+        """By stage its parameters in the dtype of their master weights; what several stages have counts for the first one alone."""
+        details = {slot.spec.name: (slot.spec.other_names, trained) for _, slot, trained in slots}
+        self._names: dict[str, tuple[str, ...]] = {}
+        """All names of each parameter, its own first."""
+        self._trained: dict[str, bool] = {}
+        for row in mesh.pipeline.gather_json(details, "names of tied parameters"):
+            for name, (others, trained) in row.items():
+                self._names.setdefault(name, (name, *others))
+                self._trained.setdefault(name, trained)
+        self._specs: dict[str, TensorSpec] = {}
+        for spec in chain.from_iterable(self._stages):
+            self._specs |= {name: spec for name in self._names[spec.name] if name not in self._specs}
         divided = {
             slot.spec.name: [[(each.start, each.end) for each in dim] for dim in slot.spec.region.dims]
-            for _, slot in self._slots
+            for _, slot, _ in slots
             if slot.spec.part is not None and not slot.spec.region.is_whole
         }
-        rows = self._mesh.tensor.gather_json(divided, "parts of tensor ranks")
-        found: dict[str, list[Region]] = {}
-        for row in rows:
+        self._regions: dict[str, list[Region]] = {}
+        """The regions that each rank of the tensor axis has of the divided parameters of this stage, by name."""
+        for row in mesh.tensor.gather_json(divided, "parts of tensor ranks"):
             for name, dims in row.items():
                 intervals = tuple(tuple(Interval(start=start, end=end) for start, end in dim) for dim in dims)
-                found.setdefault(name, []).append(Region(shape=self._canonical[name].spec.shape, dims=intervals))
-        return found
+                self._regions.setdefault(name, []).append(Region(shape=self._specs[name].shape, dims=intervals))
 
     @property
     def numel(self) -> int:
         """Elements of the whole model."""
-        return sum(each.spec.numel for each in self._known())
+        return sum(spec.numel for spec in chain.from_iterable(self._stages))
 
     def names(self) -> list[str]:
         """Canonical names, tied parameters once, in the order in which `parameters` yields them."""
-        return [each.spec.name for each in self._known()]
+        return [spec.name for spec in chain.from_iterable(self._stages)]
 
     def parameters(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """`(name, tensor)` of every parameter: master weights in fp32 whatever the model computes in, on CPU or the device.
@@ -284,21 +254,21 @@ class FullState:
         With `names`, only these: buckets without them are not gathered. A tensor may be a view of this rank's own
         weights, which the next step changes: copy it to keep it.
         """
-        return self._of_all_stages(lambda known: names is None or known.spec.name in names, self._weights, None)
+        return self._of_all_stages(self._specs if names is None else names, self._weights, None)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """`(name, tensor)` of every persistent buffer of the whole model; one that several stages have is the first one's."""
         buffers, pipeline = saved_buffers(self._model), self._mesh.pipeline
         for stage, specs in enumerate(buffers_of_stages(self._model, pipeline)):
             for spec in specs:
-                here = buffers[spec.name].detach() if stage == pipeline.index else None
-                value = torch.empty(spec.shape, dtype=spec.dtype, device=self._mesh.device) if here is None else here
-                yield spec.name, pipeline.broadcast_(value.contiguous(), stage, f"reading of {spec.name}")
+                yield (
+                    spec.name,
+                    self._from(stage, spec, buffers[spec.name].detach() if stage == pipeline.index else None),
+                )
 
     def stored_specs(self) -> list[TensorSpec]:
         """The tensors that `stored` yields: parameters in the dtype of their master weights; frozen ones in that of the model."""
-        buffers = buffers_of_stages(self._model, self._mesh.pipeline)
-        return [*(each.spec for each in self._known()), *chain.from_iterable(buffers)]
+        return list(chain.from_iterable([*self._stages, *buffers_of_stages(self._model, self._mesh.pipeline)]))
 
     def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
         """`(name, tensor)` of all that a saved model has: parameters, tied ones once, and persistent buffers."""
@@ -307,8 +277,7 @@ class FullState:
 
     def parameter(self, fqn: str) -> torch.Tensor:
         """One whole parameter, a copy in the dtype of its master weights."""
-        known = self._find(fqn)
-        return next(self._of_all_stages(lambda each: each is known, self._weights, None))[1].clone()
+        return next(self.parameters([self._find(fqn).name]))[1].clone()
 
     def gradient(self, fqn: str) -> torch.Tensor | None:
         """One whole gradient, in the dtype of the sum, between backward and update; None for a frozen parameter.
@@ -318,21 +287,22 @@ class FullState:
         Raises:
             PhaseError: when the optimizer has used it up inside backward.
         """
-        known = self._find(fqn)
-        if not known.trainable:
+        name = self._find(fqn).name
+        if not self._trained[name]:
             return None
-        found = next(self._of_all_stages(lambda each: each is known, self._gradients, self._gradient_dtype), None)
+        found = next(self._of_all_stages([name], self._gradients, self._gradient_dtype), None)
         if found is None:
             raise PhaseError(f"the gradient of {fqn} was used inside backward (optimizer_in_backward)")
         return found[1].clone()
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """`(name, tensor)` of every trainable parameter's gradient."""
-        return self._of_all_stages(lambda known: known.trainable, self._gradients, self._gradient_dtype)
+        trained = {name for name, trained in self._trained.items() if trained}
+        return self._of_all_stages(trained, self._gradients, self._gradient_dtype)
 
     def nbytes_of(self, fqns: Iterable[str]) -> int:
         """Bytes that `whole` needs on a rank for these parameters. Raises `LayoutError` for names that no stage has."""
-        return sum(each.spec.nbytes for each in {id(each): each for each in map(self._find, fqns)}.values())
+        return sum(spec.nbytes for spec in set(map(self._find, fqns)))
 
     @contextmanager
     def whole(self, fqns: Iterable[str], dtype: torch.dtype) -> Iterator[None]:
@@ -345,12 +315,12 @@ class FullState:
             LayoutError: for names that no stage has.
             PhaseError: at the end of the block, for a parameter that was written inside it; what is trained has not changed.
         """
-        wanted = {self._find(fqn).spec.name for fqn in fqns}
+        wanted = {self._find(fqn).name for fqn in fqns}
         restore: list[Callable[[], object]] = []
         before: dict[str, tuple[nn.Parameter, tuple[int, int]]] = {}
         try:
-            for name, value in self._of_all_stages(lambda each: each.spec.name in wanted, self._weights, None):
-                shown = self._show(self._find(name), value, dtype, restore)
+            for name, value in self.parameters(wanted):
+                shown = self._show(name, value, dtype, restore)
                 before[name] = (shown, _fingerprint(shown))
             yield
             written = [name for name, (shown, was) in before.items() if _fingerprint(shown) != was]
@@ -366,26 +336,26 @@ class FullState:
                 unit.point()
 
     def _show(
-        self, known: _Known, value: torch.Tensor, dtype: torch.dtype, restore: list[Callable[[], object]]
+        self, name: str, value: torch.Tensor, dtype: torch.dtype, restore: list[Callable[[], object]]
     ) -> nn.Parameter:
         """Let the model's parameter, or a stand-in, hold a copy of `value`; a call that undoes that is added to `restore`."""
-        places = [
-            (self._model.get_submodule(owner)._parameters, leaf)
-            for owner, _, leaf in (name.rpartition(".") for name in known.names)
-        ]
+        places, trained = self._places(name), self._trained[name]
         here, *others = [table.get(leaf) for table, leaf in places]
         # What other stages have is on meta here, perhaps under one of several names alone.
         if here is not None and all(each is here for each in others) and not here.is_meta and here.shape == value.shape:
             set_values(here, value.to(here.dtype, copy=True))
             return here
-        made = nn.Parameter(
-            value.to(dtype if known.trainable else value.dtype, copy=True), requires_grad=known.trainable
-        )
+        made = nn.Parameter(value.to(dtype if trained else value.dtype, copy=True), requires_grad=trained)
         for table, leaf in places:
             # What stood nowhere before stands for a module of another stage.
             restore.append(partial(table.__setitem__, leaf, table[leaf]) if leaf in table else partial(table.pop, leaf))
             table[leaf] = made
         return made
+
+    def _places(self, name: str) -> list[tuple[dict[str, nn.Parameter | None], str]]:
+        """The tables of modules in which a parameter stands, with its key in each."""
+        parts = [each.rpartition(".") for each in self._names[name]]
+        return [(self._model.get_submodule(owner)._parameters, leaf) for owner, _, leaf in parts]
 
     def make_whole(self, restore: Callable[[], None]) -> None:
         """Give the model ordinary parameters of its own, in the master dtype; the engine is over afterwards.
@@ -398,11 +368,8 @@ class FullState:
         for name, value in buffers.items():
             self._model.get_buffer(name).copy_(value)
         for name, value in values.items():
-            known = self._canonical[name]
-            made = nn.Parameter(value, requires_grad=known.trainable)
-            for each in known.names:
-                owner, _, leaf = each.rpartition(".")
-                table = self._model.get_submodule(owner)._parameters
+            made = nn.Parameter(value, requires_grad=self._trained[name])
+            for table, leaf in self._places(name):
                 parameter = table[leaf]
                 if parameter is None or parameter.is_meta:
                     table[leaf] = made
@@ -411,34 +378,38 @@ class FullState:
                     parameter.grad = None
 
     def _of_all_stages(
-        self, wanted: Callable[[_Known], bool], whole: _Whole, dtype: torch.dtype | None
+        self, names: Container[str], whole: Callable[[Bucket], torch.Tensor | None], dtype: torch.dtype | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors of the wanted parameters, on all ranks, cut from what `whole(bucket)` gathers.
+        """Whole tensors of these parameters, on all ranks, cut from what `whole(bucket)` gathers; it may have nothing of some.
 
         `dtype` None is the dtype of the master weights.
         """
         pipeline = self._mesh.pipeline
-        for stage, known in enumerate(self._stages):
-            chosen = [each for each in known if wanted(each)]
-            own = self._of_this_stage({each.spec.name for each in chosen}, whole) if stage == pipeline.index else None
-            if pipeline.size == 1 and own is not None:
-                yield from own
-                continue
-            for each in chosen:
-                found = next(own, None) if own is not None else None
-                if not pipeline.gather_integers([int(found is not None)])[stage][0]:
-                    return
-                spec, device = each.spec, self._mesh.device
-                empty = torch.empty(spec.shape, dtype=dtype or spec.dtype, device=device) if found is None else found[1]
-                yield spec.name, pipeline.broadcast_(empty.contiguous(), stage, f"reading of {spec.name}")
+        for stage, specs in enumerate(self._stages):
+            chosen = [spec for spec in specs if spec.name in names]
+            own = self._of_this_stage({spec.name for spec in chosen}, whole) if stage == pipeline.index else None
+            for spec in chosen:
+                found = next(own) if own is not None else None
+                if pipeline.gather_integers([int(found is not None)])[stage][0]:
+                    yield spec.name, self._from(stage, spec, found, dtype)
 
-    def _of_this_stage(self, names: set[str], whole: _Whole) -> Iterator[tuple[str, torch.Tensor]]:
+    def _from(
+        self, stage: int, spec: TensorSpec, value: torch.Tensor | None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """The tensor that the ranks of a stage give as `value`, on all ranks of the pipeline."""
+        if value is None:
+            value = torch.empty(spec.shape, dtype=dtype or spec.dtype, device=self._mesh.device)
+        return self._mesh.pipeline.broadcast_(value.contiguous(), stage, f"reading of {spec.name}")
+
+    def _of_this_stage(
+        self, names: set[str], whole: Callable[[Bucket], torch.Tensor | None]
+    ) -> Iterator[torch.Tensor | None]:
+        """The tensors of these names in the order of buckets; None for those of which `whole` has nothing."""
         for bucket in all_buckets(self._units):
             slots = [slot for slot in bucket.layout.slots if slot.spec.name in names]
             full = whole(bucket) if slots else None
-            if full is not None:
-                for slot in slots:
-                    yield slot.spec.name, self._joined(slot, full[slot.where.start : slot.where.end])
+            for slot in slots:
+                yield None if full is None else self._joined(slot, full[slot.where.start : slot.where.end])
 
     def _joined(self, slot: ParameterSlot, local: torch.Tensor) -> torch.Tensor:
         """The whole tensor, joined from the parts that the ranks of the tensor axis have."""
@@ -474,10 +445,10 @@ class FullState:
         self._mesh.shard.all_gather_flat(full, shard.detach(), f"reading of {bucket.name}")
         return full
 
-    def _find(self, fqn: str) -> _Known:
-        if fqn not in self._canonical:
+    def _find(self, fqn: str) -> TensorSpec:
+        if fqn not in self._specs:
             raise LayoutError(f"the model has no parameter {fqn!r}; names are as in model.named_parameters()")
-        return self._canonical[fqn]
+        return self._specs[fqn]
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:

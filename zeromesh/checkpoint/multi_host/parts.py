@@ -7,12 +7,13 @@ Each part is a directory with the same files at their full sizes, of which its m
     merged         pieces  [0, 4 MiB) [4 MiB, 8 MiB) [8 MiB, 9 MiB)
 
 `PartsReader` gets what a rank needs of other parts over the network: all ranks exchange which pieces they miss. Of the ranks that
-see the part with a piece, one reads and verifies it, and sends it to all, in rounds of a bounded size.
+see the part with a piece, one reads and verifies it, and sends it to all, in rounds of one piece from each rank.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -26,9 +27,6 @@ from zeromesh.errors import CheckpointError, ZeromeshError
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload.io.direct_io import PositionalFile
-
-_ROUND_BYTES = 32 << 20
-"""Bytes that all ranks together send in one round, each at most an equal part of them or one piece; every rank receives all."""
 
 
 def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:
@@ -182,41 +180,32 @@ class PartsReader(OpenedCheckpoint):
             return [number for number, piece in enumerate(self._pieces) if piece in wanted - self._here]
 
         missing = together(self._world, "reading this host's part of the checkpoint", read_here)
+        queues: list[list[ChecksumPiece]] = [[] for _ in range(self._world.size)]
+        for number in sorted(set().union(*missing)):
+            queues[self._servers[number]].append(self._pieces[number])
         problem: ZeromeshError | None = None
-        for batch in self._rounds(sorted(set().union(*missing))):
-            served = [self._pieces[number] for number in batch if self._servers[number] == self._rank]
+        for served in zip_longest(*queues):
             what = "reading other hosts' parts of the checkpoint"
-            every = together_bytes(self._world, what, partial(self._bytes_of, served))
-            used = [0] * len(every)
-            for number in batch:
-                piece, server = self._pieces[number], self._servers[number]
-                begin, used[server] = used[server], used[server] + piece.end - piece.begin
+            for piece, data in zip(
+                served, together_bytes(self._world, what, partial(self._bytes_of, served)), strict=True
+            ):
                 if piece not in wanted or piece in self._here or problem is not None:
                     continue
                 try:
-                    use(piece, torch.frombuffer(bytearray(every[server][begin : used[server]]), dtype=torch.uint8))
+                    use(piece, torch.frombuffer(bytearray(data), dtype=torch.uint8))
                 except ZeromeshError as error:  # The others go on to the next round, and this rank with them.
                     problem = error
         if problem is not None:
             raise problem
 
-    def _rounds(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """The numbers of pieces in order, in rounds in which each server sends a bounded number of bytes, or one piece."""
-        most = _ROUND_BYTES // self._world.size
-        batch: list[int] = []
-        served: dict[int, int] = {}
-        for number in numbers:
-            server, length = self._servers[number], self._pieces[number].end - self._pieces[number].begin
-            if batch and served.get(server, 0) + length > most:
-                yield batch
-                batch, served = [], {}
-            batch.append(number)
-            served[server] = served.get(server, 0) + length
-        if batch:
-            yield batch
+    def _bytes_of(self, served: Sequence[ChecksumPiece | None]) -> bytes:
+        """The bytes of this rank's piece of a round; only ranks that see a part have one."""
+        piece, found = served[self._rank], b""
 
-    def _bytes_of(self, pieces: Sequence[ChecksumPiece]) -> bytes:
-        found: list[bytes] = []
-        if self._reader is not None:  # Only ranks that see a part are asked.
-            self._reader.stream(pieces, lambda piece, data: found.append(data.numpy().tobytes()))
-        return b"".join(found)
+        def keep(_: ChecksumPiece, data: torch.Tensor) -> None:
+            nonlocal found
+            found = data.numpy().tobytes()
+
+        if piece is not None and self._reader is not None:
+            self._reader.stream([piece], keep)
+        return found
