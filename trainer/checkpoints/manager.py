@@ -73,10 +73,13 @@ class RunCheckpoints:
         self._failures = 0
         self._last_attempts: int | None = None
         """How often a failed save of the last step is tried again; None before the last step."""
-        self.in_flight: int | None = None
-        """The step whose checkpoint is being written; the same on all ranks."""
         self.latest: int | None = None
         """The step of the newest checkpoint that this process has written or read."""
+
+    @property
+    def in_flight(self) -> int | None:
+        """The step whose checkpoint is being written; the same on all ranks."""
+        return self._saver.in_flight if self._saver is not None else None
 
     # Going on
 
@@ -200,7 +203,6 @@ class RunCheckpoints:
         except (CheckpointError, StorageError) as error:
             self._failed(str(error))
             return False
-        self.in_flight = state.step
         self._engine.on_before_update(self._release)
         if wait or not self._section.asynchronous:
             self.finish()
@@ -249,7 +251,6 @@ class RunCheckpoints:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """After an error of a run of one rank, which may go on: end what is being written, and leave nothing of it."""
         if error is not None and self._saver is not None and self._mesh.world_size == 1:
-            self.in_flight = None
             self._saver.give_up()
 
     def close(self) -> None:
@@ -265,7 +266,6 @@ class RunCheckpoints:
     def _ended(self, saved: Saved | None) -> None:
         if saved is None:
             return
-        self.in_flight = None
         if saved.failure:
             self._failed(f"the checkpoint of step {saved.step} was not written: {saved.failure}")
             return
@@ -293,7 +293,7 @@ class RunCheckpoints:
 
     def _release(self, bucket: Bucket) -> None:
         """Before an update: wait until the elements that it changes have been copied."""
-        if self._saver is not None and self.in_flight is not None:
+        if self._saver is not None:
             self._saver.release(self._engine.checkpoint_state.owner_of(bucket))
 
     def _kept(self) -> set[int]:

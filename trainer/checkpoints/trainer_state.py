@@ -11,11 +11,12 @@ import json
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import nn
 
-from zeromesh.checkpoint.format.safetensors_layout import check_plain, is_number, is_size
+from zeromesh.checkpoint.format.safetensors_layout import check_plain
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.trainer.config.sections.training import default_warmup
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -28,8 +29,10 @@ LENGTH = "run.max_steps"
 _WARMUP = "schedule.warmup_steps"
 _SCHEMA = 1
 _ABSENT = "(absent)"
-_MOST = 1 << 53
-"""Counters stay below: up to here floats, too, count one by one."""
+_T = TypeVar("_T")
+_Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+"""A counter, below where floats, too, count one by one."""
+_Number = Annotated[float, Field(allow_inf_nan=False)]
 _MAPPINGS = ("trained", "best", "callbacks", "stream", "tracker", "settings")
 
 _NOT_COMPARED = frozenset(
@@ -46,24 +49,26 @@ class TrainerState:
     `metric` is what `checkpoint.keep_best` compares. `settings` are those that a run must have to go on from here.
     """
 
-    step: int
-    samples: int
-    tokens: int
-    updates: int
-    skipped: int
-    loss: float | None = None
-    eval_loss: float | None = None
-    metric: float | None = None
-    loss_scale: float = 1.0
-    good_steps: int = 0
-    seed: int = 0
-    max_steps: int = 0
-    learning_rate: float = 0.0
-    passed_over: int = 0
+    __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
+
+    step: _Count
+    samples: _Count
+    tokens: _Count
+    updates: _Count
+    skipped: _Count
+    loss: _Number | None = None
+    eval_loss: _Number | None = None
+    metric: _Number | None = None
+    loss_scale: Annotated[_Number, Field(gt=0)] = 1.0
+    good_steps: _Count = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    max_steps: _Count = 0
+    learning_rate: _Number = 0.0
+    passed_over: _Count = 0
     """Steps whose data was left out, because a callback ended an epoch early."""
-    averages: int = 0
+    averages: _Count = 0
     """Updates of the weights that the average of them has taken in (`ema`)."""
-    trained: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    trained: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Parameters that are not trained as the model was built, or not in all updates: whether they
     are, and in how many they were."""
     best: Mapping[str, Any] = field(default_factory=dict)
@@ -92,25 +97,18 @@ class TrainerState:
         if type(schema) is not int or schema > _SCHEMA:
             raise CheckpointError(f"{where}: {NAME} has schema {schema!r:.50}; this version reads {_SCHEMA}")
         check_plain(where, NAME, values)
-        try:
-            state = cls(**values)
-        except TypeError as error:
-            raise CheckpointError(f"{where}: {NAME} has other fields than this version writes ({error})") from None
-        counters = (state.averages, state.samples, state.tokens, state.updates, state.skipped, state.good_steps)
-        steps = (state.step, state.max_steps, state.passed_over)
-        numbers = [value for value in (state.loss, state.eval_loss, state.metric) if value is not None]
-        numbers += [state.loss_scale, state.learning_rate]
-        if (
-            not all(type(count) is int and 0 <= count < _MOST for count in (*steps, *counters))
-            or not (type(state.seed) is int and 0 <= state.seed < 1 << 63)
-            or not all(is_number(number) for number in numbers)
-            or state.loss_scale <= 0
-            or not all(isinstance(getattr(state, name), dict) for name in _MAPPINGS)
-            or not isinstance(state.log_history, list | tuple)
-            or not all(isinstance(line, dict) for line in state.log_history)
-        ):
-            raise CheckpointError(f"{where}: {NAME} has fields of other types than this version writes")
-        return state
+        return _checked(
+            cls, values, f"{where}: {NAME} has other fields, or fields of other types than this version writes"
+        )
+
+
+def _checked(kind: type[_T], values: Mapping[str, Any], problem: str) -> _T:
+    """Make a dataclass of JSON values; raises `CheckpointError` with the problem where they are not of its fields' types."""
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(values))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise CheckpointError(f"{problem} ({'.'.join(map(str, first['loc']))!s:.50}: {first['msg']:.100})") from None
 
 
 def name_in(files: Container[str]) -> str:
@@ -180,9 +178,11 @@ class Best:
     """`value` of the best evaluation, after `step` steps; None before there was one. `waited`: evaluations since the last one that
     was better by `run.min_improvement` or more."""
 
-    value: float | None = None
-    step: int = 0
-    waited: int = 0
+    __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
+
+    value: _Number | None = None
+    step: _Count = 0
+    waited: _Count = 0
 
     def after(self, value: float, step: int, goal: Goal, min_improvement: float) -> Best:
         """The best value after one more evaluation. NaN is never better."""
@@ -203,13 +203,8 @@ class Best:
         """Raises `CheckpointError` for what `to_json` has not made."""
         if not content:
             return cls()
-        value, step, waited = (content.get(name) for name in ("value", "step", "waited"))
-        whole = all(type(each) is int and is_size(each) for each in (step, waited))
-        if not whole or not is_number(value) or len(content) != 3:
-            raise CheckpointError(
-                f"{where}: `best` is {dict(content)!r:.200}; this version writes value, step and waited"
-            )
-        return cls(**content)
+        problem = f"{where}: `best` is {dict(content)!r:.200}; this version writes value, step and waited"
+        return _checked(cls, content, problem)
 
 
 def goal_of(metric: str, goal: Literal["auto", "lowest", "highest"]) -> Goal:

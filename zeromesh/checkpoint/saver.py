@@ -10,10 +10,9 @@ Background threads never take part in collectives: ranks agree between steps, in
 """
 
 import secrets
-import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
@@ -25,7 +24,7 @@ from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manif
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, index_files, plan_files
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner, check_interleaved, collect_digests
-from zeromesh.checkpoint.io.writer import ShardWriter
+from zeromesh.checkpoint.io.writer import ShardWriter, in_thread
 from zeromesh.checkpoint.multi_host.agreement import find_sharing, together
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, LayoutError, StorageError
@@ -86,8 +85,8 @@ class Saver:
         self.sharing = find_sharing(store.root, mesh)
         self._mesh = mesh
         self._save: _Save | None = None
-        self._task: threading.Thread | None = None
-        """What this rank does for the present stage, once it has written."""
+        self._task: Future[Any] = Future()
+        """What this rank does for the present stage."""
 
     def require_room(self, tensors: Sequence[TensorSpec]) -> None:
         """Raise `StorageError` on all ranks where a checkpoint of these tensors would not fit on some disk.
@@ -128,8 +127,8 @@ class Saver:
         pieces = plan.pieces(self._exchange(plan.bytes_for_others()), content.order)
         writer = ShardWriter(self.store.temporary(step), pieces, self._mesh.rank)
         stages = self._stages(step, plan, writer, content, self._layout(content))
-        self._save, self._task = _Save(step=step, writer=writer, stages=stages), None
         next(stages)
+        self._save = _Save(step=step, writer=writer, stages=stages)
 
     def _plan(self, files: Sequence[FileLayout], shards: Sequence[TensorShard]) -> WritePlan:
         """What this rank writes. Ranks may write a block together where they see one directory from one host."""
@@ -177,7 +176,7 @@ class Saver:
         saved = Saved(step=step, nbytes=sum(file.nbytes for file in plan.files))
         committing = False
         try:
-            writer.start()
+            self._task = writer.start()
             yield
             pieces: list[ChecksumPiece] = []
 
@@ -193,11 +192,13 @@ class Saver:
                     "checking", directory, lambda: check_interleaved(directory, plan.blocks, digests, self._mesh.rank)
                 )
                 yield
-            rows = self._together(lambda: _rows_by_file([*pieces, *read_back()]), "checksums of the checkpoint")
+            rows = self._together(
+                lambda: [[piece.path, *piece.row()] for piece in (*pieces, *read_back())], "checksums of the checkpoint"
+            )
             committing = True
             manifest = Manifest(
                 step=step,
-                files=_records(plan.files, [rows[rank] for rank in sharing.ranks]),
+                files=_records(plan.files, [row for rank in sharing.ranks for row in rows[rank]]),
                 tensors=tuple(tensor for file in plan.files for tensor in file.tensors),
                 aliases=content.aliases,
                 layout=layout,
@@ -212,9 +213,15 @@ class Saver:
                 if committing and len(sharing.places) > 1:
                     store.remove(step)  # A part is of no use without the others.
             return replace(saved, failure=str(error))
+        return (yield from self._retire(saved, content.keep))
+
+    def _retire(self, saved: Saved, keep: Callable[[], set[int]]) -> _Stages:
+        """Remove the checkpoints that rank 0 does not `keep`, in one stage."""
         try:
-            keep = self._steps_to_keep(step, content.keep)
-            retire = self._start("retiring", store.root, lambda: store.retire(keep), here=sharing.leads)
+            rows = self._together(lambda: sorted({saved.step, *keep()}) if self._mesh.rank == 0 else [])
+            retire = self._start(
+                "retiring", self.store.root, lambda: self.store.retire(rows[0]), here=self.sharing.leads
+            )
             yield
             self._together(retire)
             self._together(self._require_removed)
@@ -224,18 +231,13 @@ class Saver:
 
     def _start(self, name: str, path: Path, work: Callable[[], Any], *, here: bool = True) -> Callable[[], Any]:
         """Do work in the background, if it is to be done `here`; the returned call waits for its result, or raises its error."""
-        future: Future[Any] = Future()
 
-        def run() -> None:
-            try:
-                with disk_call(name, path):
-                    future.set_result(work() if here else None)
-            except Exception as error:  # noqa: BLE001 - whatever it is, all ranks have to know
-                future.set_exception(error)
+        def run() -> Any:
+            with disk_call(name, path):
+                return work() if here else None
 
-        self._task = threading.Thread(target=run, name=f"zeromesh-{name}")
-        self._task.start()
-        return future.result
+        self._task = in_thread(name, run)
+        return self._task.result
 
     def release(self, owner: int) -> float:
         """Return when bucket `owner` may be updated; the seconds that were waited."""
@@ -248,63 +250,44 @@ class Saver:
         """Between two steps: go on with the save in flight if all ranks can; returns how it ended, once it has."""
         if self._save is None:
             return None
-        busy = self._task.is_alive() if self._task is not None else self._save.writer.running
-        busy_anywhere = self._mesh.world.max_(torch.tensor([int(busy)]), "progress of the checkpoint")
-        return None if int(busy_anywhere[0]) else self._advance(self._save)
+        busy = int(not self._task.done())
+        busy_anywhere = self._mesh.world.max_(torch.tensor([busy]), "progress of the checkpoint")
+        return None if int(busy_anywhere[0]) else self._advance()
 
     def finish(self) -> Saved | None:
         """Wait until the save in flight has ended, if there is one; returns how it ended."""
         saved: Saved | None = None
         while self._save is not None:
-            saved = self._advance(self._save)
+            saved = self._advance()
         return saved
 
-    def _advance(self, save: _Save) -> Saved | None:
+    def _advance(self) -> Saved | None:
         """Go to the next stage, with all ranks; returns how the save ended, if it has."""
-        try:
-            next(save.stages)
-        except StopIteration as end:
-            self._save = None
-            saved: Saved = end.value
-            return saved
-        return None
+        saved = _next(self._save.stages) if self._save is not None else None
+        self._save = self._save if saved is None else None
+        return saved
 
     def give_up(self) -> None:
         """Forget the save in flight without a collective call; returns when no thread works on it any more."""
         save, self._save = self._save, None
         if save is None:
             return
-        save.writer.end()
-        if self._task is not None:
-            self._task.join()
+        wait([self._task])
         if self.sharing.leads:
             self.store.abandon(save.step)
             self.store.trash.wait()
 
     def amend(self, step: int, name: str, data: bytes, keep: Callable[[], set[int]]) -> Saved:
         """Put a small file into a checkpoint that is there, then remove those that `keep`, as in `SaveContent`, no longer names."""
-        saved = Saved(step=step, nbytes=0)
-
-        def change() -> None:
-            if self._mesh.rank == 0:
-                with disk_call("amending", self.store.path(step)):
-                    self.store.amend(step, name, data)
-
-        def retire() -> None:
-            if self.sharing.leads:
-                with disk_call("retiring", self.store.root):
-                    self.store.retire(steps)
-
+        path, here, saved = self.store.path(step), self._mesh.rank == 0, Saved(step=step, nbytes=0)
         try:
-            self._together(change)
+            self._together(self._start("amending", path, lambda: self.store.amend(step, name, data), here=here))
         except CheckpointError as error:
             return replace(saved, failure=str(error))
-        try:
-            steps = self._steps_to_keep(step, keep)
-            self._together(retire)
-        except CheckpointError as error:
-            return replace(saved, warning=str(error))
-        return saved
+        stages, found = self._retire(saved, keep), None
+        while found is None:
+            found = _next(stages)
+        return found
 
     def remove_old(self, seconds: float) -> str:
         """Wait at most `seconds` until old checkpoints are removed; returns what ranks could not remove, the same on all."""
@@ -323,12 +306,6 @@ class Saver:
         if problem:
             raise StorageError(problem)
 
-    def _steps_to_keep(self, step: int, keep: Callable[[], set[int]]) -> list[int]:
-        """The steps whose checkpoints stay, which rank 0 decides. Raises `CheckpointError` on all ranks where it cannot."""
-        rows = self._together(lambda: sorted({step, *keep()}) if self._mesh.rank == 0 else [])
-        steps: list[int] = rows[0]
-        return steps
-
     def _together(self, work: Callable[[], Any], what: str = "end of saving") -> list[Any]:
         """As `together`, with a `CheckpointError` for whatever fails."""
         try:
@@ -337,21 +314,19 @@ class Saver:
             raise CheckpointError(str(error)) from error
 
 
-def _rows_by_file(pieces: Sequence[ChecksumPiece]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for piece in pieces:
-        found.setdefault(piece.path, []).append(piece.row())
-    return found
+def _next(stages: _Stages) -> Saved | None:
+    """Begin the next stage; returns how it all ended, if there is none."""
+    try:
+        next(stages)
+    except StopIteration as end:
+        saved: Saved = end.value
+        return saved
+    return None
 
 
-def _records(files: Sequence[FileLayout], rows_of_ranks: Sequence[Mapping[str, list[Any]]]) -> dict[str, FileRecord]:
-    """The records of files, from the rows that each rank has of their pieces."""
-    found = {}
-    for file in files:
-        rows = sorted(row for each in rows_of_ranks for row in each.get(file.path, []))
-        pieces = [
-            ChecksumPiece(path=file.path, begin=begin, end=end, checksum=digest, rank=rank)
-            for begin, end, digest, rank in rows
-        ]
-        found[file.path] = FileRecord(nbytes=file.nbytes, pieces=tuple(pieces))
-    return found
+def _records(files: Sequence[FileLayout], rows: Sequence[Sequence[Any]]) -> dict[str, FileRecord]:
+    """The records of files, from rows of a path and a piece of it."""
+    pieces: dict[str, list[ChecksumPiece]] = {file.path: [] for file in files}
+    for path, begin, end, digest, rank in sorted(rows):
+        pieces[path].append(ChecksumPiece(path=path, begin=begin, end=end, checksum=digest, rank=rank))
+    return {file.path: FileRecord(nbytes=file.nbytes, pieces=tuple(pieces[file.path])) for file in files}

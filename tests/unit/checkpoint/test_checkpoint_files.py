@@ -359,8 +359,7 @@ def test_what_is_released_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ShardWriter, "_fill", gated)
     runs = {path: [PlacedValues.of_bytes(path, 0, files[0].header), *half]}
     one = ShardWriter(store.create(1, files), WritePlan(files=files, runs=runs).pieces([], {0: 1, 1: 0}), 0)
-    one.start()
-    assert one.running
+    assert not one.start().done()
     for owner in (1, 0):
         one.release(owner, may_write.set)  # Nothing is written before this rank has begun to wait.
         memory[1500 * owner : 1500 * owner + 1500] = -1

@@ -10,7 +10,6 @@ so that data can move past the page cache.
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,11 +236,6 @@ def check_names(path: Path, names: Iterable[str]) -> None:
             raise CheckpointError(
                 f"{path} has a tensor called {name[:100]!r}; names are of at most {_MAX_NAME:,} printable characters"
             )
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a finite number that a float can hold."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def check_plain(where: object, name: str, content: Any) -> None:

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,13 +18,27 @@ from zeromesh import fault_injection
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, checksum
 from zeromesh.checkpoint.io.file_slices import GRID
 from zeromesh.checkpoint.io.write_plan import WritePiece
-from zeromesh.errors import CheckpointError, StorageError, ZeromeshError
+from zeromesh.errors import CheckpointError
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.offload.io.transfer import StagingPool
 
 STAGING_BUFFERS = 4
 _IO_THREADS = 2
 _PROGRESS_SECONDS = 0.2
+
+
+def in_thread(name: str, work: Callable[[], Any], *, daemon: bool = False) -> Future[Any]:
+    """Do work in a thread of that name; the future has what it returns or raises."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits has to know
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=f"zeromesh-{name}", daemon=daemon).start()
+    return future
 
 
 class ShardWriter:
@@ -37,21 +52,16 @@ class ShardWriter:
         self._left = Counter(owner for piece in pieces for owner in piece.owners)
         """By owner, the pieces with its elements that are not copied yet."""
         self._changed = threading.Condition()
-        self._failure: ZeromeshError | None = None
         self._checksums: list[ChecksumPiece] = []
         self.digests: list[tuple[int, int, str]] = []
         """For each share of an interleaved block: the block's number, the share's place in it, and the share's checksum."""
         self._done = 0
-        self._thread = threading.Thread(target=self._run, name="zeromesh-save", daemon=True)
+        self._written: Future[Any] = Future()
 
-    def start(self) -> None:
-        """Begin to write, in a thread of its own."""
-        self._thread.start()
-
-    @property
-    def running(self) -> bool:
-        """Whether there is more to write."""
-        return self._thread.is_alive()
+    def start(self) -> Future[Any]:
+        """Begin to write, in a thread of its own; returns what is done when nothing more is to be written."""
+        self._written = in_thread("save", self._write_all, daemon=True)
+        return self._written
 
     def release(self, owner: int, on_progress: Callable[[], None]) -> float:
         """Return when the elements of `owner` may change, because they have been copied or the save has failed.
@@ -66,17 +76,11 @@ class ShardWriter:
         """Wait until everything is on the disk; returns the pieces that this rank has written, except of interleaved blocks.
 
         Raises:
-            StorageError, CheckpointError: for what went wrong in the thread.
+            StorageError, CheckpointError, OSError: for what went wrong in the thread.
         """
-        self._wait(lambda: not self._thread.is_alive(), on_progress)
-        self._thread.join()
-        if self._failure is not None:
-            raise self._failure
+        self._wait(self._written.done, on_progress)
+        self._written.result()
         return sorted(self._checksums, key=lambda piece: (piece.path, piece.begin))
-
-    def end(self) -> None:
-        """Wait until the thread has ended, and ignore whether it succeeded."""
-        self._thread.join()
 
     def _wait(self, over: Callable[[], bool], on_progress: Callable[[], None]) -> float:
         began = time.monotonic()
@@ -89,28 +93,13 @@ class ShardWriter:
                 self._changed.wait_for(over, timeout=_PROGRESS_SECONDS)
         return time.monotonic() - began
 
-    def _run(self) -> None:
-        try:
-            self._write_all()
-        except ZeromeshError as error:
-            self._failure = error
-        except OSError as error:
-            self._failure = StorageError(f"{str(self._directory)!r} cannot be written: {error.strerror or error}")
-        except Exception as error:  # noqa: BLE001 - whatever it is, training has to see it
-            self._failure = CheckpointError(
-                f"saving to {str(self._directory)!r} failed: {type(error).__name__}: {error}"
-            )
-        finally:
-            with self._changed:
-                self._left.clear()
-                self._changed.notify_all()
-
     def _write_all(self) -> None:
         """Fill, checksum and write the pieces in order, a few at a time, then bring their files to the disk."""
         pool = StagingPool(STAGING_BUFFERS, GRID)
-        paths = {piece.path for piece in self._pieces}
-        files = {path: PositionalFile(self._directory / path, write=True) for path in paths}
+        files: dict[str, PositionalFile] = {}
         try:
+            for path in {piece.path for piece in self._pieces}:
+                files[path] = PositionalFile(self._directory / path, write=True)
             with ThreadPoolExecutor(_IO_THREADS) as threads:
                 in_flight: deque[Future[None]] = deque()
                 for piece in self._pieces:
@@ -127,6 +116,9 @@ class ShardWriter:
         finally:
             for file in files.values():
                 file.close()
+            with self._changed:
+                self._left.clear()
+                self._changed.notify_all()
 
     def _fill(self, piece: WritePiece, data: torch.Tensor) -> None:
         """Copy the bytes of a piece into `data`; the elements may change afterwards."""
