@@ -64,9 +64,9 @@ class RunCheckpoints:
         self._note = note
         self._sign = 1.0 if goal_of(config.run.metric, config.run.metric_goal) == "lowest" else -1.0
         self._keep_best = max(int(config.run.load_best), config.checkpoint.keep_best)
-        self._saver = Saver(self.store, self._mesh) if self._section.every_steps else None
-        """Made when it is first needed, where only callbacks ask for checkpoints."""
-        if self._mesh.rank == 0 or (self._saver is not None and self._saver.sharing.leads):
+        self._saver = Saver(self.store, self._mesh)
+        # Where only callbacks ask for checkpoints, the directory is made when it is first needed.
+        if self._saver.sharing.leads if self._section.every_steps else self._mesh.rank == 0:
             self.store.clean()
         self._linked = linked
         self._metrics: dict[int, float] = {}
@@ -79,7 +79,7 @@ class RunCheckpoints:
     @property
     def in_flight(self) -> int | None:
         """The step whose checkpoint is being written; the same on all ranks."""
-        return self._saver.in_flight if self._saver is not None else None
+        return self._saver.in_flight
 
     # Going on
 
@@ -170,7 +170,7 @@ class RunCheckpoints:
 
     def require_room(self) -> None:
         """Raise `StorageError` where the run's first checkpoint would not fit."""
-        if self._saver is not None:
+        if self._section.every_steps:
             self._saver.require_room(self._engine.checkpoint_state.tensors())
 
     def save(self, state: TrainerState, *, wait: bool) -> bool:
@@ -199,7 +199,7 @@ class RunCheckpoints:
             keep=self._kept,
         )
         try:
-            self._made().begin(state.step, content)
+            self._saver.begin(state.step, content)
         except (CheckpointError, StorageError) as error:
             self._failed(str(error))
             return False
@@ -225,39 +225,31 @@ class RunCheckpoints:
             return
         if state.metric is not None:
             self._metrics[state.step] = state.metric
-        saved = self._made().amend(state.step, EVALUATED, state.to_json(), self._kept)
+        saved = self._saver.amend(state.step, EVALUATED, state.to_json(), self._kept)
         if saved.failure:
             self._note(f"WARNING: the checkpoint of step {state.step} does not have its evaluation: {saved.failure}")
         self._warn_of_old(saved.warning)
 
-    def _made(self) -> Saver:
-        if self._saver is None:
-            self._saver = Saver(self.store, self._mesh)
-        return self._saver
-
     def poll(self) -> None:
         """Between two steps: end the save in flight if it can end. Raises as `save` does."""
-        if self._saver is not None:
-            self._ended(self._saver.poll())
+        self._ended(self._saver.poll())
 
     def finish(self) -> None:
         """Wait for the save in flight. Raises as `save` does."""
-        if self._saver is not None:
-            self._ended(self._saver.finish())
+        self._ended(self._saver.finish())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """After an error of a run of one rank, which may go on: end what is being written, and leave nothing of it."""
-        if error is not None and self._saver is not None and self._mesh.world_size == 1:
+        if error is not None and self._mesh.world_size == 1:
             self._saver.give_up()
 
     def close(self) -> None:
         """At the end of training: wait for the save in flight, and until old checkpoints are removed. Raises as `save` does."""
         self.finish()
-        if self._saver is not None:
-            self._warn_of_old(self._saver.remove_old(self._section.timeout_seconds))
+        self._warn_of_old(self._saver.remove_old(self._section.timeout_seconds))
 
     def _warn_of_old(self, problem: str) -> None:
         if problem:
@@ -293,8 +285,7 @@ class RunCheckpoints:
 
     def _release(self, bucket: Bucket) -> None:
         """Before an update: wait until the elements that it changes have been copied."""
-        if self._saver is not None:
-            self._saver.release(self._engine.checkpoint_state.owner_of(bucket))
+        self._saver.release(self._engine.checkpoint_state.owner_of(bucket))
 
     def _kept(self) -> set[int]:
         """The steps that `keep_last` and `keep_best` keep, once the newest is there; called on rank 0."""

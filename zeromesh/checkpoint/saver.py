@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner, check_interleaved, collect_digests
 from zeromesh.checkpoint.io.writer import ShardWriter, in_thread
-from zeromesh.checkpoint.multi_host.agreement import find_sharing, together
+from zeromesh.checkpoint.multi_host.agreement import SharedStorage, find_sharing, together
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, LayoutError, StorageError
 from zeromesh.files import disk_call, write_whole
@@ -80,13 +81,16 @@ class Saver:
     what is in it."""
 
     def __init__(self, store: CheckpointStore, mesh: Mesh) -> None:
-        """Raises `StorageError` where some rank cannot write to the store."""
         self.store = store
-        self.sharing = find_sharing(store.root, mesh)
         self._mesh = mesh
         self._save: _Save | None = None
         self._task: Future[Any] = Future()
         """What this rank does for the present stage."""
+
+    @cached_property
+    def sharing(self) -> SharedStorage:
+        """Which ranks see one directory, which is made now. Raises `StorageError` where some rank cannot write there."""
+        return find_sharing(self.store.root, self._mesh)
 
     def require_room(self, tensors: Sequence[TensorSpec]) -> None:
         """Raise `StorageError` on all ranks where a checkpoint of these tensors would not fit on some disk.

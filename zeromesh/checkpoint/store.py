@@ -10,13 +10,15 @@ import os
 import re
 import secrets
 import shutil
-import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from zeromesh import fault_injection
 from zeromesh.checkpoint.format import manifest as manifests
@@ -24,6 +26,7 @@ from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manif
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout
 from zeromesh.checkpoint.io.file_slices import cut_at_grid
 from zeromesh.checkpoint.io.reader import manifest_of
+from zeromesh.checkpoint.io.writer import in_thread
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.files import read_whole, write_whole
 from zeromesh.intervals import Interval
@@ -48,7 +51,7 @@ class CheckpointStore:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.trash = Remover()
-        """Removes what has been set aside, in a thread of its own."""
+        """Removes what has been set aside, in threads."""
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are there, newest first, whole or not."""
@@ -276,59 +279,47 @@ def fresh_directory(out: Path, nbytes: int) -> Iterator[Path]:
 
 
 class Remover:
-    """Removes one directory after another. What cannot be removed is tried again with the next one, and reported once.
+    """Removes directories, each in a thread. What cannot be removed is tried again with the next one, and reported once.
 
-    The thread runs only while there is something to remove, and does not keep a process from ending: the next start of the run
-    removes what is left.
+    Threads do not keep a process from ending: the next start of the run removes what is left.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Path] = deque()
-        self._refused: dict[Path, str] = {}
-        """Directories that are still there, and why."""
+        self._tasks: dict[Path, Future[Any]] = {}
+        """By directory its removal, which returns why it is still there. It is replaced as a whole: other threads may look."""
         self._reported: set[Path] = set()
-        self._running = False
-        self._changed = threading.Condition()
 
     def remove(self, path: Path) -> None:
         """Remove a directory and all that is in it, later."""
-        with self._changed:
-            self._waiting.extend(each for each in (*self._refused, path) if each not in self._waiting)
-            if not self._running:
-                self._running = True
-                threading.Thread(target=self._run, name="zeromesh-remove", daemon=True).start()
+        tasks = {each: task for each, task in self._tasks.items() if not task.done()}
+        for each in (*self._refused(), path):
+            tasks[each] = in_thread("remove", partial(_remove, each), daemon=True)
+        self._tasks = tasks
 
     def wait(self, *, left: int = 0, seconds: float | None = None) -> bool:
-        """Wait until at most `left` directories are still to be removed, for at most `seconds`; returns whether that came true."""
-        with self._changed:
-            return self._changed.wait_for(lambda: len(self._waiting) <= left, timeout=seconds)
+        """Wait until the oldest but `left` removals have ended, for at most `seconds`; returns whether that came true."""
+        tasks = [task for task in self._tasks.values() if not task.done()]
+        return not futures.wait(tasks[: max(0, len(tasks) - left)], seconds).not_done
 
     def problems(self) -> str:
         """A report of directories that could not be removed and were not reported before; empty where there are none."""
-        with self._changed:
-            new = {path: why for path, why in self._refused.items() if path not in self._reported}
-            self._reported.update(new)
+        new = {path: why for path, why in self._refused().items() if path not in self._reported}
+        self._reported.update(new)
         first = next(iter(new.values()), "")
         return first + (f" (and {len(new) - 1} more directories)" if len(new) > 1 else "")
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._waiting:
-                    self._running = False
-                    return
-                path = self._waiting[0]
-            shutil.rmtree(path, ignore_errors=True)  # Of what cannot be removed as a whole, as much as can be.
-            why = ""
-            try:
-                if path.exists():
-                    shutil.rmtree(path)
-            except OSError as error:
-                name = Path(error.filename if error.filename is not None else path).name
-                why = f"{str(path)!r} is still there: {name!r} cannot be removed: {error.strerror or error}"
-            with self._changed:
-                self._refused.pop(path, None)
-                if why:
-                    self._refused[path] = why
-                self._waiting.popleft()
-                self._changed.notify_all()
+    def _refused(self) -> dict[Path, str]:
+        """Directories that could not be removed, and why."""
+        return {path: task.result() for path, task in self._tasks.items() if task.done() and task.result()}
+
+
+def _remove(path: Path) -> str:
+    """Remove a directory; returns why it is still there, if it is. Of what cannot be removed as a whole, as much goes as can."""
+    shutil.rmtree(path, ignore_errors=True)
+    try:
+        if path.exists():
+            shutil.rmtree(path)
+    except OSError as error:
+        name = Path(error.filename if error.filename is not None else path).name
+        return f"{str(path)!r} is still there: {name!r} cannot be removed: {error.strerror or error}"
+    return ""

@@ -186,7 +186,7 @@ def test_one_changed_element_is_found(
     monkeypatch: pytest.MonkeyPatch,
     window: int,
 ) -> None:
-    monkeypatch.setattr("zeromesh.trainer.tools.checkpoint.diff._WINDOW_BYTES", window)
+    monkeypatch.setattr("zeromesh.trainer.tools.checkpoint.reading.WINDOW_BYTES", window)
     name = "model.layers.1.mlp.up_proj.weight"
     before = float(trained.models["llama"].get_parameter(name).detach()[0, 0])
     directory = copied("llama") / "checkpoints/step-00000002"

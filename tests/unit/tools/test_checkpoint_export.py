@@ -112,7 +112,7 @@ def test_an_export_of_several_files_through_small_windows(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zeromesh.checkpoint.format.safetensors_layout._LARGEST_FILE", 30000)
-    monkeypatch.setattr("zeromesh.trainer.tools.checkpoint.export._WINDOW", 4096)
+    monkeypatch.setattr("zeromesh.trainer.tools.checkpoint.reading.WINDOW_BYTES", 4096)
     for name in ("llama", "mixtral"):
         out = tmp_path / name
         assert main(["checkpoint", "export", str(trained.run(name)), str(out)]) == 0

@@ -14,10 +14,9 @@ from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, StoredTen
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_elements, state_of
+from zeromesh.trainer.tools.checkpoint import reading
+from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_elements, state_of, windows
 
-_WINDOW_BYTES = 32 << 20
-"""Of both checkpoints' elements together that are in memory at once."""
 _SHOWN = 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ABSENT = "(absent)"
@@ -33,6 +32,11 @@ class _Pair:
     largest: float = 0.0
     at: int = 0
     values: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def element_nbytes(self) -> int:
+        """Bytes of an element of both."""
+        return self.one.spec.dtype.itemsize + self.two.spec.dtype.itemsize
 
     def compare(self, first: int, here: torch.Tensor, there: torch.Tensor) -> None:
         """Take the elements from `first` on of both into account."""
@@ -93,7 +97,7 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
         missing,
     ]
     moved = Throughput(console, "comparing", sum(each.one.spec.nbytes + each.two.spec.nbytes for each in pairs))
-    for batch in _batches(pairs):
+    for batch in windows(_stretches(pairs), lambda each: each[2] * each[0].element_nbytes):
         here = read_elements(first, [(pair.one, begin, count) for pair, begin, count in batch], moved)
         there = read_elements(second, [(pair.two, begin, count) for pair, begin, count in batch], moved)
         for (pair, begin, _), *values in zip(batch, here, there, strict=True):
@@ -156,19 +160,8 @@ def _only(here: Iterable[tuple[str, str]], there: Iterable[tuple[str, str]], whi
     )
 
 
-def _batches(pairs: Iterable[_Pair]) -> Iterator[list[tuple[_Pair, int, int]]]:
-    """Yield all elements as `(pair, first, count)`, as many at a time as a window takes."""
-    batch: list[tuple[_Pair, int, int]] = []
-    filled = 0
+def _stretches(pairs: Iterable[_Pair]) -> Iterator[tuple[_Pair, int, int]]:
+    """Yield all elements as `(pair, first, count)`, each within the memory that is used at once."""
     for pair in pairs:
-        size = pair.one.spec.dtype.itemsize + pair.two.spec.dtype.itemsize
-        first, numel = 0, pair.one.spec.numel
-        while first < numel:
-            count = min(numel - first, max(1, (_WINDOW_BYTES - filled) // size))
-            batch.append((pair, first, count))
-            first, filled = first + count, filled + count * size
-            if filled + size > _WINDOW_BYTES:
-                yield batch
-                batch, filled = [], 0
-    if batch:
-        yield batch
+        most, numel = max(1, reading.WINDOW_BYTES // pair.element_nbytes), pair.one.spec.numel
+        yield from ((pair, first, min(most, numel - first)) for first in range(0, numel, most))

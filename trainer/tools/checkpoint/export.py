@@ -24,11 +24,10 @@ from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, name_in
 from zeromesh.trainer.models.adapters import import_peft
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_MODEL, begin_files
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_elements
+from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_elements, windows
 from zeromesh.trainer.weights.hub_names import Group, HubNames, quiet_library, read_class
 from zeromesh.weight_init.weight_sources import canonical_names
 
-_WINDOW = 32 << 20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PREFIX = "base_model.model."
 """What PEFT puts before the names of the model inside. Names of adapters that were added to the model itself lack it."""
@@ -159,7 +158,7 @@ def _write_weights(
     with ExitStack() as stack:
         places, indices = begin_files(folder, specs, stack)
         files = {file for file, _, _ in places.values()}
-        for batch in _batches(groups, chosen):
+        for batch in windows(groups, lambda group: sum(chosen[name][0].spec.nbytes for name in group.names)):
             for name, tensor in _hub_tensors(reader, batch, chosen, names, moved):
                 file, spec, at = places[name]
                 if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
@@ -173,21 +172,6 @@ def _write_weights(
     for path, text in indices.items():
         write_whole(folder / path, text)
     return len(files)
-
-
-def _batches(groups: Sequence[Group], chosen: _Chosen) -> Iterator[list[Group]]:
-    """Yield groups in order, as many at a time as a window takes."""
-    batch: list[Group] = []
-    filled = 0
-    for group in groups:
-        nbytes = sum(chosen[name][0].spec.nbytes for name in group.names)
-        if batch and filled + nbytes > _WINDOW:
-            yield batch
-            batch, filled = [], 0
-        batch.append(group)
-        filled += nbytes
-    if batch:
-        yield batch
 
 
 def _hub_tensors(

@@ -1,8 +1,9 @@
 """What the tools for checkpoints share: what a path on the command line means, counters, and reading elements."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +18,10 @@ from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, name_in
 from zeromesh.trainer.formatting import human_bytes, human_seconds
 from zeromesh.trainer.monitoring.console import Console
+
+WINDOW_BYTES = 32 << 20
+"""Bytes of elements that are in memory at once."""
+_Item = TypeVar("_Item")
 
 
 def store_at(path: Path) -> CheckpointStore:
@@ -64,6 +69,21 @@ def part_text(reader: CheckpointReader) -> str:
     """Return which part of a checkpoint this is, such as ` (part 1 of 2)`; empty for a whole one."""
     index, count = reader.manifest.part
     return f" (part {index + 1} of {count})" if count > 1 else ""
+
+
+def windows(items: Iterable[_Item], size_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """Yield items in order, as many at a time as fit into the memory that is used at once by their bytes, or one."""
+    batch: list[_Item] = []
+    filled = 0
+    for item in items:
+        size = size_of(item)
+        if batch and filled + size > WINDOW_BYTES:
+            yield batch
+            batch, filled = [], 0
+        batch.append(item)
+        filled += size
+    if batch:
+        yield batch
 
 
 def read_elements(

@@ -148,27 +148,18 @@ def parse(path: Path, raw: bytes) -> Manifest:
             raise CheckpointError(f"{path}: {name} should be {expected}")
         return value
 
-    index, count = checked(
-        "part",
-        _is_pair,
-        "a list of 2 whole numbers, 0 or more",
-    )
-    if not 0 <= index < count:
-        raise CheckpointError(f"{path}: part {[index, count]} is no index and count")
+    index, count = checked("part", _is_part, "an index and a count, two whole numbers")
     files = checked("files", _is_object, "an object")
     if len(files) > _MAX_FILES:
         raise CheckpointError(f"{path} names {len(files):,} files; at most {_MAX_FILES:,} are allowed")
     records = {name: _file(path, name, value, whole=count == 1) for name, value in files.items()}
-    aliases = checked("aliases", _is_object, "an object of texts")
-    if not all(isinstance(name, str) for name in aliases.values()):
-        raise CheckpointError(f"{path}: aliases should be an object of texts")
     layout = checked("layout", _is_object, "an object")
     check_plain(path, "layout", layout)
     return Manifest(
         step=checked("step", is_size, "a whole number, 0 or more"),
         files=records,
         tensors=_tensors(path, checked("tensors", _is_object, "an object"), records),
-        aliases=aliases,
+        aliases=checked("aliases", _is_object_of_texts, "an object of texts"),
         layout=layout,
         part=(index, count),
     )
@@ -178,34 +169,37 @@ def _is_object(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(is_size, value))
+def _is_object_of_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(is_size, value)) and value[0] < value[1]
 
 
 def _file(path: Path, name: str, value: Any, *, whole: bool) -> FileRecord:
     if not _PATH.fullmatch(name) or name == NAME:
         raise CheckpointError(f"{path} names the file {name[:300]!r}, which is no plain name inside the checkpoint")
-    rows = value.get("pieces") if isinstance(value, dict) else None
-    nbytes = value.get("bytes") if isinstance(value, dict) else None
-    if not isinstance(rows, list) or not isinstance(nbytes, int) or not is_size(nbytes):
-        raise CheckpointError(f"{path}: {name} should have a number of bytes and a list of pieces")
+    match value:
+        case {"pieces": list(rows), "bytes": int(nbytes)} if is_size(nbytes):
+            pass
+        case _:
+            raise CheckpointError(f"{path}: {name} should have a number of bytes and a list of pieces")
     found, end = [], 0
     for row in rows:
-        if (
-            not isinstance(row, list)
-            or len(row) != 4
-            or not (is_size(row[0]) and is_size(row[1]) and is_size(row[3]))
-            or not isinstance(row[2], str)
-            or not _CHECKSUM.fullmatch(row[2])
-        ):
-            raise CheckpointError(f"{path}: {name} has a piece that is no [begin, end, checksum, rank]")
-        begin, stop = row[0], row[1]
+        match row:
+            case [begin, stop, str(digest), rank] if _CHECKSUM.fullmatch(digest) and all(
+                map(is_size, (begin, stop, rank))
+            ):
+                pass
+            case _:
+                raise CheckpointError(f"{path}: {name} has a piece that is no [begin, end, checksum, rank]")
         if begin < end or stop <= begin or stop > nbytes or (whole and begin != end):
             raise CheckpointError(
                 f"{path}: {name} has the piece [{begin}, {stop}) after byte {end} of {nbytes}: pieces overlap, leave a gap "
                 "or end beyond the file"
             )
-        found.append(ChecksumPiece(path=name, begin=begin, end=stop, checksum=row[2], rank=row[3]))
+        found.append(ChecksumPiece(path=name, begin=begin, end=stop, checksum=digest, rank=rank))
         end = stop
     if whole and end != nbytes:
         raise CheckpointError(f"{path}: the pieces of {name} end at byte {end} of {nbytes}")
@@ -228,20 +222,13 @@ def _tensors(path: Path, kinds: Mapping[str, Any], files: Mapping[str, FileRecor
 
 
 def _tensor(path: Path, kind: str, name: str, row: Any, files: Mapping[str, FileRecord]) -> StoredTensor:
-    if not isinstance(row, list) or len(row) != 4:
-        raise CheckpointError(f"{path}: {kind} {name} is no [file, begin, dtype, shape]")
-    file, begin, dtype, shape = row
-    if (
-        not isinstance(file, str)
-        or file not in files
-        or not is_size(begin)
-        or not isinstance(dtype, str)
-        or dtype not in DTYPES
-        or not isinstance(shape, list)
-        or len(shape) > MAX_DIMS
-        or not all(is_size(size) for size in shape)
-    ):
-        raise CheckpointError(f"{path}: {kind} {name} is {row!r:.200}, no file of it, byte, dtype and shape")
+    match row:
+        case [str(file), begin, str(dtype), list(shape)] if (
+            file in files and dtype in DTYPES and len(shape) <= MAX_DIMS and all(map(is_size, [begin, *shape]))
+        ):
+            pass
+        case _:
+            raise CheckpointError(f"{path}: {kind} {name} is {row!r:.200}, no file of it, byte, dtype and shape")
     spec = TensorSpec(kind=kind, name=name, dtype=DTYPES[dtype], shape=tuple(shape))
     tensor = StoredTensor(spec=spec, path=file, begin=begin)
     if begin % DTYPES[dtype].itemsize or tensor.end > files[file].nbytes:
