@@ -16,7 +16,7 @@ from zeromesh.checkpoint.format.safetensors_layout import DTYPES, FileLayout, Te
 from zeromesh.checkpoint.io import file_slices, write_plan
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner, check_interleaved, collect_digests
+from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner, check_interleaved
 from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.loader import _targets
 from zeromesh.checkpoint.store import CheckpointStore
@@ -147,8 +147,7 @@ def written(directory: Path, plans: Sequence[WritePlan]) -> list[ChecksumPiece]:
     writers = writers_of(directory, plans)
     found = pieces_of(writers)
     for rank, plan in enumerate(plans):
-        digests = collect_digests(plan.blocks, [writer.digests for writer in writers])
-        found += check_interleaved(directory, plan.blocks, digests, rank)
+        found += check_interleaved(directory, plan.blocks, [writer.digests for writer in writers], rank)
     return found
 
 

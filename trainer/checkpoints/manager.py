@@ -24,6 +24,7 @@ from zeromesh.trainer.checkpoints.trainer_state import (
     goal_of,
     name_in,
     settings_of,
+    state_of,
 )
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.formatting import human_bytes
@@ -330,16 +331,13 @@ def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None
         later = ("model.", "data.", *(["schedule."] if config.run.epochs is not None else []))
         now = {key: value for key, value in settings_of(config, model={}, data={}).items() if not key.startswith(later)}
         with suppress(CheckpointError):  # Perhaps an older one can be used.
-            then = _state_in(CheckpointReader(path, parts=True)).settings
-            differ = differences({key: value for key, value in then.items() if key in now}, now)
+            state = state_of(CheckpointReader(path, parts=True))
+            then = {key: value for key, value in state.settings.items() if key in now} if state is not None else now
+            differ = differences(then, now)
             problem = _of_another_run(path, differ) if differ else ""
     problem = mesh.world.gather_bytes(problem.encode(), "settings of the run's checkpoints")[0].decode()
     if problem:
         raise ConfigError(problem)
-
-
-def _state_in(reader: CheckpointReader) -> TrainerState:
-    return TrainerState.from_json(reader.document(name_in(reader.manifest.files)), str(reader.directory))
 
 
 def _of_another_run(path: Path, differ: Sequence[str]) -> str:
@@ -386,12 +384,12 @@ def _metric_of(path: Path) -> float | None:
     """The metric that a checkpoint of an earlier process carries; None where another part has it."""
     try:
         reader = CheckpointReader(path, parts=True)
-        if reader.manifest.part[1] > 1 and NAME not in reader.manifest.files:
-            return None
-        metric = _state_in(reader).metric
+        state = state_of(reader)
     except ZeromeshError:
         return _NONE
-    return _NONE if metric is None else metric
+    if state is None and reader.manifest.part[1] > 1:
+        return None
+    return _NONE if state is None or state.metric is None else state.metric
 
 
 def _directory_of(named: str) -> Path:

@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import nn
 
 from zeromesh.checkpoint.format.safetensors_layout import check_plain
+from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.trainer.config.sections.training import default_warmup
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -114,6 +115,14 @@ def _checked(kind: type[_T], values: Mapping[str, Any], problem: str) -> _T:
 def name_in(files: Container[str]) -> str:
     """The file of a checkpoint that has its latest state."""
     return EVALUATED if EVALUATED in files else NAME
+
+
+def state_of(reader: CheckpointReader) -> TrainerState | None:
+    """Return the counters; None where there are none. Raises `CheckpointError` for those that no trainer has written."""
+    name = name_in(reader.manifest.files)
+    return (
+        TrainerState.from_json(reader.document(name), str(reader.directory)) if name in reader.manifest.files else None
+    )
 
 
 def description_of(model: nn.Module) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, index_files, plan_files
 from zeromesh.checkpoint.io.file_slices import TensorShard
-from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner, check_interleaved, collect_digests
+from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner, check_interleaved
 from zeromesh.checkpoint.io.writer import ShardWriter, in_thread
 from zeromesh.checkpoint.multi_host.agreement import SharedStorage, find_sharing, together
 from zeromesh.checkpoint.store import CheckpointStore
@@ -67,15 +67,6 @@ class Saved:
 _Stages = Generator[None, None, Saved]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Save:
-    """A save in flight."""
-
-    step: int
-    writer: ShardWriter
-    stages: _Stages
-
-
 class Saver:
     """Saves to a store. All ranks make one and call every method alike. The first rank that sees a directory makes and commits
     what is in it."""
@@ -83,7 +74,11 @@ class Saver:
     def __init__(self, store: CheckpointStore, mesh: Mesh) -> None:
         self.store = store
         self._mesh = mesh
-        self._save: _Save | None = None
+        self.in_flight: int | None = None
+        """The step whose checkpoint is being written."""
+        self._writer: ShardWriter | None = None
+        self._coming: _Stages | None = None
+        """The stages of the save in flight that are still to come."""
         self._task: Future[Any] = Future()
         """What this rank does for the present stage."""
 
@@ -103,19 +98,14 @@ class Saver:
         except CheckpointError as error:
             raise StorageError(str(error)) from error
 
-    @property
-    def in_flight(self) -> int | None:
-        """The step whose checkpoint is being written."""
-        return self._save.step if self._save else None
-
     def begin(self, step: int, content: SaveContent) -> None:
         """Begin to write a checkpoint; none may be in flight.
 
         Raises:
             CheckpointError: on all ranks, with what some rank could not do; nothing of the checkpoint is left then.
         """
-        if self._save is not None:
-            raise CheckpointError(f"the checkpoint of step {self._save.step} is still being written")
+        if self.in_flight is not None:
+            raise CheckpointError(f"the checkpoint of step {self.in_flight} is still being written")
         files = plan_files(content.tensors, self._mesh.world_size)
         plan = self._plan(files, content.shards)
         part_nbytes = None
@@ -132,7 +122,7 @@ class Saver:
         writer = ShardWriter(self.store.temporary(step), pieces, self._mesh.rank)
         stages = self._stages(step, plan, writer, content, self._layout(content))
         next(stages)
-        self._save = _Save(step=step, writer=writer, stages=stages)
+        self.in_flight, self._writer, self._coming = step, writer, stages
 
     def _plan(self, files: Sequence[FileLayout], shards: Sequence[TensorShard]) -> WritePlan:
         """What this rank writes. Ranks may write a block together where they see one directory from one host."""
@@ -184,16 +174,15 @@ class Saver:
             yield
             pieces: list[ChecksumPiece] = []
 
-            def written() -> list[tuple[int, int, str]]:
+            def written() -> list[tuple[str, int, int, str]]:
                 pieces.extend(writer.join(self._post_progress))
                 return writer.digests
 
             rows = self._together(written, "checksums of interleaved blocks")
             read_back: Callable[[], list[ChecksumPiece]] = list
             if plan.any_interleaved:
-                digests = collect_digests(plan.blocks, rows)
                 read_back = self._start(
-                    "checking", directory, lambda: check_interleaved(directory, plan.blocks, digests, self._mesh.rank)
+                    "checking", directory, partial(check_interleaved, directory, plan.blocks, rows, self._mesh.rank)
                 )
                 yield
             rows = self._together(
@@ -245,14 +234,14 @@ class Saver:
 
     def release(self, owner: int) -> float:
         """Return when bucket `owner` may be updated; the seconds that were waited."""
-        return self._save.writer.release(owner, self._post_progress) if self._save else 0.0
+        return self._writer.release(owner, self._post_progress) if self._writer else 0.0
 
     def _post_progress(self) -> None:
         self._mesh.post(Activity.SAVE)
 
     def poll(self) -> Saved | None:
         """Between two steps: go on with the save in flight if all ranks can; returns how it ended, once it has."""
-        if self._save is None:
+        if self._coming is None:
             return None
         busy = int(not self._task.done())
         busy_anywhere = self._mesh.world.max_(torch.tensor([busy]), "progress of the checkpoint")
@@ -261,24 +250,29 @@ class Saver:
     def finish(self) -> Saved | None:
         """Wait until the save in flight has ended, if there is one; returns how it ended."""
         saved: Saved | None = None
-        while self._save is not None:
+        while self._coming is not None:
             saved = self._advance()
         return saved
 
     def _advance(self) -> Saved | None:
         """Go to the next stage, with all ranks; returns how the save ended, if it has."""
-        saved = _next(self._save.stages) if self._save is not None else None
-        self._save = self._save if saved is None else None
+        saved = _next(self._coming) if self._coming is not None else None
+        if saved is not None:
+            self._forget()
         return saved
+
+    def _forget(self) -> None:
+        self.in_flight = self._writer = self._coming = None
 
     def give_up(self) -> None:
         """Forget the save in flight without a collective call; returns when no thread works on it any more."""
-        save, self._save = self._save, None
-        if save is None:
+        step = self.in_flight
+        if step is None:
             return
+        self._forget()
         wait([self._task])
         if self.sharing.leads:
-            self.store.abandon(save.step)
+            self.store.abandon(step)
             self.store.trash.wait()
 
     def amend(self, step: int, name: str, data: bytes, keep: Callable[[], set[int]]) -> Saved:
@@ -328,7 +322,7 @@ def _next(stages: _Stages) -> Saved | None:
     return None
 
 
-def _records(files: Sequence[FileLayout], rows: Sequence[Sequence[Any]]) -> dict[str, FileRecord]:
+def _records(files: Sequence[FileLayout], rows: Sequence[list[Any]]) -> dict[str, FileRecord]:
     """The records of files, from rows of a path and a piece of it."""
     pieces: dict[str, list[ChecksumPiece]] = {file.path: [] for file in files}
     for path, begin, end, digest, rank in sorted(rows):

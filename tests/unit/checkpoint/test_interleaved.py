@@ -17,7 +17,7 @@ from test_regions import Slices, intervals_of, oracle, regions
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, plan_files
 from zeromesh.checkpoint.io import file_slices
 from zeromesh.checkpoint.io.file_slices import TensorShard, merged, minus
-from zeromesh.checkpoint.io.write_plan import WritePlan, check_interleaved, collect_digests
+from zeromesh.checkpoint.io.write_plan import WritePlan, check_interleaved
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.flat.regions import Region
@@ -235,7 +235,7 @@ def test_what_is_not_what_a_rank_was_to_write_is_found_before_the_commit(tmp_pat
 
     def check() -> None:
         for rank in range(4):
-            check_interleaved(directory, blocks_, collect_digests(blocks_, rows), rank)
+            check_interleaved(directory, blocks_, rows, rank)
 
     with pytest.raises((CheckpointError, StorageError), match=words[harm]):
         check()

@@ -12,10 +12,10 @@ import torch
 
 from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, StoredTensor
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.trainer.checkpoints.trainer_state import TrainerState
+from zeromesh.trainer.checkpoints.trainer_state import TrainerState, state_of
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint import reading
-from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_elements, state_of, windows
+from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_elements, windows
 
 _SHOWN = 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from zeromesh.checkpoint.format.manifest import ChecksumPiece
 from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec, parse_json
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import fresh_directory
@@ -101,12 +100,8 @@ def _copy_documents(reader: CheckpointReader, folder: Path) -> None:
             continue
         (folder / path).parent.mkdir(exist_ok=True)
         with PositionalFile(folder / path, write=True, size=record.nbytes) as file:
-            _copy(reader, record.pieces, file)
+            reader.copy_to(file, path)
             file.sync()
-
-
-def _copy(reader: CheckpointReader, pieces: Sequence[ChecksumPiece], file: PositionalFile) -> None:
-    reader.stream(pieces, lambda piece, data: file.write(data, piece.begin))
 
 
 def _put_dtype(path: Path, dtype: str) -> None:

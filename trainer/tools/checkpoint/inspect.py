@@ -16,8 +16,9 @@ from zeromesh.checkpoint.io.file_slices import overlapping
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, printable
+from zeromesh.trainer.checkpoints.trainer_state import state_of
 from zeromesh.trainer.formatting import human_bytes, human_count, table_lines
-from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at, part_text, state_of, store_at
+from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at, part_text, store_at
 
 COLUMNS = ("step", "date (UTC)", "size", "loss", "eval loss", "tokens", "written by", "state")
 _NUMBERS = frozenset({"step", "size", "loss", "eval loss", "tokens", "tensors", "parameters", "bytes"})

@@ -15,7 +15,6 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import ConfigError
 from zeromesh.offload import TieredTensor
 from zeromesh.trainer.checkpoints.manager import FOLDER
-from zeromesh.trainer.checkpoints.trainer_state import TrainerState, name_in
 from zeromesh.trainer.formatting import human_bytes, human_seconds
 from zeromesh.trainer.monitoring.console import Console
 
@@ -55,14 +54,6 @@ def checkpoints_at(path: Path) -> list[Path]:
 def checkpoint_at(path: Path) -> Path:
     """Return the checkpoint that a path is, or the newest of a run. Raises `ConfigError` where there is none."""
     return checkpoints_at(path)[0]
-
-
-def state_of(reader: CheckpointReader) -> TrainerState | None:
-    """Return the counters; None where there are none. Raises `CheckpointError` for those that no trainer has written."""
-    name = name_in(reader.manifest.files)
-    if name not in reader.manifest.files:
-        return None
-    return TrainerState.from_json(reader.document(name), str(reader.directory))
 
 
 def part_text(reader: CheckpointReader) -> str:

@@ -226,7 +226,7 @@ class PlacedValues:
         return self.where.hull.end
 
     def cut(self, window: Interval) -> PlacedValues:
-        """The elements that lie in bytes `window` of the file, which must cut no element."""
+        """The elements that lie in bytes `window` of the file, which may be longer and must cut no element."""
         where = self.where.cut(window)
         first = where.interval.start - self.where.interval.start
         return replace(self, where=where, values=self.values.slice(first, first + where.interval.length))

@@ -176,6 +176,20 @@ class CheckpointReader(OpenedCheckpoint):
                 f"(xxh3 {found}, {piece.checksum} was recorded)" + (f"; they hold {names}" if names else "")
             )
 
+    def copy_to(
+        self, file: PositionalFile, path: str, on_progress: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        """Write what is here of the file `path` to its place in another; `on_progress` gets the bytes of each piece.
+
+        Raises as `stream`.
+        """
+
+        def use(piece: ChecksumPiece, data: torch.Tensor) -> None:
+            file.write(data, piece.begin)
+            on_progress(data.numel())
+
+        self.stream(self.manifest.files[path].pieces, use)
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Files that are not plain files of their sizes, or that hold weights and come from elsewhere: each path, and what it is.
 

@@ -54,8 +54,6 @@ LONGEST_ROW = 512 << 10
 
 TensorPlace = tuple[str, int]
 """The file of a tensor, and the tensor's first byte there."""
-BlockDigests = Mapping[tuple[int, int], str]
-"""The checksum of what a rank was to write in a block, by the block's number and the place of the rank's slice in it."""
 
 
 def is_interleaved(shard: TensorShard) -> bool:
@@ -121,29 +119,19 @@ def _blocks_of(slices: Sequence[tuple[int, FileSlice]]) -> list[Interval]:
     return merged(found)
 
 
-def collect_digests(
-    blocks: Sequence[InterleavedBlock], rows: Sequence[Sequence[Sequence[Any]]]
-) -> dict[tuple[int, int], str]:
-    """The digests of this host's blocks, from the rows `[number, place, checksum]` of each rank; other hosts number others."""
-    ranks = {(block.number, place): rank for block in blocks for place, (rank, _) in enumerate(block.slices)}
-    return {
-        (number, place): digest
-        for rank, own in enumerate(rows)
-        for number, place, digest in own
-        if ranks.get((number, place)) == rank
-    }
-
-
 def check_interleaved(
-    directory: Path, blocks: Sequence[InterleavedBlock], digests: BlockDigests, rank: int
+    directory: Path, blocks: Sequence[InterleavedBlock], rows: Sequence[Sequence[Sequence[Any]]], rank: int
 ) -> list[ChecksumPiece]:
     """Read back the blocks that `rank` checks, once every rank has written and synced its bytes of them; returns their pieces.
+
+    `rows` has the `digests` of each rank's writer.
 
     Raises:
         CheckpointError: when the file has not what some rank was to write, or the ranks' slices do not fill a block.
         StorageError: when the system cannot read.
     """
     found: list[ChecksumPiece] = []
+    digests = {(path, begin, place): digest for own in rows for path, begin, place, digest in own}
     pool = StagingPool(2, GRID)
     buffer, spare = pool.take(), pool.take()
     opened: dict[str, PositionalFile] = {}
@@ -160,7 +148,7 @@ def check_interleaved(
             for place, (writer, each) in enumerate(block.slices):
                 own = each.cut(where).gather(data, where.start, spare)
                 filled += own.numel()
-                if checksum(own) != digests.get((block.number, place)):
+                if checksum(own) != digests.get((block.path, where.start, place)):
                     raise CheckpointError(
                         f"{file.path}: of {bytes_read}, those of rank {writer} are not what rank {writer} wrote"
                     )
@@ -224,7 +212,7 @@ class WritePlan:
         found = []
         for path, runs in self.runs.items():
             for edge in starts_in_blocks_of_others(_extents(runs)):
-                cuts = (_common(run, edge).to_bytes() for run in overlapping(runs, edge.start, edge.end))
+                cuts = (run.cut(edge).to_bytes() for run in overlapping(runs, edge.start, edge.end))
                 found.append((path, edge.start, b"".join(cuts)))
         return found
 
@@ -240,7 +228,7 @@ class WritePlan:
             for block in written_blocks(_extents(runs), sizes[path]):
                 for where in cut_at_grid(block):
                     sources = overlapping(content[path], where.start, where.end)
-                    cuts = tuple(_common(source, where) for source in sources)
+                    cuts = tuple(source.cut(where) for source in sources)
                     found.append(WritePiece(path=path, where=where, sources=cuts))
         last = len(order)
         return sorted(found, key=lambda piece: min((order.get(owner, last) for owner in piece.owners), default=last))
@@ -314,8 +302,3 @@ def _flat(runs: Mapping[str, Sequence[PlacedValues]]) -> Iterable[PlacedValues]:
 
 def _extents(runs: Sequence[PlacedValues]) -> list[Interval]:
     return merged(run.where.hull for run in runs)
-
-
-def _common(source: PlacedValues, window: Interval) -> PlacedValues:
-    """What a contiguous source has of `window`, which may be longer than the source."""
-    return source.cut(source.where.hull.intersect(window))

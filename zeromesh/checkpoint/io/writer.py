@@ -53,8 +53,8 @@ class ShardWriter:
         """By owner, the pieces with its elements that are not copied yet."""
         self._changed = threading.Condition()
         self._checksums: list[ChecksumPiece] = []
-        self.digests: list[tuple[int, int, str]] = []
-        """For each share of an interleaved block: the block's number, the share's place in it, and the share's checksum."""
+        self.digests: list[tuple[str, int, int, str]] = []
+        """For each share of an interleaved block: the block's file and first byte, the share's place in it, and its checksum."""
         self._done = 0
         self._written: Future[Any] = Future()
 
@@ -158,6 +158,6 @@ class ShardWriter:
                     ChecksumPiece(path=piece.path, begin=where.start, end=where.end, checksum=digest, rank=self._rank)
                 )
             else:
-                self.digests.append((block.number, piece.place, digest))
+                self.digests.append((piece.path, where.start, piece.place, digest))
             self._done += 1
             self._changed.notify_all()

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -71,19 +72,19 @@ def check_parts(parts: Sequence[tuple[str, Manifest]]) -> None:
 
 def _differences(one: Manifest, two: Manifest) -> list[str]:
     shared = one.files.keys() & two.files.keys()
-    sizes = [{path: each.files[path].nbytes for path in shared} for each in (one, two)]
-    return [
-        what
-        for what, here, there in (
-            ("step", one.step, two.step),
-            ("number of parts", one.part[1], two.part[1]),
-            ("the sizes of files", sizes[0], sizes[1]),
-            ("tensors", set(one.tensors), set(two.tensors)),
-            ("aliases", dict(one.aliases), dict(two.aliases)),
-            ("layout", dict(one.layout), dict(two.layout)),
-        )
-        if here != there
-    ]
+
+    def facts(part: Manifest) -> dict[str, Any]:
+        return {
+            "step": part.step,
+            "number of parts": part.part[1],
+            "the sizes of files": {path: part.files[path].nbytes for path in shared},
+            "tensors": set(part.tensors),
+            "aliases": dict(part.aliases),
+            "layout": dict(part.layout),
+        }
+
+    here, there = facts(one), facts(two)
+    return [what for what in here if here[what] != there[what]]
 
 
 def merged_manifest(parts: Sequence[Manifest]) -> Manifest:
@@ -126,15 +127,10 @@ def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[i
             with PositionalFile(directory / path, write=True, size=record.nbytes) as file:
                 for part in parts:
                     if path in part.manifest.files:
-                        part.stream(part.manifest.files[path].pieces, partial(_copy, file, on_progress))
+                        part.copy_to(file, path, on_progress)
                 file.sync()
         write_whole(directory / manifests.NAME, text)
     return whole
-
-
-def _copy(file: PositionalFile, on_progress: Callable[[int], None], piece: ChecksumPiece, data: torch.Tensor) -> None:
-    file.write(data, piece.begin)
-    on_progress(data.numel())
 
 
 class PartsReader(OpenedCheckpoint):
