@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -34,7 +34,6 @@ _T = TypeVar("_T")
 _Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 """A counter, below where floats, too, count one by one."""
 _Number = Annotated[float, Field(allow_inf_nan=False)]
-_MAPPINGS = ("trained", "best", "callbacks", "stream", "tracker", "settings")
 
 _NOT_COMPARED = frozenset(
     {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache"}
@@ -83,12 +82,11 @@ class TrainerState:
 
     def to_json(self) -> bytes:
         """Strict JSON; a loss that is not finite is null."""
-        mappings = {name: dict(getattr(self, name)) for name in _MAPPINGS}
-        values = {**asdict(self), **mappings, "log_history": [dict(line) for line in self.log_history]}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("loss", "eval_loss", "metric"):
             value = values[name]
             values[name] = value if value is not None and value - value == 0 else None
-        return json.dumps({"schema": _SCHEMA, **values}, indent=1, allow_nan=False).encode()
+        return json.dumps({"schema": _SCHEMA, **values}, indent=1, allow_nan=False, default=dict).encode()
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> TrainerState:

@@ -28,7 +28,7 @@ from zeromesh.checkpoint.io.write_plan import WritePlan, WritePlanner, check_int
 from zeromesh.checkpoint.io.writer import ShardWriter, in_thread
 from zeromesh.checkpoint.multi_host.agreement import SharedStorage, find_sharing, together
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CheckpointError, LayoutError, StorageError
+from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.files import disk_call, write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.watchdog import Activity
@@ -93,10 +93,8 @@ class Saver:
         Of several disks, each gets about as much as it has ranks.
         """
         nbytes = sum(spec.nbytes for spec in tensors) * len(self.sharing.ranks) // self._mesh.world_size
-        try:
-            self._together(lambda: self.store.require_room(nbytes) if self.sharing.leads else None)
-        except CheckpointError as error:
-            raise StorageError(str(error)) from error
+        require = partial(self.store.require_room, nbytes) if self.sharing.leads else lambda: None
+        together(self._mesh.world, "look for room", require, StorageError)
 
     def begin(self, step: int, content: SaveContent) -> None:
         """Begin to write a checkpoint; none may be in flight.
@@ -306,10 +304,7 @@ class Saver:
 
     def _together(self, work: Callable[[], Any], what: str = "end of saving") -> list[Any]:
         """As `together`, with a `CheckpointError` for whatever fails."""
-        try:
-            return together(self._mesh.world, what, work)
-        except LayoutError as error:
-            raise CheckpointError(str(error)) from error
+        return together(self._mesh.world, what, work, CheckpointError)
 
 
 def _next(stages: _Stages) -> Saved | None:

@@ -1,6 +1,5 @@
 """All that is wrong with a checkpoint on disk: every byte is read, and every damaged file is named."""
 
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,25 +31,15 @@ def find_damage(reader: CheckpointReader, on_progress: Callable[[int], None]) ->
     for tensor in reader.manifest.tensors:
         by_file.setdefault(tensor.path, []).append(tensor)
     for path, record in reader.manifest.files.items():
-        problem = problems.pop(path, "")
         members = by_file.get(path, [])
-        if problem and not _is_plain(reader.directory / path):
-            yield Damage(path=path, reasons=(problem,), tensors=_named(members, record.pieces))
-            continue
         bad, reasons = _bad_pieces(reader, record.pieces, on_progress)
-        if not (problem or reasons) and path.endswith(_SUFFIX) and reader.manifest.part[1] == 1:
+        if path in problems:
+            reasons = [problems.pop(path), *reasons]
+        elif not reasons and path.endswith(_SUFFIX) and reader.manifest.part[1] == 1:
             reasons = _disagreement(reader.directory / path, members)
-        if problem or reasons:
-            first = [problem] if problem else []
-            yield Damage(path=path, reasons=(*first, *reasons), tensors=_named(members, bad))
+        if reasons:
+            yield Damage(path=path, reasons=tuple(reasons), tensors=_named(members, bad))
     yield from (Damage(path=path, reasons=(problem,)) for path, problem in problems.items())
-
-
-def _is_plain(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        return False
 
 
 def _bad_pieces(

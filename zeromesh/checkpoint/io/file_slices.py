@@ -53,22 +53,14 @@ def minus(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Int
 
 def starts_in_blocks_of_others(extents: Sequence[Interval]) -> list[Interval]:
     """The beginnings of merged extents that lie in a disk block whose first byte belongs to another extent."""
-    found = []
-    for extent in extents:
-        end = min(extent.end, round_up(extent.start, BLOCK))
-        if end > extent.start:
-            found.append(Interval(start=extent.start, end=end))
-    return found
+    starts = [Interval(start=each.start, end=min(each.end, round_up(each.start, BLOCK))) for each in extents]
+    return [start for start in starts if start.length]
 
 
 def written_blocks(extents: Sequence[Interval], nbytes: int) -> list[Interval]:
     """The disk blocks whose first byte lies in one of the merged extents, in a file of `nbytes` bytes."""
-    found = []
-    for extent in extents:
-        start = round_up(extent.start, BLOCK)
-        if start < extent.end:
-            found.append(Interval(start=start, end=min(round_up(extent.end, BLOCK), nbytes)))
-    return merged(found)
+    blocks = [(round_up(each.start, BLOCK), round_up(each.end, BLOCK)) for each in extents]
+    return merged(Interval(start=start, end=min(end, nbytes)) for start, end in blocks if start < end)
 
 
 def cut_at_grid(interval: Interval) -> Iterator[Interval]:

@@ -22,12 +22,14 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
 
 
-def together_bytes(world: ProcessSet, what: str, work: Callable[[], bytes]) -> list[bytes]:
+def together_bytes(
+    world: ProcessSet, what: str, work: Callable[[], bytes], error_class: type[ZeromeshError] | None = None
+) -> list[bytes]:
     """What `work` returns on each rank. No rank may go on alone, so where it fails on one, all raise that rank's error.
 
     Raises:
-        LayoutError: where some rank's work raises it.
-        CheckpointError: for every other error.
+        LayoutError: where some rank's work raises it, unless there is an `error_class`.
+        CheckpointError: for every other error; or else an error of `error_class`.
     """
     failure: Exception | None = None
     try:
@@ -44,12 +46,15 @@ def together_bytes(world: ProcessSet, what: str, work: Callable[[], bytes]) -> l
     rank, reason = (misfits or failed)[0]
     more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
     same = len(failed) == len(answers) and len({reason for _, reason in failed}) == 1
-    raise (LayoutError if misfits else CheckpointError)(reason if same else f"rank {rank}: {reason}{more}") from failure
+    raised = error_class or (LayoutError if misfits else CheckpointError)
+    raise raised(reason if same else f"rank {rank}: {reason}{more}") from failure
 
 
-def together(world: ProcessSet, what: str, work: Callable[[], Any]) -> list[Any]:
+def together(
+    world: ProcessSet, what: str, work: Callable[[], Any], error_class: type[ZeromeshError] | None = None
+) -> list[Any]:
     """As `together_bytes`, of work that returns what JSON can express."""
-    return [json.loads(text) for text in together_bytes(world, what, lambda: json.dumps(work()).encode())]
+    return [json.loads(text) for text in together_bytes(world, what, lambda: json.dumps(work()).encode(), error_class)]
 
 
 def _reason(error: Exception, what: str) -> str:
@@ -102,11 +107,9 @@ def find_sharing(directory: Path, mesh: Mesh) -> SharedStorage:
                 raise StorageError(f"{str(directory)!r} cannot be written: {error.strerror or error}") from error
 
     try:
-        together(world, what, put)
+        together(world, what, put, StorageError)
         leader = 0 if mesh.one_host else next(other for other, mark in enumerate(marks) if os.path.exists(mark))
         leaders = [row[0] for row in world.gather_integers([leader])]
-    except CheckpointError as error:
-        raise StorageError(str(error)) from error
     finally:
         with contextlib.suppress(OSError):
             marks[rank].unlink(missing_ok=True)
