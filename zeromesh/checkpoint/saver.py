@@ -106,9 +106,10 @@ class Saver:
             raise CheckpointError(f"the checkpoint of step {self.in_flight} is still being written")
         files = plan_files(content.tensors, self._mesh.world_size)
         plan = self._plan(files, content.shards)
+        pieces = plan.pieces(self._exchange(plan.bytes_for_others()), content.order)
         part_nbytes = None
         if len(self.sharing.places) > 1:
-            written = self._mesh.world.gather_integers([plan.nbytes])
+            written = self._mesh.world.gather_integers([sum(piece.nbytes for piece in pieces)])
             part_nbytes = sum(written[rank][0] for rank in self.sharing.ranks)
         try:
             self._together(lambda: self._create(step, content, files, part_nbytes) if self.sharing.leads else None)
@@ -116,7 +117,6 @@ class Saver:
             if self.sharing.leads:
                 self.store.abandon(step)
             raise CheckpointError(f"the checkpoint of step {step} was not written: {error}") from error
-        pieces = plan.pieces(self._exchange(plan.bytes_for_others()), content.order)
         writer = ShardWriter(self.store.temporary(step), pieces, self._mesh.rank)
         stages = self._stages(step, plan, writer, content, self._layout(content))
         next(stages)

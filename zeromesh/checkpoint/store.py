@@ -74,11 +74,6 @@ class CheckpointStore:
         match = _STEP.fullmatch(path.name)
         return int(match[1]) if match else None
 
-    @classmethod
-    def is_checkpoint(cls, path: Path) -> bool:
-        """Whether a path has the name of a checkpoint, and is a directory."""
-        return cls.step_of(path) is not None and path.is_dir()
-
     def leftovers(self) -> list[str]:
         """Names of directories and files that are being written or removed, or were when a run was killed."""
         if not self.root.is_dir():
@@ -120,18 +115,13 @@ class CheckpointStore:
 
     def require_room(self, nbytes: int) -> None:
         """Raise `StorageError` where a checkpoint of so many bytes would not fit."""
-        needed = nbytes + _SPARE_BYTES
         try:
-            if shutil.disk_usage(self.root).free < needed:
+            if shutil.disk_usage(self.root).free < nbytes + _SPARE_BYTES:
                 self.trash.wait(seconds=_ROOM_SECONDS)
-            free = shutil.disk_usage(self.root).free
+            cure = "make room, lower checkpoint.keep_last, or set run.output_dir to a larger disk"
+            _require_free(self.root, nbytes, f"{str(self.root)!r}: a checkpoint", cure)
         except OSError as error:
             raise StorageError(f"{str(self.root)!r} cannot be read: {error.strerror or error}") from error
-        if free < needed:
-            raise StorageError(
-                f"{str(self.root)!r}: a checkpoint takes {nbytes:,} bytes, {_SPARE_BYTES:,} more are kept free, and "
-                f"{free:,} are free; make room, lower checkpoint.keep_last, or set run.output_dir to a larger disk"
-            )
 
     def commit(self, step: int, manifest: Manifest) -> None:
         """Make the temporary directory the checkpoint: the manifest last, everything on the disk, then the name.
@@ -216,6 +206,14 @@ class CheckpointStore:
             self.trash.remove(trash)
 
 
+def _require_free(directory: Path, nbytes: int, what: str, cure: str) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < nbytes + _SPARE_BYTES:
+        raise StorageError(
+            f"{what} takes {nbytes:,} bytes, {_SPARE_BYTES:,} more are kept free, and {free:,} are free; {cure}"
+        )
+
+
 def _seal_small_files(directory: Path, known: Iterable[str]) -> dict[str, FileRecord]:
     """Bring the files that are not known to the disk; returns their records.
 
@@ -260,11 +258,7 @@ def fresh_directory(out: Path, nbytes: int) -> Iterator[Path]:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(occupied)
         temporary.mkdir(parents=True)
-        free = shutil.disk_usage(temporary).free
-        if free < nbytes + _SPARE_BYTES:
-            raise StorageError(
-                f"{str(out)!r} takes {nbytes:,} bytes, {_SPARE_BYTES:,} more are kept free, and {free:,} are free; make room"
-            )
+        _require_free(temporary, nbytes, repr(str(out)), "make room")
         yield temporary
         for folder in {temporary, *(path for path in temporary.rglob("*") if path.is_dir())}:
             sync_directory(folder)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stored_cases import verify
 from test_resume import step, unequal
 from workers import CaseError, Pool, PoolOptions, Workers
 
@@ -63,7 +64,7 @@ def copied(parted: Path, tmp_path: Path) -> Path:
 def whole(folder: Path, number: int, out: Path) -> Path:
     """The parts of a step put together."""
     merge(open_parts([step(disk, number) for disk in sorted(folder.glob("disk-*"))]), out, lambda nbytes: None)
-    CheckpointReader(out).verify()
+    verify(CheckpointReader(out))
     return out
 
 

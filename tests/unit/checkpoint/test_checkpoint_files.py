@@ -23,6 +23,7 @@ from stored_cases import (
     targets_of,
     tell,
     values_of,
+    verify,
     write,
     written,
 )
@@ -82,7 +83,7 @@ def test_any_other_ranks_read_the_same_elements(
     values = values_of(wanted, seed)
     with tempfile.TemporaryDirectory() as root, small_units():
         reader = write(Path(root), 7, split(values, len(hosts), rng), hosts=hosts)
-        reader.verify()
+        verify(reader)
         for holdings in split(values, readers, rng):
             expected = [bits(holding.values.memory) for holding in holdings]
             for holding in holdings:

@@ -39,7 +39,7 @@ def store_at(path: Path) -> CheckpointStore:
 def checkpoints_at(path: Path) -> list[Path]:
     """Return the checkpoint that a path is, or all of a run, newest first. Raises `ConfigError` where there is none."""
     path = path.expanduser()
-    if (path / manifest.NAME).exists() or CheckpointStore.is_checkpoint(path):
+    if (path / manifest.NAME).exists() or (CheckpointStore.step_of(path) is not None and path.is_dir()):
         return [path]
     store = store_at(path)
     steps = store.steps()

@@ -8,10 +8,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from zeromesh.checkpoint.format.manifest import ChecksumPiece
 from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, DTYPES, StoredTensor, TensorSpec
 from zeromesh.flat.regions import Region, StridedRows
 from zeromesh.intervals import Interval, round_up
@@ -72,17 +73,7 @@ def cut_at_grid(interval: Interval) -> Iterator[Interval]:
         start = end
 
 
-class Extent(Protocol):
-    """Anything that lies at bytes [begin, end) of a file."""
-
-    @property
-    def begin(self) -> int: ...
-
-    @property
-    def end(self) -> int: ...
-
-
-_Member = TypeVar("_Member", bound=Extent)
+_Member = TypeVar("_Member", ChecksumPiece, "PlacedValues")
 
 
 def overlapping(members: Sequence[_Member], begin: int, end: int) -> Iterator[_Member]:

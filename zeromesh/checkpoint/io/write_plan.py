@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -200,13 +201,6 @@ class WritePlan:
     blocks: Sequence[InterleavedBlock] = ()
     any_interleaved: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the files that this rank has."""
-        return sum(each.where.nbytes for runs in self.runs.values() for each in runs) + sum(
-            share.nbytes for share in self.shares
-        )
-
     def bytes_for_others(self) -> list[tuple[str, int, bytes]]:
         """What this rank has of blocks that other ranks write: the file, the first byte, and the bytes."""
         found = []
@@ -221,7 +215,7 @@ class WritePlan:
 
         `order` has the position of each owner in the next update.
         """
-        content = _by_file([*_flat(self.runs), *(PlacedValues.of_bytes(*each) for each in received)])
+        content = _by_file(chain(*self.runs.values(), (PlacedValues.of_bytes(*each) for each in received)))
         sizes = {file.path: file.nbytes for file in self.files}
         found = list(self.shares)
         for path, runs in self.runs.items():
@@ -294,10 +288,6 @@ def _by_file(sources: Iterable[PlacedValues]) -> dict[str, list[PlacedValues]]:
         if source.values.numel:
             found.setdefault(source.where.path, []).append(source)
     return found
-
-
-def _flat(runs: Mapping[str, Sequence[PlacedValues]]) -> Iterable[PlacedValues]:
-    return (run for members in runs.values() for run in members)
 
 
 def _extents(runs: Sequence[PlacedValues]) -> list[Interval]:
