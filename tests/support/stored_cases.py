@@ -200,8 +200,3 @@ def write(
 def targets_of(reader: CheckpointReader, holdings: Sequence[TensorShard]) -> list[PlacedValues]:
     """Where elements come from."""
     return list(_targets(reader, holdings))
-
-
-def verify(reader: CheckpointReader) -> None:
-    """Read and verify everything."""
-    reader.stream(reader.pieces(), lambda piece, data: None)

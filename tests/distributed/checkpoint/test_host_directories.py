@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stored_cases import verify
 from test_resume import step, unequal
 from workers import CaseError, Pool, PoolOptions, Workers
 
@@ -64,7 +63,7 @@ def copied(parted: Path, tmp_path: Path) -> Path:
 def whole(folder: Path, number: int, out: Path) -> Path:
     """The parts of a step put together."""
     merge(open_parts([step(disk, number) for disk in sorted(folder.glob("disk-*"))]), out, lambda nbytes: None)
-    verify(CheckpointReader(out))
+    CheckpointReader(out).verify()
     return out
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stored_cases import verify
 from trainer_cases import llama, seeded, sentences, settings
 
 from zeromesh import Callback, Trainer
@@ -59,7 +58,7 @@ def test_the_last_checkpoint_is_tried_again(
     with trainer_in(tmp_path, checkpoint={"every_steps": 3, "asynchronous": asynchronous}) as trainer:
         trainer.fit()
     assert store_of(tmp_path).steps() == [2]
-    verify(CheckpointReader(store_of(tmp_path).path(2)))
+    CheckpointReader(store_of(tmp_path).path(2)).verify()
     said = capfd.readouterr().out
     assert "Operation not permitted; there is none yet. It is tried once more" in said.replace("\n", " ")
 
@@ -180,7 +179,7 @@ def test_a_checkpoint_is_amended_whole_or_not_at_all(tmp_path: Path, monkeypatch
     for data in (b'{"new": 1}', b'{"newer": 22}'):
         store.amend(2, name, data)
         reader = CheckpointReader(store.path(2))
-        verify(reader)
+        reader.verify()
         assert reader.content(name) == data
     assert set(reader.manifest.files) == {*before.files}
     assert reader.manifest.layout == before.layout
@@ -199,7 +198,7 @@ def test_a_checkpoint_is_amended_whole_or_not_at_all(tmp_path: Path, monkeypatch
             patch.setattr(os, "replace", killed)
             with pytest.raises(KeyboardInterrupt):
                 store.amend(2, name, b'{"newest": 333}')
-        verify(CheckpointReader(store.path(2)))
+        CheckpointReader(store.path(2)).verify()
     store.amend(2, name, (store.path(2) / "trainer_state.json").read_bytes())
     export_checkpoint(store.path(2), tmp_path / "out", "keep", Console(shown=False))
     assert not list((tmp_path / "out").glob("trainer_state*"))

@@ -23,7 +23,6 @@ from stored_cases import (
     targets_of,
     tell,
     values_of,
-    verify,
     write,
     written,
 )
@@ -83,7 +82,7 @@ def test_any_other_ranks_read_the_same_elements(
     values = values_of(wanted, seed)
     with tempfile.TemporaryDirectory() as root, small_units():
         reader = write(Path(root), 7, split(values, len(hosts), rng), hosts=hosts)
-        verify(reader)
+        reader.verify()
         for holdings in split(values, readers, rng):
             expected = [bits(holding.values.memory) for holding in holdings]
             for holding in holdings:

@@ -22,7 +22,6 @@ from stored_cases import (
     targets_of,
     tell,
     values_of,
-    verify,
     write,
     writers_of,
 )
@@ -77,7 +76,7 @@ def test_what_a_kill_leaves_is_never_listed_and_is_removed(tmp_path: Path) -> No
     assert store.clean() == sorted(LEFT)
     assert store.clean() == []
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "step-00000012", "step-00000014"])
-    verify(CheckpointReader(store.path(12)))
+    CheckpointReader(store.path(12)).verify()
 
 
 def test_checkpoints_are_listed_newest_first_and_old_ones_retired(tmp_path: Path) -> None:

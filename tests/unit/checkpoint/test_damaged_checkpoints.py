@@ -13,7 +13,7 @@ import torch
 from damage_cases import FILE, MOMENTS, SPECS, STATE, Payload, files_in, made, refused, replace, resign
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored_cases import bits, tell, values_of, verify
+from stored_cases import bits, tell, values_of
 
 from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.io.file_slices import PlacedValues
@@ -23,13 +23,13 @@ from zeromesh.offload import TieredTensor
 
 
 def test_what_nobody_touched_is_read(original: Path, copy: Path) -> None:
-    verify(CheckpointReader(original))
+    CheckpointReader(original).verify()
     resign(copy, lambda content: None)
     assert (copy / manifest.NAME).read_bytes() == (original / manifest.NAME).read_bytes()
     for name in files_in(copy):
         if name != manifest.NAME:
             replace(copy, name, (copy / name).read_bytes())
-    verify(CheckpointReader(copy))
+    CheckpointReader(copy).verify()
     assert len(files_in(original)) == 8
     assert len(CheckpointReader(original).manifest.files[FILE].pieces) > 3
 
@@ -190,7 +190,7 @@ def test_weights_under_a_name_that_is_no_text_are_refused(copy: Path) -> None:
 
 def test_notes_beside_a_checkpoint_are_not_its_affair(copy: Path) -> None:
     (copy / "README.md").write_text("good loss")
-    verify(CheckpointReader(copy))
+    CheckpointReader(copy).verify()
 
 
 def test_only_what_a_reader_needs_has_to_be_whole(copy: Path) -> None:
@@ -254,7 +254,7 @@ def test_a_pickle_under_a_harmless_name_is_never_opened(copy: Path, opened: list
     (copy / "notes.txt").write_bytes(pickle.dumps(Payload(mark)))
     opened.clear()
     reader = CheckpointReader(copy)
-    verify(reader)
+    reader.verify()
     reader.document(STATE)
     assert {path for path in opened if path.startswith(str(copy))} == {
         str(copy / name) for name in files_in(copy) if name not in ("notes.txt", "tokenizer.json")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from damage_cases import FILE, SPECS, STATE, Json, refused, replace, resign
-from stored_cases import split, targets_of, tell, values_of, verify
+from stored_cases import split, targets_of, tell, values_of
 
 from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.format.safetensors_layout import read_header
@@ -296,7 +296,7 @@ def test_pieces_that_cut_elements_are_refused_by_name(copy: Path) -> None:
     for cuts in recuts(BLOCK):
         replace(copy, FILE, raw, cuts)
         reader = CheckpointReader(copy)
-        verify(reader)
+        reader.verify()
         (holdings,) = split(
             {spec: value for spec, value in values.items() if spec.kind == "model"}, 1, random.Random(0)
         )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored_cases import KINDS, bits, manifest_of, plans_of, spec, targets_of, tell, verify, write, writers_of, written
+from stored_cases import KINDS, bits, manifest_of, plans_of, spec, targets_of, tell, write, writers_of, written
 from test_regions import Slices, intervals_of, oracle, regions
 
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, plan_files
@@ -130,7 +130,7 @@ def test_what_ranks_write_between_each_other_is_read_by_any(
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
         patch.setattr(file_slices, "GRID", 4 * BLOCK)
         reader = write(Path(root), 7, ranks, hosts=number)
-        verify(reader)
+        reader.verify()
         for wanted in dealt(values, readers, 2, rng)[0]:
             before = [bits(holding.values.memory) for holding in wanted]
             for holding in wanted:

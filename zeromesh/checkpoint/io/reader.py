@@ -121,6 +121,10 @@ class CheckpointReader(OpenedCheckpoint):
             for _, problem in self.problems():
                 raise CheckpointError(problem)
 
+    def verify(self) -> None:
+        """Read and verify everything. Raises as `stream`."""
+        self.stream(self.pieces(), lambda piece, data: None)
+
     def stream(
         self,
         pieces: Sequence[ChecksumPiece],

@@ -24,6 +24,7 @@ Blocks with bytes of two hosts, and the head and the tail, have one writer each.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -136,12 +137,12 @@ def check_interleaved(
     pool = StagingPool(2, GRID)
     buffer, spare = pool.take(), pool.take()
     opened: dict[str, PositionalFile] = {}
-    try:
+    with ExitStack() as stack:
         for block in blocks:
             if block.checker != rank:
                 continue
             if block.path not in opened:
-                opened[block.path] = PositionalFile(directory / block.path, direct=False)
+                opened[block.path] = stack.enter_context(PositionalFile(directory / block.path, direct=False))
             file, where, filled = opened[block.path], block.where, 0
             data = buffer[: where.length]
             file.read(data, where.start)
@@ -160,9 +161,6 @@ def check_interleaved(
             file.forget(where.start, where.length)
             digest = checksum(data)
             found.append(ChecksumPiece(path=block.path, begin=where.start, end=where.end, checksum=digest, rank=rank))
-    finally:
-        for file in opened.values():
-            file.close()
     return found
 
 

@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +96,13 @@ class ShardWriter:
 
     def _write_all(self) -> None:
         """Fill, checksum and write the pieces in order, a few at a time, then bring their files to the disk."""
-        pool = StagingPool(STAGING_BUFFERS, GRID)
-        files: dict[str, PositionalFile] = {}
         try:
-            for path in {piece.path for piece in self._pieces}:
-                files[path] = PositionalFile(self._directory / path, write=True)
-            with ThreadPoolExecutor(_IO_THREADS) as threads:
+            pool = StagingPool(STAGING_BUFFERS, GRID)
+            with ExitStack() as stack, ThreadPoolExecutor(_IO_THREADS) as threads:
+                files = {
+                    path: stack.enter_context(PositionalFile(self._directory / path, write=True))
+                    for path in {piece.path for piece in self._pieces}
+                }
                 in_flight: deque[Future[None]] = deque()
                 for piece in self._pieces:
                     buffer = pool.take()
@@ -114,8 +116,6 @@ class ShardWriter:
                 for future in [threads.submit(file.sync) for file in files.values()]:
                     future.result()
         finally:
-            for file in files.values():
-                file.close()
             with self._changed:
                 self._left.clear()
                 self._changed.notify_all()
