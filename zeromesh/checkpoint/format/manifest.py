@@ -148,7 +148,7 @@ def parse(path: Path, raw: bytes) -> Manifest:
             raise CheckpointError(f"{path}: {name} should be {expected}")
         return value
 
-    index, count = checked("part", _is_part, "an index and a count, two whole numbers")
+    index, count = checked("part", _is_part, "an index and a count that is larger, two whole numbers")
     files = checked("files", _is_object, "an object")
     if len(files) > _MAX_FILES:
         raise CheckpointError(f"{path} names {len(files):,} files; at most {_MAX_FILES:,} are allowed")
@@ -228,7 +228,9 @@ def _tensor(path: Path, kind: str, name: str, row: Any, files: Mapping[str, File
         ):
             pass
         case _:
-            raise CheckpointError(f"{path}: {kind} {name} is {row!r:.200}, no file of it, byte, dtype and shape")
+            raise CheckpointError(
+                f"{path}: {kind} {name} is no [file, begin, dtype, shape] of this version: {row!r:.200}"
+            )
     spec = TensorSpec(kind=kind, name=name, dtype=DTYPES[dtype], shape=tuple(shape))
     tensor = StoredTensor(spec=spec, path=file, begin=begin)
     if begin % DTYPES[dtype].itemsize or tensor.end > files[file].nbytes:
