@@ -115,8 +115,8 @@ def _saved(run: Run, folder: Path, step: int) -> tuple[Saved, int]:
     )
     with patch("zeromesh.checkpoint.io.write_plan.LEAST_TENSOR", 0):  # Others are larger than these.
         saver.begin(step, content)
-    assert saver._save is not None
-    shares = sum(piece.block is not None for piece in saver._save.writer._pieces)
+    assert saver._writer is not None
+    shares = sum(piece.block is not None for piece in saver._writer._pieces)
     saved = saver.finish()
     assert saved is not None
     assert store.trash.wait(seconds=30)
