@@ -215,10 +215,9 @@ class Saver:
             )
             yield
             self._together(retire)
-            self._together(self._require_removed)
+            return replace(saved, warning=self._not_removed())
         except CheckpointError as error:
             return replace(saved, warning=str(error))
-        return saved
 
     def _start(self, name: str, path: Path, work: Callable[[], Any], *, here: bool = True) -> Callable[[], Any]:
         """Do work in the background, if it is to be done `here`; the returned call waits for its result, or raises its error."""
@@ -290,17 +289,12 @@ class Saver:
         deadline = time.monotonic() + seconds
         while not self.store.trash.wait(seconds=1.0) and time.monotonic() < deadline:
             self._post_progress()
-        try:
-            self._together(self._require_removed)
-        except CheckpointError as error:
-            return str(error)
-        return ""
+        return self._not_removed()
 
-    def _require_removed(self) -> None:
-        """Raise `StorageError` where old checkpoints could not be removed."""
-        problem = self.store.trash.problems()
-        if problem:
-            raise StorageError(problem)
+    def _not_removed(self) -> str:
+        """What the first rank that has a problem could not remove of old checkpoints; empty where no rank has one."""
+        problems = [(rank, text) for rank, text in enumerate(self._together(self.store.trash.problems)) if text]
+        return "".join(f"rank {rank}: {text}" if self._mesh.world_size > 1 else text for rank, text in problems[:1])
 
     def _together(self, work: Callable[[], Any], what: str = "end of saving") -> list[Any]:
         """As `together`, with a `CheckpointError` for whatever fails."""

@@ -9,8 +9,6 @@ from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, read_hea
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.errors import ZeromeshError
 
-_SUFFIX = ".safetensors"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
@@ -35,7 +33,7 @@ def find_damage(reader: CheckpointReader, on_progress: Callable[[int], None]) ->
         bad, reasons = _bad_pieces(reader, record.pieces, on_progress)
         if path in problems:
             reasons = [problems.pop(path), *reasons]
-        elif not reasons and path.endswith(_SUFFIX) and reader.manifest.part[1] == 1:
+        elif not reasons and path.endswith(".safetensors") and reader.manifest.part[1] == 1:
             reasons = _disagreement(reader.directory / path, members)
         if reasons:
             yield Damage(path=path, reasons=tuple(reasons), tensors=_named(members, bad))
