@@ -102,14 +102,6 @@ class LauncherConnection:
         if serves:
             self.send({"zeromesh": 1, "drawn": self.drawn})
 
-    @property
-    def peer(self) -> str:
-        """The address at the other end."""
-        try:
-            return str(self.connection.getpeername()[0])
-        except OSError:
-            return "a host that is gone"
-
     def agree(self, *drawn: str) -> None:
         """Make digests hold for this connection alone, given the words that the serving end and the other one have drawn."""
         self._agreed = "\n".join(drawn).encode()

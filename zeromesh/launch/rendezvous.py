@@ -16,6 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 from zeromesh.environment import LOOPBACK, SECRET, kept_environment, setting, worker_environment
@@ -96,7 +97,8 @@ class _Member:
     """Another launcher as the leader sees it: a stranger, with no processes, until its first message has come."""
 
     line: LauncherConnection
-    name: str = ""
+    name: str
+    """Its host's, and the address that it comes from until that is known."""
     processes: int = 0
     rank: int | None = None
     running: bool = False
@@ -260,18 +262,19 @@ class Leader:
         """Accept connections and take the messages that have come, without waiting."""
         if self._listener is None:
             return
-        for connection in _accepted(self._listener):
+        for connection, address in _accepted(self._listener):
             if len(self._members) - len(self._known) >= _MOST_STRANGERS:
                 connection.close()
             else:
-                self._members.append(_Member(line=LauncherConnection(connection, self._secret, serves=True)))
+                line = LauncherConnection(connection, self._secret, serves=True)
+                self._members.append(_Member(line=line, name=address))
         for each in list(self._members):
             try:
                 for message in each.line.receive():
                     self._take(each, message)
                 continue
             except MessageError as error:
-                self._refuse(each.name or each.line.peer, str(error))
+                self._refuse(each.name, str(error))
                 each.line.send({"over": {"code": 1, "text": str(error)}})
             except ConnectionError:
                 self._lost += [each.name] if each.running else []
@@ -436,12 +439,12 @@ def meeting(nodes: Nodes, processes: int, notify: Notify, stopped: Stopped) -> L
     return Follower(nodes, processes, stopped)
 
 
-def _accepted(listener: socket.socket) -> Iterator[socket.socket]:
-    while True:
-        try:
-            yield listener.accept()[0]
-        except OSError:
-            return
+def _accepted(listener: socket.socket) -> Iterator[tuple[socket.socket, str]]:
+    """The connections that wait at the listener, and the address of the other end of each."""
+    with suppress(OSError):
+        while True:
+            connection, address = listener.accept()
+            yield connection, str(address[0])
 
 
 def _place(content: object) -> RankRange:

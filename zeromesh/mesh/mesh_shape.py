@@ -73,12 +73,11 @@ class MeshShape:
             _check_size(axis, size)
         others = math.prod(fixed.values())
         fits, rest = divmod(world_size, others)
-        if shard == "auto" and not rest:
-            shard = fits
-        if shard == "auto":
+        if shard == "auto" and rest:
             product = f"{_product(fixed)} = {others}, which does not divide the world of {_ranks(world_size)}"
             more = _ranks(world_size + others - rest)
             raise LayoutError(f"{product}; start {more}, or change parallel.{max(fixed, key=fixed.__getitem__)}")
+        shard = fits if shard == "auto" else shard
         shape = cls(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)
         if shape.world_size != world_size:
             sizes = dict(zip(AXES, shape.sizes, strict=True))
