@@ -113,9 +113,8 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("init", help="write an example configuration here; without a name, list them")
     _value(command, "name", "NAME", str, "the name of an example", nargs="?", choices=sorted(examples()))
 
-    _add_checkpoint(
-        commands.add_parser("checkpoint", help="list, inspect, verify, export, merge and compare checkpoints")
-    )
+    text = "list, inspect, verify, export, merge and compare checkpoints"
+    _add_checkpoint(commands.add_parser("checkpoint", help=text))
 
     command = commands.add_parser("report", help="write a page that shows a run, or several beside each other")
     _value(command, "runs", "RUN", Path, "a run's directory", nargs="+")
@@ -146,13 +145,8 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     _flag(command, "--json", "print JSON")
 
     text = "read every byte and name every damaged file; exit code 1 if there is one"
-    _value(
-        actions.add_parser("verify", help=text),
-        "path",
-        "CHECKPOINT_OR_RUN",
-        Path,
-        "a checkpoint, or a run: all of them",
-    )
+    command = actions.add_parser("verify", help=text)
+    _value(command, "path", "CHECKPOINT_OR_RUN", Path, "a checkpoint, or a run: all of them")
 
     command = actions.add_parser("export", help="write the model as a plain Hugging Face model directory")
     _value(command, "path", "CHECKPOINT", Path, newest)

@@ -58,16 +58,10 @@ def run_status(options: argparse.Namespace) -> int:
 
 def _ranks(path: Path) -> list[str]:
     try:
-        rows = [
-            (
-                row["rank"],
-                row["pid"],
-                row["step"],
-                row["failure"] or row["doing"],
-                f"{row['seconds_without_progress']:.1f}",
-            )
-            for row in json.loads(read_whole(path))["ranks"]
-        ]
+        rows = []
+        for row in json.loads(read_whole(path))["ranks"]:
+            doing, silent = row["failure"] or row["doing"], f"{row['seconds_without_progress']:.1f}"
+            rows.append((row["rank"], row["pid"], row["step"], doing, silent))
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise StorageError(f"{str(path)!r} cannot be read: {error}") from error
     return table_lines(("rank", "pid", "step", "doing", "seconds without progress"), rows)

@@ -17,7 +17,6 @@ from pydantic_core import PydanticCustomError
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.sections.base import Section
-from zeromesh.trainer.config.sections.data import BatchSection, DataSection
 from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.config.sections.outputs import (
     CheckpointSection,
@@ -29,6 +28,8 @@ from zeromesh.trainer.config.sections.outputs import (
 from zeromesh.trainer.config.sections.parallelism import OffloadSection, ParallelSection, PrecisionSection, ZeroSection
 from zeromesh.trainer.config.sections.training import (
     DEFAULT_WARMUP_STEPS,
+    BatchSection,
+    DataSection,
     EmaSection,
     OptimizerSection,
     ScheduleSection,

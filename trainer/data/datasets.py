@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from zeromesh.errors import DataError
-from zeromesh.trainer.config.sections.data import DataSection
+from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.packing import PackedDataset, byte_pair_entropy, encode_documents
 from zeromesh.trainer.data.text_sources import TextSource, find_text
 from zeromesh.trainer.data.token_cache import StoredText, TextAmount, TokenCache, TokenWriter

@@ -1,7 +1,7 @@
 """`build_run`: from a configuration and the user's inputs to a run that can train, evaluate and save."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -15,6 +15,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.kernels.cpu_matmul import take_product_buffers
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.mesh.process_mesh import Mesh, pick_device
+from zeromesh.mesh.process_set import require_same
 from zeromesh.offload import reuse_freed_memory
 from zeromesh.telemetry.watchdog import Activity
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
@@ -35,8 +36,12 @@ from zeromesh.trainer.monitoring.start_times import StartTimes
 from zeromesh.trainer.monitoring.step_stats import StepStats
 from zeromesh.trainer.setup.engine_options import engine_options
 from zeromesh.trainer.setup.model import build_trained_model
-from zeromesh.trainer.setup.rank_agreement import require_same_settings
 from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
+
+_OF_A_HOST = frozenset(
+    {"data.eval", "data.tokenizer", "data.train", "model.source", "offload.directory", "run.output_dir", "tracking"}
+)
+"""Keys that may differ: where files lie on a host (what is in them is compared), and what rank 0 alone does."""
 
 
 def connect(config: TrainerConfig) -> Mesh:
@@ -64,7 +69,7 @@ def build_run(
         ConfigError, DataError, LayoutError, StorageError: for what cannot be trained, before anything large is allocated.
     """
     # What all ranks must have in common, and what the libraries are set to.
-    require_same_settings(mesh, config, {**inputs.names(), "callbacks": "some" if events else "none"})
+    _require_same_settings(mesh, config, {**inputs.names(), "callbacks": "some" if events else "none"})
     config = pin_sources(config, mesh, model_given=inputs.model is not None)
     console = Console(shown=mesh.rank == 0)
     if mesh.device.type == "cpu":
@@ -145,6 +150,26 @@ def build_run(
         stats=stats,
         progress=progress,
     )
+
+
+def _require_same_settings(mesh: Mesh, config: TrainerConfig, inputs: Mapping[str, object]) -> None:
+    """Compare the configurations and the inputs of the user on all ranks. Raises `ConfigError` where they differ."""
+    values = {**dict(_flat(config.model_dump(mode="json"))), **inputs}
+    if config.checkpoint.resume not in ("auto", "never"):
+        values["checkpoint.resume"] = "a path"
+    advice = "Give every rank the same configuration and arguments; what only one rank is to do belongs behind its rank's number"
+    require_same(mesh.world, values, ConfigError, advice=advice)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in values.items():
+        key = prefix + name
+        if key in _OF_A_HOST:
+            continue
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key, value
 
 
 def _layout_notes(config: TrainerConfig, mesh: Mesh, plan: BatchPlan) -> list[str]:

@@ -70,9 +70,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
         overlap=config.zero.overlap,
         transport=config.parallel.transport,
         precision=Precision(
-            compute=_dtype(precision.compute),
-            master=_dtype(precision.master),
-            reduce=_dtype(precision.reduce),
+            **{role: getattr(torch, getattr(precision, role)) for role in ("compute", "master", "reduce")},
             loss_scale=settings if precision.compute == "float16" else None,
         ),
         optimizer=OptimizerSettings(**optimizer.model_dump(include={each.name for each in fields(OptimizerSettings)})),
@@ -112,9 +110,3 @@ def _offload(config: TrainerConfig) -> OffloadOptions:
         update=section.update,
         staging_bytes=section.staging,
     )
-
-
-def _dtype(name: str) -> torch.dtype:
-    """`bfloat16` to `torch.bfloat16`."""
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype

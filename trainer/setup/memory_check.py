@@ -116,11 +116,8 @@ def require_memory(
 
     `inputs`: bytes of kept inputs of recomputed blocks that leave the device. Returns notes on what rests on files.
     """
-    local_ranks, directories, free = (
-        mesh.environment.local_world_size,
-        options.offload.files.directories,
-        available_bytes(),
-    )
+    local_ranks, free = mesh.environment.local_world_size, available_bytes()
+    directories = options.offload.files.directories
     freed = local_ranks * sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
     host = _Host(
         plan=plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts),

@@ -6,12 +6,14 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import nn
+import xxhash
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from zeromesh.comm.transport import choose_transport
-from zeromesh.errors import ConfigError, DataError, some
-from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.errors import ConfigError, DataError, LayoutError, some
+from zeromesh.mesh.process_mesh import Mesh, ProcessSet
+from zeromesh.mesh.process_set import require_same
 from zeromesh.offload import settle_heap
 from zeromesh.options import ZeroOptions
 from zeromesh.parallelize import ParallelOptions, divide
@@ -41,7 +43,6 @@ from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.start_times import StartTimes
 from zeromesh.trainer.setup.engine_options import exempted
 from zeromesh.trainer.setup.memory_check import kept_input_bytes, require_memory
-from zeromesh.trainer.setup.rank_agreement import share_weights
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import (
     BuiltModel,
@@ -54,6 +55,10 @@ from zeromesh.zero.engine import ZeroEngine
 
 _REDUCED = {"shared": "through host-shared memory", "gloo": "over gloo", "nccl": "over NCCL"}
 """How a transport reduces gradients, in the words of the line at the start of a run."""
+
+
+_CHUNK = 64 * 2**20
+"""Bytes of a weight that are sent at a time."""
 
 
 def build_trained_model(
@@ -90,7 +95,7 @@ def build_trained_model(
             raise ConfigError(
                 f"buffers {some(lost, 8)} were lost by building on the meta device; pass the model built, or a callable"
             )
-        console.note(*share_weights(model, mesh))
+        console.note(*_share_weights(model, mesh))
         # The inputs, the parameters and the loss are those of the whole model, so that all ranks take the same batches, count alike
         # and refuse alike.
         forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
@@ -222,6 +227,52 @@ def _require_layout_fits(model: nn.Module, mesh: Mesh) -> None:
             "parameters and gradients; set both to 1, or take the hook off"
         )
     require_no_layer_drop(model, mesh.data.size)
+
+
+def _share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
+    """Compare the models of all ranks, and give all of them the weights and buffers of rank 0 where theirs have other values.
+
+    Returns notes. Parameters on the meta device have no values yet, and are left as they are.
+
+    Raises:
+        LayoutError: for models with other parameters or buffers.
+    """
+    tensors: dict[str, Tensor] = {f"parameter {name}": each for name, each in model.named_parameters()}
+    tensors |= {f"buffer {name}": each for name, each in model.named_buffers()}
+    plan = {
+        name: f"{list(t.shape)} {t.dtype} {'trained' if t.requires_grad else 'frozen'}" for name, t in tensors.items()
+    }
+    advice = "All ranks must build one model, with the same shapes, dtypes and frozen parameters"
+    mesh.meet("comparison of models")
+    require_same(mesh.world, {"model": type(model).__name__, **plan}, LayoutError, advice=advice)
+    if mesh.world_size == 1:
+        return []
+    held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+    digests = [xxhash.xxh3_64_intdigest(_bytes_of(tensor).numpy().data) >> 1 for tensor in held.values()]
+    rows = mesh.world.gather_integers(digests)
+    differing = [name for index, name in enumerate(held) if len({row[index] for row in rows}) > 1]
+    for name in differing:
+        _take_from_first(held[name], mesh.world)
+    if not differing:
+        return []
+    others = ", ".join(str(rank) for rank, row in enumerate(rows) if row != rows[0])
+    return [f"initial weights differed on ranks {others} ({some(differing)}): every rank begins with those of rank 0"]
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Its values on CPU, as uint8 [bytes]."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _take_from_first(tensor: Tensor, world: ProcessSet) -> None:
+    """Overwrite a tensor with what the first rank has, in place: bytes are summed with zeros, which keeps every bit."""
+    content = _bytes_of(tensor).clone()
+    if world.index:
+        content.zero_()
+    for start in range(0, len(content), _CHUNK):
+        world.sum_(content[start : start + _CHUNK], "initial weights of rank 0")
+    if world.index:
+        tensor.detach().copy_(content.view(tensor.dtype).view(tensor.shape))
 
 
 def _notes_on_modules(model: nn.Module) -> list[str]:

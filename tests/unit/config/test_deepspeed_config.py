@@ -211,7 +211,7 @@ def test_automatic_values_are_zeromeshs_defaults_and_said_to_be() -> None:
     assert config.optimizer.model_dump() == default.optimizer.model_dump()
     assert (config.batch.global_size, config.batch.micro_size) == (default.batch.global_size, default.batch.micro_size)
     assert (config.run.clip_norm, config.run.max_steps) == (default.run.clip_norm, default.run.max_steps)
-    assert "DeepSpeed: optimizer.params.lr: auto -> optimizer.lr: zeromesh's default" in config.notes
+    assert "DeepSpeed: optimizer.params.lr: auto -> zeromesh's default" in config.notes
 
 
 @settings(max_examples=80, deadline=None)

@@ -577,7 +577,7 @@ def test_automatic_values_are_those_of_the_arguments(tmp_path: Path) -> None:
             "log",
         )
         assert (config.precision.compute, config.zero.stage) == ("bfloat16", 2)
-    assert "DeepSpeed: optimizer.params.lr: auto -> optimizer.lr: 0.5 of TrainingArguments" in config.notes
+    assert "DeepSpeed: optimizer.params.lr: auto -> optimizer.lr: 0.5" in config.notes
     beside = load_config(AUTOMATIC, arguments=arguments(**fields), ranks=2)
     assert beside.model_dump() == config.model_dump()
 

@@ -12,7 +12,7 @@ import pytest
 from workers import Workers
 
 from zeromesh.errors import DataError, StorageError
-from zeromesh.trainer.config.sections.data import DataSection
+from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.datasets import LoadedData, load_datasets
 from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, TokenArray

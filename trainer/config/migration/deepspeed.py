@@ -20,8 +20,7 @@ from zeromesh.trainer.config.migration.translate import (
     nested,
     translate,
 )
-from zeromesh.trainer.config.sections.data import BatchSection
-from zeromesh.trainer.config.sections.training import OptimizerSection, ScheduleSection
+from zeromesh.trainer.config.sections.training import BatchSection, OptimizerSection, ScheduleSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 _TREE = nested({row.name: row for row in TABLE})

@@ -253,22 +253,10 @@ def _lines(table: Sequence[SettingRow], reading: Reading, values: Mapping[str, A
             why.setdefault(f"no effect: {row.text}", []).append(row.name)
         elif row.fate is Fate.REFUSED and asked:
             why.setdefault("what is done here anyway", []).append(row.name)
-        elif row.fate is Fate.MAPPED and automatic:
-            yield f"{row.name}: auto -> {', '.join(_resolved(row, reading, values)) or row.text}"
-        elif row.fate is Fate.MAPPED and asked:
-            found = [f"{key}: {shown(key, values[key])}" for key in row.keys if key in values]
-            what = ", ".join(found) or ("nothing, by what else is set" if row.keys else row.text)
-            yield f"{row.name}: {shown(row.name, value)} -> {what}"
+        elif row.fate is Fate.MAPPED and (asked or automatic):
+            known = {**reading.below, **values} if automatic else values
+            found = ", ".join(f"{key}: {shown(key, known[key])}" for key in row.keys if key in known)
+            default = "zeromesh's default" if automatic else "nothing, by what else is set" if row.keys else row.text
+            yield f"{row.name}: {AUTO if automatic else shown(row.name, value)} -> {found or default}"
     for text, names in why.items():
         yield f"{', '.join(names)}: {text}"
-
-
-def _resolved(row: SettingRow, reading: Reading, values: Mapping[str, Any]) -> Iterator[str]:
-    """What a key is for whose setting is automatic, and whence."""
-    for key in row.keys:
-        if key in values:
-            yield f"{key}: {shown(key, values[key])}"
-        elif key in reading.below:
-            yield f"{key}: {shown(key, reading.below[key])} of TrainingArguments"
-        elif not reading.below:
-            yield f"{key}: zeromesh's default"
