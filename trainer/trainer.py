@@ -4,7 +4,7 @@ report = Trainer(model, "configs/zero3.yaml", train_dataset=dataset).fit()
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from operator import length_hint
 from os import PathLike
@@ -34,7 +34,7 @@ from zeromesh.trainer.monitoring.start_times import StartTimes
 from zeromesh.trainer.setup.build import build_run, connect
 from zeromesh.trainer.setup.engine_options import errors_with_user_keys
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
-from zeromesh.trainer.weights.hub_names import only_rank_0_logs
+from zeromesh.trainer.weights.hub_names import quiet_library
 from zeromesh.zero.engine import ZeroEngine
 
 _DATA_KEYS = frozenset({"data.train", "data.eval", "data.sequence_length"})
@@ -355,7 +355,7 @@ class Trainer(TransformersNames):
             self.start_times.begin()
             with (
                 self._beginning(mesh),
-                only_rank_0_logs(mesh.rank),
+                quiet_library() if mesh.rank else nullcontext(),
                 mesh.call("the first method of the trainer that needs a run"),
             ):
                 self._run = build_run(self.config, mesh, self.inputs, self.events, self.start_times)

@@ -52,17 +52,14 @@ def check_dataset(dataset: Any, *, name: str = "train_dataset") -> None:
         raise DataError(f"{name} is empty; give at least one sample")
 
 
-def default_collate(samples: Sequence[Any], *, indices: Sequence[int] | None = None) -> dict[str, Tensor]:
+def default_collate(samples: Sequence[Any], indices: Sequence[int]) -> dict[str, Tensor]:
     """Stack samples, mappings of field to tensor, array, list or number, into tensors `[batch, ...]`.
 
     This follows transformers' `default_data_collator`: a `label` or `label_ids` becomes `labels`, and fields that hold text or None
     are left out. Python integers become int64, Python floats float32. `indices` are the samples' dataset indices, which errors
     name. Raises `DataError` for samples that are no mappings, that have different fields, or whose shapes differ.
     """
-    names = list(indices) if indices is not None else list(range(len(samples)))
-    if not samples:
-        raise DataError("a batch of no samples")
-    for index, sample in zip(names, samples, strict=True):
+    for index, sample in zip(indices, samples, strict=True):
         if not isinstance(sample, Mapping):
             raise DataError(
                 f"sample {index} is a {type(sample).__name__}; give mappings of field names (the model's "
@@ -72,26 +69,26 @@ def default_collate(samples: Sequence[Any], *, indices: Sequence[int] | None = N
     for field in samples[0]:
         if not isinstance(samples[0][field], str | bytes | None):
             key = "labels" if field in _LABEL_NAMES else field
-            batch[key] = _stack(samples, names, field)
+            batch[key] = _stack(samples, indices, field)
     if not batch:
-        raise DataError(f"sample {names[0]} has no field that holds numbers: {_field_list(samples[0])}")
+        raise DataError(f"sample {indices[0]} has no field that holds numbers: {_field_list(samples[0])}")
     return batch
 
 
-def _stack(samples: Sequence[Mapping[str, Any]], names: Sequence[int], field: str) -> Tensor:
+def _stack(samples: Sequence[Mapping[str, Any]], indices: Sequence[int], field: str) -> Tensor:
     """One field of all samples, `[batch, ...]`."""
     rows: list[Tensor] = []
-    for index, sample in zip(names, samples, strict=True):
+    for index, sample in zip(indices, samples, strict=True):
         if field not in sample:
             raise DataError(
-                f"sample {index} has no field {field!r}, which sample {names[0]} has; it has "
+                f"sample {index} has no field {field!r}, which sample {indices[0]} has; it has "
                 f"{_field_list(sample)}. Give all samples the same fields, or pass a data_collator"
             )
         row = _tensor(sample[field], index, field)
         if rows and row.shape != rows[0].shape:
             raise DataError(
                 f"sample {index}: field {field!r} has shape {list(row.shape)}, but that of sample "
-                f"{names[0]}, in the same batch, has {list(rows[0].shape)}; pad or cut samples to one "
+                f"{indices[0]}, in the same batch, has {list(rows[0].shape)}; pad or cut samples to one "
                 "length, or pass a data_collator that pads"
             )
         rows.append(row)
@@ -190,7 +187,7 @@ class BatchRules:
         """
         with ending_children():
             samples = [self._reduced(dataset[index], index) for index in indices]
-            batch: Any = default_collate(samples, indices=indices) if self.collate is None else self.collate(samples)
+            batch: Any = default_collate(samples, indices) if self.collate is None else self.collate(samples)
         if not isinstance(batch, Mapping):
             raise DataError(
                 f"data_collator gave a {type(batch).__name__} for samples {some(indices, 8)}; it should give a "

@@ -63,7 +63,7 @@ def open_repository(trainer: Any, token: str | None, private: bool | None) -> st
     """
     hub = trainer.config.hub
     name = hub.repository or trainer.config.run.name
-    token = token or _token_of(trainer)
+    token = token or getattr(trainer.training_arguments, "hub_token", None)  # None: huggingface_hub looks for one.
 
     def make() -> str:
         chosen = hub.private if private is None else private
@@ -86,7 +86,8 @@ def push(
     Raises:
         StorageError: on all ranks, where it cannot be saved or uploaded; what was saved stays in `hub-upload`.
     """
-    directory, repository, token = trainer.run_directory / FOLDER, trainer.hub_model_id, token or _token_of(trainer)
+    directory, repository = trainer.run_directory / FOLDER, trainer.hub_model_id
+    token = token or getattr(trainer.training_arguments, "hub_token", None)
     trainer.save(directory)
 
     def upload() -> CommitInfo:
@@ -110,11 +111,6 @@ def push(
         shutil.rmtree(directory, ignore_errors=True)
         trainer.run.console.note(f"uploaded to {commit.commit_url}")
     return commit
-
-
-def _token_of(trainer: Any) -> str | None:
-    """The token of `TrainingArguments`; None: huggingface_hub looks for one."""
-    return getattr(trainer.training_arguments, "hub_token", None)
 
 
 def _values_of_card(trainer: Any, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Conversion:
 
     target: str
     converter: Any
-    sources: tuple[tuple[str, str], ...]
+    sources: list[tuple[str, str]]
 
     def run(self, read: ReadTensor, model: Any) -> dict[str, torch.Tensor]:
         """The model's tensors by name; `read` gives a whole tensor of the file, in its shape."""
@@ -121,24 +121,20 @@ def _rename(
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix = model.base_model_prefix
     direct: dict[str, str] = {}
-    groups: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+    groups: dict[str, Conversion] = {}
     unexpected: list[str] = []
     for name in sorted(entries, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
         if pattern is not None:
-            group = groups.setdefault(target, (by_pattern[pattern], []))
-            group[1].append((pattern, name))
+            new = Conversion(target=target, converter=by_pattern[pattern], sources=[])
+            groups.setdefault(target, new).sources.append((pattern, name))
         elif target in state:
             direct[target] = name
         else:
             unexpected.append(target)
-    conversions = [
-        Conversion(target=target, converter=converter, sources=tuple(sources))
-        for target, (converter, sources) in groups.items()
-    ]
-    return direct, conversions, unexpected
+    return direct, list(groups.values()), unexpected
 
 
 def _planned(conversion: Conversion, entries: Mapping[str, Entry], model: Any) -> dict[str, torch.Tensor]:
@@ -274,24 +270,15 @@ def read_class(directory: Path) -> tuple[Any, Any, str]:
 
 @contextmanager
 def quiet_library() -> Iterator[None]:
-    """Inside the block transformers logs nothing but errors, and draws no progress bars."""
+    """Inside the block transformers logs nothing but errors, and draws no progress bars, and Python warns of nothing."""
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.set_verbosity(before)
         if bars:
             logging.enable_progress_bar()
-
-
-@contextmanager
-def only_rank_0_logs(rank: int) -> Iterator[None]:
-    """Inside the block rank 0 alone logs and warns what all ranks would."""
-    if rank == 0:
-        yield
-        return
-    with quiet_library(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

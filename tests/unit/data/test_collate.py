@@ -38,7 +38,7 @@ def test_lists_arrays_tensors_and_numbers_are_stacked_as_transformers_does() -> 
         }
         for i in range(3)
     ]
-    batch = default_collate(samples)
+    batch = default_collate(samples, range(3))
     expected = default_data_collator(samples)
     assert set(batch) == set(expected)
     for field, value in batch.items():
@@ -47,7 +47,7 @@ def test_lists_arrays_tensors_and_numbers_are_stacked_as_transformers_does() -> 
 
 
 def test_mappings_that_are_no_dicts_and_wide_unsigned_arrays_are_taken() -> None:
-    batch = default_collate([BatchEncoding({"input_ids": np.asarray([1, 65535], dtype=np.uint16)})])
+    batch = default_collate([BatchEncoding({"input_ids": np.asarray([1, 65535], dtype=np.uint16)})], [0])
     assert batch["input_ids"].dtype == torch.int64
     assert batch["input_ids"].tolist() == [[1, 65535]]
 
@@ -57,7 +57,7 @@ def test_the_rows_of_a_hugging_face_dataset_are_taken() -> None:
 
     rows = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3, 4]], "text": ["a", "b"]})
     check_dataset(rows)
-    assert default_collate([rows[0], rows[1]])["input_ids"].tolist() == [[1, 2], [3, 4]]
+    assert default_collate([rows[0], rows[1]], [0, 1])["input_ids"].tolist() == [[1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize(
@@ -76,12 +76,7 @@ def test_the_rows_of_a_hugging_face_dataset_are_taken() -> None:
 )
 def test_samples_that_do_not_stack_are_named(samples: Sequence[Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
-        default_collate(samples, indices=[7, 8])
-
-
-def test_no_samples_are_no_batch() -> None:
-    with pytest.raises(DataError, match="no samples"):
-        default_collate([])
+        default_collate(samples, [7, 8])
 
 
 def test_targets_are_counted_as_the_loss_counts_them() -> None:
