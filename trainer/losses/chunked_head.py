@@ -65,12 +65,6 @@ class ChunkedHead:
         self.found: LogitChange | None = None
         """What the first run has shown that the model does to its logits."""
 
-    @property
-    def _head(self) -> nn.Linear | VocabParallelHead:
-        """The present one: a divided model has its own again after training."""
-        head: nn.Linear | VocabParallelHead = output_layer(self._model)
-        return head
-
     def run(
         self, model: Any, inputs: dict[str, Any], *, targets: torch.Tensor, seed: float, count: int
     ) -> torch.Tensor:
@@ -79,7 +73,7 @@ class ChunkedHead:
         Raises `PhaseError` if the model uses its head in a way that this cannot stand for, or changes its logits otherwise.
         """
         current = _HeadWork(targets=targets.reshape(-1), seed=seed, count=count)
-        with _replaced(self._head, "forward", partial(self._forward, current)):
+        with _replaced(output_layer(self._model), "forward", partial(self._forward, current)):
             if self._route == "logits":
                 return self._arrived(current, model(**_without_labels(model, inputs)).logits)
             with _replaced(self._model, "_loss_function", partial(self._loss, current)):
@@ -95,7 +89,8 @@ class ChunkedHead:
         rows = hidden.reshape(-1, hidden.shape[-1])
         if rows.shape[0] != current.targets.numel():
             raise PhaseError(f"{rows.shape[0]} hidden states reached the head for {current.targets.numel()} labels")
-        head = self._head
+        # The present one: a divided model has its own again after training.
+        head: nn.Linear | VocabParallelHead = output_layer(self._model)
         parts: dict[str, Any] = {}
         if isinstance(head, VocabParallelHead):
             parts = {"sizes": head.sizes, "exchange": head.exchange}

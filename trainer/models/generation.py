@@ -108,23 +108,23 @@ def generate(
     }
     if engine is not None:
         require_same_batches([arguments], mesh, "give all of them the same prompts and arguments of generate")
-    own = type(model)
+    model_class = type(model)
     waits = engine is not None and engine.options.placements.parameters is Placement.SHARDED and mesh.data.size > 1
-    rows = 1
+    microbatches = 1
     if pipeline is not None and engine is not None:
         # As many microbatches as stages can work on, and as all data-parallel ranks have rows for.
         fewest = mesh.data.max_(torch.tensor([-len(arguments["input_ids"])]), "prompts to generate")
-        rows = min(mesh.pipeline.size, -int(fewest[0]))
+        microbatches = min(mesh.pipeline.size, -int(fewest[0]))
 
     def some_rank_goes_on(*, here: bool) -> bool:
         return here if not waits else int(mesh.data.sum_(torch.tensor([int(here)]), "ranks that generate")[0]) > 0
 
-    def forward() -> Callable[[dict[str, Any]], Any]:
-        """Return what computes one sequence after the other, of all stages if there are stages."""
-        plain = partial(own.__call__, model)
+    def new_forward() -> Callable[[dict[str, Any]], Any]:
+        """Return what computes the forwards of one generation, in all stages if there are stages."""
+        plain = partial(model_class.__call__, model)
         if pipeline is None or engine is None:
             return lambda inputs: plain(**inputs)
-        staged = pipeline.generation(microbatches=rows, call=plain)
+        staged = pipeline.generation(microbatches=microbatches, call=plain)
 
         def computed(inputs: dict[str, Any]) -> CausalLMOutputWithPast:
             with engine.evaluation():
@@ -132,7 +132,7 @@ def generate(
 
         return computed
 
-    compute = forward()
+    compute = new_forward()
 
     def called(_model: nn.Module, **inputs: Any) -> Any:
         some_rank_goes_on(here=True)
@@ -141,14 +141,16 @@ def generate(
     with in_evaluation_mode(model), torch.no_grad():
         with own_randomness():
             seed()
-            # It has to come before everything that a call does (hooks gather), and Python finds `__call__` at the class alone.
-            model.__class__ = type(own.__name__, (own,), {"__call__": called, "__module__": own.__module__})
+            # `called` has to run before the hooks of a call, which gather, and Python looks for `__call__` at the class alone.
+            model.__class__ = type(
+                model_class.__name__, (model_class,), {"__call__": called, "__module__": model_class.__module__}
+            )
             try:
                 tokens = model.generate(**arguments)
             finally:
-                model.__class__ = own
+                model.__class__ = model_class
         while waits and some_rank_goes_on(here=False):
-            forward()(_useless_inputs(model, rows, mesh.device))
+            new_forward()(_useless_inputs(model, microbatches, mesh.device))
     return tokens
 
 

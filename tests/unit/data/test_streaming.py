@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
 
 from zeromesh.errors import DataError
@@ -22,7 +23,8 @@ class Numbers:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for number in range(self.length):
             self.read += 1
-            yield {"x": 100 * self.epoch + number}
+            # The picture is represented by its address, and the label has no dim.
+            yield {"x": 100 * self.epoch + number, "picture": object(), "label": torch.tensor(number)}
 
 
 def stream(length: int = 10, shards: int = 2) -> IterableDataset:
