@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -11,6 +11,8 @@ from zeromesh.errors import ConfigError
 from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 
 OptimizerName = Literal["adamw", "adam", "sgd", "adagrad"]
+NO_GROUP = -1
+"""The group of a parameter that no update changes."""
 UpdateOn = Literal["auto", "host", "device"]
 
 
@@ -67,6 +69,19 @@ class OptimizerSettings:
     momentum: float = 0.0
     no_decay: tuple[str, ...] = ()
     """Patterns of parameter names (as in `fnmatch`) that are not decayed."""
+    members: tuple[tuple[str, ...], ...] = ()
+    """Names of the parameters of each group, where groups are the user's own; one that is in none is never updated."""
+
+    def groups(self, lr_factor: float = 1.0, momentum: float | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What decayed parameters and the others are updated with in a step, whose schedule multiplies the learning rate by
+        `lr_factor`. `momentum` replaces that of SGD, or the first of Adam's betas."""
+        common = {
+            "lr": self.lr * lr_factor,
+            "betas": self.betas if momentum is None else (momentum, self.betas[1]),
+            "eps": self.eps,
+            "momentum": self.momentum if momentum is None else momentum,
+        }
+        return {**common, "weight_decay": self.weight_decay}, {**common, "weight_decay": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,6 @@ from zeromesh.kernels.cpu_matmul import take_product_buffers
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import reuse_freed_memory, settle_heap
-from zeromesh.optim.fused_optimizer import Rates
 from zeromesh.options import ZeroOptions
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.pipeline.executor import Bubble
@@ -94,7 +93,7 @@ class Training:
         parts = [{"input_ids": part, "labels": part} for part in tokens.split(micro)]
         count = sum(self.loss.count(part) or 0 for part in parts)
         seed, last = 1.0 / count, len(parts) - 1
-        self.engine.begin_step(number, Rates())
+        self.engine.begin_step(number)
         where = [
             MicrobatchPosition(step=number, first_sample=place * micro, first=place == 0, last=place == last)
             for place in range(len(parts))

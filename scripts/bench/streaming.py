@@ -29,7 +29,7 @@ from zeromesh.offload import (
     WaitTime,
 )
 from zeromesh.offload.io.transfer import StagingPool
-from zeromesh.optim.fused_optimizer import OptimizerGroup, fused_update
+from zeromesh.optim.fused_optimizer import fused_update
 from zeromesh.options import OptimizerSettings
 
 _CPU = torch.device("cpu")
@@ -148,9 +148,9 @@ def _update(row: StreamRow, tensors: list[torch.Tensor]) -> None:
 def _repeat(tensors: Sequence[torch.Tensor], times: int) -> None:
     """The optimizer's computing, so many times."""
     master, first, second, grad = tensors
-    settings, group = OptimizerSettings(), OptimizerGroup(lr=1e-4, weight_decay=0.1)
+    group = OptimizerSettings(lr=1e-4, weight_decay=0.1).groups()[0]
     for _ in range(times):
-        fused_update(settings, group, 1.0, master, grad, [first, second], 3)
+        fused_update("adamw", group, master, grad, [first, second], 3)
 
 
 def _seconds(work: Callable[[], object]) -> float:

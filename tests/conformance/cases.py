@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from zeromesh.errors import StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Ledger, Purpose, Tier
-from zeromesh.optim.fused_optimizer import Rates
 from zeromesh.optim.optimizer_step import StepOutcome
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.pipeline.pipeline import MicrobatchWork
@@ -76,7 +75,7 @@ class Run:
         count = subject.count(batch)
         parts = self.microbatches(number)
         total = torch.zeros(1, dtype=torch.float64)
-        self.engine.begin_step(number, Rates())
+        self.engine.begin_step(number)
         where = [
             MicrobatchPosition(
                 step=number,

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from zeromesh.errors import LayoutError, PhaseError, ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import resident_bytes
-from zeromesh.optim.fused_optimizer import Rates
 from zeromesh.units.unit import Phase
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.gather_order import MicrobatchPosition
@@ -261,7 +260,7 @@ def misuse_of_backward(mesh: Mesh) -> dict[str, str]:
         loss.backward()
         return loss
 
-    engine.begin_step(0, Rates())
+    engine.begin_step(0)
     found["own"] = _refusal(lambda: _train(engine, calls_backward))
     engine.close()
     old = stack(2)
@@ -273,7 +272,7 @@ def misuse_of_backward(mesh: Mesh) -> dict[str, str]:
         return checkpoint(block, x, use_reentrant=True)
 
     engine = start(old)
-    engine.begin_step(0, Rates())
+    engine.begin_step(0)
     found["reentrant"] = _refusal(
         lambda: _train(engine, lambda: old.head(twice(old.embedding(ids))).logsumexp(-1).sum())
     )

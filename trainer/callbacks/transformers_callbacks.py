@@ -265,13 +265,13 @@ def optimizer_view(settings: OptimizerSettings, model: nn.Module) -> SimpleNames
     """What stands for the optimizer, whose states are partitioned: its groups of parameters, to be read."""
     rules = GroupRules(settings)
     defaults = {"betas": settings.betas, "eps": settings.eps, "momentum": settings.momentum}
-    parameters: list[list[nn.Parameter]] = [[] for _ in rules.groups]
+    parameters: list[list[nn.Parameter]] = [[] for _ in settings.groups()]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameters[rules.group_of(name)].append(parameter)
     groups = [
-        {**defaults, "weight_decay": group.weight_decay, "initial_lr": group.lr, "params": tuple(members)}
-        for group, members in zip(rules.groups, parameters, strict=True)
+        {**defaults, "weight_decay": group["weight_decay"], "initial_lr": group["lr"], "params": tuple(members)}
+        for group, members in zip(settings.groups(), parameters, strict=True)
         if members
     ]
     return SimpleNamespace(defaults=MappingProxyType(defaults), param_groups=groups)

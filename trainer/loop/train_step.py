@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.optim.fused_optimizer import Rates
+from zeromesh.optim.fused_optimizer import Hyperparameters
 from zeromesh.pipeline.pipeline import MicrobatchWork, Pipeline
 from zeromesh.rng import Streams
 from zeromesh.telemetry.step_recorder import StepPhase
@@ -64,13 +64,13 @@ class Stepper:
         self,
         feed: Feed,
         step: int,
-        rates: Rates,
+        groups: Sequence[Hyperparameters],
         *,
         substep_end: Callable[[], None],
         before_update: Callable[[], None],
         stop_signal: int = 0,
     ) -> StepResult:
-        """Run step `step` (from 0) on the batches of a feed, with the learning rate and the momentum of its update.
+        """Run step `step` (from 0) on the batches of a feed, with the hyperparameters of its update.
 
         Args:
             substep_end: called after each microbatch but the last one that counts.
@@ -96,7 +96,7 @@ class Stepper:
         count, shares = self._count_targets(feed.plan, microbatches, batches)
 
         # Forward and backward of each microbatch, which starts with its part of the mean's gradient.
-        engine.begin_step(step, rates)
+        engine.begin_step(step, groups)
         self._restore_modes()
         self._computed = []
         last = len(microbatches) - 1

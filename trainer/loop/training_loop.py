@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from zeromesh.optim.fused_optimizer import Rates
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, goal_of, value_of
 from zeromesh.trainer.data.feed import Feed
@@ -103,13 +102,13 @@ class TrainingLoop:
         # Train on the next global batch.
         events.forget_requests()
         events.call("on_step_begin", number)
-        rates = Rates(lr_factor=run.schedule.factor(number - 1), momentum=run.schedule.momentum(number - 1))
-        progress.learning_rate = run.config.optimizer.lr * rates.lr_factor
+        factor, momentum = run.schedule.factor(number - 1), run.schedule.momentum(number - 1)
+        progress.learning_rate = run.config.optimizer.lr * factor
         with self._recorders(number):
             result = run.model.stepper.train_step(
                 replace(self.feed, passed_over=progress.passed_over),
                 number - 1,
-                rates,
+                run.model.optimizer.groups(factor, momentum),
                 substep_end=partial(events.call, "on_substep_end", number),
                 before_update=self._before_update,
                 stop_signal=self.request.signal,

@@ -4,8 +4,7 @@ Each bucket has an optimizer of its own, so that buckets can be updated one by o
 when their states rest on another tier. Element-wise rules give the same bits however a buffer is cut.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,49 +16,26 @@ from torch.optim.sgd import sgd
 
 from zeromesh.errors import ConfigError
 from zeromesh.offload import Purpose, Tiers
-from zeromesh.options import OptimizerSettings, ZeroOptions
+from zeromesh.options import NO_GROUP, OptimizerSettings, ZeroOptions
 from zeromesh.units.unit import Bucket
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
-    """What a learning rate schedule changes in one step: the learning rate of each group is multiplied by `lr_factor`.
-
-    `momentum` replaces that of SGD, or the first of Adam's betas; None: as in the settings.
-    """
-
-    lr_factor: float = 1.0
-    momentum: float | None = None
-
-    def of(self, settings: OptimizerSettings) -> OptimizerSettings:
-        """The settings with this momentum."""
-        if self.momentum is None:
-            return settings
-        return replace(settings, momentum=self.momentum, betas=(self.momentum, settings.betas[1]))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerGroup:
-    """Settings of one group of parameters."""
-
-    lr: float
-    weight_decay: float
+Hyperparameters = Mapping[str, Any]
+"""What one group of parameters is updated with, under torch's names: `lr`, `weight_decay`, and what the optimizer has besides."""
 
 
 class GroupRules:
-    """Which optimizer group a parameter belongs to: 0 is decayed, 1 is not."""
+    """Which optimizer group a parameter belongs to: the user's own, or else 0, which is decayed, and 1, which is not."""
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self._patterns = settings.no_decay
         self._names = frozenset(self._patterns)
         self._globs = tuple(pattern for pattern in self._patterns if set("*?[").intersection(pattern))
-        self.groups = (
-            OptimizerGroup(lr=settings.lr, weight_decay=settings.weight_decay),
-            OptimizerGroup(lr=settings.lr, weight_decay=0.0),
-        )
+        self._members = {name: number for number, names in enumerate(settings.members) for name in names}
 
     def group_of(self, fqn: str) -> int:
-        """The number of the group of a parameter, by its name."""
+        """The number of the group of a parameter, by its name; `NO_GROUP` for one that the user's optimizer does not have."""
+        if self._members:
+            return self._members.get(fqn, NO_GROUP)
         return int(fqn in self._names or any(fnmatchcase(fqn, pattern) for pattern in self._globs))
 
     def unmatched(self, fqns: Sequence[str]) -> list[str]:
@@ -98,7 +74,6 @@ class BucketOptimizer:
             name: tiers.allocate(master.numel, master.dtype, at, Purpose.MOMENTS, f"{name} of {bucket.name}")
             for name in moment_names(self._settings)
         }
-        self._groups = GroupRules(self._settings).groups
         self.steps = [0] * len(bucket.layout.slots)
         """How many updates each parameter has had. As in torch, one that is frozen for a while goes on from its own count."""
         self.follow()
@@ -107,9 +82,9 @@ class BucketOptimizer:
         """Take in which parameters are trained now, and how many updates each has had."""
         bucket, kinds = self._bucket, list(zip(self._bucket.training, self.steps, strict=True))
         self._segments = [
-            (segment.where.start, segment.where.end, self._groups[segment.group], segment.slot)
+            (segment.where.start, segment.where.end, segment.group, segment.slot)
             for segment in bucket.layout.segments(bucket.interval, kinds)
-            if bucket.training[segment.slot]
+            if bucket.training[segment.slot] and segment.group != NO_GROUP
         ]
 
     def begin(self) -> None:
@@ -123,23 +98,21 @@ class BucketOptimizer:
         master: torch.Tensor,
         grad: torch.Tensor,
         moments: Sequence[torch.Tensor],
-        rates: Rates,
+        groups: Sequence[Hyperparameters],
     ) -> None:
         """Update elements [start, end) of the shard: `master`, `grad` and `moments` are `[end - start]`, changed in place."""
-        settings = rates.of(self._settings)
         for segment_start, segment_end, group, slot in self._segments:
             first, last = max(start, segment_start), min(end, segment_end)
             if first < last:
                 part = slice(first - start, last - start)
                 states = [moment[part] for moment in moments]
                 updates = self.steps[slot] - 1
-                fused_update(settings, group, rates.lr_factor, master[part], grad[part], states, updates)
+                fused_update(self._settings.name, groups[group], master[part], grad[part], states, updates)
 
 
 def fused_update(
-    settings: OptimizerSettings,
-    group: OptimizerGroup,
-    lr_factor: float,
+    name: str,
+    group: Hyperparameters,
     master: torch.Tensor,
     grad: torch.Tensor,
     moments: Sequence[torch.Tensor],
@@ -149,17 +122,17 @@ def fused_update(
 
     `updates` is how many updates were made before.
     """
-    common: dict[str, Any] = {"lr": group.lr * lr_factor, "weight_decay": group.weight_decay, "maximize": False}
+    common = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"], "maximize": group.get("maximize", False)}
     steps = [torch.full((), float(updates), device=master.device)]  # made there: a copy would make the host wait
     with torch.no_grad():
-        if settings.name == "sgd":
-            common |= {"momentum": settings.momentum, "dampening": 0.0, "nesterov": False}
+        if name == "sgd":
+            common |= {each: group.get(each, 0) for each in ("momentum", "dampening", "nesterov")}
             sgd([master], [grad], list(moments) or [None], fused=True, **common)
-        elif settings.name == "adagrad":
-            common |= {"lr_decay": 0.0, "eps": settings.eps}
+        elif name == "adagrad":
+            common |= {"lr_decay": group.get("lr_decay", 0.0), "eps": group["eps"]}
             adagrad([master], [grad], list(moments), steps, fused=not master.is_cuda, **common)
         else:
-            kind = adamw if settings.name == "adamw" else adam
+            kind = adamw if name == "adamw" else adam
             first, second = moments
-            common |= {"beta1": settings.betas[0], "beta2": settings.betas[1], "eps": settings.eps, "amsgrad": False}
+            common |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "eps": group["eps"], "amsgrad": False}
             kind([master], [grad], [first], [second], [], steps, fused=True, **common)

@@ -2,7 +2,7 @@
 
 A step calls, in this order:
 
-    begin_step        with the rates of the step
+    begin_step        with the hyperparameters of each group
     begin_backward    for each microbatch, with the order in which its buckets are reduced
     take              for each bucket that is summed over its shard group; in the last backward it is summed over its replicas too,
                       and then put away, kept for `finish`, or updated at once (`optimizer_in_backward`)
@@ -41,7 +41,7 @@ from zeromesh.offload import (
     UpdateStream,
     WaitTime,
 )
-from zeromesh.optim.fused_optimizer import BucketOptimizer, OptimizerGroup, Rates, fused_update, moment_names
+from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, fused_update, moment_names
 from zeromesh.optim.gradients import GradientShards, LossScaler, ReplicaGroups, clip_factor, global_norm, gradient_of
 from zeromesh.options import AverageSettings, Placement, UpdateOn, ZeroOptions
 from zeromesh.telemetry.step_recorder import StepPhase
@@ -163,11 +163,11 @@ def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions) -> floa
         waits=WaitTime(),
         memory=partial(tiers.buffer, device=device),
     )
-    group = OptimizerGroup(lr=0.0, weight_decay=0.0)
+    group = {**settings.groups()[1], "lr": 0.0}
 
     def compute(_row: StreamRow, tensors: list[torch.Tensor]) -> None:
         master, gradient, *moments = tensors
-        fused_update(settings, group, 1.0, master, gradient, moments, 1)
+        fused_update(settings.name, group, master, gradient, moments, 1)
 
     rows = list(stream.rows(0, _ELEMENTS, uses))
     seconds = []
@@ -227,7 +227,7 @@ class OptimizerStep:
         self._last = True
         self._order: Sequence[Bucket] = ()
         self._in_backward = False
-        self._rates = Rates()
+        self._groups: Sequence[Hyperparameters] = options.optimizer.groups()
         self._squares = 0.0
         self.sharing = ReplicaGroups(mesh, self._all)
         replicated = options.placements.optimizer is Placement.REPLICATED
@@ -295,9 +295,9 @@ class OptimizerStep:
                 optimizer.steps = [steps.get(each.name, updates * bucket.learned(each.fqn)) for each in specs]
                 optimizer.follow()
 
-    def begin_step(self, rates: Rates) -> None:
-        """Begin a step, whose updates are made with these rates."""
-        self._rates = rates
+    def begin_step(self, groups: Sequence[Hyperparameters]) -> None:
+        """Begin a step, whose updates are made with these hyperparameters of each group."""
+        self._groups = groups
         self._squares = 0.0
         self.shards.begin_step()
         self._retired = set()
@@ -508,7 +508,7 @@ class OptimizerStep:
                 part.mul_(factor)
             average = tensors.pop() if averages is not None else None
             master, *moments = tensors
-            optimizer.step(row.start, row.end, master, part, moments, self._rates)
+            optimizer.step(row.start, row.end, master, part, moments, self._groups)
             if copy is not None:
                 copy.copy_(master)
             if averages is not None and average is not None:

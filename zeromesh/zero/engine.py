@@ -2,7 +2,7 @@
 
 A step is
 
-    engine.begin_step(step, rates)
+    engine.begin_step(step, groups)
     for position in ...:
         with engine.microbatch(position) as backward:    # forward gathers each unit around its use
             loss = model(...)
@@ -26,7 +26,7 @@ from torch import nn
 from zeromesh.errors import ConfigError, LayoutError, NonFiniteError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor, Tiers
-from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules, Rates
+from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules, Hyperparameters
 from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome, UpdateDevice
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.rng import Streams
@@ -194,14 +194,14 @@ class ZeroEngine:
 
     # A step
 
-    def begin_step(self, step: int, rates: Rates) -> None:
-        """Begin a step, whose update is made with these rates.
+    def begin_step(self, step: int, groups: Sequence[Hyperparameters] | None = None) -> None:
+        """Begin a step, whose update is made with these hyperparameters of each group; None: with those of the options.
 
         What `requires_grad` of parameters says now holds for the whole step.
         """
         if any(bucket.changed_flags() for bucket in self._buckets):
             self._flags.follow()
-        self._optimizer_step.begin_step(rates)
+        self._optimizer_step.begin_step(groups or self.options.optimizer.groups())
         self.mesh.post(Activity.FORWARD, 0, step=step)
 
     @contextmanager

@@ -14,7 +14,7 @@ from mesh_cases import resident
 from zeromesh.comm.transport import choose_transport
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose
-from zeromesh.optim.fused_optimizer import GroupRules, Rates
+from zeromesh.optim.fused_optimizer import GroupRules
 from zeromesh.options import ZeroOptions
 from zeromesh.units.plan import plan_model
 from zeromesh.units.unit import Bucket
@@ -87,7 +87,7 @@ def lead(mesh: Mesh, transports: list[str]) -> list[dict[str, int]]:
 
         gradients.begin, gradients.take = late, watched
         tokens = torch.arange(8).view(1, 8) % VOCABULARY
-        engine.begin_step(0, Rates())
+        engine.begin_step(0)
         where = MicrobatchPosition(step=0, first_sample=mesh.rank, first=True, last=True)
         with engine.microbatch(where) as backward:
             backward(model(tokens).square().sum(), 1.0)
