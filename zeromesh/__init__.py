@@ -12,11 +12,16 @@ if TYPE_CHECKING:
     from zeromesh.trainer import Callback, FitReport, Trainer, TrainerConfig
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "FitReport", "Trainer", "TrainerConfig", "__version__"]
+_LOOP = ("averaged", "gathered", "load", "save", "shard", "state_dict", "unshard")
+__all__ = ["Callback", "FitReport", "Trainer", "TrainerConfig", "__version__", *_LOOP]
 
 
 def __getattr__(name: str) -> Any:
     """Hand on the trainer's names lazily, so that the engine never imports what stands above it."""
+    if name in _LOOP:
+        from zeromesh.trainer import shard
+
+        return getattr(shard, name)
     if name in {"Callback", "FitReport", "Trainer", "TrainerConfig"}:
         from zeromesh import trainer
 

@@ -6,8 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from torch import nn
-
 from zeromesh import __version__
 from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint
 from zeromesh.checkpoint.loader import Loader
@@ -49,7 +47,6 @@ class RunCheckpoints:
         config: TrainerConfig,
         directory: Path,
         engine: ZeroEngine,
-        model: nn.Module,
         processing_class: Any,
         note: Callable[[str], None],
         *,
@@ -60,7 +57,6 @@ class RunCheckpoints:
         self._section = config.checkpoint
         self._mesh = engine.mesh
         self._engine = engine
-        self._model = model
         self._processing_class = processing_class
         self._note = note
         self._sign = 1.0 if goal_of(config.run.metric, config.run.metric_goal) == "lowest" else -1.0
@@ -143,7 +139,7 @@ class RunCheckpoints:
     def _load(self, loader: Loader, path: Path, settings: Mapping[str, Any], *, strict: bool) -> TrainerState:
         step = self.store.step_of(path)
         reader = loader.open(path)
-        state = TrainerState.from_json(loader.document(reader, name_in(reader.manifest.files)), str(path))
+        state = read_state(loader, reader)
         if not reader.manifest.step == state.step == (step if step is not None else state.step):
             raise CheckpointError(
                 f"{path} is of step {reader.manifest.step} by its manifest, and of step {state.step} by its {NAME}; "
@@ -154,15 +150,7 @@ class RunCheckpoints:
             raise ConfigError(_of_another_run(path, differ))
         for line in differ:
             self._note(f"resumed with another setting: {line}")
-        self._engine.load_progress(
-            EngineProgress(
-                updates=state.updates,
-                trained=state.trained,
-                loss_scale=state.loss_scale,
-                good_steps=state.good_steps,
-            )
-        )
-        _fill(loader, reader, self._engine, state.averages, lambda kind: True)
+        load_engine(loader, reader, self._engine, state)
         if state.metric is not None:
             self._metrics[state.step] = state.metric
         return state
@@ -183,22 +171,7 @@ class RunCheckpoints:
         self.finish()
         if state.metric is not None:
             self._metrics[state.step] = state.metric
-        holdings, model, compute = self._engine.checkpoint_state, self._model, self._engine.options.precision.compute
-        adapter = gathered_adapter(model, self._engine.state, self._mesh) if is_adapted(model) else None
-
-        def documents(directory: Path) -> None:
-            save_configuration(model, compute, self._processing_class, directory, adapter)
-            write_whole(directory / NAME, state.to_json(), sync=False)
-
-        content = SaveContent(
-            tensors=holdings.tensors(),
-            shards=holdings.written(),
-            order=holdings.order(),
-            documents=documents,
-            aliases=holdings.aliases(),
-            layout=self._layout(),
-            keep=self._kept,
-        )
+        content = content_of(self._engine, self._processing_class, state, self._kept)
         try:
             self._saver.begin(state.step, content)
         except (CheckpointError, StorageError) as error:
@@ -303,16 +276,48 @@ class RunCheckpoints:
         ranked = sorted(judged, key=lambda step: (self._sign * self._metrics[step], step))
         return keep | set(ranked[: self._keep_best])
 
-    def _layout(self) -> dict[str, Any]:
-        shape, options = self._mesh.shape, self._engine.options
-        return {
+
+def content_of(
+    engine: ZeroEngine, processing_class: Any, state: TrainerState, keep: Callable[[], set[int]]
+) -> SaveContent:
+    """What a checkpoint of an engine has: its states, `state`, and what `from_pretrained` reads. All ranks call it.
+
+    `keep` gives the steps of the checkpoints that stay beside it.
+    """
+    holdings, options, model, mesh = engine.checkpoint_state, engine.options, engine.model, engine.mesh
+    compute, master = options.precision.compute, options.precision.master
+    adapter = gathered_adapter(model, engine.state, mesh) if is_adapted(model) else None
+
+    def documents(directory: Path) -> None:
+        save_configuration(model, compute, processing_class, directory, adapter)
+        write_whole(directory / NAME, state.to_json(), sync=False)
+
+    return SaveContent(
+        tensors=holdings.tensors(),
+        shards=holdings.written(),
+        order=holdings.order(),
+        documents=documents,
+        aliases=holdings.aliases(),
+        layout={
             "zeromesh": __version__,
-            "ranks": self._mesh.world_size,
-            "mesh": dict(zip(("pipeline", "replicate", "shard", "tensor"), shape.sizes, strict=True)),
+            "ranks": mesh.world_size,
+            "mesh": dict(zip(("pipeline", "replicate", "shard", "tensor"), mesh.shape.sizes, strict=True)),
             "stage": options.stage,
-            "compute": str(options.precision.compute).removeprefix("torch."),
-            "master": str(options.precision.master).removeprefix("torch."),
-        }
+            "compute": str(compute).removeprefix("torch."),
+            "master": str(master).removeprefix("torch."),
+        },
+        keep=keep,
+    )
+
+
+def load_engine(loader: Loader, reader: OpenedCheckpoint, engine: ZeroEngine, state: TrainerState) -> None:
+    """Load all of a checkpoint into an engine, which goes on from there. All ranks call it; raises as `Loader.fill` does."""
+    engine.load_progress(
+        EngineProgress(
+            updates=state.updates, trained=state.trained, loss_scale=state.loss_scale, good_steps=state.good_steps
+        )
+    )
+    _fill(loader, reader, engine, state.averages, lambda kind: True)
 
 
 def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None:

@@ -42,7 +42,6 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
             config,
             directory.path,
             run.model.require_engine(),
-            run.model.module,
             run.model.processing_class,
             run.console.note,
             linked=progress.keeps_log,

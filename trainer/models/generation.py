@@ -7,6 +7,7 @@ call they agree that some rank goes on, and those that are done take part in it 
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -91,14 +92,14 @@ def generate(
     mesh: Mesh,
     arguments: Mapping[str, Any],
     *,
-    seed: Callable[[], object],
+    seed: Callable[[], object] | None,
     engine: ZeroEngine | None = None,
     pipeline: Pipeline | None = None,
 ) -> Any:
     """Return what `model.generate(**arguments)` gives, in evaluation mode; all ranks call it.
 
-    Ranks along data axes may have other prompts. `seed` seeds what is drawn; the generator is afterwards as it was. `engine` and
-    `pipeline` are those of a model that is partitioned.
+    Ranks along data axes may have other prompts. `seed` seeds what is drawn; the generator is afterwards as it was. None: the mode
+    and the generator are the caller's, as in the library. `engine` and `pipeline` are those of a model that is partitioned.
 
     Raises:
         DataError: where ranks of one model have other prompts or arguments.
@@ -138,15 +139,16 @@ def generate(
         some_rank_goes_on(here=True)
         return compute(inputs)
 
-    with in_evaluation_mode(model), torch.no_grad():
-        with own_randomness():
-            seed()
+    with in_evaluation_mode(model) if seed is not None else nullcontext(), torch.no_grad():
+        with own_randomness() if seed is not None else nullcontext():
+            if seed is not None:
+                seed()
             # `called` has to run before the hooks of a call, which gather, and Python looks for `__call__` at the class alone.
             model.__class__ = type(
                 model_class.__name__, (model_class,), {"__call__": called, "__module__": model_class.__module__}
             )
             try:
-                tokens = model.generate(**arguments)
+                tokens = model_class.generate(model, **arguments)
             finally:
                 model.__class__ = model_class
         while waits and some_rank_goes_on(here=False):

@@ -80,16 +80,23 @@ class BucketOptimizer:
 
     def follow(self) -> None:
         """Take in which parameters are trained now, and how many updates each has had."""
-        bucket, kinds = self._bucket, list(zip(self._bucket.training, self.steps, strict=True))
+        bucket, kinds = self._bucket, list(zip(self._updated(), self.steps, strict=True))
         self._segments = [
             (segment.where.start, segment.where.end, segment.group, segment.slot)
             for segment in bucket.layout.segments(bucket.interval, kinds)
-            if bucket.training[segment.slot] and segment.group != NO_GROUP
+            if kinds[segment.slot][0] and segment.group != NO_GROUP
         ]
+        self._missing = bucket.missing
+
+    def _updated(self) -> list[bool]:
+        """Which parameters an update changes."""
+        return [trained and n not in self._bucket.missing for n, trained in enumerate(self._bucket.training)]
 
     def begin(self) -> None:
-        """Begin another update: count it for the parameters that are trained."""
-        self.steps = [count + trained for count, trained in zip(self.steps, self._bucket.training, strict=True)]
+        """Begin another update: count it for the parameters that it changes."""
+        self.steps = [count + updated for count, updated in zip(self.steps, self._updated(), strict=True)]
+        if self._bucket.missing != self._missing:
+            self.follow()
 
     def step(
         self,

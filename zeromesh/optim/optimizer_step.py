@@ -227,7 +227,8 @@ class OptimizerStep:
         self._last = True
         self._order: Sequence[Bucket] = ()
         self._in_backward = False
-        self._groups: Sequence[Hyperparameters] = options.optimizer.groups()
+        self.groups: Sequence[Hyperparameters] = options.optimizer.groups()
+        """What each group of parameters is updated with."""
         self._squares = 0.0
         self.sharing = ReplicaGroups(mesh, self._all)
         replicated = options.placements.optimizer is Placement.REPLICATED
@@ -297,7 +298,7 @@ class OptimizerStep:
 
     def begin_step(self, groups: Sequence[Hyperparameters]) -> None:
         """Begin a step, whose updates are made with these hyperparameters of each group."""
-        self._groups = groups
+        self.groups = groups
         self._squares = 0.0
         self.shards.begin_step()
         self._retired = set()
@@ -373,33 +374,44 @@ class OptimizerStep:
         """
         options = self._options
         self._mesh.post(Activity.OPTIMIZER)
-        if not options.optimizer_in_backward:
-            self._retire(units)
-            squares = zip(self._buckets, self.shards.squares(self._buckets), strict=True)
-            # A value that another rank counts may be not finite on this rank alone.
-            self._squares = sum(
-                value for each, value in squares if self.sharing.counts(each) or not math.isfinite(value)
-            )
         scale = self.scaler.scale
-        factor /= scale
-        norm = global_norm(self._squares, self._owners) * abs(factor)
+        norm = self.norm() * abs(factor) / scale
         finite = math.isfinite(norm)
         cause = "" if finite else self._cause(norm, loss_finite)
         if not finite and options.on_nonfinite == "stop":
             raise NonFiniteError(f"{cause}; no parameter was changed (on_nonfinite: stop)")
         self.scaler.update(overflow=not finite)
-        if finite and not options.optimizer_in_backward:
-            factor *= clip_factor(norm, options.clip_norm)
+        self.update(units, factor / scale * clip_factor(norm, options.clip_norm), skip=not finite)
+        waited = self._tiers.waited()
+        return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale, cause=cause, waited=waited)
+
+    def norm(self) -> float:
+        """The norm of all gradients as they were summed, with the loss scale in it; the same on all ranks, which all call it."""
+        if not self._options.optimizer_in_backward:
+            squares = zip(self._buckets, self.shards.squares(self._buckets), strict=True)
+            # A value that another rank counts may be not finite on this rank alone.
+            self._squares = sum(
+                value for each, value in squares if self.sharing.counts(each) or not math.isfinite(value)
+            )
+        return global_norm(self._squares, self._owners)
+
+    def update(self, units: Iterable[Unit], factor: float, *, skip: bool = False) -> None:
+        """Multiply gradients by `factor` and update with them, unless backward has done so; release their memory. `skip`: release
+        it alone."""
+        self._retire(units)
+        if not skip and not self._options.optimizer_in_backward:
             for number, bucket in enumerate(self._buckets):
                 self._update(bucket, factor, self._buckets[number + 1 :])
             self._stream.settle()
+        self.drop_gradients()
+        if not skip:
+            self._end_averages()
+            self.updates += 1
+
+    def drop_gradients(self) -> None:
+        """Release the memory of gradients, unless it is kept from step to step."""
         for bucket in self._buckets:
             self.shards.drop(bucket)
-        if finite:
-            self._end_averages()
-        self.updates += finite
-        waited = self._tiers.waited()
-        return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale, cause=cause, waited=waited)
 
     @property
     def _averaging(self) -> WeightAverage | None:
@@ -508,7 +520,7 @@ class OptimizerStep:
                 part.mul_(factor)
             average = tensors.pop() if averages is not None else None
             master, *moments = tensors
-            optimizer.step(row.start, row.end, master, part, moments, self._groups)
+            optimizer.step(row.start, row.end, master, part, moments, self.groups)
             if copy is not None:
                 copy.copy_(master)
             if averages is not None and average is not None:

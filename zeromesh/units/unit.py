@@ -110,6 +110,12 @@ def set_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
     parameter.data = values
 
 
+def kind_of(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """The class of a parameter while it does not rest."""
+    kind = type(parameter)
+    return kind.kind if issubclass(kind, AtRest) else kind
+
+
 class Phase(Enum):
     """Where a unit is in its life."""
 
@@ -166,6 +172,8 @@ class Bucket:
         self.copy = copy
         self.training = [slot.spec.requires_grad for slot in layout.slots]
         """Whether each parameter is trained in the present step."""
+        self.missing: frozenset[int] = frozenset()
+        """Parameters that no rank has a gradient of in the present step, and that keep their values therefore, by number."""
         self.trainable = any(self.training)
         """Whether there are master weights, moments and gradients: some parameter is trained, or was."""
         self._learned = {slot.spec.fqn for slot in layout.slots if slot.spec.requires_grad}
@@ -179,10 +187,17 @@ class Bucket:
         self._rest = [poison.expand(slot.spec.shape) for slot in layout.slots]
         self.on_use: Callable[[str], None] = no_engine
         """Called with the name of a parameter at rest that is used."""
-        kinds = {kind: AtRest.of(kind, self._used) for kind in set(map(type, self.parameters))}
-        self._resting = [kinds[type(parameter)] for parameter in self.parameters]
+        self._resting: list[type[AtRest]] = []
+        self.set_kinds(list(map(type, self.parameters)))
         self._versions: list[int] = []
         self._digests: list[int] = []
+
+    def set_kinds(self, kinds: Sequence[type[nn.Parameter]]) -> None:
+        """Give the parameters other classes, which they have while they do not rest."""
+        resting = {kind: AtRest.of(kind, self._used) for kind in set(kinds)}
+        self._resting = [resting[kind] for kind in kinds]
+        for parameter, kind in zip(self.parameters, kinds, strict=True):
+            parameter.__class__ = resting[kind] if issubclass(type(parameter), AtRest) else kind
 
     def learned(self, fqn: str) -> bool:
         """Whether a parameter has master weights and moments of its own."""

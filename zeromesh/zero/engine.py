@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TypeVar
+from typing import ClassVar, Self, TypeVar
 
 from torch import nn
 
@@ -63,8 +63,15 @@ class EngineProgress:
 class ZeroEngine:
     """Runs forward, backward and update of a model whose units `build_units` has made."""
 
+    passes_class: ClassVar[type[Passes]] = Passes
+
     def __init__(
-        self, model: nn.Module, built: Built, mesh: Mesh, options: ZeroOptions, cuts: ModelCuts | None = None
+        self,
+        model: nn.Module,
+        built: Built,
+        mesh: Mesh,
+        options: ZeroOptions,
+        cuts: ModelCuts | None = None,
     ) -> None:
         self.model = model
         self.mesh = mesh
@@ -79,7 +86,9 @@ class ZeroEngine:
         self._reduction = built.reduction
         self._sharded = options.placements.parameters is Placement.SHARDED
         self._optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers)
-        self._passes = Passes(built, mesh, options, self._optimizer_step, _chunks(self.units, cuts or ModelCuts()))
+        self._passes = self.passes_class(
+            built, mesh, options, self._optimizer_step, _chunks(self.units, cuts or ModelCuts())
+        )
         self._exchanged = False
         """Whether averaged weights and master weights have been exchanged."""
         self._mixed = False
@@ -103,7 +112,7 @@ class ZeroEngine:
         source: ParameterSource | None = None,
         tiers: Tiers | None = None,
         cuts: ModelCuts | None = None,
-    ) -> ZeroEngine:
+    ) -> Self:
         """Cut the model into units, allocate and fill them, and hook the model.
 
         `source` gives initial values; None stands for the values that the model has. `tiers` are the engine's from now on, and

@@ -74,6 +74,10 @@ class PassProgress:
         """Note that forward is over. `unreduced` is the number of buckets of each unit that backward gives gradients."""
         self._unreduced = dict(unreduced)
 
+    def restart_backward(self) -> None:
+        """Forget an earlier backward, which has run through another part of the graph or has kept it."""
+        self._reached, self._inside = set(), []
+
     def reach(self, unit: int) -> bool:
         """Note that backward has come to the outputs of a unit; returns whether that is the first time."""
         new = unit not in self._reached

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,6 +187,13 @@ class Passes:
 
     def _reduce_during(self, forward: Forward, bring: Callable[[], None]) -> None:
         """Call `bring()`, which brings the gradients of a microbatch, and reduce them meanwhile and afterwards."""
+        with self._recorder.span(StepPhase.BACKWARD):
+            self._begin_reducing(forward)
+            bring()
+            self._end_reducing(forward)
+
+    def _begin_reducing(self, forward: Forward) -> None:
+        """Begin a backward whose gradients are reduced as they come."""
         microbatch, units = forward.microbatch, self._chunks[forward.chunk]
         reduce = microbatch.last or self._reduces_each
         own = {unit.index for unit in units}
@@ -196,12 +204,13 @@ class Passes:
         forward.progress.begin_backward({unit.index: len(unit.trainable) for unit in self.units})
         self._updater.begin_backward(buckets, first=microbatch.first, last=microbatch.last)
         self.gradients.begin(buckets, reduce=reduce, first=microbatch.first)
-        with self._recorder.span(StepPhase.BACKWARD):
-            self._need_held()
-            bring()
-            self._recorder.next_range(None)
-            self.gradients.flush()
-            self._updater.end_backward(units)
+        self._need_held()
+
+    def _end_reducing(self, forward: Forward) -> None:
+        """Reduce what is left of a backward that has run."""
+        self._recorder.next_range(None)
+        self.gradients.flush()
+        self._updater.end_backward(self._chunks[forward.chunk])
 
     # Any pass
 
@@ -378,9 +387,13 @@ class Passes:
                     )
                 self._hold(each)
 
+    def _on_reached(self, unit: Unit, place: int) -> Callable[[], None]:
+        """What runs when backward reaches the results of a call of a unit."""
+        return partial(self.before_backward, unit, place)
+
     def _hook_backward(self, unit: Unit, tensors: Tensors) -> None:
         place = self._progress.call_number
-        hooked = on_gradient_of(tensors, lambda: self.before_backward(unit, place))
+        hooked = on_gradient_of(tensors, self._on_reached(unit, place))
         if hooked:
             self._progress.calls.append((unit.index, place))
         looked_at = self.mode is PassMode.FORWARD and self._sharded and unit.index != 0

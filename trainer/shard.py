@@ -1,0 +1,289 @@
+"""`shard`: the engine under a loop of one's own, in plain PyTorch.
+
+model, optimizer = zeromesh.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), stage=3)
+for batch in loader:
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+zeromesh.save("out", model, optimizer)
+"""
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zeromesh.checkpoint.loader import Loader
+from zeromesh.checkpoint.saver import Saver
+from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.errors import CheckpointError, ConfigError, StorageError
+from zeromesh.options import OptimizerSettings
+from zeromesh.parallelize import ParallelOptions, divide
+from zeromesh.trainer.checkpoints.manager import content_of, load_engine, load_weights, read_state
+from zeromesh.trainer.checkpoints.trainer_state import TrainerState
+from zeromesh.trainer.config.load import ConfigSource, load_config
+from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.models.generation import check_arguments, generate
+from zeromesh.trainer.setup.build import connect
+from zeromesh.trainer.setup.engine_options import engine_options, errors_with_user_keys
+from zeromesh.trainer.setup.rank_agreement import share_weights
+from zeromesh.weight_init.weight_sources import wrap_passed_model
+from zeromesh.zero.autograd_engine import AutogradEngine
+from zeromesh.zero.sharded_optimizer import ShardedOptimizer, settings_of
+
+_LOGGER = logging.getLogger(__name__)
+_Model = TypeVar("_Model", bound=nn.Module)
+_SECTIONS = ("parallel", "zero", "precision", "offload", "ema")
+_LOOP = "loop"
+"""What of a state belongs to a loop of the user's own, among the values of callbacks."""
+_engines: weakref.WeakKeyDictionary[nn.Module, AutogradEngine] = weakref.WeakKeyDictionary()
+
+
+def shard(
+    model: _Model,
+    optimizer: Optimizer | None = None,
+    config: ConfigSource = None,
+    *,
+    reduce: Literal["mean", "sum"] = "mean",
+    accumulation: int = 1,
+    **options: Any,
+) -> tuple[_Model, ShardedOptimizer | None]:
+    """Partition a model and its optimizer over the ranks of the launch, for a loop of one's own.
+
+    The model stays what it is: it is called as before, under `torch.no_grad()` anywhere, and `loss.backward()` sums gradients over
+    the data-parallel ranks. Several calls may come before a backward, and several backwards before a step. All ranks run the same
+    program, each on its own batches. Ranks come from torchrun's variables or another launcher's; without such there is one.
+
+    Args:
+        model: built, with the values that it starts from; where ranks differ, rank 0's count. It computes in the dtype that it has.
+        optimizer: a torch optimizer over parameters of the model, with any groups; None for a model that is not trained.
+        config: a path of a YAML or JSON file, or a dict, of whose sections `zero`, `parallel`, `precision`, `offload` and `ema`
+            count.
+        reduce: `mean` averages gradients over the data-parallel ranks, as DDP does; `sum` adds them.
+        accumulation: backwards of every step. With more than one, stages 0 and 1 sum on their own rank until the last; 1 leaves
+            the number open.
+        options: keys of the section `zero` (`stage=3`, `prefetch=2`), and other sections by name (`parallel={"tensor": 2}`,
+            `offload={"optimizer": "host"}`).
+
+    Returns:
+        The same model, and the optimizer to call from now on, on whose `param_groups` schedulers work.
+
+    Raises:
+        ConfigError: for options and optimizers that do not fit, with all problems of the options at once.
+        LayoutError: for a model that cannot be partitioned so.
+    """
+    if reduce not in ("mean", "sum"):
+        raise ConfigError(f"reduce is {reduce!r}; allowed are mean and sum")
+    resolved = _resolve(model, config, options)
+    settings = OptimizerSettings() if optimizer is None else settings_of(optimizer, model.named_parameters())
+    with errors_with_user_keys():
+        zero = replace(engine_options(resolved, accumulation), optimizer=settings)
+        mesh = connect(resolved)
+        mesh.recorder.enabled = False
+        built = wrap_passed_model(model, resolved.run.seed)
+        share_weights(model, mesh)
+        parallel = resolved.parallel
+        cuts = ParallelOptions(rules=parallel.plan or {}, sequence=parallel.sequence, transport=parallel.transport)
+        divided = divide(model, mesh, cuts)
+        engine = AutogradEngine.build(model, mesh, zero, built.source, cuts=divided.cuts)
+    _engines[model] = engine
+    _replace_methods(model, engine)
+    if optimizer is None:
+        return model, None
+    return model, ShardedOptimizer(optimizer, engine, 1.0 / mesh.data.size if reduce == "mean" else 1.0)
+
+
+def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any]) -> TrainerConfig:
+    """The configuration of `shard`: what `config` says, with `options` on top; the dtype is the model's unless they name one."""
+    given = load_config(config)
+    dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
+    sums = "float64" if dtype == torch.float64 else "float32"
+    found: dict[str, dict[str, Any]] = {
+        "precision": {"compute": str(dtype).removeprefix("torch."), "master": sums, "reduce": sums},
+        "run": {"clip_norm": 0.0, "seed": given.run.seed},
+    }
+    zero = {name: value for name, value in options.items() if name not in _SECTIONS}
+    for name in _SECTIONS:
+        own = options.get(name, {})
+        if not isinstance(own, Mapping):
+            raise ConfigError(f"{name} is {own!r}; give a mapping of keys of that section")
+        found[name] = {**found.get(name, {}), **getattr(given, name).model_dump(exclude_unset=True), **own}
+    found["zero"] |= zero
+    resolved = load_config(found)
+    if resolved.parallel.pipeline > 1:
+        raise ConfigError(
+            f"parallel.pipeline is {resolved.parallel.pipeline}: a loop of one's own calls the whole model; set it to 1, or use "
+            "zeromesh.Trainer"
+        )
+    return resolved
+
+
+def _replace_methods(model: Any, engine: AutogradEngine) -> None:
+    """Let `model.zero_grad()` forget gradients, and `model.generate()` keep ranks with other prompts together."""
+    vars(model)["zero_grad"] = lambda set_to_none=True: engine.forget_gradients(zeros=not set_to_none)
+    if not callable(getattr(model, "generate", None)):
+        return
+
+    def own_generate(inputs: torch.Tensor | None = None, **arguments: Any) -> Any:
+        arguments.pop("synced_gpus", None)  # Ranks are kept together anyhow.
+        if inputs is not None:
+            arguments["inputs"] = inputs
+        check_arguments(model, arguments, staged=False, shared=engine.mesh.tensor.size > 1)
+        return generate(model, engine.mesh, arguments, seed=None, engine=engine)
+
+    vars(model)["generate"] = own_generate
+
+
+def engine_of(model: nn.Module) -> AutogradEngine:
+    """The engine of a model that `shard` has partitioned. Raises `ConfigError` for any other."""
+    engine = _engines.get(model)
+    if engine is None:
+        raise ConfigError(
+            f"this {type(model).__name__} is not partitioned; call zeromesh.shard(model, optimizer) first"
+        )
+    return engine
+
+
+def gathered(model: nn.Module, names: Iterable[str]) -> AbstractContextManager[None]:
+    """Inside the block these parameters of a partitioned model are whole on every rank, to be read; all ranks enter it."""
+    return engine_of(model).gathered(list(names))
+
+
+def averaged(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside the block a partitioned model has its averaged weights (`ema`); all ranks enter it."""
+    return engine_of(model).averaged()
+
+
+def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """`(name, tensor)` of all parameters and buffers of a partitioned model, whole, one at a time, in the dtype of master weights.
+
+    All ranks take all of them.
+    """
+    return engine_of(model).state.stored()
+
+
+def unshard(model: nn.Module) -> None:
+    """Give a partitioned model back its ordinary parameters, whole on every rank; its optimizer is over. All ranks call it."""
+    engine = engine_of(model)
+    engine.settle()
+    engine.state.make_whole(lambda: None)
+    del _engines[model]
+    engine.close()
+    for name in ("zero_grad", "generate"):
+        vars(model).pop(name, None)
+
+
+def save(
+    directory: str | PathLike[str],
+    model: nn.Module,
+    optimizer: ShardedOptimizer | None = None,
+    *,
+    step: int | None = None,
+    state: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a checkpoint of a partitioned model and its optimizer into `directory`, beside earlier ones; all ranks call it.
+
+    Any number of ranks, with any layout, can load it, and so can `Trainer.load_weights` and transformers' `from_pretrained`.
+    Gradients that no step has used are not in it.
+
+    Args:
+        directory: where checkpoints lie, each in a directory of its step.
+        model: the model that `shard` has returned.
+        optimizer: its optimizer; None saves weights alone.
+        step: the number of the checkpoint; None: how many updates were made.
+        state: plain values of your own, such as `{"epoch": 2, "scheduler": scheduler.state_dict()}`; `load` returns them.
+
+    Returns:
+        The directory of the checkpoint, once it is complete.
+
+    Raises:
+        StorageError: when it cannot be written; nothing of it is left then.
+    """
+    engine = engine_of(model)
+    progress = engine.progress()
+    groups = [] if optimizer is None else [_plain(group) for group in optimizer.param_groups]
+    made = TrainerState(
+        step=progress.updates if step is None else step,
+        samples=0,
+        tokens=0,
+        updates=progress.updates,
+        skipped=0,
+        averages=progress.averaged_updates,
+        trained=progress.trained,
+        loss_scale=progress.loss_scale,
+        good_steps=progress.good_steps,
+        callbacks={_LOOP: {"groups": groups, "state": dict(state or {})}},
+    )
+
+    store = CheckpointStore(Path(directory).expanduser())
+    saver = Saver(store, engine.mesh)
+    try:
+        saver.begin(made.step, content_of(engine, None, made, lambda: set(store.steps())))
+    except CheckpointError as error:
+        raise StorageError(str(error)) from error
+    saved = saver.finish()
+    if saved is None or saved.failure:
+        raise StorageError(
+            f"the checkpoint of step {made.step} was not written: {saved.failure if saved else 'no save ran'}"
+        )
+    return store.path(made.step)
+
+
+def load(
+    directory: str | PathLike[str], model: nn.Module, optimizer: ShardedOptimizer | None = None
+) -> dict[str, Any] | None:
+    """Load the newest whole checkpoint of `directory`, or the one that it is, into a partitioned model; all ranks call it.
+
+    The model and the optimizer may lie over other ranks, in another layout, than when it was saved. Learning rates and the other
+    values of `optimizer.param_groups` become those that were saved.
+
+    Returns:
+        The `state` that was saved; None where there is no checkpoint, and nothing has changed.
+
+    Raises:
+        CheckpointError: when there are checkpoints, and none is whole.
+        LayoutError: when the model or the optimizer is another.
+    """
+    engine, path = engine_of(model), Path(directory).expanduser()
+    loader = Loader(engine.mesh)
+    alone = CheckpointStore.is_checkpoint(path)
+    store = CheckpointStore(path)
+    found = [path] if alone else [store.path(step) for step in loader.candidates(store)]
+    problems: list[str] = []
+    for each in found:
+        try:
+            reader = loader.open(each)
+            state = read_state(loader, reader)
+            if optimizer is not None:
+                load_engine(loader, reader, engine, state)
+            else:
+                load_weights(each, engine, engine.mesh)
+        except CheckpointError as error:
+            problems.append(str(error))
+            _LOGGER.warning("checkpoint %s skipped: %s", each, error)
+            continue
+        kept = state.callbacks.get(_LOOP, {})
+        for group, values in zip(
+            optimizer.param_groups if optimizer is not None else (), kept.get("groups", ()), strict=False
+        ):
+            group.update(values)
+        return dict(kept.get("state", {}))
+    if problems:
+        raise CheckpointError(f"no checkpoint in {path} can be used: {problems[0]}")
+    return None
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group, as JSON has them."""
+    values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+    return {name: value for name, value in values.items() if name != "params"}

@@ -1,0 +1,428 @@
+"""The engine under a loop of the user's own: forward begins when the model is called, and backward when autograd comes to it.
+
+    model(...)          with gradients, the first call opens a forward, which later calls join; without, it is an evaluation
+    loss.backward()     begins at the first result of a unit, or the first gradient, that autograd reaches, and ends with autograd
+    close_backwards()   ends what a step still owes, such as sums over replicas, before gradients are measured, read or used
+
+[Note: Several graphs] The hooks of a unit's results know in which forward they were made. A backward goes through the graph of one
+forward, however many calls and losses that had, and another may follow through what is left of it. Units that are reached through
+the graph of an earlier forward stay live until backward is over. A graph that was made before the latest update is refused: its
+parameters have other values now.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.autograd.graph import Node, get_gradient_edge
+
+from zeromesh.errors import PhaseError
+from zeromesh.optim.fused_optimizer import Hyperparameters
+from zeromesh.optim.gradients import clip_factor
+from zeromesh.rng import Streams
+from zeromesh.units.unit import Bucket, Unit, kind_of
+from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.gather_order import MicrobatchPosition, PassMode, PassProgress
+from zeromesh.zero.hooks import tensors_in
+from zeromesh.zero.passes import Forward, Passes
+
+_will_execute: Callable[[Node], bool] = torch._C._will_engine_execute_node
+_GRAD: Any = vars(torch._C.TensorBase)["grad"]
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class GuardedParameter(nn.Parameter):
+    """The class of the parameters of an `AutogradEngine`. Their gradients are divided among ranks, and `grad` says so where
+    ordinary code would find None and go on, as `torch.nn.utils.clip_grad_norm_` does."""
+
+    passes: ClassVar["AutogradPasses"]
+    kind: ClassVar[type[nn.Parameter]]
+
+    @classmethod
+    def of(cls, kind: type[nn.Parameter], passes: "AutogradPasses") -> type["GuardedParameter"]:
+        """Make the class for parameters of class `kind`."""
+        bases = (cls,) if kind is nn.Parameter else (cls, kind)
+        return type(kind.__name__, bases, {"passes": passes, "kind": kind, "__module__": kind.__module__})
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient inside backward; None without gradients. Raises `PhaseError` between backward and `zero_grad`."""
+        gradient: torch.Tensor | None = _GRAD.__get__(self)
+        if gradient is None:
+            type(self).passes.require_no_gradients("read")
+        return gradient
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            type(self).passes.require_no_gradients("set")
+        _GRAD.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy belongs to no engine."""
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = type(self).kind(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+
+class _Graph:
+    """The graph of one forward. It lives as long as a hook of the graph does."""
+
+    def __init__(self, progress: PassProgress, generation: int) -> None:
+        self.progress = progress
+        self.generation = generation
+        """How many updates the parameters had had."""
+
+
+class AutogradPasses(Passes):
+    """Passes without a trainer that says when they begin and end. All ranks run one program."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._accumulation = self._options.accumulation
+        self._reduces_each = self._reduces_each or self._accumulation == 1
+        self.backwards = 0
+        """Backwards since gradients were forgotten."""
+        self.used = False
+        """Whether an update has used the gradients up."""
+        self._mixed = False
+        """Whether gradients were added to such that an update had used up."""
+        self.keep_zeros = False
+        """Whether a parameter without a gradient counts as one with zeros, as after `zero_grad(set_to_none=False)`."""
+        self._synced = True
+        self._closed = True
+        self._summed = False
+        """Whether the gradients of the step are summed over all ranks."""
+        self._generation = 0
+        self._graph: weakref.ref[_Graph] | None = None
+        self._growing: _Graph | None = None
+        """The graph of a forward that has not returned yet, which no hook may hold so far."""
+        self._backward: Forward | None = None
+        self._arrived: dict[int, set[int]] = {}
+        """Parameters whose gradients have come in the present step, by number in their buckets."""
+        self._leaves: list[Node] = []
+        self.before_step: Callable[[], None] = lambda: None
+        """Runs before the first forward of a step."""
+
+    # Forward
+
+    def _begin_users_pass(self, module: nn.Module) -> None:
+        if not torch.is_grad_enabled() or self._mesh.pipeline.size > 1:
+            super()._begin_users_pass(module)
+            return
+        if not self.backwards:
+            self.before_step()
+        # Ranks that divide a layer draw alike, and others on their own: from the generators as they are.
+        shared = self._mesh.tensor.size > 1
+        where = self._generation << 20 | self.backwards
+        streams = Streams(self._options.seed, where, self._mesh.data_index) if shared else None
+        self._begin(PassMode.FORWARD, "train", PassProgress(streams))
+        self._growing = _Graph(self._progress, self._generation)
+        self._graph = weakref.ref(self._growing)
+
+    def before_forward(self, unit: Unit) -> None:
+        if self.mode is PassMode.FORWARD and unit.index == 0 and self._growing is None and self._graph_of_now() is None:
+            self.end()  # Nobody holds what the open forward has computed.
+        self.require_no_failure()
+        super().before_forward(unit)
+
+    def after_forward(self, unit: Unit, output: Any) -> None:
+        super().after_forward(unit, output)
+        if unit.index == 0 and self.mode is PassMode.FORWARD:
+            self._growing = None
+            if torch.is_grad_enabled():
+                self._end_forward(list(tensors_in(output)))
+
+    def _graph_of_now(self) -> _Graph | None:
+        return self._graph() if self._graph is not None else None
+
+    def require_idle(self) -> None:
+        """End an open forward, whose backward may come later all the same. Raises `PhaseError` during any other pass."""
+        if self.mode is PassMode.FORWARD:
+            self.end()
+        super().require_idle()
+
+    def end(self) -> None:
+        super().end()
+        self._growing = None
+
+    # Backward
+
+    def _on_reached(self, unit: Unit, place: int) -> Callable[[], None]:
+        return partial(self._reached, unit, place, self._graph_of_now() or _Graph(self._progress, self._generation))
+
+    def _reached(self, unit: Unit, place: int, graph: _Graph) -> None:
+        if self.mode is not PassMode.BACKWARD:
+            if not self._accumulates():  # This is `autograd.grad`, whose results may be part of a loss.
+                self._hold_in(graph, unit)
+                return
+            self._begin_backward(graph)
+        if graph.progress is self._progress:
+            self.before_backward(unit, place)
+        else:
+            self._require_current(graph)
+            self._hold(unit)
+
+    def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
+        if self.mode is not PassMode.BACKWARD:
+            self._begin_backward(self._graph_of_now() or _Graph(PassProgress(), self._generation))
+        self._arrived.setdefault(id(bucket), set()).add(index)
+        super().on_gradient(unit, bucket, index, parameter)
+
+    def _accumulates(self) -> bool:
+        """Whether the call that autograd runs brings gradients to parameters."""
+        if not self._leaves:
+            trained = [each for unit in self.units for bucket in unit.trainable for each in bucket.parameters]
+            with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+                self._leaves = [get_gradient_edge(each).node for each in trained if each.requires_grad]
+        try:
+            return any(map(_will_execute, self._leaves))
+        except RuntimeError:  # It returns the gradient of a parameter instead.
+            return False
+
+    def require_no_gradients(self, done: str) -> None:
+        """Raise `PhaseError` when there are gradients that only this engine can give, which somebody has read or set."""
+        if self.backwards and self.mode is not PassMode.BACKWARD:
+            raise PhaseError(
+                f"the gradient of a parameter was {done}, and gradients are divided among ranks: clip with "
+                "optimizer.clip_grad_norm_(max_norm), and read whole ones with optimizer.gradient(name)"
+            )
+
+    def forget_leaves(self) -> None:
+        """Note that other parameters are trained from now on."""
+        self._leaves = []
+
+    def _hold_in(self, graph: _Graph, unit: Unit) -> None:
+        self._require_current(graph)
+        if self.mode is PassMode.IDLE:
+            self._begin(PassMode.FORWARD, "train", graph.progress)
+            self._graph = weakref.ref(graph)
+        self._hold(unit)
+
+    def _require_current(self, graph: _Graph) -> None:
+        if graph.generation != self._generation:
+            raise PhaseError(
+                "backward reached results of a forward that ran before the latest update or load, and the parameters have other "
+                "values now; run forward again, or call backward before optimizer.step()"
+            )
+
+    def _begin_backward(self, graph: _Graph) -> None:
+        self._require_current(graph)
+        if self.used:  # A backward that passes through, as to a generator, may come before gradients are forgotten.
+            self.used, self._mixed, self.backwards = False, True, 0
+        if self._accumulation > 1 and self.backwards >= self._accumulation:
+            raise PhaseError(
+                f"the step has had its {self._accumulation} backwards (accumulation={self._accumulation}); call optimizer.step() "
+                "and optimizer.zero_grad(), or give shard() another accumulation"
+            )
+        if self.mode is not PassMode.FORWARD or graph.progress is not self._progress:
+            self._begin(PassMode.BACKWARD, "backward", graph.progress)
+        self.mode = PassMode.BACKWARD
+        graph.progress.restart_backward()
+        last = self._synced and self._accumulation > 1 and self.backwards + 1 == self._accumulation
+        self._closed = self._summed = False
+        where = MicrobatchPosition(step=self._generation, first_sample=0, first=not self.backwards, last=last)
+        self._backward = Forward(chunk=0, microbatch=where, outputs=(), progress=graph.progress)
+        self._begin_reducing(self._backward)
+        Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        forward, self._backward = self._backward, None
+        if forward is None:
+            raise PhaseError("a backward ended that had not begun")
+        try:
+            self._end_reducing(forward)
+        except BaseException as error:
+            self._mesh.fail(error)
+            raise
+        self.backwards += 1
+        self._closed = False
+        self._summed = forward.microbatch.last
+        self.end()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the latest backward has ended with an error."""
+        return self.mode is PassMode.BACKWARD and _graph_task() == -1
+
+    def require_no_failure(self) -> None:
+        """Raise `PhaseError` when the latest backward has ended with an error."""
+        if self.failed:
+            raise PhaseError(
+                "the latest backward ended with an error, and this rank's gradients are incomplete; call optimizer.zero_grad() on "
+                "a single rank, or start again from a checkpoint"
+            )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside the block no backward is the last one of a step."""
+        before, self._synced = self._synced, False
+        try:
+            yield
+        finally:
+            self._synced = before
+
+    # Between backward and update
+
+    def close_backwards(self) -> None:
+        """Sum what is not summed over all ranks yet, so that gradients are those of the step. All ranks call it."""
+        self.require_no_failure()
+        self.require_idle()
+        if self._mixed or self.used:
+            raise PhaseError(
+                "optimizer.step() has used the gradients up; call optimizer.zero_grad() after it and before the next backward"
+            )
+        if not self.backwards:
+            raise PhaseError(
+                "there are no gradients: call loss.backward() before, with a loss that the model has computed"
+            )
+        if self._closed:
+            return
+        self._find_missing()
+        self._closed = True
+        if self._summed:
+            return
+        buckets = [bucket for unit in reversed(self.units) for bucket in unit.trainable]
+        self._updater.begin_backward(buckets, first=False, last=True)
+        if self._options.sums_before_reducing:
+            self.gradients.begin(buckets, reduce=True, first=False)
+            self.gradients.flush()
+        else:
+            for bucket in buckets:
+                self._updater.take(bucket)
+        self._updater.end_backward(self.units)
+
+    def _find_missing(self) -> None:
+        """Note the parameters that no rank has a gradient of, which torch's optimizers pass over."""
+        trained = [
+            (bucket, index)
+            for unit in self.units
+            for bucket in unit.trainable
+            for index in range(len(bucket.parameters))
+            if bucket.training[index]
+        ]
+        came = torch.tensor([float(index in self._arrived.get(id(bucket), ())) for bucket, index in trained])
+        self._mesh.data.sum_(came, "parameters with gradients")
+        missing: dict[int, set[int]] = {}
+        for (bucket, index), count in zip(trained, came.tolist(), strict=True):
+            if not count and not self.keep_zeros:
+                missing.setdefault(id(bucket), set()).add(index)
+        for unit in self.units:
+            for bucket in unit.trainable:
+                bucket.missing = frozenset(missing.get(id(bucket), ()))
+
+    def forget_gradients(self) -> None:
+        """Begin anew: the next backward is the first of its step."""
+        self._arrived = {}
+        self.backwards, self.used, self._mixed, self._closed = 0, False, False, True
+
+    def next_generation(self) -> None:
+        """Note that parameters have other values now."""
+        self._generation += 1
+
+
+class AutogradEngine(ZeroEngine):
+    """An engine without a trainer: `loss.backward()` and an optimizer's calls drive it."""
+
+    passes_class: ClassVar[type[Passes]] = AutogradPasses
+    _passes: AutogradPasses
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._passes.before_step = self._before_step
+        self._norm: float | None = None
+        """The norm of the present gradients, once it was asked for."""
+        self._clip = 1.0
+        kinds = {kind: GuardedParameter.of(kind, self._passes) for kind in self._kinds()}
+        for bucket in self._buckets:
+            bucket.set_kinds([kinds[kind_of(each)] for each in bucket.parameters])
+
+    def _kinds(self) -> set[type[nn.Parameter]]:
+        return {kind_of(each) for bucket in self._buckets for each in bucket.parameters}
+
+    def close(self) -> None:
+        super().close()
+        for bucket in self._buckets:
+            bucket.set_kinds([getattr(kind_of(each), "kind", nn.Parameter) for each in bucket.parameters])
+
+    def _before_step(self) -> None:
+        self.begin_step(self._optimizer_step.updates)
+        self._passes.forget_leaves()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside the block no backward is the last one of a step; see `shard`."""
+        return self._passes.no_sync()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether backward has run since gradients were forgotten."""
+        return self._passes.backwards > 0
+
+    def gradient(self, name: str, factor: float) -> torch.Tensor | None:
+        """A whole gradient times `factor`, with clipping, without loss scale; see `FullState.gradient`. All ranks call it."""
+        self._passes.close_backwards()
+        found = self.state.gradient(name)
+        return None if found is None else found.mul_(factor * self._clip / self.loss_scale)
+
+    def gradient_norm(self, factor: float) -> float:
+        """The norm of all gradients times `factor`, without loss scale, as clipping has left them. All ranks call it."""
+        self._passes.close_backwards()
+        if self._norm is None:
+            self._norm = self._optimizer_step.norm()
+        return self._norm * abs(factor) * self._clip / self.loss_scale
+
+    def clip(self, limit: float, factor: float) -> float:
+        """Scale gradients down to the norm `limit`; returns the norm before. All ranks call it."""
+        norm = self.gradient_norm(factor)
+        self._clip *= clip_factor(norm, limit)
+        return norm
+
+    def update(self, groups: Sequence[Hyperparameters], factor: float) -> bool:
+        """Update with the gradients times `factor`; under a loss scale, only where they are finite. All ranks call it.
+
+        Returns whether the update was made.
+        """
+        self._passes.close_backwards()
+        scale = self.loss_scale
+        scaled = self.options.precision.loss_scale is not None
+        skip = scaled and not math.isfinite(self.gradient_norm(factor))
+        self._optimizer_step.groups = groups
+        self._mixed = True
+        try:
+            self._optimizer_step.scaler.update(overflow=skip)
+            self._optimizer_step.update(self.units, factor * self._clip / scale, skip=skip)
+            self._next_generation()
+        except BaseException as error:
+            self.mesh.fail(error)
+            raise
+        self._mixed = False
+        self._passes.used = True
+        return not skip
+
+    def forget_gradients(self, *, zeros: bool = False) -> None:
+        """Forget gradients, so that the next backward is the first of its step. A single rank may do so after a failed backward.
+
+        `zeros`: parameters without a gradient count as such with zeros in the next step.
+        """
+        if self._passes.failed and self.mesh.world_size == 1:
+            self.abandon_pass()
+        self._passes.require_no_failure()
+        self._optimizer_step.drop_gradients()
+        self._passes.forget_gradients()
+        self._passes.keep_zeros = zeros
+        self._norm, self._clip = None, 1.0
+
+    def _next_generation(self) -> None:
+        super()._next_generation()
+        self._passes.next_generation()

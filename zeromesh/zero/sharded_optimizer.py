@@ -1,0 +1,126 @@
+"""`ShardedOptimizer`: what a loop of the user's own calls in place of its torch optimizer."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zeromesh.errors import ConfigError, PhaseError
+from zeromesh.options import OptimizerName, OptimizerSettings
+from zeromesh.zero.autograd_engine import AutogradEngine
+
+
+class ShardedOptimizer(Optimizer):
+    """Updates a partitioned model. `param_groups` are those of the optimizer that it stands for, whose schedulers go on working.
+
+    All ranks call its methods alike. Gradients are used up by `step`; `zero_grad` begins the next one.
+    """
+
+    def __init__(self, optimizer: Optimizer, engine: AutogradEngine, factor: float) -> None:
+        """`factor` makes sums of gradients over ranks what they stand for: one over the data-parallel ranks for their mean."""
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.engine = engine
+        self.skipped = False
+        """Whether the latest step made no update, because gradients under a loss scale were not finite."""
+        self._stands_for = optimizer
+        self._factor = factor
+        self._scaled = False
+        optimizer.step = self._refuse_step  # type: ignore[assignment]  # It would silently do nothing.
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale of float16, for `optimizer.scale(loss).backward()`; the loss itself without one."""
+        self._scaled = True
+        return loss * self.engine.loss_scale if self.engine.loss_scale != 1 else loss
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale gradients down to `max_norm`; returns their norm before, a scalar in float64, exact over all ranks.
+
+        Raises:
+            PhaseError: when there are no gradients.
+        """
+        self._require_scaled()
+        return torch.tensor(self.engine.clip(float(max_norm), self._factor), dtype=torch.float64)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters; returns what `closure` returns, which is called before.
+
+        Raises:
+            PhaseError: when there are no gradients, or a step has used them up.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._require_scaled()
+        self.skipped = not self.engine.update(self.param_groups, self._factor)
+        self._stands_for._opt_called = True  # type: ignore[attr-defined]  # For schedulers that were made of it.
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, so that the next backward begins anew. As in torch, parameters without a gradient are passed over by
+        the next step, unless `set_to_none` is False: then theirs are zeros."""
+        self.engine.forget_gradients(zeros=not set_to_none)
+        self._scaled = False
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside the block no backward is the last one of a step: with `accumulation`, ranks sum on their own meanwhile."""
+        return self.engine.no_sync()
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """The whole gradient of a parameter, by its name in the model, between backward and step; None for one that is frozen."""
+        self._require_scaled()
+        return self.engine.gradient(name, self._factor)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Groups are those at the time of `shard`. Raises `PhaseError` afterwards."""
+        if hasattr(self, "engine"):
+            raise PhaseError("the model is partitioned already: add groups to the torch optimizer before shard()")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """States are divided among ranks. Raises `PhaseError`."""
+        raise PhaseError(
+            "optimizer states are divided among ranks; write them with zeromesh.save(directory, model, optimizer)"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """States are divided among ranks. Raises `PhaseError`."""
+        raise PhaseError(
+            "optimizer states are divided among ranks; read them with zeromesh.load(directory, model, optimizer)"
+        )
+
+    def _require_scaled(self) -> None:
+        if self.engine.options.precision.loss_scale is not None and not self._scaled:
+            raise PhaseError("float16 gradients need the loss scale: call optimizer.scale(loss).backward()")
+
+    def _refuse_step(self, *_: Any, **__: Any) -> None:
+        raise PhaseError("the model is partitioned now: call step() of the optimizer that shard() has returned")
+
+
+def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]]) -> OptimizerSettings:
+    """What `OptimizerSettings` says of a torch optimizer over parameters of these names.
+
+    Raises:
+        ConfigError: for an optimizer that no shard can be updated by, with the reason.
+    """
+    kinds: dict[type[Optimizer], OptimizerName] = {
+        torch.optim.AdamW: "adamw",
+        torch.optim.Adam: "adam",
+        torch.optim.SGD: "sgd",
+        torch.optim.Adagrad: "adagrad",
+    }
+    if type(optimizer) not in kinds:
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__}; allowed are {', '.join(each.__name__ for each in kinds)}"
+        )
+    by_id = {id(parameter): name for name, parameter in names}
+    unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in by_id]
+    if unknown:
+        raise ConfigError(
+            f"optimizer has {len(unknown)} parameters, such as one of shape {tuple(unknown[0].shape)}, that the model has not"
+        )
+    members = tuple(tuple(by_id[id(p)] for p in group["params"]) for group in optimizer.param_groups)
+    momentum = max((group.get("momentum", 0.0) for group in optimizer.param_groups), default=0.0)
+    return OptimizerSettings(name=kinds[type(optimizer)], members=members, momentum=momentum)
