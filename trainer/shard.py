@@ -36,7 +36,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.generation import check_arguments, generate
 from zeromesh.trainer.setup.build import connect
 from zeromesh.trainer.setup.engine_options import engine_options, errors_with_user_keys
-from zeromesh.trainer.setup.rank_agreement import share_weights
+from zeromesh.trainer.setup.model import share_weights
 from zeromesh.weight_init.weight_sources import wrap_passed_model
 from zeromesh.zero.autograd_engine import AutogradEngine
 from zeromesh.zero.sharded_optimizer import ShardedOptimizer, settings_of
@@ -256,8 +256,8 @@ def load(
     """
     engine, path = engine_of(model), Path(directory).expanduser()
     loader = Loader(engine.mesh)
-    alone = CheckpointStore.is_checkpoint(path)
     store = CheckpointStore(path)
+    alone = store.step_of(path) is not None
     found = [path] if alone else [store.path(step) for step in loader.candidates(store)]
     problems: list[str] = []
     for each in found:

@@ -345,6 +345,12 @@ def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None
         raise ConfigError(problem)
 
 
+def read_state(loader: Loader, reader: OpenedCheckpoint) -> TrainerState:
+    """The state that a checkpoint has. All ranks call it; raises `CheckpointError` where it has none."""
+    name = name_in(reader.manifest.files)
+    return TrainerState.from_json(loader.document(reader, name), str(reader.directory))
+
+
 def _of_another_run(path: Path, differ: Sequence[str]) -> str:
     lines = "\n".join(f"  - {line}" for line in differ)
     return (

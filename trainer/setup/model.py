@@ -95,7 +95,7 @@ def build_trained_model(
             raise ConfigError(
                 f"buffers {some(lost, 8)} were lost by building on the meta device; pass the model built, or a callable"
             )
-        console.note(*_share_weights(model, mesh))
+        console.note(*share_weights(model, mesh))
         # The inputs, the parameters and the loss are those of the whole model, so that all ranks take the same batches, count alike
         # and refuse alike.
         forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
@@ -229,7 +229,7 @@ def _require_layout_fits(model: nn.Module, mesh: Mesh) -> None:
     require_no_layer_drop(model, mesh.data.size)
 
 
-def _share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
+def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
     """Compare the models of all ranks, and give all of them the weights and buffers of rank 0 where theirs have other values.
 
     Returns notes. Parameters on the meta device have no values yet, and are left as they are.

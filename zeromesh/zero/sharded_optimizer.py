@@ -43,7 +43,7 @@ class ShardedOptimizer(Optimizer):
         self._require_scaled()
         return torch.tensor(self.engine.clip(float(max_norm), self._factor), dtype=torch.float64)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters; returns what `closure` returns, which is called before.
 
         Raises:
