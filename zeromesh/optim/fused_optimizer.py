@@ -133,7 +133,8 @@ def fused_update(
     steps = [torch.full((), float(updates), device=master.device)]  # made there: a copy would make the host wait
     with torch.no_grad():
         if name == "sgd":
-            common |= {each: group.get(each, 0) for each in ("momentum", "dampening", "nesterov")}
+            common |= {each: group.get(each, 0.0) for each in ("momentum", "dampening")}
+            common["nesterov"] = group.get("nesterov", False)
             sgd([master], [grad], list(moments) or [None], fused=True, **common)
         elif name == "adagrad":
             common |= {"lr_decay": group.get("lr_decay", 0.0), "eps": group["eps"]}
