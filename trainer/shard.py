@@ -45,7 +45,7 @@ _LOGGER = logging.getLogger(__name__)
 _Model = TypeVar("_Model", bound=nn.Module)
 _SECTIONS = ("parallel", "zero", "precision", "offload", "ema")
 _LOOP = "loop"
-"""What of a state belongs to a loop of the user's own, among the values of callbacks."""
+"""The key of a loop's groups and state in a checkpoint, where the Trainer has the values of its callbacks."""
 _engines: weakref.WeakKeyDictionary[nn.Module, AutogradEngine] = weakref.WeakKeyDictionary()
 
 
@@ -60,31 +60,36 @@ def shard(
 ) -> tuple[_Model, ShardedOptimizer | None]:
     """Partition a model and its optimizer over the ranks of the launch, for a loop of one's own.
 
-    The model stays what it is: it is called as before, under `torch.no_grad()` anywhere, and `loss.backward()` sums gradients over
-    the data-parallel ranks. Several calls may come before a backward, and several backwards before a step. All ranks run the same
-    program, each on its own batches. Ranks come from torchrun's variables or another launcher's; without such there is one.
+    The loop calls the model as before, and `loss.backward()` sums gradients over the data-parallel ranks. Several calls may come
+    before a backward, several backwards before a step, and evaluation under `torch.no_grad()` anywhere. All ranks run the same
+    program, each on its own batches. Rank and number of ranks are read from the variables of torchrun or another launcher; where
+    there are none, this process is the only rank.
 
     Args:
-        model: built, with the values that it starts from; where ranks differ, rank 0's count. It computes in the dtype that it has.
-        optimizer: a torch optimizer over parameters of the model, with any groups; None for a model that is not trained.
-        config: a path of a YAML or JSON file, or a dict, of whose sections `zero`, `parallel`, `precision`, `offload` and `ema`
-            count.
+        model: a built model, whose values it starts from; rank 0's, where ranks have built different ones. It computes in the
+            dtype of its parameters, unless `precision` names another.
+        optimizer: a torch optimizer over parameters of the model, with any groups; None for a model that is not trained, whose
+            parameters are frozen.
+        config: a path of a YAML or JSON file, or a dict. Its sections `zero`, `parallel`, `precision`, `offload` and `ema` are
+            used, and the other ones are not.
         reduce: `mean` averages gradients over the data-parallel ranks, as DDP does; `sum` adds them.
-        accumulation: backwards of every step. With more than one, stages 0 and 1 sum on their own rank until the last; 1 leaves
-            the number open.
+        accumulation: how many backwards each step has. Above 1, stages 0 and 1 add gradients up on each rank, and reduce them in
+            the last backward alone. 1 allows any number of backwards, and reduces in each.
         options: keys of the section `zero` (`stage=3`, `prefetch=2`), and other sections by name (`parallel={"tensor": 2}`,
-            `offload={"optimizer": "host"}`).
+            `offload={"optimizer": "host"}`). They replace those of `config`.
 
     Returns:
-        The same model, and the optimizer to call from now on, on whose `param_groups` schedulers work.
+        The same model, and the optimizer to call from now on; None without one. It is a torch optimizer: schedulers take it.
 
     Raises:
-        ConfigError: for options and optimizers that do not fit, with all problems of the options at once.
-        LayoutError: for a model that cannot be partitioned so.
+        ConfigError: for options that are wrong, all of them at once, and for an optimizer that cannot be used.
+        LayoutError: for a model that cannot be partitioned in this way.
     """
     if reduce not in ("mean", "sum"):
         raise ConfigError(f"reduce is {reduce!r}; allowed are mean and sum")
     resolved = _resolve(model, config, options)
+    if optimizer is None:  # Frozen parameters have no master weights and no moments.
+        model.requires_grad_(False)
     settings = OptimizerSettings() if optimizer is None else settings_of(optimizer, model.named_parameters())
     with errors_with_user_keys():
         zero = replace(engine_options(resolved, accumulation), optimizer=settings)
@@ -104,7 +109,7 @@ def shard(
 
 
 def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any]) -> TrainerConfig:
-    """The configuration of `shard`: what `config` says, with `options` on top; the dtype is the model's unless they name one."""
+    """The configuration of `shard`: the sections of `config`, changed by `options`, and the model's dtype unless they name one."""
     given = load_config(config)
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
     sums = "float64" if dtype == torch.float64 else "float32"
@@ -155,25 +160,32 @@ def engine_of(model: nn.Module) -> AutogradEngine:
 
 
 def gathered(model: nn.Module, names: Iterable[str]) -> AbstractContextManager[None]:
-    """Inside the block these parameters of a partitioned model are whole on every rank, to be read; all ranks enter it."""
+    """Inside the block these parameters of a partitioned model are whole on every rank, to be read. All ranks enter it.
+
+    Raises:
+        PhaseError: when the block writes to them.
+    """
     return engine_of(model).gathered(list(names))
 
 
 def averaged(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside the block a partitioned model has its averaged weights (`ema`); all ranks enter it."""
+    """Inside the block a partitioned model has its averaged weights, which the section `ema` asks for. All ranks enter it."""
     return engine_of(model).averaged()
 
 
 def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """`(name, tensor)` of all parameters and buffers of a partitioned model, whole, one at a time, in the dtype of master weights.
+    """Yield `(name, tensor)` of all parameters and buffers of a partitioned model, each whole, in the dtype of master weights.
 
-    All ranks take all of them.
+    One tensor is gathered at a time. All ranks call it, and go on to its end.
     """
     return engine_of(model).state.stored()
 
 
 def unshard(model: nn.Module) -> None:
-    """Give a partitioned model back its ordinary parameters, whole on every rank; its optimizer is over. All ranks call it."""
+    """Make the parameters of a partitioned model ordinary ones again, whole on every rank. All ranks call it.
+
+    Its `ShardedOptimizer` cannot be used afterwards.
+    """
     engine = engine_of(model)
     engine.settle()
     engine.state.make_whole(lambda: None)
@@ -191,23 +203,23 @@ def save(
     step: int | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a checkpoint of a partitioned model and its optimizer into `directory`, beside earlier ones; all ranks call it.
+    """Write a checkpoint of a partitioned model and its optimizer into `directory`, beside earlier ones. All ranks call it.
 
-    Any number of ranks, with any layout, can load it, and so can `Trainer.load_weights` and transformers' `from_pretrained`.
-    Gradients that no step has used are not in it.
+    `load` reads it on any number of ranks and in any layout; `Trainer.load_weights` and transformers' `from_pretrained` read its
+    weights. Gradients of a step that is not complete are not saved.
 
     Args:
-        directory: where checkpoints lie, each in a directory of its step.
+        directory: where checkpoints lie, each in a directory of its own, such as `step-00000100`.
         model: the model that `shard` has returned.
-        optimizer: its optimizer; None saves weights alone.
-        step: the number of the checkpoint; None: how many updates were made.
-        state: plain values of your own, such as `{"epoch": 2, "scheduler": scheduler.state_dict()}`; `load` returns them.
+        optimizer: the optimizer that `shard` has returned, whose `param_groups` are saved. Moments always are.
+        step: the number of the checkpoint; None: that of the updates so far.
+        state: values of your own that JSON can hold, such as `{"epoch": 2, "scheduler": scheduler.state_dict()}`, for `load`.
 
     Returns:
-        The directory of the checkpoint, once it is complete.
+        The directory of the checkpoint, which is complete.
 
     Raises:
-        StorageError: when it cannot be written; nothing of it is left then.
+        StorageError: when it cannot be written. Then nothing of it is left.
     """
     engine = engine_of(model)
     progress = engine.progress()
@@ -242,17 +254,17 @@ def save(
 def load(
     directory: str | PathLike[str], model: nn.Module, optimizer: ShardedOptimizer | None = None
 ) -> dict[str, Any] | None:
-    """Load the newest whole checkpoint of `directory`, or the one that it is, into a partitioned model; all ranks call it.
+    """Load a checkpoint into a partitioned model: the newest complete one in `directory`, or `directory` itself if it is one.
 
-    The model and the optimizer may lie over other ranks, in another layout, than when it was saved. Learning rates and the other
-    values of `optimizer.param_groups` become those that were saved.
+    All ranks call it. Their number and the layout may be others than when it was saved. With an optimizer, its moments are loaded,
+    and learning rates and the other values of its `param_groups` become those that were saved; without it, weights alone are.
 
     Returns:
-        The `state` that was saved; None where there is no checkpoint, and nothing has changed.
+        The `state` that was given to `save`; None if there is no checkpoint, and nothing was loaded.
 
     Raises:
-        CheckpointError: when there are checkpoints, and none is whole.
-        LayoutError: when the model or the optimizer is another.
+        CheckpointError: if there are checkpoints, and none of them can be read.
+        LayoutError: if the checkpoint is of another model or another kind of optimizer.
     """
     engine, path = engine_of(model), Path(directory).expanduser()
     loader = Loader(engine.mesh)
@@ -284,6 +296,6 @@ def load(
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group, as JSON has them."""
+    """The hyperparameters of a group, as values that JSON can hold."""
     values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
     return {name: value for name, value in values.items() if name != "params"}

@@ -92,6 +92,8 @@ PRINTED: dict[str, Callable[[list[str]], None]] = {
     "schedules.py": _schedules,
     "divided.py": _divided,
     "regressor.py": _within(0, 1),
+    "loop.py": lambda said: _within(0.02, 0.03)([said[-1].split()[-1]]),
+    "distill.py": _is("torch.Size([1, 8])"),
     "text.py": _within(0, 6),
     "saving.py": lambda said: int(said[-1]),
     "sampling.py": lambda said: _is("torch.float32")([said[-1].split()[1]]),
