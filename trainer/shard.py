@@ -149,6 +149,11 @@ def _replace_methods(model: Any, engine: AutogradEngine) -> None:
     vars(model)["generate"] = own_generate
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard` has partitioned a model."""
+    return model in _engines
+
+
 def engine_of(model: nn.Module) -> AutogradEngine:
     """The engine of a model that `shard` has partitioned. Raises `ConfigError` for any other."""
     engine = _engines.get(model)
@@ -202,6 +207,7 @@ def save(
     *,
     step: int | None = None,
     state: Mapping[str, Any] | None = None,
+    alone: bool = False,
 ) -> Path:
     """Write a checkpoint of a partitioned model and its optimizer into `directory`, beside earlier ones. All ranks call it.
 
@@ -213,6 +219,7 @@ def save(
         model: the model that `shard` has returned.
         optimizer: the optimizer that `shard` has returned, whose `param_groups` are saved. Moments always are.
         step: the number of the checkpoint; None: that of the updates so far.
+        alone: remove the other checkpoints of `directory` once this one is complete.
         state: values of your own that JSON can hold, such as `{"epoch": 2, "scheduler": scheduler.state_dict()}`, for `load`.
 
     Returns:
@@ -240,7 +247,7 @@ def save(
     store = CheckpointStore(Path(directory).expanduser())
     saver = Saver(store, engine.mesh)
     try:
-        saver.begin(made.step, content_of(engine, None, made, lambda: set(store.steps())))
+        saver.begin(made.step, content_of(engine, None, made, lambda: set() if alone else set(store.steps())))
     except CheckpointError as error:
         raise StorageError(str(error)) from error
     saved = saver.finish()

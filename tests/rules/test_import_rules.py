@@ -33,8 +33,8 @@ FLOORS = {
     | {"pydantic", "pydantic_core", "annotated_types", "yaml", "rich", "shtab", "plotly"}
     | {"clearml", "comet_ml", "swanlab"},  # which are there where a person tracks by them
 }
-# The package hands `Trainer` on lazily, and `python -m zeromesh` is the command.
-DOORS = {"zeromesh/__init__.py", "zeromesh/__main__.py"}
+# The package hands `Trainer` on lazily, `python -m zeromesh` is the command, and others hand on what is for other libraries' loops.
+DOORS = {"zeromesh/__init__.py", "zeromesh/__main__.py", "zeromesh/accelerate.py"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

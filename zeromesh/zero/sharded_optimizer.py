@@ -29,6 +29,10 @@ class ShardedOptimizer(Optimizer):
         self._scaled = False
         optimizer.step = self._refuse_step  # type: ignore[assignment]  # It would silently do nothing.
 
+    def stands_for(self, optimizer: Optimizer | None) -> bool:
+        """Whether this was made of `optimizer`, or is it."""
+        return optimizer is self or optimizer is self._stands_for
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale of float16, for `optimizer.scale(loss).backward()`; the loss itself without one."""
         self._scaled = True

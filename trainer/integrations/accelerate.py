@@ -1,0 +1,401 @@
+"""`Accelerator`: accelerate's own, with models and optimizers partitioned by the engine.
+
+accelerator = Accelerator(gradient_accumulation_steps=4, zeromesh={"zero": {"stage": 3}})
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+Loaders, trackers, gathering and the loop are accelerate's. What it would do to a model and an optimizer, `shard` does.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator as PlainAccelerator
+from accelerate import ParallelismConfig
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType, convert_to_fp32, recursively_apply
+from torch import nn
+from torch.optim import Optimizer
+
+from zeromesh.environment import read_environment
+from zeromesh.errors import ConfigError, LayoutError, PhaseError
+from zeromesh.mesh.mesh_shape import MeshShape
+from zeromesh.trainer.config.load import ConfigSource, load_config
+from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, state_dict
+from zeromesh.zero.sharded_optimizer import ShardedOptimizer
+
+_COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types.
+    """What `prepare` makes of an optimizer: a `ShardedOptimizer` that steps where accelerate says that gradients are complete."""
+
+    optimizer: ShardedOptimizer
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        super().__init__(optimizer, device_placement=False)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the latest step made no update, because gradients under a loss scale were not finite."""
+        return self.optimizer.skipped
+
+
+class PreparedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate has no types.
+    """A scheduler that goes on by the batches of all data-parallel ranks: tensor ranks share theirs."""
+
+    data_ranks = 1
+
+    def step(self, *arguments: Any, **named: Any) -> None:
+        """Go on after a step of the loop, unless it made no update."""
+        complete = self.step_with_optimizer and self.gradient_state.sync_gradients
+        if not complete or self.split_batches or any(each.step_was_skipped for each in self.optimizers):
+            super().step(*arguments, **named)
+            return
+        for _ in range(self.data_ranks):
+            if getattr(self.scheduler, "total_steps", float("inf")) >= self.scheduler._step_count:
+                self.scheduler.step(*arguments, **named)
+
+
+class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no types.
+    """accelerate's `Accelerator` over the engine. All ranks make the same calls.
+
+    A model and its optimizer are passed to one call of `prepare`; a model without an optimizer is partitioned for evaluation.
+    """
+
+    def __init__(self, *arguments: Any, zeromesh: ConfigSource = None, accumulation: int | None = None, **named: Any):
+        """Take accelerate's arguments, and what `shard` takes as `config`.
+
+        Args:
+            arguments, named: those of accelerate. `mixed_precision` is the dtype of forward and backward; master weights and the
+                optimizer's state are float32.
+            zeromesh: a path of a YAML or JSON file, or a dict, with the sections `zero`, `parallel`, `precision`, `offload`.
+            accumulation: backwards of a step; None: accelerate's `gradient_accumulation_steps`.
+
+        Raises:
+            ConfigError: for what would partition models otherwise, and for processes that accelerate does not see.
+        """
+        if not torch.cuda.is_available():
+            named["cpu"] = True  # Else accelerate takes each process of a launch for a single one.
+        super().__init__(*arguments, **named)
+        self._config = zeromesh
+        self._accumulation = accumulation
+        self._optimizers: list[PreparedOptimizer]
+        self._pairs: list[tuple[nn.Module, Optimizer | None]] = []
+        self._prepared: dict[int, PreparedOptimizer] = {}
+        self._dtypes: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
+        self._gathers_data_alone = self._leaves_models_alone = False
+        self.scaler = None  # The engine has the loss scale.
+        problems = self._problems()
+        if problems:
+            raise ConfigError(problems, where="Accelerator")
+        self._tensor = load_config(zeromesh).parallel.tensor
+        if self._tensor > 1:
+            self._share_batches()
+
+    def _problems(self) -> list[str]:
+        problems = []
+        state = self.state
+        if state.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+            problems.append(
+                f"accelerate is set to {state.distributed_type.value}; zeromesh partitions the model instead"
+            )
+        if state.mixed_precision not in ("no", *_COMPUTE):
+            problems.append(f"mixed_precision is {state.mixed_precision}; allowed are no, {', '.join(_COMPUTE)}")
+        if state.parallelism_config is not None and state.parallelism_config.total_size > 1:
+            problems.append('parallelism_config is accelerate\'s; give zeromesh={"parallel": {"tensor": 2}} instead')
+        if self.state.dynamo_plugin.backend.value != "NO":
+            problems.append("torch.compile is on (dynamo); compile inner modules before prepare() instead")
+        ranks = read_environment().world_size
+        if ranks != self.num_processes:
+            problems.append(
+                f"accelerate sees {self.num_processes} processes and the launch has {ranks}; without a GPU, make the "
+                "Accelerator with cpu=True, or TrainingArguments with use_cpu=True, before anything else of accelerate"
+            )
+        return problems
+
+    def _share_batches(self) -> None:
+        """Give the ranks that divide layers the same batches: loaders ask the device mesh who those are."""
+        shape = MeshShape.resolve(self.num_processes, tensor=self._tensor)
+        sizes = {"tp_size": self._tensor, "dp_shard_size": shape.shard}
+        self.state.parallelism_config = ParallelismConfig(**sizes)
+        self.state.device_mesh = self.state.parallelism_config.get_device_mesh(self.device.type)
+
+    # Preparation
+
+    def prepare(self, *arguments: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Prepare models, optimizers, schedulers and loaders, in any order and number, and return them in that order.
+
+        Raises:
+            ConfigError: for an optimizer whose model is not among them, and for one over several models.
+        """
+        models = [each for each in arguments if isinstance(each, nn.Module) and not is_sharded(each)]
+        optimizers = [each for each in arguments if _is_new(each)]
+        self._pairs = [(model, _optimizer_of(model, optimizers)) for model in models]
+        taken = {id(optimizer) for _, optimizer in self._pairs}
+        if any(id(each) not in taken for each in optimizers):
+            raise ConfigError(
+                "prepare() got an optimizer without its model; pass a model and the optimizer over its parameters together"
+            )
+        try:
+            return super().prepare(*arguments, device_placement=device_placement)
+        finally:
+            self._pairs, self._prepared = [], {}
+
+    def _prepare_tp(self, *arguments: Any) -> tuple[Any, ...]:
+        """Leave layers to the engine, which divides them."""
+        return arguments
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Partition a model, for evaluation unless `prepare` has its optimizer too."""
+        if not is_sharded(model):
+            optimizer = next((given for each, given in self._pairs if each is model), None)
+            self._partition(model, optimizer)
+        if not any(each is model for each in self._models):
+            self._models.append(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
+        """Wrap the optimizer of a model that `prepare` or `shard` has partitioned."""
+        if isinstance(optimizer, PreparedOptimizer):
+            prepared = optimizer
+        elif isinstance(optimizer, ShardedOptimizer):
+            prepared = PreparedOptimizer(optimizer)
+        else:
+            model = next((each for each, given in self._pairs if given is optimizer), None)
+            if model is None:
+                raise ConfigError("pass an optimizer and its model to one call of prepare()")
+            if id(optimizer) not in self._prepared:
+                self._partition(model, optimizer)
+            prepared = self._prepared[id(optimizer)]
+        if not any(each is prepared for each in self._optimizers):
+            self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Wrap a scheduler, which follows the optimizer that it was made of, or all of them."""
+        prepared = super().prepare_scheduler(scheduler)
+        follows = [
+            each for each in self._optimizers if each.optimizer.stands_for(getattr(scheduler, "optimizer", None))
+        ]
+        prepared.optimizers = follows or prepared.optimizers
+        if self._tensor > 1:
+            prepared.__class__ = PreparedScheduler
+            prepared.data_ranks = self.num_processes // self._tensor
+        return prepared
+
+    def _partition(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        self._dtypes[model] = {name: each.dtype for name, each in model.state_dict().items()}
+        options: dict[str, Any] = {}
+        compute = _COMPUTE.get(self.mixed_precision)
+        config = load_config(self._config)
+        if compute is not None and "compute" not in config.precision.model_fields_set:
+            options["precision"] = {"compute": compute}
+        if compute is not None:
+            _compute_in(model, getattr(torch, compute))
+        accumulation = self._accumulation or self.gradient_accumulation_steps
+        _, sharded = shard(
+            model, optimizer, self._config, accumulation=accumulation if config.zero.stage < 2 else 1, **options
+        )
+        if self._tensor > 1 and engine_of(model).mesh.data_index != self.process_index // self._tensor:
+            raise LayoutError(
+                "processes are not numbered tensor rank by tensor rank, as accelerate's loaders take them"
+            )
+        if optimizer is not None and sharded is not None:
+            self._prepared[id(optimizer)] = PreparedOptimizer(sharded)
+
+    # The step
+
+    def backward(self, loss: torch.Tensor, **named: Any) -> None:
+        """Run backward with the loss over `gradient_accumulation_steps`, times the loss scale of float16.
+
+        Raises:
+            ConfigError: for float16 with several optimizers, which have a scale each.
+        """
+        loss = loss / self.gradient_accumulation_steps
+        if self.mixed_precision == "fp16":
+            if len(self._optimizers) != 1:
+                raise ConfigError(f"mixed_precision is fp16 with {len(self._optimizers)} optimizers; take bf16, or one")
+            loss = self._optimizers[0].optimizer.scale(loss)
+        torch.autograd.backward(loss, **named)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Inside the block no backward is the last one of a step."""
+        with engine_of(model).no_sync() if is_sharded(model) else nullcontext():
+            yield
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Do nothing: norms and gradients that the engine gives are without the loss scale."""
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Scale the gradients of a model down to `max_norm`; returns their norm before, a scalar, exact over all ranks.
+
+        Raises:
+            ConfigError: for some of a model's parameters, those of several models, and other norms than the Euclidean.
+        """
+        wanted = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        for prepared in self._optimizers:
+            optimizer = prepared.optimizer
+            own = {id(each): each.requires_grad for each in optimizer.engine.model.parameters()}
+            if not wanted & own.keys():
+                continue
+            if norm_type != 2 or wanted - own.keys() or any(own[each] for each in own.keys() - wanted):
+                raise ConfigError(
+                    "clip_grad_norm_ needs all parameters of one prepared model and norm_type=2: gradients are divided among ranks"
+                )
+            norm: torch.Tensor = optimizer.clip_grad_norm_(max_norm).to(self.device, torch.float32)
+            return norm
+        raise ConfigError("clip_grad_norm_ got parameters of no prepared model that is trained")
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Gradients are summed over ranks only in part when this is called. Raises `ConfigError`."""
+        raise ConfigError("clip_grad_value_ needs whole gradients, which are divided among ranks; use clip_grad_norm_")
+
+    # Results
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather tensors of all ranks, as accelerate does."""
+        found = super().gather(tensor)
+        if not self._gathers_data_alone:
+            return found
+        ranks = self.num_processes
+        return recursively_apply(lambda each: torch.cat(each.chunk(ranks)[:: self._tensor]), found)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather the results of every sample once. Raises `ConfigError` for objects that are no tensors on a tensor axis."""
+        if self._tensor == 1:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        if use_gather_object:
+            raise ConfigError("gather_for_metrics gathers tensors alone where parallel.tensor is more than 1")
+        self._gathers_data_alone = True
+        try:
+            return super().gather_for_metrics(input_data)
+        finally:
+            self._gathers_data_alone = False
+
+    # What is written
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """Give all parameters and buffers of a model, whole, on the CPU, in the dtypes that they came in: on the main process.
+
+        All ranks call it; the others get an empty dict, as with accelerate's FSDP.
+        """
+        if self._leaves_models_alone:
+            return {}
+        if not is_sharded(model):
+            plain: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap)
+            return plain
+        dtypes, found = self._dtypes.get(model, {}), {}
+        for name, tensor in state_dict(model):
+            if self.is_main_process:
+                found[name] = tensor.to("cpu", dtypes.get(name, tensor.dtype), copy=True)
+        places: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            first = places.setdefault(id(parameter), name)
+            if first in found:  # A tied parameter has several names.
+                found.setdefault(name, found[first])
+        return found
+
+    def save_state(
+        self, output_dir: str | PathLike[str] | None = None, safe_serialization: bool = True, **named: Any
+    ) -> Any:
+        """Write models and optimizers as checkpoints of zeromesh, which any number of ranks can load, and accelerate's own files
+        beside them, into a directory, which is returned."""
+        with self._models_apart():
+            location = super().save_state(output_dir, safe_serialization, **named)
+        for directory, model, optimizer in self._stored(Path(location)):
+            save(directory, model, optimizer, alone=True)
+        return location
+
+    def load_state(
+        self, input_dir: str | PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **named: Any
+    ) -> None:
+        """Load what `save_state` has written, also on another number of ranks.
+
+        Raises:
+            CheckpointError, LayoutError: as `load`.
+            PhaseError: where there is nothing of a model.
+        """
+        read: list[Path] = []
+
+        def note(models: list[nn.Module], directory: str) -> None:
+            models.clear()
+            read.append(Path(directory))
+
+        with self._models_apart():
+            handle = self.register_load_state_pre_hook(note)
+            try:
+                super().load_state(input_dir, load_kwargs, **named)
+            finally:
+                handle.remove()
+        for directory, model, optimizer in self._stored(read[0]):
+            if load(directory, model, optimizer) is None:
+                raise PhaseError(f"there is no checkpoint of zeromesh in {directory}")
+
+    @contextmanager
+    def _models_apart(self) -> Iterator[None]:
+        """Inside the block accelerate writes and reads neither weights nor states of optimizers."""
+        optimizers: list[PreparedOptimizer]
+        optimizers, self._optimizers, self._leaves_models_alone = self._optimizers, [], True
+        handle = self.register_save_state_pre_hook(lambda models, weights, directory: weights.clear())
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._optimizers, self._leaves_models_alone = optimizers, False
+
+    def _stored(self, directory: Path) -> Iterator[tuple[Path, nn.Module, ShardedOptimizer | None]]:
+        """The directory of each model's checkpoints, with its optimizer."""
+        for number, model in enumerate(self._models):
+            name = f"zeromesh_{number}" if number else "zeromesh"
+            yield directory / name, model, self.optimizer_of(model)
+
+    def optimizer_of(self, model: nn.Module) -> ShardedOptimizer | None:
+        """The optimizer of a prepared model, if it has one."""
+        found = (each.optimizer for each in self._optimizers if each.optimizer.engine.model is model)
+        return next(found, None)
+
+
+def _is_new(given: Any) -> bool:
+    return isinstance(given, Optimizer) and not isinstance(given, PreparedOptimizer | ShardedOptimizer)
+
+
+def _optimizer_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Optimizer | None:
+    """The optimizer that updates parameters of a model. Raises `ConfigError` where there are several."""
+    own = {id(each) for each in model.parameters()}
+    found = [each for each in optimizers if any(id(p) in own for group in each.param_groups for p in group["params"])]
+    if len(found) > 1:
+        raise ConfigError(
+            f"{type(model).__name__} has {len(found)} optimizers; give one optimizer several groups instead"
+        )
+    return found[0] if found else None
+
+
+def _compute_in(model: Any, dtype: torch.dtype) -> None:
+    """Let a model take its floating point inputs in `dtype`, and give its results in float32, as autocast would."""
+    forward: Callable[..., Any] = model.forward
+
+    @wraps(forward)
+    def converted(*arguments: Any, **named: Any) -> Any:
+        labels = {
+            name: named.pop(name) for name in ("labels",) if name in named
+        }  # What a loss compares with stays exact.
+        arguments, named = recursively_apply(lambda each: each.to(dtype), (arguments, named), test_type=_is_floating)
+        return convert_to_fp32(forward(*arguments, **named, **labels))
+
+    model.forward = converted
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
