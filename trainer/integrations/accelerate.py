@@ -7,7 +7,7 @@ Loaders, trackers, gathering and the loop are accelerate's. What it would do to 
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from os import PathLike
@@ -333,12 +333,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             models.clear()
             read.append(Path(directory))
 
-        with self._models_apart():
-            handle = self.register_load_state_pre_hook(note)
-            try:
-                super().load_state(input_dir, load_kwargs, **named)
-            finally:
-                handle.remove()
+        with self._models_apart(), _last_hook(self._load_model_state_pre_hook, note):
+            super().load_state(input_dir, load_kwargs, **named)
         for directory, model, optimizer in self._stored(read[0]):
             if load(directory, model, optimizer) is None:
                 raise PhaseError(f"there is no checkpoint of zeromesh in {directory}")
@@ -348,11 +344,10 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         """Inside the block accelerate writes and reads neither weights nor states of optimizers."""
         optimizers: list[PreparedOptimizer]
         optimizers, self._optimizers, self._leaves_models_alone = self._optimizers, [], True
-        handle = self.register_save_state_pre_hook(lambda models, weights, directory: weights.clear())
         try:
-            yield
+            with _last_hook(self._save_model_state_pre_hook, lambda models, weights, directory: weights.clear()):
+                yield
         finally:
-            handle.remove()
             self._optimizers, self._leaves_models_alone = optimizers, False
 
     def _stored(self, directory: Path) -> Iterator[tuple[Path, nn.Module, ShardedOptimizer | None]]:
@@ -365,6 +360,16 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         """The optimizer of a prepared model, if it has one."""
         found = (each.optimizer for each in self._optimizers if each.optimizer.engine.model is model)
         return next(found, None)
+
+
+@contextmanager
+def _last_hook(hooks: MutableMapping[Any, Callable[..., None]], hook: Callable[..., None]) -> Iterator[None]:
+    """Inside the block accelerate calls `hook` after those of the user."""
+    hooks[_last_hook] = hook
+    try:
+        yield
+    finally:
+        del hooks[_last_hook]
 
 
 def _is_new(given: Any) -> bool:
