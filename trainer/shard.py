@@ -17,10 +17,12 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
+from types import MethodType
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.loader import Loader
@@ -37,8 +39,9 @@ from zeromesh.trainer.models.generation import check_arguments, generate
 from zeromesh.trainer.setup.build import connect
 from zeromesh.trainer.setup.engine_options import engine_options, errors_with_user_keys
 from zeromesh.trainer.setup.model import share_weights
+from zeromesh.units.unit import AtRest
 from zeromesh.weight_init.weight_sources import wrap_passed_model
-from zeromesh.zero.autograd_engine import AutogradEngine
+from zeromesh.zero.autograd_engine import AutogradEngine, GuardedParameter
 from zeromesh.zero.sharded_optimizer import ShardedOptimizer, settings_of
 
 _LOGGER = logging.getLogger(__name__)
@@ -87,6 +90,7 @@ def shard(
     """
     if reduce not in ("mean", "sum"):
         raise ConfigError(f"reduce is {reduce!r}; allowed are mean and sum")
+    _require_plain(model)
     resolved = _resolve(model, config, options)
     if optimizer is None:  # Frozen parameters have no master weights and no moments.
         model.requires_grad_(False)
@@ -102,7 +106,9 @@ def shard(
         divided = divide(model, mesh, cuts)
         engine = AutogradEngine.build(model, mesh, zero, built.source, cuts=divided.cuts)
     _engines[model] = engine
-    _replace_methods(model, engine)
+    vars(model)["zero_grad"] = MethodType(_zero_grad, model)
+    if callable(getattr(model, "generate", None)):
+        vars(model)["generate"] = MethodType(_generate, model)
     if optimizer is None:
         return model, None
     return model, ShardedOptimizer(optimizer, engine, 1.0 / mesh.data.size if reduce == "mean" else 1.0)
@@ -133,20 +139,43 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
     return resolved
 
 
-def _replace_methods(model: Any, engine: AutogradEngine) -> None:
-    """Let `model.zero_grad()` forget gradients, and `model.generate()` keep ranks with other prompts together."""
-    vars(model)["zero_grad"] = lambda set_to_none=True: engine.forget_gradients(zeros=not set_to_none)
-    if not callable(getattr(model, "generate", None)):
-        return
+def _require_plain(model: nn.Module) -> None:
+    """Raise `ConfigError` for a model that somebody divides or synchronises already."""
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        raise ConfigError(
+            f"model is a {type(model).__name__}, which reduces gradients itself; give the model inside (.module)"
+        )
+    for name, parameter in model.named_parameters():
+        if issubclass(type(parameter), AtRest | GuardedParameter):
+            raise ConfigError(
+                f"parameter {name} is partitioned already, in this model or in another one; give all modules to one shard(), or "
+                "call unshard() before"
+            )
 
-    def own_generate(inputs: torch.Tensor | None = None, **arguments: Any) -> Any:
-        arguments.pop("synced_gpus", None)  # Ranks are kept together anyhow.
-        if inputs is not None:
-            arguments["inputs"] = inputs
-        check_arguments(model, arguments, staged=False, shared=engine.mesh.tensor.size > 1)
-        return generate(model, engine.mesh, arguments, seed=None, engine=engine)
 
-    vars(model)["generate"] = own_generate
+def _zero_grad(model: Any, set_to_none: bool = True) -> None:
+    """The method of a partitioned model that forgets gradients. A copy of the model, which is not partitioned, keeps its own."""
+    engine = _engines.get(model)
+    if engine is None:
+        type(model).zero_grad(model, set_to_none)
+    else:
+        engine.forget_gradients(zeros=not set_to_none)
+
+
+def _generate(model: Any, inputs: torch.Tensor | None = None, **arguments: Any) -> Any:
+    """The method of a partitioned model that keeps ranks with other prompts together."""
+    engine = _engines.get(model)
+    if engine is None:
+        return type(model).generate(model, inputs, **arguments)
+    arguments.pop("synced_gpus", None)  # Ranks are kept together anyhow.
+    if inputs is not None:
+        arguments["inputs"] = inputs
+    check_arguments(model, arguments, staged=False, shared=engine.mesh.tensor.size > 1)
+    return generate(model, engine.mesh, arguments, seed=None, engine=engine)
+
+
+# Copies and pickles of a model find the methods of its class by these names.
+_zero_grad.__name__, _generate.__name__ = "zero_grad", "generate"
 
 
 def is_sharded(model: nn.Module) -> bool:

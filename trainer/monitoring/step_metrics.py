@@ -81,7 +81,11 @@ class MetricsWriter:
         """
         values = record.record() if isinstance(record, StepMetrics) else record
         values = {**values, "time": round(time.time(), 3)}
-        line = json.dumps(strict(values), allow_nan=False).encode("ascii") + b"\n"
+        try:
+            text = json.dumps(values, allow_nan=False, default=strict)
+        except ValueError:  # Not all numbers are finite.
+            text = json.dumps(strict(values), allow_nan=False)
+        line = text.encode("ascii") + b"\n"
         try:
             written = self._file.write(line)
             if written != len(line):

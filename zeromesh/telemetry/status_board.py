@@ -15,7 +15,7 @@ import base64
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -26,7 +26,7 @@ from zeromesh.offload.memory.shared_segment import SharedSegment
 HISTORY = 256
 STREAMS = 3
 """Sequences of events that are each in one order on all ranks: gathers, reductions, and calls of methods."""
-_PID, _PROGRESS, _STATE, _PUBLISHED = range(4)
+_PID, PROGRESS, STATE, _PUBLISHED = range(4)
 _STAMPS_AT = 4
 _EVENTS_AT = 8
 _HISTORY_AT = 16
@@ -84,32 +84,24 @@ class StatusBoard:
     """Rows of all ranks, of which this rank writes `own`."""
 
     def __init__(self, rows: Mapping[int, memoryview], rank: int) -> None:
-        self._rows = rows
-        self._own = rows[rank]
+        self.own = rows[rank]
+        """The row of this rank: in `STATE` what it does now, as one word (see `STEP_SHIFT`), in `PROGRESS` a counter."""
         self._rank = rank
-        self._own[_PID] = os.getpid()
-
-    def _row(self, rank: int) -> memoryview:
-        return self._rows[rank]
-
-    def post(self, state: int) -> None:
-        """Say what this rank does now, as one word (see `STEP_SHIFT`), and move its progress counter."""
-        own = self._own
-        own[_STATE] = state
-        own[_PROGRESS] += 1
+        self._row: Callable[[int], memoryview] = rows.__getitem__
+        self.own[_PID] = os.getpid()
 
     def beat(self) -> None:
         """Move this rank's progress counter."""
-        self._own[_PROGRESS] += 1
+        self.own[PROGRESS] += 1
 
     def event(self, stream: int, code: int, state: int) -> int:
         """Append an event to a stream that all ranks go through in one order, and post `state`; returns the event's number."""
-        own = self._own
+        own = self.own
         number = own[_EVENTS_AT + stream]
-        own[_STATE] = state
+        own[STATE] = state
         own[_HISTORY_AT + stream * HISTORY + number % HISTORY] = code
         own[_EVENTS_AT + stream] = number + 1
-        own[_PROGRESS] += 1
+        own[PROGRESS] += 1
         return number
 
     def event_of(self, rank: int, stream: int, number: int) -> int | None:
@@ -128,20 +120,20 @@ class StatusBoard:
     def row(self, rank: int) -> RankStatus:
         """What a rank last said of itself."""
         row = self._row(rank)
-        rest, unit = divmod(row[_STATE], 1 << UNIT_BITS)
+        rest, unit = divmod(row[STATE], 1 << UNIT_BITS)
         step, activity = divmod(rest, 1 << _ACTIVITY_BITS)
         failure = self.read(rank, RankNote.FAILURE)[1]
         return RankStatus(
-            pid=row[_PID], progress=row[_PROGRESS], step=step, activity=activity, unit=unit - 1, failure=failure
+            pid=row[_PID], progress=row[PROGRESS], step=step, activity=activity, unit=unit - 1, failure=failure
         )
 
     def progress(self, rank: int) -> int:
         """The progress counter of a rank."""
-        return int(self._row(rank)[_PROGRESS])
+        return int(self._row(rank)[PROGRESS])
 
     def fail(self, message: str) -> None:
         """Tell the others why this rank stops; the first reason stays."""
-        if not self._own[_STAMPS_AT + RankNote.FAILURE]:
+        if not self.own[_STAMPS_AT + RankNote.FAILURE]:
             self.write(RankNote.FAILURE, 1, message)
             self.publish()
 
@@ -149,9 +141,9 @@ class StatusBoard:
         """Replace a note of this rank; a stamp of 0 takes it away. One thread writes a kind of note."""
         start = _NOTE_STARTS[note]
         data = text.encode(errors="replace")[: _NOTE_BYTES[note] - 1] + b"\0"
-        self._own[_STAMPS_AT + note] = 0
-        self._own.cast("B")[start : start + len(data)] = data
-        self._own[_STAMPS_AT + note] = stamp
+        self.own[_STAMPS_AT + note] = 0
+        self.own.cast("B")[start : start + len(data)] = data
+        self.own[_STAMPS_AT + note] = stamp
 
     def read(self, rank: int, note: RankNote) -> tuple[int, str]:
         """The stamp and the text of a rank's note; (0, "") where there is none."""
@@ -213,6 +205,7 @@ class StoreBoard(StatusBoard):
 
     def __init__(self, store: Store, publisher: Store, rank: int, stale_seconds: float) -> None:
         super().__init__({rank: new_row()}, rank)
+        self._row = self._published
         self._store = store
         self._publisher = publisher
         self._stale_seconds = stale_seconds
@@ -225,10 +218,10 @@ class StoreBoard(StatusBoard):
         self._thread = threading.Thread(target=self._run, name="zeromesh-board", daemon=True)
         self._thread.start()
 
-    def _row(self, rank: int) -> memoryview:
+    def _published(self, rank: int) -> memoryview:
         """The row that a rank has published; the last that was seen of it when the store cannot be reached."""
         if rank == self._rank:
-            return self._own
+            return self.own
         try:
             self._last[rank] = self._store.get(f"zeromesh/board/{rank}")
         except RuntimeError:
@@ -254,9 +247,9 @@ class StoreBoard(StatusBoard):
     def publish(self) -> None:
         """Make this rank's row visible to all now. Where the store cannot be reached nobody can be told."""
         with self._publishing:
-            self._own[_PUBLISHED] += 1
+            self.own[_PUBLISHED] += 1
             # One copy, in which no other thread writes meanwhile.
-            row = base64.b64encode(self._own.tobytes()).decode()
+            row = base64.b64encode(self.own.tobytes()).decode()
             try:
                 self._publisher.set(f"zeromesh/board/{self._rank}", row)
             except RuntimeError:

@@ -104,7 +104,8 @@ class StepRecorder:
         """A block that belongs to `phase`; where ranges are recorded, it is one called `name`."""
         if not self.enabled and not self.profiling:
             return NOTHING
-        return _Span(self, phase, name or phase.value).ranged()
+        span = _Span(self, phase, name or phase.value)
+        return span.with_range() if self.profiling else span
 
     def take_seconds(self) -> dict[str, float]:
         """End the step and return its seconds by phase, those without any left out. Empty where no step has begun."""
@@ -197,12 +198,9 @@ class _Span:
         self._name = name
         self._figures = figures
 
-    def ranged(self) -> AbstractContextManager[object]:
-        """This block, which is also a range of torch's profiler while that records."""
-        return self._with_range() if self._recorder.profiling else self
-
     @contextmanager
-    def _with_range(self) -> Iterator[None]:
+    def with_range(self) -> Iterator[None]:
+        """This block, which is a range of torch's profiler too."""
         with record_function(self._name), self:
             yield
 
@@ -259,7 +257,8 @@ class CommAccount:
         if not recorder.enabled and not recorder.profiling:
             return NOTHING
         self.used |= recorder.enabled
-        return self._spans[collective].ranged()
+        span = self._spans[collective]
+        return span.with_range() if recorder.profiling else span
 
     def take(self) -> dict[str, dict[str, float]]:
         """Calls, bytes and seconds by collective since this was last called, of the collectives that there were."""

@@ -16,7 +16,16 @@ from typing import Any, Protocol, Self
 
 from zeromesh.errors import CollectiveError
 from zeromesh.files import longest, write_whole
-from zeromesh.telemetry.status_board import HISTORY, STEP_SHIFT, UNIT_BITS, RankNote, RankStatus, StatusBoard
+from zeromesh.telemetry.status_board import (
+    HISTORY,
+    PROGRESS,
+    STATE,
+    STEP_SHIFT,
+    UNIT_BITS,
+    RankNote,
+    RankStatus,
+    StatusBoard,
+)
 
 
 class Activity(IntEnum):
@@ -147,7 +156,9 @@ class Watchdog:
         if step is not None:
             self._step = step + 1
         self._doing = (activity, unit)
-        self._board.post((self._step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1))
+        own = self._board.own
+        own[STATE] = (self._step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
+        own[PROGRESS] += 1
 
     def event(
         self, activity: Activity, unit: int, peers: Sequence[int], *, settled: bool = True, call: str = ""
@@ -407,8 +418,8 @@ class Watchdog:
     def _compare_event(self, stream: int, peers: Sequence[int]) -> None:
         """Raise `CollectiveError` when a peer has gone through another event in the place of this rank's latest of a stream."""
         number, word = self._events[stream]
-        for peer in self._others(peers):
-            if stream != _CALLS and self._alike is not None and peer not in self._alike:
+        for peer in peers:
+            if peer == self._rank or (stream != _CALLS and self._alike is not None and peer not in self._alike):
                 continue
             other = self._board.event_of(peer, stream, number)
             if other is not None and other != word:

@@ -334,7 +334,8 @@ class Unit:
 
     def gather(self) -> None:
         """Start to gather."""
-        self._ledger.add(Tier.DEVICE, Purpose.PARAMETERS, self._transient)
+        if self._transient:
+            self._ledger.add(Tier.DEVICE, Purpose.PARAMETERS, self._transient)
         self.enter(Phase.GATHERING)
         for bucket in self.buckets:
             bucket.buffer.gather(bucket.copy or bucket.master)
@@ -363,7 +364,8 @@ class Unit:
 
     def rest(self) -> None:
         """Hide the parameters, and give back what the transport does not keep."""
-        self._ledger.add(Tier.DEVICE, Purpose.PARAMETERS, -self._transient)
+        if self._transient:
+            self._ledger.add(Tier.DEVICE, Purpose.PARAMETERS, -self._transient)
         for bucket in self.buckets:
             bucket.hide()
             bucket.buffer.release()

@@ -88,6 +88,11 @@ class _Graph:
 class AutogradPasses(Passes):
     """Passes without a trainer that says when they begin and end. All ranks run one program."""
 
+    reading: ClassVar[str] = (
+        "Read it inside `with zeromesh.gathered(model, [{!r}]):` on all ranks, take whole tensors of all parameters from "
+        "`zeromesh.state_dict(model)`, or write the model with `zeromesh.save(directory, model)`"
+    )
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._accumulation = self._options.accumulation
@@ -121,7 +126,7 @@ class AutogradPasses(Passes):
         if not torch.is_grad_enabled() or self._mesh.pipeline.size > 1:
             super()._begin_users_pass(module)
             return
-        if not self.backwards:
+        if not self.backwards or self.used:
             self.before_step()
         # Ranks that divide a layer draw alike, and others on their own: from the generators as they are.
         shared = self._mesh.tensor.size > 1
@@ -132,8 +137,10 @@ class AutogradPasses(Passes):
         self._graph = weakref.ref(self._growing)
 
     def before_forward(self, unit: Unit) -> None:
-        if self.mode is PassMode.FORWARD and unit.index == 0 and self._growing is None and self._graph_of_now() is None:
-            self.end()  # Nobody holds what the open forward has computed.
+        if unit.index == 0:
+            unheld = self.mode is PassMode.FORWARD and self._growing is None and self._graph_of_now() is None
+            if unheld or self._entry is not None:
+                self.end()  # Nobody holds what the open forward has computed, or an evaluation has failed half-way.
         self.require_no_failure()
         super().before_forward(unit)
 
@@ -196,7 +203,8 @@ class AutogradPasses(Passes):
         if self.backwards and self.mode is not PassMode.BACKWARD:
             raise PhaseError(
                 f"the gradient of a parameter was {done}, and gradients are divided among ranks: clip with "
-                "optimizer.clip_grad_norm_(max_norm), and read whole ones with optimizer.gradient(name)"
+                "optimizer.clip_grad_norm_(max_norm), read whole ones with optimizer.gradient(name), and in place of a GradScaler "
+                "use precision={'compute': 'float16'} and optimizer.scale(loss)"
             )
 
     def forget_leaves(self) -> None:
@@ -397,7 +405,7 @@ class AutogradEngine(ZeroEngine):
         scale = self.loss_scale
         scaled = self.options.precision.loss_scale is not None
         skip = scaled and not math.isfinite(self.gradient_norm(factor))
-        self._optimizer_step.groups = groups
+        self._optimizer_step.begin_step(groups)
         self._mixed = True
         try:
             self._optimizer_step.scaler.update(overflow=skip)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -55,6 +55,11 @@ class Forward:
 
 class Passes:
     """The passes of one engine, one at a time. `Hooks` and the `GradientReducer` call them."""
+
+    reading: ClassVar[str] = (
+        "Read it inside `with trainer.gathered([{!r}]):` on all ranks, take whole tensors of all parameters from "
+        "`trainer.state_dict()`, or write the model with `trainer.save()`"
+    )
 
     def __init__(
         self,
@@ -322,8 +327,7 @@ class Passes:
         if self._sharded and self._mesh.shard.size > 1:
             raise PhaseError(
                 f"parameter {name} was read or written outside of a pass over the model, while stage 3 has divided it among "
-                f"{self._mesh.shard.size} ranks. Read it inside `with trainer.gathered([{name!r}]):` on all ranks, take whole "
-                "tensors of all parameters from `trainer.state_dict()`, or write the model with `trainer.save()`"
+                f"{self._mesh.shard.size} ranks. {self.reading.format(name)}"
             )
         if unit.phase is Phase.RESTING:
             unit.gather()  # This rank has all of it.
@@ -459,7 +463,7 @@ class Passes:
             raise PhaseError(
                 f"unit {unit.name} got a gradient of {unit.name_of(parameter)} while it was {unit.phase.value}: backward has "
                 "entered it in a way that earlier steps did not have, and has read released parameters. Use the block's results "
-                "as its forward returns them, or train at stage 2"
+                "as its forward returns them, checkpoint activations with use_reentrant=False, or train at stage 2"
             )
         self.gradients.take(bucket, index)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ class ShardedOptimizer(Optimizer):
         self._stands_for = optimizer
         self._factor = factor
         self._scaled = False
-        optimizer.step = self._refuse_step  # type: ignore[assignment]  # It would silently do nothing.
+        refuse: Any = partial(_refuse_step)
+        refuse._wrapped_by_lr_sched = True  # So schedulers that were made of it do not warn.
+        vars(optimizer)["step"] = refuse  # It would silently do nothing.
 
     def stands_for(self, optimizer: Optimizer | None) -> bool:
         """Whether this was made of `optimizer`, or is it."""
@@ -99,8 +102,9 @@ class ShardedOptimizer(Optimizer):
         if self.engine.options.precision.loss_scale is not None and not self._scaled:
             raise PhaseError("float16 gradients need the loss scale: call optimizer.scale(loss).backward()")
 
-    def _refuse_step(self, *_: Any, **__: Any) -> None:
-        raise PhaseError("the model is partitioned now: call step() of the optimizer that shard() has returned")
+
+def _refuse_step(*_: Any, **__: Any) -> None:
+    raise PhaseError("the model is partitioned now: call step() of the optimizer that shard() has returned")
 
 
 def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]]) -> OptimizerSettings:
@@ -119,6 +123,9 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]])
         raise ConfigError(
             f"optimizer is a {type(optimizer).__name__}; allowed are {', '.join(each.__name__ for each in kinds)}"
         )
+    for name in ("amsgrad", "dampening", "initial_accumulator_value"):
+        if any(group.get(name) for group in optimizer.param_groups):
+            raise ConfigError(f"optimizer has {name}, which no shard can be updated with; leave it out")
     by_id = {id(parameter): name for name, parameter in names}
     unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in by_id]
     if unknown:

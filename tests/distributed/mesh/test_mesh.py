@@ -21,7 +21,9 @@ from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.offload.memory.shared_segment import PAGE, SharedSegment
 from zeromesh.telemetry.status_board import (
     HISTORY,
+    PROGRESS,
     ROW_WORDS,
+    STATE,
     STEP_SHIFT,
     UNIT_BITS,
     RankNote,
@@ -56,6 +58,12 @@ def gather(watch: Watchdog, units: Sequence[int]) -> None:
         watch.event(Activity.GATHER, unit, [0, 1])
 
 
+def post(board: StatusBoard, step: int, activity: int, unit: int) -> None:
+    """Let the row of a rank say that it is in this step, does this, and does it to this unit."""
+    board.own[STATE] = state_word(step, activity, unit)
+    board.own[PROGRESS] += 1
+
+
 def state_word(step: int, activity: int, unit: int) -> int:
     """What a row says of a rank that is in this step, does this, and does it to this unit."""
     return (step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
@@ -64,11 +72,11 @@ def state_word(step: int, activity: int, unit: int) -> int:
 class TestBoards:
     def test_a_rank_reads_what_another_posts(self, boards: Boards) -> None:
         first, second = boards
-        first.post(state_word(7, int(Activity.BACKWARD), 3))
+        post(first, 7, int(Activity.BACKWARD), 3)
         row = second.row(0)
         assert (row.pid, row.step, row.activity, row.unit, row.failure) == (os.getpid(), 7, 2, 3, "")
         before = second.progress(0)
-        first.post(state_word(7, int(Activity.BACKWARD), 4))
+        post(first, 7, int(Activity.BACKWARD), 4)
         assert second.progress(0) > before
 
     def test_streams_of_events_are_numbered_and_forgotten_after_a_while(self, boards: Boards) -> None:
@@ -91,7 +99,7 @@ class TestBoards:
         if writer == 0:
             for n in itertools.count():
                 first.event(0, 7 * n, 0)
-                first.post(state_word(n % 1000, n % 9, n % 1000))
+                post(first, n % 1000, n % 9, n % 1000)
                 first.write(RankNote.LEFT, n + 1, f"call {n + 1} " * 30)
         seen, deadline = 0, time.monotonic() + 1.5
         try:
@@ -188,7 +196,7 @@ class TestStoreBoards:
 
     def test_rank_0_is_gone_with_its_store(self, store_boards: tuple[StoreBoard, StoreBoard, DictStore]) -> None:
         first, second, store = store_boards
-        first.post(state_word(9, int(Activity.FORWARD), 2))
+        post(first, 9, int(Activity.FORWARD), 2)
         first.publish()
         assert second.row(0).step == 9
         store.gone = True
@@ -205,7 +213,7 @@ class TestWatch:
 
     def test_a_peer_without_progress_is_named(self, boards: Boards) -> None:
         first, second = boards
-        second.post(state_word(4, int(Activity.FORWARD), 2))
+        post(second, 4, int(Activity.FORWARD), 2)
         began = time.monotonic()
         with pytest.raises(CollectiveError, match=r"rank 1 \(pid \d+\) was in forward of unit b at step 4") as error:
             watch_of(first, 0).wait(lambda: False, [0, 1], "the gather")
@@ -226,7 +234,7 @@ class TestWatch:
         end = time.monotonic() + 0.8
 
         def done() -> bool:
-            second.post(state_word(0, int(Activity.FORWARD), 1))
+            post(second, 0, int(Activity.FORWARD), 1)
             return time.monotonic() > end
 
         watch_of(first, 0).wait(done, [0, 1], "a slow peer")
