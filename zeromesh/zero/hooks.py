@@ -52,6 +52,13 @@ class _OfModule:
         return _OfModule, (_nothing,)
 
 
+# What torch.compile makes of a module calls the hooks, and neither holds nor compiles them.
+vars(_OfModule.__call__)["_torchdynamo_disable"] = True
+_dynamo: Any = torch._C._dynamo.eval_frame
+_skipped = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP)
+_dynamo.set_code_exec_strategy(_OfModule.__call__.__code__, _skipped)
+
+
 def _outside_transforms(call: Callable[..., None], *arguments: Any) -> None:
     """Call as if no transform of `torch.func` were in force: what the engine computes is no part of a user's function."""
     if peek_interpreter_stack() is None:
