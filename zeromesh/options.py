@@ -1,10 +1,12 @@
 """The options of an engine: precision, optimizer, offload and ZeRO, each checked when it is made."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
 import torch
+from torch.optim import Optimizer
 
 from zeromesh.comm.transport import TransportName
 from zeromesh.errors import ConfigError
@@ -58,10 +60,33 @@ Megatron-FSDP's experimental rewrite.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StatePlan:
+    """What an optimizer class keeps of a parameter, by the names of the class, as a trial on a small one has shown."""
+
+    tensors: dict[str, tuple[int, ...]]
+    """Shapes of tensors in the trial."""
+    scalars: dict[str, Any]
+    """Examples of numbers, which may be tensors without dimensions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerClass:
+    """An optimizer that is run by the step of its own class."""
+
+    optimizer: Optimizer = field(repr=False, compare=False)
+    whole: bool
+    """Whether its update needs whole tensors; else any elements can be updated on their own."""
+    plans: Mapping[tuple[int, int], StatePlan]
+    """What it keeps of a parameter, by the number of its group and of its dimensions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSettings:
     """The optimizer and its rates, under torch's names."""
 
     name: OptimizerName = "adamw"
+    own_class: OptimizerClass | None = None
+    """What is run instead of the optimizer of that name."""
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -209,6 +234,8 @@ class ZeroOptions:
                 problems.append("optimizer_in_backward needs clip_norm 0: the norm is known only after backward")
             if self.precision.loss_scale:
                 problems.append("optimizer_in_backward cannot run with a loss scale, which may take a step back")
+            if self.optimizer.own_class is not None and self.optimizer.own_class.whole:
+                problems.append("optimizer_in_backward cannot run with an optimizer that needs whole tensors")
             if self.on_nonfinite != "stop":
                 problems.append("optimizer_in_backward needs on_nonfinite: stop: there is no step left to skip")
         if problems:

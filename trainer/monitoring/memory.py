@@ -102,8 +102,7 @@ def _largest(engine: ZeroEngine) -> list[dict[str, Any]]:
             if not (bucket.buffer.persistent and bucket.master.dtype == bucket.dtype):  # Else they are among these.
                 rows.append((bucket.master.nbytes, unit.name, "master weights"))
             optimizer = engine.optimizer_of(bucket)
-            moments = sum(tensor.nbytes for tensor in optimizer.moments.values()) if optimizer is not None else 0
-            rows.append((moments, unit.name, "optimizer moments"))
+            rows.append((optimizer.nbytes if optimizer is not None else 0, unit.name, "optimizer moments"))
             for what, tensor in (
                 ("gradient shard", bucket.grad),
                 ("gradients summed over microbatches", bucket.partial),

@@ -130,6 +130,31 @@ class ProcessSet:
             work = dist.all_gather(list(full.chunk(self.size)), shard, group=groups.data, async_op=True)
             self.watch.wait_work(work, self.ranks, what)
 
+    def exchange(
+        self,
+        sent: Sequence[Sequence[torch.Tensor]],
+        received: Sequence[Sequence[torch.Tensor]],
+        like: torch.Tensor,
+        what: str,
+    ) -> None:
+        """Send the tensors `sent[i]`, 1-D, to the rank at position i, and fill `received[i]` with what it sends here, in its order.
+
+        All are of the dtype and on the device of `like`.
+        """
+        groups, (out, into) = (
+            self._groups(),
+            ([torch.cat([like[:0], *each]) for each in side] for side in (sent, received)),
+        )
+        moved = filled = torch.cat(out)
+        if groups is not None:
+            filled, lengths = torch.cat(into), [[each.numel() for each in side] for side in (into, out)]
+            with self.traffic.timed(Collective.ALL_TO_ALL, filled.nbytes):
+                work = dist.all_to_all_single(filled, moved, lengths[0], lengths[1], groups.data, async_op=True)
+                self.watch.wait_work(work, self.ranks, what)
+        targets = [each for side in received for each in side]
+        for target, values in zip(targets, torch.split(filled, [each.numel() for each in targets]), strict=True):
+            target.copy_(values)
+
     def broadcast_(self, tensor: torch.Tensor, source: int, what: str) -> torch.Tensor:
         """Become what the rank at position `source` has, in place, on whatever device; all ranks give one shape and dtype."""
         groups = self._groups()

@@ -4,7 +4,7 @@ Each bucket has an optimizer of its own, so that buckets can be updated one by o
 when their states rest on another tier. Element-wise rules give the same bits however a buffer is cut.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from zeromesh.errors import ConfigError
-from zeromesh.offload import Purpose, Tiers
+from zeromesh.errors import ConfigError, PhaseError
+from zeromesh.offload import Purpose, TieredTensor, Tiers
 from zeromesh.options import NO_GROUP, OptimizerSettings, ZeroOptions
 from zeromesh.units.unit import Bucket
 
@@ -50,6 +50,9 @@ MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq")
 
 def moment_names(settings: OptimizerSettings) -> tuple[str, ...]:
     """torch's names of the moments, each with one element per parameter element."""
+    if settings.own_class is not None:
+        plans = [] if settings.own_class.whole else settings.own_class.plans.values()
+        return tuple(dict.fromkeys(name for plan in plans for name in plan.tensors))
     if settings.name not in MOMENTS:
         raise ConfigError(
             f"optimizer.name is {settings.name!r}; element-wise shards take {', '.join(MOMENTS)}. "
@@ -58,6 +61,10 @@ def moment_names(settings: OptimizerSettings) -> tuple[str, ...]:
     if settings.name == "sgd" and settings.momentum:
         return ("momentum_buffer",)
     return MOMENTS[settings.name]
+
+
+KeptState = tuple[str, torch.dtype, tuple[int, ...], TieredTensor | None]
+"""A state of a parameter that is not divided as the parameter is: name, dtype, shape, and the elements where a rank has them."""
 
 
 class BucketOptimizer:
@@ -77,6 +84,15 @@ class BucketOptimizer:
         self.steps = [0] * len(bucket.layout.slots)
         """How many updates each parameter has had. As in torch, one that is frozen for a while goes on from its own count."""
         self.follow()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states."""
+        return sum(moment.nbytes for moment in self.moments.values())
+
+    def kept(self, number: int) -> Iterable[KeptState]:
+        """What is kept of a parameter, by its number, beside the moments."""
+        return ()
 
     def follow(self) -> None:
         """Take in which parameters are trained now, and how many updates each has had."""
@@ -112,9 +128,18 @@ class BucketOptimizer:
             first, last = max(start, segment_start), min(end, segment_end)
             if first < last:
                 part = slice(first - start, last - start)
-                states = [moment[part] for moment in moments]
-                updates = self.steps[slot] - 1
-                fused_update(self._settings.name, groups[group], master[part], grad[part], states, updates)
+                self._update_part(slot, groups[group], master[part], grad[part], [moment[part] for moment in moments])
+
+    def _update_part(
+        self,
+        slot: int,
+        group: Hyperparameters,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+    ) -> None:
+        """Update elements that are alike, the first of them of the parameter of number `slot`."""
+        fused_update(self._settings.name, group, master, grad, moments, self.steps[slot] - 1)
 
 
 def fused_update(
@@ -133,6 +158,10 @@ def fused_update(
     steps = [torch.full((), float(updates), device=master.device)]  # made there: a copy would make the host wait
     with torch.no_grad():
         if name == "sgd":
+            if group.get("momentum") and not moments:
+                raise PhaseError(
+                    "SGD has momentum now and had none at first, when its states were made; begin with momentum"
+                )
             common |= {each: group.get(each, 0.0) for each in ("momentum", "dampening")}
             common["nesterov"] = group.get("nesterov", False)
             sgd([master], [grad], list(moments) or [None], fused=True, **common)

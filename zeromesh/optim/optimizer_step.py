@@ -41,6 +41,7 @@ from zeromesh.offload import (
     UpdateStream,
     WaitTime,
 )
+from zeromesh.optim.class_optimizer import WholeOptimizer, make_optimizers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, fused_update, moment_names
 from zeromesh.optim.gradients import GradientShards, LossScaler, ReplicaGroups, clip_factor, global_norm, gradient_of
 from zeromesh.options import AverageSettings, Placement, UpdateOn, ZeroOptions
@@ -210,6 +211,8 @@ class OptimizerStep:
         """Buckets that are trained in the present step."""
         self._units = {id(bucket): unit for unit in units for bucket in unit.buckets}
         self._optimizers: dict[int, BucketOptimizer] = {}
+        self._loads = [0] * mesh.shard.size
+        """Elements of which each rank of the shard group has all states, where these are of whole tensors."""
         self.averages: WeightAverage | None = None
         """The averages of the weights, where options ask for them."""
         if options.average is not None:
@@ -240,8 +243,9 @@ class OptimizerStep:
         """Buckets in the order in which the latest step has updated them."""
         self.before_change: Callable[[Bucket], None] = lambda bucket: None
         """Runs before a bucket's states change; whoever reads them beside training ends that in it."""
+        wanted, own_class = options.offload.update, options.optimizer.own_class
         self.place = place_updates(
-            options.offload.update,
+            "device" if wanted == "auto" and own_class is not None else wanted,  # What it costs is not known.
             mesh,
             partial(try_update, tiers=tiers, options=options),
             in_reach=not self._missing(tiers.device),
@@ -251,11 +255,12 @@ class OptimizerStep:
     def _make_optimizers(self) -> None:
         """Make optimizers, and averages, for the buckets that are trained and have none yet."""
         self._buckets = [bucket for bucket in self._all if any(bucket.training)]
-        for bucket in self._all:
-            if bucket.trainable and id(bucket) not in self._optimizers:
-                self._optimizers[id(bucket)] = BucketOptimizer(bucket, self._options, self._tiers)
-                if self.averages is not None:
-                    self.averages.begin(bucket)
+        new = [bucket for bucket in self._all if bucket.trainable and id(bucket) not in self._optimizers]
+        made = make_optimizers(new, self._options, self._tiers, self._mesh.shard, self._loads)
+        for bucket, optimizer in zip(new, made, strict=True):
+            self._optimizers[id(bucket)] = optimizer
+            if self.averages is not None:
+                self.averages.begin(bucket)
 
     def follow(self) -> None:
         """Take in, between two steps, that other parameters are trained than before."""
@@ -510,6 +515,10 @@ class OptimizerStep:
         bucket.buffer.begin_write()
         optimizer = self._optimizers[id(bucket)]
         optimizer.begin()
+        if isinstance(optimizer, WholeOptimizer):
+            self._change_whole(bucket, optimizer, factor)
+            bucket.buffer.end_write()
+            return
         grad = gradient_of(bucket) if self._in_backward else None
         averages = self._averaging
 
@@ -530,6 +539,22 @@ class OptimizerStep:
         ahead = chain.from_iterable(map(self._rows, following)) if self._stream.nbytes else ()
         self._stream.run(list(self._rows(bucket)), compute, ahead)
         bucket.buffer.end_write()
+
+    def _change_whole(self, bucket: Bucket, optimizer: WholeOptimizer, factor: float) -> None:
+        """Update the parameters of a bucket as whole tensors, on the device, with the other ranks of the shard group."""
+        device, averages = self._mesh.device, self._averaging
+        rest = bucket.grad_rest if bucket.grad is None else None
+        grad = gradient_of(bucket) if rest is None else rest.load(device)
+        master = bucket.master.load(device)
+        optimizer.update(master, grad.mul_(factor), self.groups)
+        average = averages.of(bucket) if averages is not None else None
+        if averages is not None and average is not None:
+            blended = average.load(device)
+            averages.blend(blended, master)
+            average.write(0, blended).wait()
+        bucket.master.write(0, master).wait()
+        if bucket.copy is not None:
+            bucket.copy.write(0, master.to(bucket.copy.dtype)).wait()
 
     def _rows(self, bucket: Bucket) -> Iterator[StreamRow]:
         uses = self._uses(bucket, averaging=self._averaging is not None)

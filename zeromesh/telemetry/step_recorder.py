@@ -41,6 +41,7 @@ class Collective(StrEnum):
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
+    ALL_TO_ALL = "all-to-all"
     BROADCAST = "broadcast"
     POINT_TO_POINT = "point to point"
     AGREEMENT = "agreement"

@@ -20,6 +20,7 @@ from zeromesh.flat.regions import Region, share_of
 from zeromesh.intervals import ALIGNMENT, Interval
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.offload import TieredTensor
+from zeromesh.optim.class_optimizer import WholeOptimizer
 from zeromesh.optim.optimizer_step import OptimizerStep
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.units.unit import Bucket, Unit, all_buckets, digest, set_values
@@ -57,6 +58,7 @@ class CheckpointState:
             for slot in bucket.layout.slots
             if _has(bucket, slot.spec, kind, reading=reading)
         ]
+        found += [spec for bucket in self._buckets for spec, _ in self._kept(bucket, None)]
         found += [_spec_of(name, buffer) for name, buffer in saved_buffers(self._model).items()]
         return list(chain.from_iterable(of_stages(found, self._mesh.pipeline, "tensors of all stages")))
 
@@ -113,7 +115,32 @@ class CheckpointState:
         moments |= {AVERAGE: average} if average is not None else {}
         return [*found, *((name, moment.dtype, moment) for name, moment in moments.items())]
 
+    def _kept(self, bucket: Bucket, written: Interval | None) -> Iterator[tuple[TensorSpec, TieredTensor | None]]:
+        """What an optimizer keeps of a bucket's parameters that is not divided as they are, and what this rank reads of it.
+
+        With `written`, an interval whose elements this rank writes: what it writes of it, so that one rank alone writes each.
+        """
+        optimizer = self._updater.optimizer_of(bucket)
+        if optimizer is None:
+            return
+        first = [
+            piece.spec.fqn
+            for piece in (bucket.layout.pieces(written) if written is not None else ())
+            if not piece.in_parameter.start and not next(iter(piece.spec.region.runs(piece.in_parameter))).logical
+        ]
+        alone = isinstance(optimizer, WholeOptimizer)  # Of its shard group, in which an owner may hold no piece.
+        for number, slot in enumerate(bucket.layout.slots):
+            writes = not self._mesh.replicate.index if alone else slot.spec.fqn in first
+            for kind, dtype, shape, values in optimizer.kept(number) if bucket.learned(slot.spec.fqn) else ():
+                spec = TensorSpec(kind=kind, name=slot.spec.name, dtype=dtype, shape=shape)
+                yield spec, values if written is None or writes else None
+
     def _of(self, bucket: Bucket, interval: Interval, *, reading: bool = False) -> Iterator[TensorShard]:
+        for spec, values in self._kept(bucket, None if reading else interval):
+            if values is not None:
+                region, everything = Region.whole(spec.shape), Interval(start=0, end=values.numel)
+                owner = self.owner_of(bucket)
+                yield TensorShard(spec=spec, region=region, interval=everything, values=values, owner=owner)
         offset, pieces = interval.start - bucket.interval.start, bucket.layout.pieces(interval)
         for kind, dtype, tensor in self._kinds(bucket, reading=reading):
             for piece in pieces:

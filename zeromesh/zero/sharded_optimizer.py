@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.errors import ConfigError, PhaseError
+from zeromesh.optim.optimizer_trial import try_class
 from zeromesh.options import OptimizerName, OptimizerSettings
 from zeromesh.zero.autograd_engine import AutogradEngine
 
@@ -111,27 +112,45 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]])
     """What `OptimizerSettings` says of a torch optimizer over parameters of these names.
 
     Raises:
-        ConfigError: for an optimizer that no shard can be updated by, with the reason.
+        ConfigError: for an optimizer that cannot be run over parts of a model, with the reason.
     """
-    kinds: dict[type[Optimizer], OptimizerName] = {
-        torch.optim.AdamW: "adamw",
-        torch.optim.Adam: "adam",
-        torch.optim.SGD: "sgd",
-        torch.optim.Adagrad: "adagrad",
-    }
-    if type(optimizer) not in kinds:
-        raise ConfigError(
-            f"optimizer is a {type(optimizer).__name__}; allowed are {', '.join(each.__name__ for each in kinds)}"
-        )
-    for name in ("amsgrad", "dampening", "initial_accumulator_value"):
-        if any(group.get(name) for group in optimizer.param_groups):
-            raise ConfigError(f"optimizer has {name}, which no shard can be updated with; leave it out")
+    groups = optimizer.param_groups
     by_id = {id(parameter): name for name, parameter in names}
-    unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in by_id]
+    unknown = [p for group in groups for p in group["params"] if id(p) not in by_id]
     if unknown:
         raise ConfigError(
             f"optimizer has {len(unknown)} parameters, such as one of shape {tuple(unknown[0].shape)}, that the model has not"
         )
-    members = tuple(tuple(by_id[id(p)] for p in group["params"]) for group in optimizer.param_groups)
-    momentum = max((group.get("momentum", 0.0) for group in optimizer.param_groups), default=0.0)
-    return OptimizerSettings(name=kinds[type(optimizer)], members=members, momentum=momentum)
+    if any(group.get("differentiable") for group in groups):
+        raise ConfigError(
+            "optimizer has differentiable=True, and no graph goes through an update of shards; leave it out"
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ConfigError(
+            "optimizer has step hooks, which would not run; register them on the optimizer that shard() returns"
+        )
+    used = [
+        state for state in optimizer.state.values() if type(optimizer) is not torch.optim.Adagrad or state["step"] > 0
+    ]
+    if used or any(group.get("initial_accumulator_value") for group in groups):
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} has states before its first step under shard(), which are not taken over: call "
+            "it before the first update, with initial_accumulator_value 0, or go on from a checkpoint by zeromesh.load"
+        )
+    members = tuple(tuple(by_id[id(p)] for p in group["params"]) for group in groups)
+    name = _FUSED.get(type(optimizer))
+    decoupled = name == "adam" and any(group.get("decoupled_weight_decay") for group in groups)
+    if name is None or any(group.get(option) for group in groups for option in _NOT_FUSED) or decoupled:
+        return OptimizerSettings(own_class=try_class(optimizer), members=members)
+    momentum = max((group.get("momentum", 0.0) for group in groups), default=0.0)
+    return OptimizerSettings(name=name, members=members, momentum=momentum)
+
+
+_FUSED: dict[type[Optimizer], OptimizerName] = {
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adam: "adam",
+    torch.optim.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+}
+_NOT_FUSED = ("amsgrad", "dampening")
+"""Options with which an update of these is that of their own class. SGD with dampening begins with a whole gradient, for one."""

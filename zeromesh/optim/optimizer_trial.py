@@ -1,0 +1,179 @@
+"""What an optimizer class does, found by a trial: whether its update is element by element, and what it keeps of a parameter.
+
+The class itself is run on small tensors in float64. Its update is element by element where a tensor that is cut into pieces, each
+of them flat, becomes what it becomes whole, states included. Any shard can then be updated on its own. What needs whole tensors,
+as Muon and Adafactor do, is run on those by one rank each.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zeromesh.errors import ConfigError, summary
+from zeromesh.options import OptimizerClass, StatePlan
+
+_RESERVED = {"model", "master", "ema"}
+_SIZES = (7, 11, 5, 3, 2)
+"""Dimensions of the tensors of a trial, all different: a dimension of a state is thereby known as one of its parameter's."""
+_STEPS = 24
+_LEAST_RATE = 0.01
+"""A schedule may begin at a rate of 0, at which no update shows anything."""
+_OWN = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+class OptimizerDriver:
+    """Runs the step of an optimizer's class on tensors that are given each time, with states that are given too."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.twin = type(optimizer).__new__(type(optimizer))
+        vars(self.twin).update({name: value for name, value in vars(optimizer).items() if name not in _OWN})
+        self.twin._optimizer_step_pre_hooks, self.twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    def step(
+        self,
+        group: Mapping[str, Any],
+        values: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        states: Sequence[Mapping[str, Any]],
+    ) -> list[dict[str, Any]]:
+        """Update `values` in place with `gradients` of their shapes and dtype; returns the states afterwards."""
+        parameters = [nn.Parameter(value) for value in values]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.twin.param_groups = [{"params": parameters, **plain_group(group)}]
+        self.twin.state = defaultdict(dict, zip(parameters, map(dict, states), strict=True))
+        self.twin.step()
+        for parameter, value in zip(parameters, values, strict=True):
+            if parameter.data_ptr() != value.data_ptr():  # The class has given it other memory.
+                value.copy_(parameter.detach())
+        found = [self.twin.state[parameter] for parameter in parameters]
+        return [{name: value for name, value in state.items() if value is not None} for state in found]
+
+
+def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group, for a step on any device by the kernels that are there for all."""
+    found = {name: value.item() if _is_scalar(value) else value for name, value in group.items() if name != "params"}
+    return found | {name: False for name in ("foreach", "fused", "capturable") if name in found}
+
+
+def shape_of(pattern: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape that a state has for a parameter of `shape`, where `pattern` is what it had in the trial."""
+    real = dict(zip(_SIZES, shape, strict=False))
+    return tuple(real.get(size, size) for size in pattern)
+
+
+def try_class(optimizer: Optimizer) -> OptimizerClass:
+    """Find out how an optimizer is to be run over parts of its parameters.
+
+    Raises:
+        ConfigError: for one that cannot be run so, with the reason.
+    """
+    trials = {
+        (number, dims): _Trial(optimizer, group, dims)
+        for number, group in enumerate(optimizer.param_groups)
+        for dims in sorted({max(1, each.dim()) for each in group["params"]})
+    }
+    whole = not all(each.element_wise for each in trials.values())
+    return OptimizerClass(optimizer=optimizer, whole=whole, plans={key: each.plan for key, each in trials.items()})
+
+
+class _Trial:
+    """The trial of a group's hyperparameters on two tensors of `dims` dimensions: `plan`, and whether it is `element_wise`."""
+
+    def __init__(self, optimizer: Optimizer, group: Mapping[str, Any], dims: int) -> None:
+        self._optimizer = optimizer
+        self._name = type(optimizer).__name__
+        self._group = plain_group(group)
+        if isinstance(rate := self._group.get("lr"), float | int):
+            self._group["lr"] = max(float(rate), _LEAST_RATE)
+        shape = _SIZES[:dims]
+        if len(shape) < dims:
+            raise ConfigError(f"optimizer {self._name} has a parameter of {dims} dimensions; allowed are {len(_SIZES)}")
+        random, shapes = torch.Generator().manual_seed(0), (shape, shape[::-1] if dims > 1 else _SIZES[1:2])
+        self._values, *self._gradients = [
+            [10.0 ** ((step + 1) % 4 - 2) * torch.randn(s, generator=random, dtype=torch.float64) for s in shapes]
+            for step in range(1, _STEPS + 2)
+        ]
+        try:
+            with torch.random.fork_rng(devices=[]):
+                values, states = self._run([0, 1])
+                alone = [self._run([number]) for number in (0, 1)]
+        except Exception as error:
+            raise ConfigError(
+                f"optimizer {self._name}: a trial of its step on tensors of {dims} dimensions failed: {summary(error)}"
+            ) from error
+        self.plan = self._plan(states[0])
+        if not all(self._equal(alone[n], ([values[n]], [states[n]])) for n in (0, 1)):
+            raise ConfigError(
+                f"optimizer {self._name}: its update of one parameter depends on others, or on chance, and ranks update parameters "
+                "on their own; use one that updates each tensor by itself"
+            )
+        self.element_wise = all(each == shape for each in self.plan.tensors.values()) and self._takes_pieces(alone[0])
+
+    def _run(self, numbers: Sequence[int], *, cut: bool = False) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+        """Values and states after all steps, of tensors by their numbers; with `cut`, of flat pieces of them."""
+
+        def parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            chosen = [tensors[number].clone() for number in numbers]
+            return (
+                [part for each in chosen for part in each.view(-1).tensor_split([each.numel() // 3])] if cut else chosen
+            )
+
+        driver, values = OptimizerDriver(self._optimizer), parts(self._values)
+        before, states = dict(vars(driver.twin)), [dict[str, Any]() for _ in values]
+        for step, gradients in enumerate(self._gradients):
+            names = [set(state) for state in states]
+            states = driver.step(self._group, values, parts(gradients), states)
+            if step and names != [set(state) for state in states]:
+                raise ValueError("it keeps other states after the first update")
+            if {name: value for name, value in driver.twin.param_groups[0].items() if name != "params"} != self._group:
+                raise ValueError("it changes values of its groups")
+        changed = [n for n, value in vars(driver.twin).items() if n not in _OWN and before.get(n) is not value]
+        if changed:
+            raise ValueError(f"it keeps {', '.join(changed)} outside of the states of parameters")
+        return values, states
+
+    def _takes_pieces(self, whole: tuple[list[torch.Tensor], list[dict[str, Any]]]) -> bool:
+        """Whether pieces of the first tensor become what it has become whole."""
+        try:
+            return self._equal(self._run([0], cut=True), whole)
+        except Exception:  # noqa: BLE001 - whatever it is, the class does not take pieces
+            return False
+
+    def _equal(self, *runs: tuple[list[torch.Tensor], list[dict[str, Any]]]) -> bool:
+        """Whether two runs have brought equal values and states, but for rounding, however they are cut."""
+        flat, scalars = [], []
+        for values, states in runs:
+            tensors = [*values, *(state[name] for name in self.plan.tensors for state in states)]
+            flat.append(torch.cat([each.flatten() for each in tensors]))
+            rows = [[float(state[name]) for name in self.plan.scalars] for state in states]
+            scalars.append(torch.tensor(rows, dtype=torch.float64))
+        same = flat[0].shape == flat[1].shape and torch.allclose(flat[0], flat[1], rtol=1e-9, atol=1e-12)
+        return same and torch.allclose(scalars[0], scalars[1].expand_as(scalars[0]), rtol=1e-9, atol=1e-12)
+
+    def _plan(self, state: Mapping[str, Any]) -> StatePlan:
+        """What the class keeps. Raises `ConfigError` for what no checkpoint could have."""
+        plan = StatePlan(tensors={}, scalars={})
+        for name, value in state.items():
+            if not str(name).isidentifier() or name in _RESERVED:
+                raise ConfigError(
+                    f"optimizer {self._name} has a state {name!r}, which is no name for a checkpoint's files"
+                )
+            if isinstance(value, torch.Tensor) and value.dim() and value.dtype == torch.float64:
+                plan.tensors[name] = tuple(value.shape)
+            elif type(value) in (int, float) or _is_scalar(value):
+                plan.scalars[name] = value
+            else:
+                kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+                raise ConfigError(
+                    f"optimizer {self._name} keeps {kind} as {name!r}; allowed are tensors of the parameter's dtype, and numbers"
+                )
+        return plan
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.dim()
