@@ -29,7 +29,7 @@ from zeromesh.rng import Streams
 from zeromesh.units.unit import Bucket, Unit, kind_of
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.gather_order import MicrobatchPosition, PassMode, PassProgress
-from zeromesh.zero.hooks import tensors_in
+from zeromesh.zero.hooks import Hooks, on_gradient_of, tensors_in
 from zeromesh.zero.passes import Forward, Passes
 
 _will_execute: Callable[[Node], bool] = torch._C._will_engine_execute_node
@@ -119,6 +119,28 @@ class AutogradPasses(Passes):
         self._leaves: list[Node] = []
         self.before_step: Callable[[], None] = lambda: None
         """Runs before the first forward of a step."""
+        self._inner: list[list[tuple[nn.Module, int]]] = []
+        """Modules inside each unit, and how many forward hooks of the engine each has."""
+        self._hook_after: Callable[[nn.Module, Callable[[Any], None]], None]
+
+    def follow_inner(self, hooks: Hooks) -> None:
+        """From now on, follow what hooks of the user's may have taken out of the middle of a unit, at whose parameters backward
+        then begins."""
+        self._hook_after = hooks.after
+        modules = {unit.module for unit in self.units}
+        for unit in self.units if self._sharded else ():
+            inner = [module for _, module in unit.module.named_modules(memo=modules - {unit.module})][1:]
+            self._inner.append([(module, int(module in hooks.parts)) for module in inner])
+
+    def _follow_hooked(self, unit: Unit) -> None:
+        hooked = [each for each in self._inner[unit.index] if len(each[0]._forward_hooks) > each[1]]
+        for each in hooked:
+            self._inner[unit.index].remove(each)
+            self._hook_after(each[0], partial(self._after_inner, unit))
+
+    def _after_inner(self, unit: Unit, output: Any) -> None:
+        if self.mode is PassMode.FORWARD:
+            on_gradient_of(tensors_in(output), self._on_reached(unit, self._progress.call_number))
 
     # Forward
 
@@ -143,6 +165,13 @@ class AutogradPasses(Passes):
                 self.end()  # Nobody holds what the open forward has computed, or an evaluation has failed half-way.
         self.require_no_failure()
         super().before_forward(unit)
+        if self._sharded and self.mode is PassMode.FORWARD:
+            self._follow_hooked(unit)
+
+    def before_part(self, module: nn.Module) -> None:
+        super().before_part(module)
+        if self._sharded and self.mode is PassMode.FORWARD:
+            self._follow_hooked(self.units[0])
 
     def after_forward(self, unit: Unit, output: Any) -> None:
         super().after_forward(unit, output)
@@ -175,6 +204,9 @@ class AutogradPasses(Passes):
                 self._hold_in(graph, unit)
                 return
             self._begin_backward(graph)
+            self._need_in_backward(
+                self.units[0]
+            )  # Its parts are entered without a hook where they were called by themselves.
         if graph.progress is self._progress:
             self.before_backward(unit, place)
         else:
@@ -216,6 +248,7 @@ class AutogradPasses(Passes):
         if self.mode is PassMode.IDLE:
             self._begin(PassMode.FORWARD, "train", graph.progress)
             self._graph = weakref.ref(graph)
+            self.gathers.need(self.units[0])
         self._hold(unit)
 
     def _require_current(self, graph: _Graph) -> None:
@@ -349,6 +382,7 @@ class AutogradEngine(ZeroEngine):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._passes.before_step = self._before_step
+        self._passes.follow_inner(self._hooks)
         self._norm: float | None = None
         """The norm of the present gradients, once it was asked for."""
         self._clip = 1.0

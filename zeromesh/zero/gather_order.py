@@ -160,7 +160,8 @@ class Prefetcher:
     def announce(self, activity: Activity, unit: Unit, *, settled: bool) -> None:
         """Let the other ranks compare what they do with what this one is about to do."""
         # All data-parallel ranks: replicas sum over one another in the order of reductions.
-        self._mesh.watch.event(activity, unit.index, self._mesh.data.ranks, settled=settled)
+        if self._mesh.data.size > 1:
+            self._mesh.watch.event(activity, unit.index, self._mesh.data.ranks, settled=settled)
 
     def keep(self, unit: Unit) -> None:
         """Note that passes of this kind need a unit beyond its calls."""

@@ -52,6 +52,13 @@ class _OfModule:
         return _OfModule, (_nothing,)
 
 
+# What torch.compile makes of a module calls the hooks, and neither holds nor compiles them.
+vars(_OfModule.__call__)["_torchdynamo_disable"] = True
+_dynamo: Any = torch._C._dynamo.eval_frame
+_skipped = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP)
+_dynamo.set_code_exec_strategy(_OfModule.__call__.__code__, _skipped)
+
+
 def _outside_transforms(call: Callable[..., None], *arguments: Any) -> None:
     """Call as if no transform of `torch.func` were in force: what the engine computes is no part of a user's function."""
     if peek_interpreter_stack() is None:
@@ -82,7 +89,8 @@ class Hooks:
         # A caller may run modules inside the root that hold its parameters without running the root.
         root = units[0]
         parts = sorted({name.rpartition(".")[0] for name in root.names()} - {""})
-        for module in dict.fromkeys(map(root.module.get_submodule, parts)):
+        self.parts = tuple(dict.fromkeys(map(root.module.get_submodule, parts)))
+        for module in self.parts:
             self._around(module, partial(passes.before_part, module), partial(passes.after_part, module))
 
     def remove(self) -> None:
@@ -96,6 +104,10 @@ class Hooks:
     def _around(self, module: nn.Module, before: Callable[[], None], after: Callable[[Any], None]) -> None:
         self._handles.append(module.register_forward_pre_hook(_OfModule(before), prepend=True))
         self._handles.append(module.register_forward_hook(_OfModule(after)))
+
+    def after(self, module: nn.Module, call: Callable[[Any], None]) -> None:
+        """Have `call(output)` run after a module's forward, before all hooks that it has."""
+        self._handles.append(module.register_forward_hook(_OfModule(call), prepend=True))
 
     def on_gradients(self, unit: Unit, bucket: Bucket) -> None:
         """Listen to the gradients of a bucket's parameters, also of those that may be trained only later."""
