@@ -34,7 +34,7 @@ FLOORS = {
     | {"clearml", "comet_ml", "swanlab"},  # which are there where a person tracks by them
 }
 # The package hands `Trainer` on lazily, `python -m zeromesh` is the command, and others hand on what is for other libraries' loops.
-DOORS = {"zeromesh/__init__.py", "zeromesh/__main__.py", "zeromesh/accelerate.py"}
+DOORS = {"zeromesh/__init__.py", "zeromesh/__main__.py", "zeromesh/accelerate.py", "zeromesh/transformers.py"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,8 @@ from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError, PhaseError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.trainer.config.load import ConfigSource, load_config
-from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, state_dict
+from zeromesh.trainer.models.adapters import is_adapted
+from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, state_dict, unshard
 from zeromesh.zero.sharded_optimizer import ShardedOptimizer
 
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
@@ -89,7 +90,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         self._optimizers: list[PreparedOptimizer]
         self._pairs: list[tuple[nn.Module, Optimizer | None]] = []
         self._prepared: dict[int, PreparedOptimizer] = {}
-        self._dtypes: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
+        self._given: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+        """Dtypes of each model as it came, by name, and which parameters were trained."""
         self._gathers_data_alone = self._leaves_models_alone = False
         self.scaler = None  # The engine has the loss scale.
         problems = self._problems()
@@ -112,6 +114,11 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             problems.append('parallelism_config is accelerate\'s; give zeromesh={"parallel": {"tensor": 2}} instead')
         if self.state.dynamo_plugin.backend.value != "NO":
             problems.append("torch.compile is on (dynamo); compile inner modules before prepare() instead")
+        pipeline = load_config(self._config).parallel.pipeline
+        if pipeline > 1:
+            problems.append(
+                f"parallel.pipeline is {pipeline}: a loop of one's own calls the whole model; use zeromesh.Trainer"
+            )
         ranks = read_environment().world_size
         if ranks != self.num_processes:
             problems.append(
@@ -135,9 +142,11 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         Raises:
             ConfigError: for an optimizer whose model is not among them, and for one over several models.
         """
-        models = [each for each in arguments if isinstance(each, nn.Module) and not is_sharded(each)]
         optimizers = [each for each in arguments if _is_new(each)]
-        self._pairs = [(model, _optimizer_of(model, optimizers)) for model in models]
+        self._pairs = [(each, _optimizer_of(each, optimizers)) for each in arguments if isinstance(each, nn.Module)]
+        for model, optimizer in self._pairs:
+            if optimizer is not None and is_sharded(model):  # It was evaluated before, or trained by another optimizer.
+                self.make_whole(model)
         taken = {id(optimizer) for _, optimizer in self._pairs}
         if any(id(each) not in taken for each in optimizers):
             raise ConfigError(
@@ -193,24 +202,34 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         return prepared
 
     def _partition(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self._dtypes[model] = {name: each.dtype for name, each in model.state_dict().items()}
+        trained = {name for name, each in model.named_parameters() if each.requires_grad}
+        self._given[model] = {
+            "dtypes": {name: each.dtype for name, each in model.state_dict().items()},
+            "trained": trained,
+        }
+        config, compute = load_config(self._config), _COMPUTE.get(self.mixed_precision)
         options: dict[str, Any] = {}
-        compute = _COMPUTE.get(self.mixed_precision)
-        config = load_config(self._config)
-        if compute is not None and "compute" not in config.precision.model_fields_set:
-            options["precision"] = {"compute": compute}
         if compute is not None:
-            _compute_in(model, getattr(torch, compute))
-        accumulation = self._accumulation or self.gradient_accumulation_steps
-        _, sharded = shard(
-            model, optimizer, self._config, accumulation=accumulation if config.zero.stage < 2 else 1, **options
-        )
+            _compute_in(model, getattr(torch, compute), self)
+            if "compute" not in config.precision.model_fields_set:
+                options["precision"] = {"compute": compute}
+        # Stages 2 and 3 sum over ranks in each backward anyhow.
+        accumulation = (self._accumulation or self.gradient_accumulation_steps) if config.zero.stage < 2 else 1
+        _, sharded = shard(model, optimizer, self._config, accumulation=accumulation, **options)
         if self._tensor > 1 and engine_of(model).mesh.data_index != self.process_index // self._tensor:
             raise LayoutError(
                 "processes are not numbered tensor rank by tensor rank, as accelerate's loaders take them"
             )
         if optimizer is not None and sharded is not None:
             self._prepared[id(optimizer)] = PreparedOptimizer(sharded)
+
+    def make_whole(self, model: nn.Module) -> None:
+        """Make a prepared model an ordinary one again, as it came; its optimizer is over. All ranks call it."""
+        unshard(model)
+        given = self._given.get(model, {"dtypes": {}, "trained": ()})
+        for name, each in model.named_parameters():
+            each.data = each.data.to(given["dtypes"].get(name, each.dtype))
+            each.requires_grad_(name in given["trained"])
 
     # The step
 
@@ -296,7 +315,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         if not is_sharded(model):
             plain: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap)
             return plain
-        dtypes, found = self._dtypes.get(model, {}), {}
+        dtypes, found = self._given.get(model, {}).get("dtypes", {}), {}
         for name, tensor in state_dict(model):
             if self.is_main_process:
                 found[name] = tensor.to("cpu", dtypes.get(name, tensor.dtype), copy=True)
@@ -387,19 +406,42 @@ def _optimizer_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Optimize
     return found[0] if found else None
 
 
-def _compute_in(model: Any, dtype: torch.dtype) -> None:
-    """Let a model take its floating point inputs in `dtype`, and give its results in float32, as autocast would."""
-    forward: Callable[..., Any] = model.forward
+def _compute_in(model: Any, dtype: torch.dtype, accelerator: Accelerator) -> None:
+    """Let a model take its floating point inputs in `dtype` and give its results in float32, as autocast would, and save what
+    master weights have."""
+    forward = model.forward
+    store = getattr(model, "save_pretrained", forward)
+    if hasattr(forward, "of_accelerator"):
+        return
 
     @wraps(forward)
     def converted(*arguments: Any, **named: Any) -> Any:
+        if not is_sharded(model):
+            return forward(*arguments, **named)
         labels = {
             name: named.pop(name) for name in ("labels",) if name in named
         }  # What a loss compares with stays exact.
         arguments, named = recursively_apply(lambda each: each.to(dtype), (arguments, named), test_type=_is_floating)
         return convert_to_fp32(forward(*arguments, **named, **labels))
 
+    @wraps(store)
+    def stored(directory: str | PathLike[str], *arguments: Any, state_dict: Any = None, **named: Any) -> None:
+        if state_dict is None and is_sharded(model):
+            if accelerator.num_processes > 1:
+                raise ConfigError(
+                    "pass state_dict=accelerator.get_state_dict(model), which all ranks call, to save_pretrained"
+                )
+            state_dict = accelerator.get_state_dict(model)
+        floating = {each.dtype for each in (state_dict or {}).values() if _is_floating(each)}
+        store(directory, *arguments, state_dict=state_dict, **named)
+        if accelerator.is_main_process and floating and model.config.dtype not in floating:
+            model.config.dtype = max(floating, key=lambda each: each.itemsize)  # transformers takes that of the model.
+            model.config.save_pretrained(directory)
+
+    converted.of_accelerator = True  # type: ignore[attr-defined]
     model.forward = converted
+    if store is not forward and not is_adapted(model):
+        model.save_pretrained = stored
 
 
 def _is_floating(value: Any) -> bool:

@@ -1,0 +1,173 @@
+"""transformers' own `Trainer`, and what is built on it, over the engine.
+
+from zeromesh.transformers import Trainer
+
+trainer = Trainer(model, TrainingArguments(...), train_dataset=data, zeromesh={"zero": {"stage": 3}})
+
+Loops, losses, data, callbacks and overrides are transformers' code and the user's. Beneath it lies `zeromesh.accelerate`, and what
+would read parameters or states of the optimizer as a whole reads them from the engine.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import transformers
+from torch import nn
+from transformers import trainer as library
+
+from zeromesh.errors import CheckpointError, ConfigError
+from zeromesh.trainer.config.load import ConfigSource
+from zeromesh.trainer.integrations.accelerate import Accelerator
+from zeromesh.trainer.models.adapters import is_adapted
+from zeromesh.trainer.models.save_pretrained import gathered_adapter
+from zeromesh.trainer.shard import engine_of, is_sharded, load, save
+
+_Trainer = TypeVar("_Trainer", bound=type)
+_FOLDER = "zeromesh"
+"""The folder of a `checkpoint-N` in which weights and states of the optimizer lie, divided among ranks."""
+
+
+class _StatesElsewhere:
+    """Stands for an optimizer where transformers writes and reads the states of one."""
+
+    read = False
+
+    def state_dict(self) -> dict[str, str]:
+        return {"states": f"in the folder {_FOLDER}"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state != self.state_dict():
+            raise CheckpointError(
+                "the checkpoint's states of the optimizer were not written by zeromesh; to train on from its weights alone, "
+                "load them with from_pretrained"
+            )
+        self.read = True
+
+
+class TrainerOverEngine:
+    """What `on_zeromesh` puts before a trainer of transformers. All ranks make the same calls, `save_model` too."""
+
+    accelerator: Accelerator
+    args: Any
+    model: nn.Module
+    optimizer: Any
+    state: Any
+
+    def __init__(self, *arguments: Any, zeromesh: ConfigSource = None, **named: Any) -> None:
+        """Take the arguments of the trainer, and what `shard` takes as `config`.
+
+        Args:
+            arguments, named: those of transformers.
+            zeromesh: a path of a YAML or JSON file, or a dict, with the sections `zero`, `parallel`, `precision`, `offload`.
+
+        Raises:
+            ConfigError: for what would partition the model otherwise, and for a pipeline axis.
+        """
+        self._zeromesh = zeromesh
+        super().__init__(*arguments, **named)
+
+    @property
+    def _super(self) -> Any:
+        """The trainer without what this class changes."""
+        return super()
+
+    # Before training
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, in transformers' way."""
+        if self.args.n_gpu > 1:
+            self.args._n_gpu = 1  # Each rank has one; others are not used.
+        plain = library.Accelerator
+        library.Accelerator = partial(
+            Accelerator, zeromesh=self._zeromesh, accumulation=self.args.gradient_accumulation_steps
+        )
+        try:
+            self._super.create_accelerator_and_postprocess()
+        finally:
+            library.Accelerator = plain
+        if not isinstance(self.accelerator, Accelerator):
+            raise ConfigError(f"{type(self).__name__} makes an accelerator of its own, which zeromesh cannot be under")
+
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+        """Leave a model where it is: whole it may be too large for the device, and the engine moves its parts."""
+
+    def _prepare_for_training(self, *arguments: Any, **named: Any) -> Any:
+        if is_sharded(self.model) and self.optimizer is None:  # It was evaluated before, and nothing of it is trained.
+            self.accelerator.make_whole(self.model)
+        return self._super._prepare_for_training(*arguments, **named)
+
+    def _update_auto_batch_size(self, batch_size: int) -> None:
+        if is_sharded(self.model):
+            engine_of(self.model).forget_gradients()  # The step that had no room is over.
+        self._super._update_auto_batch_size(batch_size)
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # Finding out reads gradients, and those are the engine's.
+
+    # Checkpoints
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None and is_sharded(self.model):
+            if is_adapted(self.model):
+                engine = engine_of(self.model)
+                state_dict = gathered_adapter(self.model, engine.state, engine.mesh)
+            else:
+                state_dict = self.accelerator.get_state_dict(self.model)
+        self._super._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._without_states(self._super._save_optimizer_and_scheduler, output_dir)
+        save(Path(output_dir) / _FOLDER, self.model, self.accelerator.optimizer_of(self.model), alone=True)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        stored = Path(checkpoint or "") / _FOLDER
+        if not self._without_states(self._super._load_optimizer_and_scheduler, checkpoint):
+            return
+        if load(stored, self.model, self.accelerator.optimizer_of(self.model)) is None:
+            raise CheckpointError(f"there is no checkpoint of zeromesh in {stored}")
+
+    def _without_states(self, call: Callable[[str | None], None], directory: str | None) -> bool:
+        """Let transformers write or read its own files of a step; whether it wanted to read states of an optimizer."""
+        own, self.optimizer = self.optimizer, _StatesElsewhere()
+        try:
+            call(directory)
+            return bool(self.optimizer.read)
+        finally:
+            self.optimizer = own
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self._load_divided(resume_from_checkpoint):
+            self._super._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self._load_divided(self.state.best_model_checkpoint):
+            self._super._load_best_model()
+
+    def _load_divided(self, checkpoint: str | PathLike[str]) -> bool:
+        """Load the weights of a checkpoint of zeromesh into a partitioned model; False where one of both is not so."""
+        stored = Path(checkpoint) / _FOLDER
+        return is_sharded(self.model) and stored.is_dir() and load(stored, self.model) is not None
+
+
+@cache
+def on_zeromesh(trainer: _Trainer) -> _Trainer:
+    """Put the engine under a class of trainers: transformers' own, TRL's, or one of your own.
+
+    The class that is returned takes the same arguments, and `zeromesh`, a configuration by file or dict.
+
+    Raises:
+        ConfigError: for a class that is not built on `transformers.Trainer`.
+    """
+    if not issubclass(trainer, transformers.Trainer):
+        raise ConfigError(f"{trainer.__name__} is not built on transformers.Trainer")
+    names = {"__module__": trainer.__module__, "__qualname__": trainer.__qualname__, "__doc__": trainer.__doc__}
+    return cast("_Trainer", type(trainer.__name__, (TrainerOverEngine, trainer), names))
+
+
+Trainer: Any = on_zeromesh(transformers.Trainer)
+"""`transformers.Trainer` over the engine."""
+Seq2SeqTrainer: Any = on_zeromesh(transformers.Seq2SeqTrainer)
+"""`transformers.Seq2SeqTrainer` over the engine."""
