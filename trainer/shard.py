@@ -30,7 +30,7 @@ from zeromesh.checkpoint.saver import Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError
 from zeromesh.options import OptimizerSettings
-from zeromesh.parallelize import ParallelOptions, divide
+from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.trainer.checkpoints.manager import content_of, load_engine, load_weights, read_state
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.config.load import ConfigSource, load_config
@@ -50,6 +50,7 @@ _SECTIONS = ("parallel", "zero", "precision", "offload", "ema")
 _LOOP = "loop"
 """The key of a loop's groups and state in a checkpoint, where the Trainer has the values of its callbacks."""
 _engines: weakref.WeakKeyDictionary[nn.Module, AutogradEngine] = weakref.WeakKeyDictionary()
+_divided: weakref.WeakKeyDictionary[nn.Module, Divided] = weakref.WeakKeyDictionary()
 
 
 def shard(
@@ -105,7 +106,7 @@ def shard(
         cuts = ParallelOptions(rules=parallel.plan or {}, sequence=parallel.sequence, transport=parallel.transport)
         divided = divide(model, mesh, cuts)
         engine = AutogradEngine.build(model, mesh, zero, built.source, cuts=divided.cuts)
-    _engines[model] = engine
+    _engines[model], _divided[model] = engine, divided
     vars(model)["zero_grad"] = MethodType(_zero_grad, model)
     if callable(getattr(model, "generate", None)):
         vars(model)["generate"] = MethodType(_generate, model)
@@ -222,7 +223,7 @@ def unshard(model: nn.Module) -> None:
     """
     engine = engine_of(model)
     engine.settle()
-    engine.state.make_whole(lambda: None)
+    engine.state.make_whole(_divided.pop(model).restore)
     del _engines[model]
     engine.close()
     for name in ("zero_grad", "generate"):

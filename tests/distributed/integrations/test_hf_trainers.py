@@ -1,0 +1,40 @@
+"""`zeromesh.transformers`: trainers of transformers do what they did, overrides and all, and what cannot be right is refused."""
+
+from pathlib import Path
+
+import pytest
+from workers import Workers
+
+CALLED = ["compute_loss", "create_optimizer", "get_train_dataloader", "log", "prediction_step", "training_step"]
+
+
+@pytest.mark.parametrize(("stage", "adapted"), [(1, False), (3, False), (3, True)])
+def test_a_trainer_is_that_of_transformers(workers: Workers, tmp_path: Path, stage: int, adapted: bool) -> None:
+    found = workers.run(2, "hf_trainer_cases:as_original", folder=str(tmp_path), stage=stage, adapted=adapted)[0]
+    assert found["called"] == CALLED
+    assert found["files"] == ["zeromesh"]
+    assert found["best"]
+    assert found["names"]
+    for name in ("history", "resumed", "predictions", "weights"):
+        assert found[name] <= 2e-5, found
+
+
+def test_a_second_training_goes_on_with_the_optimizer(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, "hf_trainer_cases:twice", folder=str(tmp_path))[0]
+    assert found["history"] <= 2e-5
+    assert found["rows"] > 20
+
+
+def test_generation_and_what_is_saved_of_low_precision(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, "hf_trainer_cases:generating", folder=str(tmp_path))[0]
+    assert found["mine"] == pytest.approx(found["plain"], abs=0.02)
+    assert found["mine tokens"] == found["plain tokens"]
+    assert found["dtype"] == "torch.float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("pipeline", "zeromesh.Trainer"), ("compiled", "torch.compile"), ("no trainer", "not built on")],
+)
+def test_what_cannot_be_right_is_refused_by_name(workers: Workers, tmp_path: Path, name: str, said: str) -> None:
+    assert said in workers.run(1, "hf_trainer_cases:refused", folder=str(tmp_path), name=name)[0]
