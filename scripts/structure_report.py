@@ -19,8 +19,8 @@ from pathlib import Path
 
 FLOORS = ("offload", "zeromesh", "trainer")
 """From the lowest to the highest: a floor imports itself and those before it."""
-DOORS = ("zeromesh/__init__.py", "zeromesh/__main__.py")
-"""These hand the highest floor on, lazily."""
+DOORS = ("zeromesh/__init__.py", "zeromesh/__main__.py", "zeromesh/accelerate.py", "zeromesh/transformers.py")
+"""These hand the highest floor on, lazily or by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,8 +129,9 @@ def folder_circles(files: list[Source]) -> list[str]:
 
 
 def crowded(files: list[Source], most: int = 12) -> dict[str, int]:
-    """Folders that hold more than `most` modules, `__init__.py` apart."""
-    counts = Counter(source.path.rpartition("/")[0] for source in files if not source.is_package)
+    """Folders that hold more than `most` modules, `__init__.py` and doors apart."""
+    inner = [source.path for source in files if not source.is_package and source.path not in DOORS]
+    counts = Counter(path.rpartition("/")[0] for path in inner)
     return {folder: count for folder, count in sorted(counts.items()) if count > most}
 
 
