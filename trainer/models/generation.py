@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
@@ -109,7 +109,9 @@ def generate(
     }
     if engine is not None:
         require_same_batches([arguments], mesh, "give all of them the same prompts and arguments of generate")
-    model_class = type(model)
+    # The library's loop calls the model inside one with adapters.
+    looped = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
+    looped_class = type(looped)
     waits = engine is not None and engine.options.placements.parameters is Placement.SHARDED and mesh.data.size > 1
     microbatches = 1
     if pipeline is not None and engine is not None:
@@ -122,7 +124,7 @@ def generate(
 
     def new_forward() -> Callable[[dict[str, Any]], Any]:
         """Return what computes the forwards of one generation, in all stages if there are stages."""
-        plain = partial(model_class.__call__, model)
+        plain = partial(looped_class.__call__, looped)
         if pipeline is None or engine is None:
             return lambda inputs: plain(**inputs)
         staged = pipeline.generation(microbatches=microbatches, call=plain)
@@ -144,15 +146,15 @@ def generate(
             if seed is not None:
                 seed()
             # `called` has to run before the hooks of a call, which gather, and Python looks for `__call__` at the class alone.
-            model.__class__ = type(
-                model_class.__name__, (model_class,), {"__call__": called, "__module__": model_class.__module__}
+            looped.__class__ = type(
+                looped_class.__name__, (looped_class,), {"__call__": called, "__module__": looped_class.__module__}
             )
             try:
-                tokens = model_class.generate(model, **arguments)
+                tokens = type(model).generate(model, **arguments)
             finally:
-                model.__class__ = model_class
+                looped.__class__ = looped_class
         while waits and some_rank_goes_on(here=False):
-            new_forward()(_useless_inputs(model, microbatches, mesh.device))
+            new_forward()(_useless_inputs(looped, microbatches, mesh.device))
     return tokens
 
 
