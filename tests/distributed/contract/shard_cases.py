@@ -1,0 +1,483 @@
+"""Cases of loops of a user's own over a model that `shard` has partitioned, each beside the same loop in plain PyTorch."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+from trainer_cases import VOCABULARY, gpt2, llama
+
+import zeromesh
+from zeromesh.errors import ZeromeshError
+from zeromesh.mesh.process_mesh import Mesh
+
+WIDTH, LABELS, STEPS = 48, 4, 4
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Block(nn.Module):
+    """Large enough to be a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Backbone(nn.Module):
+    """`recompute`: `use_reentrant` of checkpointed blocks; None: none is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Block() for _ in range(3))
+        self.recompute: bool | None = None
+        self.used = 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks[: self.used]:
+            x = block(x) if self.recompute is None else checkpoint(block, x, use_reentrant=self.recompute)
+        return x
+
+
+class Net(nn.Module):
+    """With a parameter of the root's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = Backbone(), nn.Linear(WIDTH, LABELS)
+        self.scale = nn.Parameter(torch.ones(LABELS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.backbone(x)) * self.scale
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """With a group that is not decayed."""
+    groups = [[p for n, p in model.named_parameters() if ("bias" in n) == biases] for biases in (True, False)]
+    return torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.0}, {"params": groups[1]}], lr=1e-2)
+
+
+def mse(model: Any, batch: Batch) -> torch.Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+class Side:
+    """One of the two: a model and its optimizer, and batches of this rank, or those of all ranks, which count a share each."""
+
+    def __init__(self, model: Any, optimizer: Any, place: int, ranks: int) -> None:
+        self.model, self.optimizer, self.ours = model, optimizer, hasattr(optimizer, "engine")
+        self._places = [place] if self.ours else range(ranks)
+        self._ranks = ranks
+        self.share = 1.0 if self.ours else 1.0 / ranks
+
+    def batches(self, step: int) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(step)
+        draws = torch.randn(self._ranks, 3, WIDTH + LABELS, generator=generator, dtype=torch.float64)
+        for place in self._places:
+            yield draws[place, :, :WIDTH].clone(), draws[place, :, WIDTH:]
+
+    def backward(self, step: int, loss: Callable[[Any, Batch], torch.Tensor] = mse) -> None:
+        for batch in self.batches(step):
+            (self.share * loss(self.model, batch)).backward()
+
+    def clip(self, norm: float) -> float:
+        if self.ours:
+            return float(self.optimizer.clip_grad_norm_(norm))
+        return float(nn.utils.clip_grad_norm_(self.model.parameters(), norm))
+
+    def finish(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def sides(mesh: Mesh, stage: int, make: Callable[[nn.Module], Any] = adam, **options: Any) -> tuple[Side, Side]:
+    """A partitioned model, and the same model as it is."""
+    torch.manual_seed(0)
+    model = Net().double()
+    reference = copy.deepcopy(model)
+    plain = make(reference)
+    options = {"config": {"parallel": {"timeout_seconds": 10}}, **options}
+    sharded, optimizer = zeromesh.shard(model, make(model), stage=stage, **options)
+    ranks, place = optimizer.engine.mesh.data.size, optimizer.engine.mesh.data_index  # type: ignore[union-attr]
+    return Side(sharded, optimizer, place, ranks), Side(reference, plain, place, ranks)
+
+
+def apart(ours: Side, plain: Side) -> float:
+    """How far the parameters are from each other, by name."""
+    wanted = dict(plain.model.named_parameters())
+    return max(float((value - wanted[name]).abs().max()) for name, value in zeromesh.state_dict(ours.model))
+
+
+# Losses, each of which is a loop with clipping.
+
+
+def penalty(model: Any, batch: Batch) -> torch.Tensor:
+    x = batch[0].requires_grad_()
+    out = model(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return F.mse_loss(out, batch[1]) + gradient.pow(2).mean()
+
+
+def of_parameters(model: Any, batch: Batch) -> torch.Tensor:
+    loss = mse(model, batch)
+    wanted = [model.head.weight, model.backbone.blocks[1].up.weight]
+    return loss + sum(each.pow(2).sum() for each in torch.autograd.grad(loss, wanted, create_graph=True))
+
+
+def adversarial(model: Any, batch: Batch) -> torch.Tensor:
+    x = batch[0].requires_grad_()
+    F.mse_loss(model(x), batch[1]).backward(inputs=[x])
+    assert x.grad is not None
+    return mse(model, (x.detach() + 0.1 * x.grad.sign(), batch[1]))
+
+
+def _features(model: Any, modules: Sequence[nn.Module], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    found: list[torch.Tensor] = []
+    handles = [module.register_forward_hook(lambda _m, _a, output: found.append(output)) for module in modules]
+    loss = mse(model, batch)
+    for handle in handles:
+        handle.remove()
+    return loss, torch.stack([each.pow(2).mean() for each in found]).sum()
+
+
+def features(model: Any, batch: Batch) -> torch.Tensor:
+    return sum(_features(model, model.backbone.blocks, batch), torch.zeros(()))
+
+
+def inner_features(model: Any, batch: Batch) -> torch.Tensor:
+    return _features(model, [model.backbone.embed, *(each.up for each in model.backbone.blocks)], batch)[1]
+
+
+def part(model: Any, batch: Batch) -> torch.Tensor:
+    hidden = model.backbone(batch[0])
+    with torch.no_grad():
+        model(batch[0])
+    return F.mse_loss(hidden[:, :LABELS], batch[1])
+
+
+def fused_head(model: Any, batch: Batch) -> torch.Tensor:
+    return F.mse_loss(F.linear(model.backbone(batch[0]), model.head.weight, model.head.bias), batch[1])
+
+
+def decayed(model: Any, batch: Batch) -> torch.Tensor:
+    return mse(model, batch) + 0.1 * torch.stack([each.pow(2).sum() for each in model.parameters()]).sum()
+
+
+def others_between(model: Any, batch: Batch) -> torch.Tensor:
+    model(3 * batch[0])  # Nobody keeps this.
+    loss = mse(model, batch) + mse(model, (2 * batch[0], batch[1]))
+    with torch.inference_mode():
+        model.eval()(batch[0])
+    model.train()(batch[0])
+    return loss
+
+
+LOSSES = {
+    each.__name__: each
+    for each in (
+        penalty,
+        of_parameters,
+        adversarial,
+        features,
+        inner_features,
+        part,
+        fused_head,
+        decayed,
+        others_between,
+    )
+}
+
+
+# Loops that have more to them.
+
+
+def zero_between(side: Side, step: int) -> None:
+    losses = [side.share * mse(side.model, batch) for batch in side.batches(step)]
+    side.optimizer.zero_grad()
+    for loss in losses:
+        loss.backward()
+    side.optimizer.step()
+
+
+def retained(side: Side, step: int) -> None:
+    for batch in side.batches(step):
+        loss, hidden = (side.share * each for each in _features(side.model, [side.model.backbone.embed], batch))
+        loss.backward(retain_graph=True)
+        (2 * loss).backward(retain_graph=True)
+        hidden.backward()
+    side.finish()
+
+
+def unused(side: Side, step: int) -> None:
+    side.model.backbone.used = 3 - step % 2
+    side.optimizer.zero_grad(set_to_none=step < 2)
+    side.backward(step)
+    side.optimizer.step()
+
+
+def toggled(side: Side, step: int) -> None:
+    side.model.backbone.blocks[1].requires_grad_(step % 2 == 1)
+    side.backward(step)
+    side.finish()
+
+
+def recomputed(side: Side, step: int) -> None:
+    side.model.backbone.recompute = [False, True, None, False][step % 4]
+    side.backward(step)
+    side.finish()
+
+
+def by_closure(side: Side, step: int) -> None:
+    def closure() -> float:
+        side.model.zero_grad()
+        side.backward(step)
+        return side.clip(0.05)
+
+    assert side.optimizer.step(closure) > 0.05
+    if step:
+        StepLR(side.optimizer, 1, 0.5).step()
+
+
+def fallible(side: Side, step: int) -> None:
+    """Exceptions that the user catches: in forward, in an evaluation, and in backward where there is a single rank."""
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    block = side.model.backbone.blocks[1]
+    for grad in (True, False) if side.ours else ():
+        handle = block.register_forward_hook(fail)
+        with torch.set_grad_enabled(grad), _expected(ZeroDivisionError):
+            side.backward(step)
+        handle.remove()
+    if side.ours and side.optimizer.engine.mesh.world_size == 1:
+        handle = block.register_forward_hook(lambda _m, _a, output: output.register_hook(fail) and None)
+        with _expected(ZeroDivisionError):
+            side.backward(step)
+        handle.remove()
+        side.optimizer.zero_grad()
+    side.backward(step)
+    side.finish()
+
+
+class _expected:  # noqa: N801 - reads as a function
+    def __init__(self, kind: type[Exception]) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: object, _trace: object) -> bool:
+        assert kind is self._kind, error
+        return True
+
+
+def compiled(side: Side, step: int) -> None:
+    if not step and side.ours:
+        for block in side.model.backbone.blocks:
+            block.compile(backend="eager")
+    side.backward(step)
+    side.finish()
+
+
+LOOPS = {
+    each.__name__: each
+    for each in (zero_between, retained, unused, toggled, recomputed, by_closure, fallible, compiled)
+}
+
+
+def follows(mesh: Mesh, stage: int, name: str, **options: Any) -> float:
+    """How far some steps of a loop come from the same in plain PyTorch."""
+    both, norms = sides(mesh, stage, **options), []
+    for step in range(STEPS):
+        for side in both:
+            if name in LOOPS:
+                LOOPS[name](side, step)
+                continue
+            side.backward(step, LOSSES.get(name, mse))
+            norms.append(side.clip(0.05))
+            side.finish()
+    differences = [abs(one - other) for one, other in zip(norms[::2], norms[1::2], strict=True)]
+    return max(apart(*both), *differences, 0.0)
+
+
+def adversaries(mesh: Mesh, stage: int) -> float:
+    """A generator against a critic, with a frozen network of which features in the middle of blocks count."""
+    pairs = [sides(mesh, stage) for _ in range(2)]
+    for place, judge in enumerate(each.model for each in sides(mesh, stage)):
+        judge.requires_grad_(False)
+        maker, critic = (pair[place] for pair in pairs)
+
+        def criticised(model: Any, batch: Batch, maker: Side = maker) -> torch.Tensor:
+            return (model(_wide(maker.model(batch[0]).detach())) - model(batch[0])).mean()
+
+        def made(model: Any, batch: Batch, critic: Side = critic, judge: Any = judge) -> torch.Tensor:
+            fake = _wide(model(batch[0]))
+            return inner_features(judge, (fake, batch[1])) - critic.model(fake).mean()
+
+        for step in range(STEPS):
+            critic.optimizer.zero_grad()
+            critic.backward(step, criticised)
+            critic.optimizer.step()
+            maker.optimizer.zero_grad()
+            maker.backward(step, made)
+            maker.optimizer.step()
+    return max(apart(*pair) for pair in pairs)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return F.pad(x, (0, WIDTH - LABELS))
+
+
+def averages(mesh: Mesh, stage: int) -> float:
+    """Averaged weights, beside torch's."""
+    ours, plain = sides(mesh, stage, ema={"decay": 0.9})
+    averaged = AveragedModel(plain.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for step in range(STEPS):
+        for side in (ours, plain):
+            side.backward(step)
+            side.finish()
+        averaged.update_parameters(plain.model)
+    (x, _) = next(iter(ours.batches(9)))
+    with zeromesh.averaged(ours.model), torch.no_grad():
+        return float((ours.model(x) - averaged(x)).abs().max())
+
+
+def _said(call: Callable[[], Any]) -> str:
+    try:
+        return f"nothing, and returned {call()!r}"
+    except ZeromeshError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def refused(mesh: Mesh, stage: int) -> dict[str, str]:
+    """What is said of loops that cannot be computed right; the model trains on after all of them."""
+    ours, plain = sides(mesh, stage, accumulation=2)
+    model, optimizer = ours.model, ours.optimizer
+    found = {"step without backward": _said(optimizer.step)}
+    (batch,) = ours.batches(0)
+    kept = mse(model, batch)
+    kept.backward(retain_graph=True)
+    found["grad read"] = _said(lambda: model.head.weight.grad)
+    found["grad set"] = _said(lambda: setattr(model.head.weight, "grad", torch.ones(LABELS, WIDTH).double()))
+    found["torch clips"] = _said(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    found["GradScaler"] = _said(lambda: scaler.step(optimizer))
+    kept.backward(retain_graph=True)
+    found["third backward"] = _said(lambda: kept.backward(retain_graph=True))
+    optimizer.zero_grad()
+    for side in (ours, plain):
+        side.backward(0)
+    optimizer.step()
+    plain.optimizer.step()
+    found["step twice"] = _said(optimizer.step)
+    optimizer.zero_grad()
+    plain.optimizer.zero_grad()
+    found["old graph"] = _said(kept.backward)
+    found["sharded twice"] = _said(lambda: zeromesh.shard(model, stage=stage))
+    found["in two models"] = _said(lambda: zeromesh.shard(nn.Sequential(model, nn.Linear(4, 4)), stage=stage))
+    found["other parameters"] = _said(lambda: zeromesh.shard(nn.Linear(2, 2), adam(nn.Linear(3, 3)), stage=stage))
+    found["states"] = _said(optimizer.state_dict)
+    found["group"] = _said(lambda: optimizer.add_param_group({"params": []}))
+    if stage == 3 and mesh.world_size > 1:
+        found["torch saves"] = _said(lambda: torch.save(model.state_dict(), io.BytesIO()))
+        found["copied"] = _said(lambda: copy.deepcopy(model))
+        found["pickled"] = _said(lambda: pickle.dumps(model))
+        found["read"] = _said(lambda: model.scale + 1)
+    for side in (ours, plain):
+        side.backward(1)
+        side.finish()
+    found["apart"] = str(apart(ours, plain))
+    return found
+
+
+def copies(mesh: Mesh) -> dict[str, Any]:
+    """Copies of a model are ordinary, and leave its gradients alone."""
+    ours, plain = sides(mesh, 3)
+    names = [name for name, _ in ours.model.named_parameters()]
+    ours.backward(0)
+    with zeromesh.gathered(ours.model, names):
+        made = [copy.deepcopy(ours.model), pickle.loads(pickle.dumps(ours.model))]  # noqa: S301 - made here
+    plain.backward(0)
+    found: dict[str, Any] = {"outputs": [], "kept": []}
+    (x, _) = next(iter(ours.batches(1)))
+    for each in made:
+        out = each(x)
+        found["outputs"].append(torch.equal(out, plain.model(x)))
+        out.sum().backward()
+        each.zero_grad()
+        found["kept"].append(each.scale.grad is not None)
+    for side in (ours, plain):
+        side.finish()
+    found["apart"] = apart(ours, plain)
+    zeromesh.unshard(ours.model)
+    found["again"] = type(ours.model.scale) is nn.Parameter and bool(torch.isfinite(ours.model(x)).all())
+    return found
+
+
+def saved(mesh: Mesh, folder: str) -> list[float]:
+    """Trains for two steps and saves, trains on for two, saves again; the latter is damaged."""
+    ours, plain = sides(mesh, 3)
+    scheduler, other = StepLR(ours.optimizer, 1, 0.5), StepLR(plain.optimizer, 1, 0.5)
+    for step in range(4):
+        for side, each in ((ours, scheduler), (plain, other)):
+            side.backward(step)
+            side.finish()
+            each.step()
+        if step % 2:
+            path = zeromesh.save(folder, ours.model, ours.optimizer, state={"step": step, **scheduler.state_dict()})
+    if mesh.rank == 0:
+        largest = max((each for each in path.rglob("*") if each.is_file()), key=lambda each: each.stat().st_size)
+        content = bytearray(largest.read_bytes())
+        content[len(content) // 2] ^= 255
+        largest.write_bytes(content)
+        torch.save(plain.model.state_dict(), Path(folder, "plain.pt"))
+    mesh.world.barrier("damage")
+    return [apart(ours, plain)]
+
+
+def loaded(mesh: Mesh, folder: str, stage: int) -> tuple[int, float]:
+    """Goes on from there on other ranks, with the batches of two ranks; loads twice. The step, and how far it gets from `saved`."""
+    ours, plain = sides(mesh, stage)
+    plain.model.load_state_dict(torch.load(Path(folder, "plain.pt")))
+    scheduler = StepLR(ours.optimizer, 1, 0.5)
+    for _ in range(2):
+        state = zeromesh.load(folder, ours.model, ours.optimizer) or {}
+    scheduler.load_state_dict({name: value for name, value in state.items() if name != "step"})
+    for step in range(state["step"] + 1, 4):
+        pair = Side(plain.model, plain.optimizer, 0, 2)
+        loss = torch.stack([mse(ours.model, batch) for batch in pair.batches(step)]).mean()
+        loss.backward()
+        ours.finish()
+        scheduler.step()
+    return state["step"], apart(ours, plain)
+
+
+def generated(mesh: Mesh, adapted: bool) -> bool:
+    """Ranks with other prompts and lengths, over collectives; between forward and backward too."""
+    torch.manual_seed(0)
+    model: Any = llama() if adapted else gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    if adapted:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    reference = copy.deepcopy(model).eval()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    model, optimizer = zeromesh.shard(model, torch.optim.AdamW(trained), stage=3, parallel={"transport": "gloo"})
+    ids = torch.randint(1, VOCABULARY, (1, 4 + mesh.rank), generator=torch.Generator().manual_seed(mesh.rank))
+    loss = model(input_ids=ids, labels=ids).loss
+    arguments = {"input_ids": ids, "max_new_tokens": 6 - 3 * mesh.rank, "do_sample": False, "pad_token_id": 0}
+    same = torch.equal(model.eval().generate(**arguments), reference.generate(**arguments))
+    loss.backward()
+    optimizer.step()  # type: ignore[union-attr]
+    return same

@@ -1,0 +1,92 @@
+"""Loops of a user's own over a partitioned model are those of plain PyTorch, or are refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shard_cases import LOOPS, LOSSES
+from workers import Workers
+
+EXACT = 1e-9
+OPTIONS: dict[str, dict[str, Any]] = {
+    "offload": {"offload": {"optimizer": "host", "parameters": "host"}},
+    "accumulation": {"accumulation": 3},
+    "replicate": {"parallel": {"replicate": 2}},
+}
+
+
+@pytest.mark.parametrize("name", [*LOSSES, *LOOPS])
+def test_loop_is_that_of_plain_pytorch(workers: Workers, name: str) -> None:
+    assert max(workers.run(2, "shard_cases:follows", stage=3, name=name)) < EXACT
+
+
+@pytest.mark.parametrize(("name", "stage"), [("zero_between", 1), ("unused", 2), ("toggled", 1), ("decayed", 1)])
+def test_other_stages(workers: Workers, name: str, stage: int) -> None:
+    assert max(workers.run(2, "shard_cases:follows", stage=stage, name=name)) < EXACT
+
+
+@pytest.mark.parametrize("name", ["fallible", "retained"])
+def test_a_single_rank(workers: Workers, name: str) -> None:
+    assert max(workers.run(1, "shard_cases:follows", stage=3, name=name)) < EXACT
+
+
+@pytest.mark.parametrize("options", ["offload", "accumulation", "replicate"])
+def test_options(workers: Workers, options: str) -> None:
+    assert max(workers.run(2, "shard_cases:follows", stage=3, name="plain", **OPTIONS[options])) < EXACT
+
+
+def test_several_models(workers: Workers) -> None:
+    assert max(workers.run(2, "shard_cases:adversaries", stage=3)) < EXACT
+
+
+def test_averages(workers: Workers) -> None:
+    assert max(workers.run(2, "shard_cases:averages", stage=3)) < EXACT
+
+
+WORDS = {
+    "step without backward": "call loss.backward() before",
+    "grad read": "optimizer.gradient(name)",
+    "grad set": "optimizer.gradient(name)",
+    "torch clips": "optimizer.clip_grad_norm_(max_norm)",
+    "GradScaler": "in place of a GradScaler",
+    "third backward": "the step has had its 2 backwards (accumulation=2)",
+    "step twice": "call optimizer.zero_grad() after it",
+    "old graph": "run forward again",
+    "sharded twice": "is partitioned already",
+    "in two models": "is partitioned already",
+    "other parameters": "that the model has not",
+    "states": "zeromesh.save(directory, model, optimizer)",
+    "group": "add groups to the torch optimizer before shard()",
+    "torch saves": "zeromesh.state_dict(model)",
+    "copied": "zeromesh.gathered(model, [",
+    "pickled": "zeromesh.gathered(model, [",
+    "read": "zeromesh.gathered(model, ['scale'])",
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_refusals_say_what_to_do_and_leave_the_model_usable(workers: Workers, stage: int) -> None:
+    for found in workers.run(2, "shard_cases:refused", stage=stage):
+        assert float(found.pop("apart")) < EXACT
+        assert len(found) >= 13
+        for name, said in found.items():
+            assert WORDS[name] in said, (name, said)
+
+
+def test_copies_belong_to_nobody(workers: Workers) -> None:
+    for found in workers.run(2, "shard_cases:copies"):
+        assert found.pop("apart") < EXACT
+        assert found == {"outputs": [True, True], "kept": [False, False], "again": True}
+
+
+def test_checkpoint_goes_on_over_other_ranks(workers: Workers, tmp_path: Path) -> None:
+    assert max(map(max, workers.run(2, "shard_cases:saved", folder=str(tmp_path)))) < EXACT
+    for ranks, stage in ((1, 3), (3, 1)):
+        for step, apart in workers.run(ranks, "shard_cases:loaded", folder=str(tmp_path), stage=stage):
+            assert step == 1, "the damaged one is skipped"
+            assert apart < EXACT
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_generate_with_other_prompts_on_each_rank(workers: Workers, adapted: bool) -> None:
+    assert all(workers.run(2, "shard_cases:generated", adapted=adapted))
