@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from functools import wraps
 from os import PathLike
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from zeromesh.trainer.models.adapters import is_adapted
 from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, state_dict, unshard
 from zeromesh.zero.sharded_optimizer import ShardedOptimizer
 
+_GIVEN: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[torch.dtype, bool]]] = weakref.WeakKeyDictionary()
+"""Of every model that was prepared: the dtypes of its tensors as it came, and which of them were trained."""
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -90,8 +93,6 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         self._optimizers: list[PreparedOptimizer]
         self._pairs: list[tuple[nn.Module, Optimizer | None]] = []
         self._prepared: dict[int, PreparedOptimizer] = {}
-        self._given: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
-        """Dtypes of each model as it came, by name, and which parameters were trained."""
         self._gathers_data_alone = self._leaves_models_alone = False
         self.scaler = None  # The engine has the loss scale.
         problems = self._problems()
@@ -202,11 +203,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         return prepared
 
     def _partition(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        trained = {name for name, each in model.named_parameters() if each.requires_grad}
-        self._given[model] = {
-            "dtypes": {name: each.dtype for name, each in model.state_dict().items()},
-            "trained": trained,
-        }
+        given = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        _GIVEN[model] = {name: (each.dtype, each.requires_grad) for name, each in given.items()}
         config, compute = load_config(self._config), _COMPUTE.get(self.mixed_precision)
         options: dict[str, Any] = {}
         if compute is not None:
@@ -226,10 +224,10 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def make_whole(self, model: nn.Module) -> None:
         """Make a prepared model an ordinary one again, as it came; its optimizer is over. All ranks call it."""
         unshard(model)
-        given = self._given.get(model, {"dtypes": {}, "trained": ()})
         for name, each in model.named_parameters():
-            each.data = each.data.to(given["dtypes"].get(name, each.dtype))
-            each.requires_grad_(name in given["trained"])
+            dtype, trained = _GIVEN.get(model, {}).get(name, (each.dtype, each.requires_grad))
+            each.data = each.data.to(dtype)
+            each.requires_grad_(trained)
 
     # The step
 
@@ -315,10 +313,10 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         if not is_sharded(model):
             plain: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap)
             return plain
-        dtypes, found = self._given.get(model, {}).get("dtypes", {}), {}
+        given, found = _GIVEN.get(model, {}), {}
         for name, tensor in state_dict(model):
             if self.is_main_process:
-                found[name] = tensor.to("cpu", dtypes.get(name, tensor.dtype), copy=True)
+                found[name] = tensor.to("cpu", given.get(name, (tensor.dtype,))[0], copy=True)
         places: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             first = places.setdefault(id(parameter), name)
@@ -408,40 +406,41 @@ def _optimizer_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Optimize
 
 def _compute_in(model: Any, dtype: torch.dtype, accelerator: Accelerator) -> None:
     """Let a model take its floating point inputs in `dtype` and give its results in float32, as autocast would, and save what
-    master weights have."""
-    forward = model.forward
-    store = getattr(model, "save_pretrained", forward)
-    if hasattr(forward, "of_accelerator"):
+    master weights have. What is bound to the model is bound to a copy in a copy of it."""
+    if hasattr(model.forward, "of_accelerator"):
         return
+    forward, store = _unbound(model, "forward"), _unbound(model, "save_pretrained")
 
     @wraps(forward)
-    def converted(*arguments: Any, **named: Any) -> Any:
-        if not is_sharded(model):
-            return forward(*arguments, **named)
-        labels = {
-            name: named.pop(name) for name in ("labels",) if name in named
-        }  # What a loss compares with stays exact.
+    def converted(self: Any, *arguments: Any, **named: Any) -> Any:
+        if not is_sharded(self):
+            return forward(self, *arguments, **named)
+        exact = {name: named.pop(name) for name in ("labels",) if name in named}  # What a loss compares with.
         arguments, named = recursively_apply(lambda each: each.to(dtype), (arguments, named), test_type=_is_floating)
-        return convert_to_fp32(forward(*arguments, **named, **labels))
+        return convert_to_fp32(forward(self, *arguments, **named, **exact))
 
     @wraps(store)
-    def stored(directory: str | PathLike[str], *arguments: Any, state_dict: Any = None, **named: Any) -> None:
-        if state_dict is None and is_sharded(model):
+    def stored(self: Any, directory: Any, *arguments: Any, state_dict: Any = None, **named: Any) -> None:
+        if state_dict is None and is_sharded(self):
             if accelerator.num_processes > 1:
-                raise ConfigError(
-                    "pass state_dict=accelerator.get_state_dict(model), which all ranks call, to save_pretrained"
-                )
-            state_dict = accelerator.get_state_dict(model)
+                raise ConfigError("pass state_dict=accelerator.get_state_dict(model), which all ranks call")
+            state_dict = accelerator.get_state_dict(self)
         floating = {each.dtype for each in (state_dict or {}).values() if _is_floating(each)}
-        store(directory, *arguments, state_dict=state_dict, **named)
-        if accelerator.is_main_process and floating and model.config.dtype not in floating:
-            model.config.dtype = max(floating, key=lambda each: each.itemsize)  # transformers takes that of the model.
-            model.config.save_pretrained(directory)
+        store(self, directory, *arguments, state_dict=state_dict, **named)
+        if accelerator.is_main_process and floating and self.config.dtype not in floating:
+            self.config.dtype = max(floating, key=lambda each: each.itemsize)  # transformers takes that of the model.
+            self.config.save_pretrained(directory)
 
     converted.of_accelerator = True  # type: ignore[attr-defined]
-    model.forward = converted
-    if store is not forward and not is_adapted(model):
-        model.save_pretrained = stored
+    model.forward = MethodType(converted, model)
+    if hasattr(model, "save_pretrained") and not is_adapted(model):
+        model.save_pretrained = MethodType(stored, model)
+
+
+def _unbound(model: Any, name: str) -> Callable[..., Any]:
+    """A method of a model as a function of it."""
+    method = getattr(model, name, model.forward)
+    return getattr(method, "__func__", None) or (lambda _, *arguments, **named: method(*arguments, **named))
 
 
 def _is_floating(value: Any) -> bool:
