@@ -62,7 +62,7 @@ def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def shape_of(pattern: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
     """The shape that a state has for a parameter of `shape`, where `pattern` is what it had in the trial."""
-    real = dict(zip(_SIZES, shape, strict=False))
+    real = dict(zip(_SIZES, shape or (1,), strict=False))  # A scalar is updated as a vector of one.
     return tuple(real.get(size, size) for size in pattern)
 
 
