@@ -7,14 +7,12 @@ from optimizer_cases import MAKERS
 from workers import Workers
 
 WHOLE = {"Muon", "Adafactor", "transformers", "Lamb"}
-STAGES = [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "stages", [[0, 3], pytest.param(STAGES, marks=pytest.mark.full)], ids=["two stages", "all stages"]
-)
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["some", "every stage"])
 @pytest.mark.parametrize("name", MAKERS)
-def test_updates_are_those_of_plain_pytorch(workers: Workers, tmp_path: Path, name: str, stages: list[int]) -> None:
+def test_updates_are_those_of_plain_pytorch(workers: Workers, tmp_path: Path, name: str, every: bool) -> None:
+    stages = [0, 1, 2, 3] if every else [0, 3] if name in WHOLE else [3]
     arguments = {"name": name, "stages": stages, "folder": str(tmp_path)}
     both = workers.run(2, "optimizer_cases:trained", **arguments)
     alone = workers.run(1, "optimizer_cases:trained", **arguments)[0]  # It goes on from what both have saved.
@@ -27,7 +25,7 @@ def test_updates_are_those_of_plain_pytorch(workers: Workers, tmp_path: Path, na
             assert sum(shares) == whole
             assert max(shares) < 0.75 * whole
         else:
-            assert max(shares) <= (whole if stage == 0 else 0.75 * whole)
+            assert max(shares) <= (whole if stage == 0 else 0.8 * whole)  # Small buckets have much padding.
 
 
 @pytest.mark.parametrize("name", ["NAdam", "Adafactor"])
