@@ -51,6 +51,8 @@ _LOOP = "loop"
 """The key of a loop's groups and state in a checkpoint, where the Trainer has the values of its callbacks."""
 _engines: weakref.WeakKeyDictionary[nn.Module, AutogradEngine] = weakref.WeakKeyDictionary()
 _divided: weakref.WeakKeyDictionary[nn.Module, Divided] = weakref.WeakKeyDictionary()
+_frozen: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
+"""Parameters that were trained before a model was partitioned without an optimizer."""
 
 
 def shard(
@@ -93,8 +95,9 @@ def shard(
         raise ConfigError(f"reduce is {reduce!r}; allowed are mean and sum")
     _require_plain(model)
     resolved = _resolve(model, config, options)
-    if optimizer is None:  # Frozen parameters have no master weights and no moments.
-        model.requires_grad_(False)
+    trained = [] if optimizer is not None else [each for each in model.parameters() if each.requires_grad]
+    for each in trained:  # Frozen parameters have no master weights and no moments.
+        each.requires_grad_(False)
     settings = OptimizerSettings() if optimizer is None else settings_of(optimizer, model.named_parameters())
     with errors_with_user_keys():
         zero = replace(engine_options(resolved, accumulation), optimizer=settings)
@@ -106,7 +109,7 @@ def shard(
         cuts = ParallelOptions(rules=parallel.plan or {}, sequence=parallel.sequence, transport=parallel.transport)
         divided = divide(model, mesh, cuts)
         engine = AutogradEngine.build(model, mesh, zero, built.source, cuts=divided.cuts)
-    _engines[model], _divided[model] = engine, divided
+    _engines[model], _divided[model], _frozen[model] = engine, divided, trained
     vars(model)["zero_grad"] = MethodType(_zero_grad, model)
     if callable(getattr(model, "generate", None)):
         vars(model)["generate"] = MethodType(_generate, model)
@@ -219,13 +222,15 @@ def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def unshard(model: nn.Module) -> None:
     """Make the parameters of a partitioned model ordinary ones again, whole on every rank. All ranks call it.
 
-    Its `ShardedOptimizer` cannot be used afterwards.
+    Its `ShardedOptimizer` cannot be used afterwards. What `shard` has frozen is trained again.
     """
     engine = engine_of(model)
     engine.settle()
     engine.state.make_whole(_divided.pop(model).restore)
     del _engines[model]
     engine.close()
+    for parameter in _frozen.pop(model):
+        parameter.requires_grad_(True)
     for name in ("zero_grad", "generate"):
         vars(model).pop(name, None)
 

@@ -29,12 +29,13 @@ FLOORS = {
     "offload": {"torch", "numpy", "xxhash", "zeromesh.offload", *BELOW},
     "zeromesh": ENGINE,
     "trainer": ENGINE
-    | {"transformers", "huggingface_hub", "datasets", "pyarrow", "accelerate", "wandb", "peft"}
+    | {"transformers", "huggingface_hub", "datasets", "pyarrow", "accelerate", "lightning", "wandb", "peft"}
     | {"pydantic", "pydantic_core", "annotated_types", "yaml", "rich", "shtab", "plotly"}
     | {"clearml", "comet_ml", "swanlab"},  # which are there where a person tracks by them
 }
 # The package hands `Trainer` on lazily, `python -m zeromesh` is the command, and others hand on what is for other libraries' loops.
-DOORS = {"zeromesh/__init__.py", "zeromesh/__main__.py", "zeromesh/accelerate.py", "zeromesh/transformers.py"}
+DOORS = {"zeromesh/__init__.py", "zeromesh/__main__.py"}
+DOORS |= {"zeromesh/accelerate.py", "zeromesh/transformers.py", "zeromesh/lightning/__init__.py"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from unittest import mock
 
 from input_cases import command
 
+from zeromesh.environment import kept_environment
 from zeromesh.mesh.process_mesh import Mesh
 
 
@@ -23,7 +24,7 @@ def printed(
     values: dict[str, Any] = {}
     # The program of this process, after which runs are called.
     program = mock.patch.object(sys.modules["__main__"], "__file__", str(Path(folder, name)), create=True)
-    with contextlib.redirect_stdout(out), contextlib.chdir(folder), program:
+    with contextlib.redirect_stdout(out), contextlib.chdir(folder), program, kept_environment():
         exec(compile(code, name, "exec"), there)
         exec("".join(f"values[{each!r}] = {each}\n" for each in asked or []), there, {"values": values})
     own: Any = there.get("mesh")

@@ -24,6 +24,8 @@ TRAINED = {"README.md", "docs/howto/finetune.md"}
 """Pages whose `zeromesh train` is carried out: configurations of their own, small enough as they stand."""
 UNDER_TORCHRUN = {"order.py": "two"}
 """Programs that make process groups themselves, and their argument."""
+NEEDED = {"module.py": "lightning"}
+"""What a program imports that need not be installed; else it is not run."""
 ASKED = {
     "mesh.py": [
         *("same", "[after, first]", "numbers", "list(parity.ranks)", "mine_alone", "table"),
@@ -93,6 +95,7 @@ PRINTED: dict[str, Callable[[list[str]], None]] = {
     "divided.py": _divided,
     "regressor.py": _within(0, 1),
     "loop.py": lambda said: _within(0.02, 0.03)([said[-1].split()[-1]]),
+    "module.py": _within(0.01, 0.1),
     "distill.py": _is("torch.Size([1, 8])"),
     "text.py": _within(0, 6),
     "saving.py": lambda said: int(said[-1]),
@@ -156,7 +159,7 @@ class Page:
 
     def _python(self, block: Block) -> None:
         script = self._scripts.get(block.line)
-        if script is None or script.name in UNDER_TORCHRUN:
+        if script is None or script.name in UNDER_TORCHRUN or not find_spec(NEEDED.get(script.name, "zeromesh")):
             return
         sizes = script.ranks if script.ranks > 1 or not self._size else self._size
         found = self._workers.run(

@@ -1,0 +1,96 @@
+"""Runs of Lightning's Trainer over the engine, beside the same runs over Lightning alone."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+import zeromesh
+from zeromesh.environment import kept_environment
+from zeromesh.errors import ConfigError
+from zeromesh.lightning import ZeromeshStrategy
+from zeromesh.mesh.process_mesh import Mesh
+
+SAMPLES, BATCH = 32, 8
+
+
+class Regression(pl.LightningModule):  # type: ignore[misc]  # Lightning has no types here.
+    """A model that uses its layers in its steps, with a scheduler by steps; `seen` are its losses, over all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.seen.append(self.all_gather(loss.detach()).mean().item())
+        return loss
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        self.log("val", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def train_dataloader(self) -> Any:
+        inputs = torch.randn(SAMPLES, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        rank, ranks = self.trainer.global_rank, self.trainer.world_size
+        mine = Subset(TensorDataset(inputs, inputs.roll(1, 1).tanh()), range(rank, SAMPLES, ranks))
+        return DataLoader(mine, batch_size=BATCH // ranks)
+
+    val_dataloader = train_dataloader
+
+
+def trainer(strategy: Any, ranks: int, folder: Path | None = None, **arguments: Any) -> Any:
+    warnings.simplefilter("ignore")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    keeping = [ModelCheckpoint(folder, save_last=True, monitor="val")] if folder else []
+    plain = {"accelerator": "cpu", "devices": ranks, "strategy": strategy, "use_distributed_sampler": False}
+    given = {"precision": "64-true", "gradient_clip_val": 0.05, "max_epochs": 4, **arguments}
+    return pl.Trainer(**plain, **quiet, **given, callbacks=keeping, enable_checkpointing=bool(keeping))
+
+
+@kept_environment()  # Lightning takes variables away at the end of a run.
+def as_lightning(mesh: Mesh, folder: str, stage: int, accumulation: int) -> dict[str, Any]:
+    """Losses and parameters of two epochs, and of two more after resuming, against four epochs of Lightning alone."""
+    ranks, place = mesh.world_size, Path(folder)
+    first, second, alone = Regression(), Regression(), Regression()
+    half = trainer(ZeromeshStrategy(stage), ranks, place, max_epochs=2, accumulate_grad_batches=accumulation)
+    half.validate(first, verbose=False)
+    half.fit(first)
+    whole = trainer(ZeromeshStrategy(stage), ranks, place, accumulate_grad_batches=accumulation)
+    whole.fit(second, ckpt_path=str(place / "last.ckpt"))
+    kept = sorted(each.name for each in (place / "last.ckpt").iterdir())
+    values = whole.validate(second, verbose=False)[0]
+    zeromesh.unshard(second)
+    if mesh.rank:
+        return {}
+    one = trainer("auto", 1, accumulate_grad_batches=accumulation)
+    one.fit(alone)
+    pairs = zip([*first.seen, *second.seen], alone.seen, strict=True)
+    weights = zip(second.parameters(), alone.parameters(), strict=True)
+    return {
+        "losses": max(abs(ours - theirs) for ours, theirs in pairs),
+        "weights": max((ours - theirs).abs().max().item() for ours, theirs in weights),
+        "value": abs(values["val"] - one.validate(alone, verbose=False)[0]["val"]),
+        "kept": kept,
+        "trained": all(each.requires_grad for each in second.parameters()),
+    }
+
+
+@kept_environment()
+def refused(mesh: Mesh, **arguments: Any) -> str:
+    try:
+        trainer(ZeromeshStrategy(), 1, **arguments).fit(Regression())
+    except ConfigError as error:
+        return str(error)
+    return "nothing"

@@ -1,0 +1,110 @@
+"""`ZeromeshStrategy`: Lightning starts the processes and joins them, as for DDP, and `shard` partitions the module."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from zeromesh.environment import kept_environment
+from zeromesh.errors import CheckpointError, ConfigError
+from zeromesh.trainer.config.load import ConfigSource
+from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, unshard
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PRECISIONS = ("32-true", "64-true", "bf16-true")
+
+
+class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no types here.
+    """Partitions a LightningModule and its optimizer over the ranks of Lightning's Trainer. A checkpoint is a directory.
+
+    The module stays partitioned after `fit`, for `validate`, `test` and `predict`; `zeromesh.unshard` makes it whole.
+    """
+
+    restore_checkpoint_after_setup = True
+    lightning_restore_optimizer = False  # `load_checkpoint` does.
+
+    def __init__(self, stage: int = 3, *, config: ConfigSource = None, **options: Any) -> None:
+        """Take `stage`, `config` and `options` as `zeromesh.shard` does."""
+        super().__init__()
+        self.optimizers: list[Any]
+        self._lightning_module: Any
+        self._given: dict[str, Any] = {"config": config, "stage": stage, **options}
+
+    def setup(self, trainer: Any) -> None:
+        """Partition the module; for `fit`, with its optimizer. Raises `ConfigError` for a precision that is not there."""
+        plugin = self.precision_plugin
+        if plugin.precision not in _PRECISIONS:
+            raise ConfigError(f"precision is {plugin.precision}; allowed are {', '.join(_PRECISIONS)}")
+        plugin.clip_gradients = _clip_gradients
+        if is_sharded(self.model):
+            unshard(self.model)
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._partition(None)
+
+    def configure_ddp(self) -> None:
+        """Leave the module as it is: `setup_optimizers` comes next, and partitions it."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Partition the module with the optimizer that it makes. Raises `ConfigError` unless that is one."""
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise ConfigError(f"configure_optimizers gave {len(self.optimizers)} optimizers; return one, with groups")
+        self.optimizers = [self._partition(self.optimizers[0])]
+
+    def _partition(self, optimizer: Any) -> Any:
+        cluster = self.cluster_environment
+        place = (self.global_rank, self.world_size, self.local_rank, self.num_processes)
+        values = map(str, (*place, cluster.main_address, cluster.main_port))
+        with kept_environment(dict(zip(_VARIABLES, values, strict=True))):
+            return shard(self.model, optimizer, **self._given)[1]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks that divide layers get the same batches."""
+        mesh = engine_of(self.model).mesh
+        return {"num_replicas": mesh.data.size, "rank": mesh.data_index}
+
+    def teardown(self) -> None:
+        """End, and leave the module partitioned on its device."""
+        module = self.lightning_module
+        self._lightning_module = None
+        super().teardown()
+        self._lightning_module = module
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return nothing: `save_checkpoint` writes the shards of weights."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return nothing: `save_checkpoint` writes the shards of moments."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: Any, filepath: str | Path, storage_options: Any = None) -> None:
+        """Write a directory as `zeromesh.save` does, and what Lightning knows besides into it, before it is complete."""
+        directory, name = Path(filepath), f"lightning-{checkpoint['global_step']}.ckpt"
+        super().save_checkpoint(checkpoint, directory / name, storage_options)
+        save(directory, self.model, next(iter(self.optimizers), None), state={"lightning": name}, alone=True)
+        for earlier in directory.glob("lightning-*.ckpt") if self.is_global_zero else ():
+            if earlier.name != name:
+                self.checkpoint_io.remove_checkpoint(earlier)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> Any:
+        """Load weights, for `fit` with moments; returns what Lightning knew besides. Raises `CheckpointError` if it is no such."""
+        state = load(checkpoint_path, self.model, next(iter(self.optimizers), None)) or {}
+        if "lightning" not in state:
+            raise CheckpointError(f"{checkpoint_path} is no checkpoint of ZeromeshStrategy")
+        return super().load_checkpoint(Path(checkpoint_path) / state["lightning"], weights_only)
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Do nothing: `load_checkpoint` has loaded the weights."""
+
+
+def _clip_gradients(optimizer: Any, limit: float = 0.0, algorithm: str = "norm") -> None:
+    if algorithm != "norm":
+        raise ConfigError(
+            f"gradient_clip_algorithm is {algorithm}, and gradients are divided among ranks; set it to norm"
+        )
+    if limit > 0:
+        optimizer.clip_grad_norm_(limit)
