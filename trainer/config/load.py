@@ -180,7 +180,7 @@ def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str
 
 
 def tracker_problems(names: Sequence[str]) -> Iterator[str]:
-    """What is wrong with these names of trackers: unknown ones, and those whose package is missing."""
+    """Yield a problem for each of these trackers that is unknown or whose package is not installed."""
     # accelerate's own trackers, and those that were registered in this process.
     registered = getattr(sys.modules.get("accelerate.tracking"), "LOGGER_TYPE_TO_CLASS", {})
     for name in names:
@@ -331,7 +331,7 @@ def _override_shown(path: str, equals: str, text: str) -> str:
 
 
 def _override_hint(path: str, equals: str, text: str) -> str:
-    """What to write in the place of something that is no override."""
+    """Say what the person may have meant by a word that is no override."""
     value = shown(path, text).strip("'") if equals else "VALUE"
     field = known_paths().get(path)
     section = section_of(field) if field is not None else None

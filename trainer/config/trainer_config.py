@@ -116,7 +116,7 @@ _KEY = re.compile(rf"\b(?:{'|'.join(TrainerConfig.model_fields)})\.\w+")
 
 
 def disagreements(config: TrainerConfig, *, wrong: frozenset[str] = frozenset()) -> list[str]:
-    """What does not agree in `config`, leaving out rules about keys that are `wrong` by themselves."""
+    """List the keys of `config` that contradict each other. Rules about keys that are `wrong` by themselves are left out."""
     problems = []
     for text, broken in _RULES.items():
         found = not wrong.intersection(_KEY.findall(text)) and broken(config)

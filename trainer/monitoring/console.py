@@ -35,7 +35,7 @@ class _Terminal(RichConsole):
 
 
 class Console:
-    """What the trainer shows of a run, on `stream` (standard output if None); nothing unless `shown`, as on ranks above 0.
+    """Shows a run to a person, on `stream` (standard output if None). Without `shown`, as on ranks above 0, it shows nothing.
 
     On a terminal: a bar with steps, time left and the numbers of the last logged step, drawn a few times a second at most; notes
     stand above it. Elsewhere: a line per logged step, and a line of status where nothing has been shown for a while. Methods may
@@ -190,7 +190,7 @@ def step_line(metrics: StepMetrics, *, total_steps: int = 0) -> str:
 
 
 def _bar_numbers(metrics: StepMetrics) -> str:
-    """What stands beside the bar: short enough for 80 columns."""
+    """The figures beside the progress bar, short enough for 80 columns."""
     return (
         f"loss {metrics.loss:.3f}  {human_count(metrics.tokens_per_second)} {metrics.unit.replace('tokens', 'tok')}/s  "
         f"{human_bytes(metrics.peak_memory_bytes)}"

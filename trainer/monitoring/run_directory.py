@@ -26,7 +26,7 @@ from zeromesh.trainer.monitoring.step_metrics import ENDED, EVALUATIONS, LOCK, M
 
 
 class RunDirectory:
-    """Where a run writes; rank 0 does so.
+    """The directory into which rank 0 writes a run's files.
 
     Raises:
         StorageError: at birth, if it cannot be written; what was in it is still there then.
@@ -114,7 +114,7 @@ class RunDirectory:
 
 
 def start_facts(mesh: Mesh, parameters: int) -> dict[str, Any]:
-    """What the record of a start says of the run: parameters of the model, the hardware, and versions of packages."""
+    """The facts that a start records: the number of parameters, the hardware, and versions of packages."""
     device, size = mesh.device, mesh.shape.world_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     versions = {"zeromesh": __version__, "python": platform.python_version()}

@@ -41,7 +41,7 @@ class StartTimes:
         self._last = now()
 
     def end(self, part: str, at: float | None = None) -> None:
-        """What went on since the last part ended was `part`, up to `at` (default: the present)."""
+        """Count the seconds since the last part ended, up to `at` (default: the present), as those of `part`."""
         if not self.over:
             at = now() if at is None else at
             self.parts[part] = self.parts.get(part, 0.0) + max(0.0, at - self._last)

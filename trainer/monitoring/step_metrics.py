@@ -30,7 +30,7 @@ ENDED = "ended"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """What is known about one optimizer step.
+    """The figures of one optimizer step.
 
     `step` counts finished steps from 1. `loss` is the mean over the targets of the global batch, `grad_norm` the norm before
     clipping (None where it was not computed). `tokens` counts all tokens since the start of training; where the model takes no

@@ -22,13 +22,13 @@ RESERVED_NAMES = frozenset(each.name for each in fields(StepMetrics)) | {"time"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a step did, over all ranks. `loss` is the mean over `targets`; `tokens` counts inputs; `cause`: why it was skipped."""
+    """The result of a step over all ranks. `loss` is the mean over `targets`; `tokens` counts inputs; `cause`: why it was skipped."""
 
     loss: float
     targets: int
     tokens: int
     unit: str = "tokens"
-    """What `tokens` counts: samples, where the model has no `input_ids`."""
+    """The unit that `tokens` counts: samples, if the model has no `input_ids`."""
     grad_norm: float
     skipped: bool
     loss_scale: float
@@ -59,7 +59,7 @@ class StepStats:
         self._ledger = ledger
         self._peak = 0.0
         self.notes: list[str] = []
-        """What utilisation is measured against, where it is."""
+        """Lines for a person that say which peak utilisation is measured against, if it is."""
         if flops is not None:
             own_peak, how = peak_flops(mesh.device, compute)
             self._peak = float(sum(row[0] for row in mesh.world.gather_integers([int(own_peak)])))

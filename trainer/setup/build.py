@@ -173,7 +173,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, ob
 
 
 def _layout_notes(config: TrainerConfig, mesh: Mesh, plan: BatchPlan) -> list[str]:
-    """What a person reads about the mesh and the batch, before anything is read."""
+    """Describe the mesh and the batch for a person, before data and weights are read."""
     shape, device = mesh.shape, mesh.device.type.upper()
     axes = [f"{axis} {size}" for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1]
     ranks = f"{shape.world_size} {device} ranks: {' x '.join(axes)}" if axes else f"1 {device} rank"

@@ -65,7 +65,7 @@ class _Host:
         return ", ".join(f"{human_bytes(self.local_ranks * nbytes)} {what}" for what, nbytes in named.items() if nbytes)
 
     def advice(self, options: ZeroOptions) -> Iterator[str]:
-        """What would need less memory, first of all what fits."""
+        """Yield changes of the configuration that need less memory, the higher stage first."""
         higher = {stage: self.memory(replace(options, stage=stage)) for stage in range(options.stage + 1, 4)}
         best = min(higher, key=lambda stage: (higher[stage], stage), default=options.stage)
         if higher and higher[best] < self.memory(options):

@@ -260,7 +260,7 @@ def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Its values on CPU, as uint8 [bytes]."""
+    """The values of a tensor on the CPU, as uint8 `[bytes]`."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 

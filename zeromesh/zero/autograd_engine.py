@@ -406,11 +406,6 @@ class AutogradEngine(ZeroEngine):
         """Inside the block no backward is the last one of a step; see `shard`."""
         return self._passes.no_sync()
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether backward has run since gradients were forgotten."""
-        return self._passes.backwards > 0
-
     def gradient(self, name: str, factor: float) -> torch.Tensor | None:
         """A whole gradient times `factor`, with clipping, without loss scale; see `FullState.gradient`. All ranks call it."""
         self._passes.close_backwards()

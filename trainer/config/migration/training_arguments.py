@@ -281,7 +281,7 @@ def _intervals(read: Reading) -> Pairs:
 
 
 def _tracking(read: Reading) -> Pairs:
-    """Where figures go, and the model."""
+    """Translate the trackers, and what concerns the Hub."""
     asked = read("report_to") or []
     names = [name for name in ([asked] if isinstance(asked, str) else asked) if name not in (None, "none")]
     left = [name for name in names if name not in _TRACKERS]

@@ -22,7 +22,7 @@ _NO_VALUE = object()
 
 
 class Fate(StrEnum):
-    """What becomes of a setting."""
+    """How a setting of another trainer is treated."""
 
     MAPPED = "mapped"
     IDLE = "no effect"
@@ -116,7 +116,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchFacts:
-    """What another trainer's settings may count with: `ranks` of the launch, `samples` of the training data if that is known.
+    """Numbers that some settings depend on: the `ranks` of the launch, and the `samples` of the training data if they are known.
 
     `tensor` and `pipeline` are axes that the configuration sets beside them; None: it does not.
     """
@@ -129,7 +129,7 @@ class LaunchFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Translation:
-    """What was read: `values` by dotted key, where each came from, lines for a person, and problems."""
+    """A configuration that was read: `values` by dotted key, where each came from, lines for a person, and problems."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -204,7 +204,7 @@ class Reading:
         return None
 
     def choice(self, name: str, choices: Mapping[str, Any], *, required: bool = False) -> Any:
-        """What the word of a setting, in upper or lower case, is in `choices`; None where it is none of them, which is refused."""
+        """Look the word of a setting up in `choices`, in upper or lower case; None if it is not there, and then it is refused."""
         value = self(name)
         for word, choice in choices.items():
             if value is not None and str(value).lower() == word.lower():
@@ -214,7 +214,7 @@ class Reading:
         return None
 
     def refuse(self, name: str, why: str) -> None:
-        """A setting cannot be had as it is."""
+        """Note a problem: the setting cannot be taken as it is."""
         problem = f"{name}: {why}"
         if problem not in self.problems:
             self.problems.append(problem)

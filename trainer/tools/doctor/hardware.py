@@ -195,7 +195,7 @@ def device(index: int) -> Finding:
 
 
 class DiskTimes(NamedTuple):
-    """What writing and reading a small file has shown: bytes a second, and the seconds until a small write is on the disk."""
+    """Figures from writing and reading a small file: bytes a second, and the seconds until a small write is on the disk."""
 
     written: float
     read: float

@@ -123,7 +123,7 @@ def page_of(runs: Sequence[RunRecord], *, now: float | None = None) -> str:
 
 
 def _each(runs: Sequence[RunRecord], make: Callable[[RunRecord], Html | None]) -> list[Html]:
-    """What `make` has of each run, under the runs' names where there are several."""
+    """Collect the part that `make` returns for each run, with the run's name above it if there are several runs."""
     made = [(run, content) for run in runs if (content := make(run)) is not None]
     return [each for run, content in made for each in ([element("h3", run.name)] * (len(runs) > 1) + [content])]
 
@@ -227,7 +227,7 @@ def _mesh(run: RunRecord) -> Html | None:
 
 
 def _communication(run: RunRecord) -> Html | None:
-    """What the first rank sent and received in a step, on average, by axis and collective."""
+    """A table of the bytes that the first rank sent and received in a step, on average, by axis and collective."""
     columns = {keys[1:]: run.column(*keys) for keys in run.columns if len(keys) == 4 and keys[0] == "communication"}
     steps = len({step for values in columns.values() for step in values})
     means = {keys: sum(values.values()) / max(1, steps) for keys, values in columns.items()}
@@ -257,7 +257,7 @@ def _checkpoints(run: RunRecord) -> Html | None:
 
 
 def _notes(run: RunRecord) -> Html | None:
-    """What is worth knowing of single steps, and what of the run could not be read."""
+    """A list of remarks on single steps, and of files that could not be read."""
     found = [element("li", remark, class_="bad") for remark in run.remarks]
     for start in run.starts[-_NOTES:] if len(run.starts) > 1 or any(start["step"] for start in run.starts) else ():
         seconds = as_number(start.get("time"))

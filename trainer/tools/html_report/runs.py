@@ -25,12 +25,12 @@ StepMemory = tuple[int, float, list[tuple[float, str, str, float]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """What a run's directory holds."""
+    """The contents of a run's directory."""
 
     name: str
     path: Path
     remarks: list[str]
-    """What could not be read, or is not as it should be."""
+    """Sentences about files that could not be read, and about contents that are wrong."""
     lines: list[dict[str, Any]]
     """Lines of metrics and evaluations in the order of their steps, each step once."""
     columns: dict[tuple[str, ...], dict[int, float]]
@@ -111,7 +111,7 @@ def _read(path: Path, name: str) -> RunRecord:
 
 
 def _tried(path: Path, read: Callable[[Path], T], remarks: list[str]) -> T | None:
-    """What `read` makes of a path; None where nothing is there, or, with a remark, where it cannot be read."""
+    """Read a path with `read`. Returns None if nothing is there, or if it cannot be read, of which a remark is kept."""
     try:
         return read(path) if path.exists() else None
     except (ZeromeshError, OSError) as error:
