@@ -22,7 +22,7 @@ RESERVED_NAMES = frozenset(each.name for each in fields(StepMetrics)) | {"time"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """The result of a step over all ranks. `loss` is the mean over `targets`; `tokens` counts inputs; `cause`: why it was skipped."""
+    """A step, over all ranks. `loss` is the mean over `targets`; `tokens` counts inputs; `cause`: why it was skipped."""
 
     loss: float
     targets: int
