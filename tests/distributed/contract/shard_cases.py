@@ -80,6 +80,7 @@ class Side:
         self.model, self.optimizer, self.ours = model, optimizer, hasattr(optimizer, "engine")
         self._places = [place] if self.ours else range(ranks)
         self._ranks = ranks
+        self.kept: list[torch.Tensor] = []
         self.share = 1.0 if self.ours else 1.0 / ranks
 
     def batches(self, step: int) -> Iterator[Batch]:
@@ -102,14 +103,16 @@ class Side:
         self.optimizer.zero_grad()
 
 
-def sides(mesh: Mesh, stage: int, make: Callable[[nn.Module], Any] = adam, **options: Any) -> tuple[Side, Side]:
-    """A partitioned model, and the same model as it is."""
+def sides(mesh: Mesh, stage: int, frozen: str = "", **options: Any) -> tuple[Side, Side]:
+    """A partitioned model, and the same model as it is. `frozen`: a module that is not trained at first."""
     torch.manual_seed(0)
     model = Net().double()
+    if frozen:
+        model.get_submodule(frozen).requires_grad_(False)
     reference = copy.deepcopy(model)
-    plain = make(reference)
+    plain = adam(reference)
     options = {"config": {"parallel": {"timeout_seconds": 10}}, **options}
-    sharded, optimizer = zeromesh.shard(model, make(model), stage=stage, **options)
+    sharded, optimizer = zeromesh.shard(model, adam(model), stage=stage, **options)
     ranks, place = optimizer.engine.mesh.data.size, optimizer.engine.mesh.data_index  # type: ignore[union-attr]
     return Side(sharded, optimizer, place, ranks), Side(reference, plain, place, ranks)
 
@@ -172,7 +175,11 @@ def fused_head(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def decayed(model: Any, batch: Batch) -> torch.Tensor:
-    return mse(model, batch) + 0.1 * torch.stack([each.pow(2).sum() for each in model.parameters()]).sum()
+    return mse(model, batch) + 0.1 * weights(model, batch)
+
+
+def weights(model: Any, batch: Batch) -> torch.Tensor:
+    return torch.stack([each.pow(2).sum() for each in model.parameters()]).sum()
 
 
 def others_between(model: Any, batch: Batch) -> torch.Tensor:
@@ -268,7 +275,9 @@ def fallible(side: Side, step: int) -> None:
             side.backward(step)
         handle.remove()
         side.optimizer.zero_grad()
-    side.backward(step)
+    side.kept = [side.share * mse(side.model, batch) for batch in side.batches(step)]
+    for loss in side.kept:
+        loss.backward()
     side.finish()
 
 
@@ -305,7 +314,7 @@ def follows(mesh: Mesh, stage: int, name: str, **options: Any) -> float:
             if name in LOOPS:
                 LOOPS[name](side, step)
                 continue
-            side.backward(step, LOSSES.get(name, mse))
+            side.backward(step, weights if name == "weights" else LOSSES.get(name, mse))
             norms.append(side.clip(0.05))
             side.finish()
     differences = [abs(one - other) for one, other in zip(norms[::2], norms[1::2], strict=True)]

@@ -11,6 +11,7 @@ EXACT = 1e-9
 OPTIONS: dict[str, dict[str, Any]] = {
     "offload": {"offload": {"optimizer": "host", "parameters": "host"}},
     "accumulation": {"accumulation": 3},
+    "frozen at first": {"frozen": "backbone.blocks.1"},
     "replicate": {"parallel": {"replicate": 2}},
 }
 
@@ -20,7 +21,9 @@ def test_loop_is_that_of_plain_pytorch(workers: Workers, name: str) -> None:
     assert max(workers.run(2, "shard_cases:follows", stage=3, name=name)) < EXACT
 
 
-@pytest.mark.parametrize(("name", "stage"), [("zero_between", 1), ("unused", 2), ("toggled", 1), ("decayed", 1)])
+@pytest.mark.parametrize(
+    ("name", "stage"), [("zero_between", 1), ("unused", 2), ("toggled", 1), ("decayed", 1), ("weights", 1)]
+)
 def test_other_stages(workers: Workers, name: str, stage: int) -> None:
     assert max(workers.run(2, "shard_cases:follows", stage=stage, name=name)) < EXACT
 
@@ -30,9 +33,9 @@ def test_a_single_rank(workers: Workers, name: str) -> None:
     assert max(workers.run(1, "shard_cases:follows", stage=3, name=name)) < EXACT
 
 
-@pytest.mark.parametrize("options", ["offload", "accumulation", "replicate"])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_options(workers: Workers, options: str) -> None:
-    assert max(workers.run(2, "shard_cases:follows", stage=3, name="plain", **OPTIONS[options])) < EXACT
+    assert max(workers.run(2, "shard_cases:follows", stage=3, name="toggled", **OPTIONS[options])) < EXACT
 
 
 def test_several_models(workers: Workers) -> None:
