@@ -25,7 +25,7 @@ def test_updates_are_those_of_plain_pytorch(workers: Workers, tmp_path: Path, na
             assert sum(shares) == whole
             assert max(shares) < 0.75 * whole
         else:
-            assert max(shares) <= (whole if stage == 0 else 0.8 * whole)  # Small buckets have much padding.
+            assert max(shares) <= (whole if stage == 0 else 0.9 * whole)  # Small buckets have much padding.
 
 
 @pytest.mark.parametrize("name", ["NAdam", "Adafactor"])
