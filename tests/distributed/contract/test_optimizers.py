@@ -24,8 +24,8 @@ def test_updates_are_those_of_plain_pytorch(workers: Workers, tmp_path: Path, na
         if name in WHOLE:  # Each tensor lies on one of the ranks, at stage 0 too.
             assert sum(shares) == whole
             assert max(shares) < 0.75 * whole
-        else:
-            assert max(shares) <= (whole if stage == 0 else 0.9 * whole)  # Small buckets have much padding.
+        elif stage:
+            assert max(shares) < 0.8 * whole  # Small buckets have much padding.
 
 
 @pytest.mark.parametrize("name", ["NAdam", "Adafactor"])
