@@ -19,7 +19,10 @@ from pathlib import Path
 
 FLOORS = ("offload", "zeromesh", "trainer")
 """From the lowest to the highest: a floor imports itself and those before it."""
-DOORS = ("zeromesh/__init__.py", "zeromesh/__main__.py", "zeromesh/accelerate.py", "zeromesh/transformers.py")
+DOORS = (
+    *("zeromesh/__init__.py", "zeromesh/__main__.py"),
+    *("zeromesh/accelerate.py", "zeromesh/lightning.py", "zeromesh/transformers.py"),
+)
 """These hand the highest floor on, lazily or by name."""
 
 

@@ -35,7 +35,7 @@ FLOORS = {
 }
 # The package hands `Trainer` on lazily, `python -m zeromesh` is the command, and others hand on what is for other libraries' loops.
 DOORS = {"zeromesh/__init__.py", "zeromesh/__main__.py"}
-DOORS |= {"zeromesh/accelerate.py", "zeromesh/transformers.py", "zeromesh/lightning/__init__.py"}
+DOORS |= {"zeromesh/accelerate.py", "zeromesh/transformers.py", "zeromesh/lightning.py"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
