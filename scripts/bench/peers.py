@@ -4,6 +4,7 @@ local       no communication, every rank alone: the ceiling. In bf16 without fp3
 ddp         DistributedDataParallel
 fsdp2       fully_shard around every block and the root; `fsdp2-keep` does not reshard after forward
 deepspeed   DeepSpeed's ZeRO stages 1, 2, 3
+shard       zeromesh's own engine under a plain loop, stages 1, 2, 3
 """
 
 import tempfile
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import zeromesh
 from bench.workload import Workload
 from zeromesh.weight_init.weight_sources import SeededSource
 
@@ -31,6 +33,8 @@ def make_peer(system: str, workload: Workload, device: torch.device) -> Step:
     model: Any = workload.build_model()
     initialise(model, workload)
     model.to(device)
+    if system.startswith("shard-"):
+        return _shard(model, workload, int(system.removeprefix("shard-")))
     if workload.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if system.startswith("deepspeed-"):
@@ -41,6 +45,24 @@ def make_peer(system: str, workload: Workload, device: torch.device) -> Step:
     if system == "ddp":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     return _plain_step(model, workload)
+
+
+def _shard(model: Any, workload: Workload, stage: int) -> Step:
+    rates: Any = {"lr": workload.learning_rate, "betas": workload.betas, "weight_decay": workload.weight_decay}
+    compute = str(workload.compute).removeprefix("torch.")
+    net, optimizer = zeromesh.shard(
+        model, torch.optim.AdamW(model.parameters(), **rates), stage=stage, precision={"compute": compute}
+    )
+
+    def step(tokens: Tensor) -> Tensor:
+        loss: Tensor = net(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.clip_grad_norm_(workload.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
 
 
 def initialise(model: nn.Module, workload: Workload) -> None:
