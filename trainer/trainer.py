@@ -6,24 +6,23 @@ report = Trainer(model, "configs/zero3.yaml", train_dataset=dataset).fit()
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from operator import length_hint
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
+from huggingface_hub import CommitInfo
 from torch import Tensor, nn
-from transformers import TrainingArguments
 from transformers.trainer_utils import PredictionOutput
 
-from zeromesh.errors import PhaseError
+from zeromesh.errors import ConfigError, PhaseError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import load_weights, require_settings
-from zeromesh.trainer.config.load import ConfigSource, load_config
+from zeromesh.trainer.config.load import OF_TRANSFORMERS, ConfigSource, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import Collate, MapDataset
-from zeromesh.trainer.hf_api import TransformersNames, collator_of, loss_of
+from zeromesh.trainer.data.collate import Collate, MapDataset, collator_of
+from zeromesh.trainer.hub.upload import open_repository, push
 from zeromesh.trainer.loop.context import FitReport, RunContext, UserInputs, Values
 from zeromesh.trainer.loop.evaluation import evaluate, predict
 from zeromesh.trainer.loop.fit import fit
@@ -31,6 +30,7 @@ from zeromesh.trainer.loop.prediction import PreprocessLogits
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 from zeromesh.trainer.monitoring.start_times import StartTimes
+from zeromesh.trainer.monitoring.step_stats import require_free_names
 from zeromesh.trainer.setup.build import build_run, connect
 from zeromesh.trainer.setup.engine_options import errors_with_user_keys
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
@@ -39,9 +39,14 @@ from zeromesh.zero.engine import ZeroEngine
 
 _DATA_KEYS = frozenset({"data.train", "data.eval", "data.sequence_length"})
 """Keys of the configuration that have no effect where the user passes datasets."""
+_HOOKS = (
+    *("compute_loss", "training_step", "prediction_step", "evaluation_loop"),
+    *("create_optimizer", "create_scheduler", "get_train_dataloader", "get_eval_dataloader"),
+)
+"""Methods that subclasses of transformers' Trainer override, and that nothing here would call."""
 
 
-class Trainer(TransformersNames):
+class Trainer:
     """Trains a model over the ranks of the launch, partitioned as the configuration says.
 
     In a plain script or a notebook that is one rank; `torchrun --nproc-per-node N script.py` or `zeromesh train` start more,
@@ -52,8 +57,7 @@ class Trainer(TransformersNames):
             `config.model` names it. A callable is called on the meta device, so no rank ever holds the whole model.
         config: a path of a YAML or JSON file, a dict such as `{"run": {"max_steps": 50}}`, a `TrainerConfig`, or None for
             the defaults. `docs/configuration.md` lists all keys, and `zeromesh config FILE` prints those of a file.
-            transformers' `TrainingArguments` and DeepSpeed configurations are taken too (`docs/from-hf-trainer.md`,
-            `docs/from-deepspeed.md`); notes at the start say what became of each setting.
+            A DeepSpeed configuration is taken too (`docs/from-deepspeed.md`); notes at the start say what became of each setting.
         train_dataset: mappings of arguments of the model, such as `input_ids` and `labels`, by index or as a stream; None: text
             that `config.data` names. Fields that the model does not take are left out.
         eval_dataset: the same by index; several are given as a mapping, by name.
@@ -67,11 +71,11 @@ class Trainer(TransformersNames):
         processing_class: a tokenizer, used for `config.data` and saved with the model.
         lr_scheduler: makes a scheduler of `torch.optim.lr_scheduler` of an optimizer, such as `lambda o: StepLR(o, 30)`; it stands
             in for `config.schedule`.
-        compute_loss_func: transformers' name of a loss `(outputs, labels, num_items_in_batch) -> mean`.
-        args: `TrainingArguments`, by the name that transformers has for them; `config` then changes single keys on top of them.
+        args: not taken, and refused by name: `TrainingArguments` are for `zeromesh.transformers.Trainer`.
 
     Raises:
-        ConfigError: with all problems of the configuration at once, before anything else happens.
+        ConfigError: with all problems of the configuration at once, before anything else happens; for `args`, and for a subclass
+            with hooks of transformers' Trainer, such as `training_step`, which nothing would call.
     """
 
     def __init__(
@@ -87,32 +91,33 @@ class Trainer(TransformersNames):
         processing_class: Any = None,
         *,
         args: Any = None,
-        compute_loss_func: Callable[..., Tensor] | None = None,
         preprocess_logits_for_metrics: PreprocessLogits | None = None,
         lr_scheduler: MakeScheduler | None = None,
     ) -> None:
-        samples = length_hint(train_dataset, -1)
+        if args is not None:
+            raise ConfigError(OF_TRANSFORMERS)
+        hooks = [name for name in _HOOKS if hasattr(self, name)]
+        if hooks:
+            raise ConfigError(
+                f"{type(self).__name__} overrides {', '.join(hooks)}, which transformers' Trainer calls and this one does not; "
+                "subclass zeromesh.transformers.Trainer, or give compute_loss=(model, batch) -> (sum, count)"
+            )
         own_data = train_dataset is not None or eval_dataset is not None
-        self.config: TrainerConfig = load_config(
-            config,
-            unused=_DATA_KEYS if own_data else frozenset(),
-            arguments=args,
-            samples=None if samples < 0 else samples,
-        )
-        self.training_arguments = next((each for each in (args, config) if isinstance(each, TrainingArguments)), None)
+        self.config: TrainerConfig = load_config(config, unused=_DATA_KEYS if own_data else frozenset())
         self.events = CallbackDispatcher(self, callbacks or ())
         self.inputs = UserInputs(
             model=model,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             collate=collator_of(data_collator, processing_class, datasets=own_data),
-            compute_loss=loss_of(self, compute_loss, compute_loss_func),
+            compute_loss=compute_loss,
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             lr_scheduler=lr_scheduler,
             processing_class=processing_class,
-            of_transformers=self.training_arguments is not None,
         )
+        self.hub_model_id: str | None = None
+        """The full name of the repository on the Hub, once it is known to be there."""
         self.start_times = StartTimes()
         """How the time before the end of the first step was spent."""
         self._mesh: Mesh | None = None
@@ -121,13 +126,11 @@ class Trainer(TransformersNames):
 
     # What a person calls
 
-    def fit(
-        self, resume: str | PathLike[str] | bool | None = None, *, ignore_keys_for_eval: Sequence[str] | None = None
-    ) -> FitReport:
+    def fit(self, resume: str | PathLike[str] | bool | None = None) -> FitReport:
         """Train for `run.max_steps` steps, evaluating on the way and at the end; all ranks call it.
 
-        `resume` replaces `checkpoint.resume`: a path of a checkpoint or run, True for auto, False for never.
-        `ignore_keys_for_eval` are `ignore_keys` of these evaluations.
+        `resume` replaces `checkpoint.resume`: a path of a checkpoint or run, True for auto, False for never. With `hub.push` the
+        model is uploaded at the end; should that fail, a warning says so.
 
         Afterwards a model that fits in memory is whole again on every rank, with its master weights. On a single rank, a
         run that was interrupted (Ctrl-C, an exception of a callback) goes on where it was when `fit` is called again.
@@ -155,14 +158,16 @@ class Trainer(TransformersNames):
                     with mesh.call("trainer.fit()"):
                         require_settings(self.config, directory.path, mesh)
                 if self.config.hub.push and self.hub_model_id is None:
-                    self.init_hf_repo()
+                    self._open_repository()
             self.start_times.end("directory")
             run = self._prepare()
-            run.progress.ignored_outputs = ignore_keys_for_eval
             with errors_with_user_keys():
                 report = fit(run, directory)
         if self.config.hub.push:
-            self.try_to_push("End of training")
+            try:
+                self.push_to_hub()
+            except (ConfigError, StorageError) as error:
+                run.console.note(f"WARNING: {error}")
         return report
 
     def evaluate(
@@ -218,6 +223,37 @@ class Trainer(TransformersNames):
             StorageError: when it cannot be written.
         """
         self._prepare().model.save(Path(path).expanduser(), ema=ema)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        *,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> CommitInfo | None:
+        """Upload what `save` writes, and a draft of a model card; all ranks call it, and wait until it is there.
+
+        Args:
+            commit_message: that of the commit.
+            token: in place of that of `HF_TOKEN`, or of `hf auth login`. It is written nowhere.
+            revision: the branch, in place of `hub.revision`.
+            private: whether a repository that is made is, in place of `hub.private`.
+            card: what else is known of the model, by transformers' names: `language`, `license`, `tags`, `model_name`,
+                `finetuned_from`, `tasks`, `dataset_tags`, `dataset`, `dataset_args`.
+
+        Returns the commit on rank 0, and None on the others.
+
+        Raises:
+            ConfigError: where the repository cannot be reached.
+            StorageError: where the model cannot be saved or uploaded; what was saved is in `hub-upload` of the run's directory.
+        """
+        self.events.call("on_push_begin")
+        if self.hub_model_id is None:
+            self._open_repository(token, private)
+        with self.mesh.call("trainer.push_to_hub()"):
+            return push(self, commit_message, token=token, revision=revision, card=card)
 
     def load_weights(self, checkpoint: str | PathLike[str]) -> None:
         """Take the weights of a checkpoint, to evaluate or save them before `fit`; all ranks call it.
@@ -303,6 +339,21 @@ class Trainer(TransformersNames):
         """Where the run is."""
         return self._prepare().state(self.run_directory)
 
+    def log(self, values: Mapping[str, Any] | None = None, **named: Any) -> None:
+        """Log scalars of one's own, as a mapping or as `log(name=value)`, at any time during `fit` and on any rank.
+
+        The next line of `metrics.jsonl` and of the trackers has the mean of all values that any rank has logged by a name since the
+        line before. A mapping also becomes a line of `state.log_history`, which callbacks see in `on_log`.
+
+        Raises:
+            ConfigError: for names that a step's line has already.
+        """
+        all_values = {**(values or {}), **named}
+        require_free_names(all_values, "trainer.log")
+        self.run.model.stepper.scalars.add(all_values)
+        if values:
+            self.run.log_values(values)
+
     def request(self, *, log: bool = False, evaluate: bool = False, save: bool = False, stop: bool = False) -> None:
         """Ask to log, evaluate, save or stop after the present step; for callbacks. What any rank asks for, all do."""
         self.events.request(log=log, evaluate=evaluate, save=save, stop=stop)
@@ -348,6 +399,11 @@ class Trainer(TransformersNames):
             self._mesh = connect(self.config)
             self.start_times.end("rendezvous")
         return self._mesh
+
+    def _open_repository(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository on the Hub if there is none. Raises `ConfigError` where it cannot be reached."""
+        with self.mesh.call("trainer.push_to_hub()"):
+            self.hub_model_id = open_repository(self, token, private)
 
     def _prepare(self) -> RunContext:
         if self._run is None:

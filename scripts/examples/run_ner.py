@@ -26,7 +26,7 @@ from transformers import (
     set_seed,
 )
 
-from zeromesh import Trainer
+from zeromesh.transformers import Trainer
 
 logger = logging.getLogger(__name__)
 

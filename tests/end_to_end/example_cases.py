@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from zeromesh.mesh.process_mesh import Mesh
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts/examples"
-OURS, THEIRS = "from zeromesh import Trainer\n", "from transformers import Trainer\n"
+OURS, THEIRS = "from zeromesh.transformers import Trainer\n", "from transformers import Trainer\n"
 WORDS = ("the", "river", "winds", "through", "Turin", "and", "Ada", "writes", "letters", "to", "Emil", "in", "Kyoto")
 NAMES = {"Turin": "LOC", "Kyoto": "LOC", "Ada": "PER", "Emil": "PER"}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}

@@ -138,7 +138,7 @@ def refused(mesh: Mesh, folder: str, name: str) -> dict[str, Any]:
         trainer = INPUTS[name](
             settings(folder, precision={"compute": "float32", "master": "float32", "reduce": "float32"})
         )
-        trainer.add_callback(Count())
+        trainer.events.add(Count())
         trainer.fit()
     except Exception as error:  # noqa: BLE001 - what it is, is what the test asks
         return {"error": type(error).__name__, "message": str(error), "steps": steps}

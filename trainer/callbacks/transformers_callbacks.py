@@ -4,34 +4,26 @@ They get their own kinds of objects: `TrainingArguments` that say what the confi
 run, a `TrainerControl` whose flags are what the run is about to do, and which they may change. Nothing else that they change
 changes anything in the run. Events come in the order of transformers' Trainer, and see what they see there.
 
-The real loaders, optimizer and scheduler are partitioned, or do not exist. Views stand for them, and can be read: what they cannot
-do is an error, and not silence.
+The real optimizer and scheduler are partitioned, or do not exist. What stands for them has the learning rate alone, and there is
+nothing that stands for data loaders: what is not there is an error, and not silence.
 """
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-import torch
 import transformers
-from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from zeromesh.environment import read_environment
-from zeromesh.optim.fused_optimizer import GroupRules
-from zeromesh.options import OptimizerSettings
 from zeromesh.trainer.callbacks.callback import Trainer
 from zeromesh.trainer.checkpoints.manager import link_of
 from zeromesh.trainer.checkpoints.trainer_state import goal_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.feed import Feed
-from zeromesh.trainer.data.streaming import StreamedDataset
 
 
 @contextmanager
@@ -52,10 +44,6 @@ class TransformersCallbacks:
         self._trainer = trainer
         self._state = TrainerState()
         self._arguments: TrainingArguments | None = None
-        self._optimizer: SimpleNamespace | None = None
-        self._train: Batches | None = None
-        self._evaluation: Batches | None = None
-        """The batches of the latest evaluation or prediction."""
 
     @property
     def read_checkpoints(self) -> bool:
@@ -72,12 +60,7 @@ class TransformersCallbacks:
         named: dict[str, Any] = {}
         if event == "on_train_begin":
             # By now it is known how many steps an epoch has.
-            self._arguments = trainer.args
-        if event in ("on_train_begin", "on_epoch_begin"):
-            first, per_epoch = progress.position, trainer.run.plan.steps_per_epoch or 1
-            self._train = self._batches(trainer.run.model.feeds.train(), first // per_epoch * per_epoch)
-        elif event == "on_prediction_step":
-            self._evaluation = self._batches(progress.evaluation_feed)
+            self._arguments = arguments_of(trainer.run.config)
         elif event == "on_save":
             self._state.stateful_callbacks = self.state_dict()
         elif event in ("on_log", "on_evaluate"):
@@ -86,22 +69,22 @@ class TransformersCallbacks:
             named["metrics"] = dict(arguments[0])
         known = frozenset(named.get("logs", ()))
         if event != "on_optimizer_step":  # The step counts only when it has ended.
-            bring_up_to_date(self._state, trainer, self._arguments)
+            self._bring_up_to_date()
         self._notify(event, {**self._views(), **named})
         added = {name: value for name, value in named.get("logs", {}).items() if name not in known}
         trainer.run.model.stepper.scalars.add(added)
 
     def _begin(self) -> None:
         trainer = self._trainer
-        self._arguments = arguments = trainer.args
+        self._arguments = arguments = arguments_of(trainer.config)
         first = read_environment().rank == 0
         self._state.is_world_process_zero = self._state.is_local_process_zero = first
         if first and self.callbacks:
             # As transformers' Trainer has by now; `fit` says what is wrong with it.
             with suppress(OSError):
                 Path(arguments.output_dir).mkdir(parents=True, exist_ok=True)
-        later = dict.fromkeys(("optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"))
         inputs = trainer.inputs
+        later = {"optimizer": None, "lr_scheduler": None}
         self._notify("on_init_end", {"model": inputs.model, "processing_class": inputs.processing_class, **later})
 
     def _notify(self, event: str, named: Mapping[str, Any]) -> None:
@@ -112,26 +95,31 @@ class TransformersCallbacks:
             if answer is not None:
                 events.control = answer
 
-    def _batches(self, feed: Feed | None, first: int = 0) -> "Batches | None":
-        """This rank's batches of a feed from step `first` on."""
-        mesh = self._trainer.mesh
-        return None if feed is None else Batches(feed=feed, rank=mesh.data_index, device=mesh.device, first=first)
-
     def _views(self) -> dict[str, Any]:
         trainer, steps = self._trainer, self._state.global_step
-        if self._optimizer is None:
-            self._optimizer = optimizer_view(trainer.run.model.optimizer, trainer.model)
         rate = trainer.run.learning_rate_of(steps)
-        groups = [MappingProxyType({**group, "lr": rate}) for group in self._optimizer.param_groups]
-        self._optimizer.param_groups = tuple(groups)
         return {
             "model": trainer.model,
             "processing_class": trainer.processing_class,
-            "optimizer": self._optimizer,
-            "lr_scheduler": SimpleNamespace(get_last_lr=lambda: [rate] * len(groups), last_epoch=steps),
-            "train_dataloader": self._train,
-            "eval_dataloader": self._evaluation,
+            "optimizer": SimpleNamespace(param_groups=(MappingProxyType({"lr": rate}),)),
+            "lr_scheduler": SimpleNamespace(get_last_lr=lambda: [rate], last_epoch=steps),
         }
+
+    def _bring_up_to_date(self) -> None:
+        """Have the state say where the run is now. It has the run's own list of what was logged."""
+        state, now, trainer = self._state, self._trainer.state, self._trainer
+        state.global_step, state.max_steps, state.epoch = now.step, now.max_steps, now.epoch
+        state.num_train_epochs = max(1, math.ceil(now.epochs))
+        state.num_input_tokens_seen, state.total_flos = now.tokens, now.total_flos
+        state.is_world_process_zero = state.is_local_process_zero = now.is_world_process_zero
+        state.train_batch_size = trainer.run.config.batch.micro_size
+        state.log_history = now.log_history
+        state.compute_steps(self._arguments, now.max_steps)
+        if now.best_metric is not None:
+            state.best_metric, state.best_global_step = now.best_metric, now.best_step
+            state.best_model_checkpoint = (
+                None if now.best_checkpoint is None else str(link_of(Path(now.best_checkpoint)))
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The states that callbacks export, by their class; of two of one class, the first."""
@@ -159,12 +147,15 @@ def arguments_of(config: TrainerConfig) -> TrainingArguments:
     ):
         by_epoch = isinstance(every, str)
         intervals[f"{kind}_strategy"] = "epoch" if by_epoch else "steps" if every else "no"
-        intervals[f"{kind}_steps"] = 1 if by_epoch else every or 1
+        if every and not by_epoch:
+            intervals[f"{kind}_steps"] = every
+    ranks = max(1, read_environment().world_size // (config.parallel.tensor * config.parallel.pipeline))
     known = config.schedule.name in transformers.SchedulerType._value2member_map_
     arguments = TrainingArguments(
         output_dir=f"{config.run.output_dir}/{config.run.name}",
         run_name=config.run.name,
         per_device_train_batch_size=config.batch.micro_size,
+        gradient_accumulation_steps=max(1, math.ceil(config.batch.global_size / (config.batch.micro_size * ranks))),
         per_device_eval_batch_size=config.batch.eval_micro_size or config.batch.micro_size,
         max_steps=config.run.max_steps,
         num_train_epochs=config.run.epochs or 1,
@@ -195,83 +186,3 @@ def arguments_of(config: TrainerConfig) -> TrainingArguments:
     # Not checked against the strategies: the run judges by every evaluation, and saves when one is best.
     arguments.load_best_model_at_end = config.run.load_best
     return arguments
-
-
-def bring_up_to_date(state: TrainerState, trainer: Trainer, arguments: TrainingArguments | None) -> None:
-    """Have `state` say where the run is now. It has the run's own list of what was logged."""
-    now = trainer.state
-    state.global_step, state.max_steps, state.epoch = now.step, now.max_steps, now.epoch
-    state.num_train_epochs = max(1, math.ceil(now.epochs))
-    state.num_input_tokens_seen, state.total_flos = now.tokens, now.total_flos
-    state.is_world_process_zero = state.is_local_process_zero = now.is_world_process_zero
-    state.train_batch_size = trainer.run.config.batch.micro_size
-    history: Any = now.log_history
-    state.log_history = history
-    if arguments is None:
-        return
-    state.compute_steps(arguments, now.max_steps)
-    if arguments.metric_for_best_model is not None and now.best_metric is not None:
-        state.best_metric, state.best_global_step = now.best_metric, now.best_step
-        state.best_model_checkpoint = None if now.best_checkpoint is None else str(link_of(Path(now.best_checkpoint)))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batches:
-    """Stands for a data loader: the batches of one rank in a pass over a dataset, each a microbatch, on the rank's device.
-
-    All ranks have as many, so that all can run the model on each: one that is out of samples gets some again, as with accelerate.
-    """
-
-    feed: Feed
-    rank: int
-    """The index of this rank along the data axes."""
-    device: torch.device
-    first: int = 0
-    """The step that the pass begins with."""
-
-    @property
-    def dataset(self) -> Any:
-        """The dataset that the batches are from."""
-        return self.feed.dataset
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a batch."""
-        return self.feed.plan.micro_size
-
-    def __len__(self) -> int:
-        """Batches of a pass. Raises `TypeError` for a stream, as a data loader does."""
-        if isinstance(self.feed.dataset, StreamedDataset):
-            raise TypeError("a stream has no length")
-        return self.feed.plan.rounds_per_epoch
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        plan = self.feed.plan
-        if isinstance(self.feed.dataset, StreamedDataset):
-            steps: Iterable[int] = itertools.count(self.first)
-        elif plan.epoch_size is None:  # An evaluation is one step.
-            steps = range(1)
-        else:
-            steps = range(
-                self.first, self.first + (plan.steps_per_epoch or math.ceil(plan.epoch_size / plan.global_size))
-            )
-        for step in steps:
-            for microbatch in plan.microbatches(step, self.rank)[: plan.rounds_of(step)]:
-                batch = self.feed.fetch(microbatch).items()
-                yield {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in batch}
-
-
-def optimizer_view(settings: OptimizerSettings, model: nn.Module) -> SimpleNamespace:
-    """What stands for the optimizer, whose states are partitioned: its groups of parameters, to be read."""
-    rules = GroupRules(settings)
-    defaults = {"betas": settings.betas, "eps": settings.eps, "momentum": settings.momentum}
-    parameters: list[list[nn.Parameter]] = [[] for _ in settings.groups()]
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameters[rules.group_of(name)].append(parameter)
-    groups = [
-        {**defaults, "weight_decay": group["weight_decay"], "initial_lr": group["lr"], "params": tuple(members)}
-        for group, members in zip(settings.groups(), parameters, strict=True)
-        if members
-    ]
-    return SimpleNamespace(defaults=MappingProxyType(defaults), param_groups=groups)

@@ -1,6 +1,6 @@
 """From what a person gave, with overrides, to a `TrainerConfig` or one error with every problem.
 
-A configuration is given as a path, a mapping, a `TrainerConfig`, or settings of another trainer.
+A configuration is given as a path, a mapping or a `TrainerConfig`; a path and a mapping may also be a DeepSpeed configuration.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from zeromesh.environment import read_environment, secret_values
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.messages import allowed, known_paths, nearest_choice, nearest_path, section_of, shown
-from zeromesh.trainer.config.migration import deepspeed_table, training_arguments_table
+from zeromesh.trainer.config.migration import deepspeed_table
 from zeromesh.trainer.config.migration.deepspeed import is_deepspeed, read_deepspeed
 from zeromesh.trainer.config.migration.translate import LaunchFacts, Translation, nested
 from zeromesh.trainer.config.redact import REDACTED, Redaction
@@ -29,63 +29,30 @@ from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
 from zeromesh.trainer.config.yaml_reader import MAX_BYTES, parse_yaml, plain_scalar, plain_value
 
-ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | Any | None
-"""A path of YAML or JSON, a mapping of sections, a `TrainerConfig`, transformers' `TrainingArguments`, or None for the defaults.
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | None
+"""A path of YAML or JSON, a mapping of sections, a `TrainerConfig`, or None for the defaults.
 
 A file or a mapping may also be a DeepSpeed configuration."""
 OWN = "zeromesh"
 """The key of a DeepSpeed configuration that holds sections of zeromesh. DeepSpeed itself passes it over."""
-WORD = "TrainingArguments"
-
-
-def _sources(source: ConfigSource, arguments: Any) -> tuple[str, dict[str, Any], Any, dict[str, Any] | None]:
-    """Return what is given in parts: a name for messages, the sections and keys of zeromesh, and `TrainingArguments` and a
-    DeepSpeed configuration that are to be translated below them. Raises `ConfigError` for what cannot be read.
-    """
-    if _is_training_arguments(source):
-        if arguments is not None:
-            raise ConfigError("both are TrainingArguments; give one of them", where="config and args")
-        source, arguments = None, source
-    where, own, deepspeed = _read(source)
-    if arguments is None:
-        return where, own, None, deepspeed
-    if not _is_training_arguments(arguments):
-        raise ConfigError(f"got {type(arguments).__name__}; allowed is transformers' TrainingArguments", where="args")
-    if isinstance(source, TrainerConfig):
-        raise ConfigError("it says every key; give a path or a mapping beside args", where="config")
-    if arguments.deepspeed:
-        if deepspeed is not None:
-            raise ConfigError("both config and deepspeed of args are DeepSpeed configurations; give one of them")
-        _, below, deepspeed = _read(arguments.deepspeed)
-        if deepspeed is None:
-            raise ConfigError(
-                "deepspeed: is no DeepSpeed configuration; it has sections such as zero_optimization", where=WORD
-            )
-        own = _merged(below, own)
-    return WORD if source is None else f"{WORD} and {where}", own, arguments, deepspeed
-
-
-def _translation(
-    arguments: Any, deepspeed: Mapping[str, Any] | None, parallel: Any, ranks: int | None, samples: int | None
-) -> Translation:
-    """Translate settings of other trainers, beside a section `parallel` of zeromesh."""
-    found = Translation()
-    if arguments is None and deepspeed is None:
-        return found
-    sizes = parallel if isinstance(parallel, Mapping) else {}
-    axes = {name: sizes[name] for name in ("tensor", "pipeline") if type(sizes.get(name)) is int and sizes[name] > 0}
-    place = LaunchFacts(ranks=read_environment().world_size if ranks is None else ranks, samples=samples, **axes)
-    if arguments is not None:
-        from zeromesh.trainer.config.migration.training_arguments import read_training_arguments
-
-        found = read_training_arguments(arguments, place)
-    return found if deepspeed is None else read_deepspeed(deepspeed, place, found.values).on(found)
+OF_TRANSFORMERS = "TrainingArguments: use zeromesh.transformers.Trainer, the same constructor as transformers' own"
+"""What a person is told who gives them to a trainer that takes a configuration."""
 
 
 def _is_training_arguments(source: Any) -> bool:
     """Tell transformers' `TrainingArguments` without an import of transformers, which takes seconds."""
     names = [(base.__module__, base.__name__) for base in type(source).__mro__]
     return ("transformers.training_args", "TrainingArguments") in names
+
+
+def _translation(deepspeed: Mapping[str, Any] | None, parallel: Any, ranks: int | None) -> Translation:
+    """Translate a DeepSpeed configuration, beside a section `parallel` of zeromesh."""
+    if deepspeed is None:
+        return Translation()
+    sizes = parallel if isinstance(parallel, Mapping) else {}
+    axes = {name: sizes[name] for name in ("tensor", "pipeline") if type(sizes.get(name)) is int and sizes[name] > 0}
+    place = LaunchFacts(ranks=read_environment().world_size if ranks is None else ranks, **axes)
+    return read_deepspeed(deepspeed, place)
 
 
 def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +66,7 @@ def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _read(source: ConfigSource) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
+def _read(source: Any) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
     """Return a name for messages, the sections and keys of zeromesh in `source`, and the DeepSpeed configuration, if it is one."""
     where = str(source) if isinstance(source, str | os.PathLike) else "configuration"
     if isinstance(source, TrainerConfig):
@@ -108,10 +75,11 @@ def _read(source: ConfigSource) -> tuple[str, dict[str, Any], dict[str, Any] | N
         data = _read_file(Path(source).expanduser(), where)
     elif source is None or isinstance(source, Mapping):
         data = plain_value(source or {}, where=where)
+    elif _is_training_arguments(source):
+        raise ConfigError(OF_TRANSFORMERS)
     else:
         raise ConfigError(
-            f"got {type(source).__name__}; allowed is a path, a mapping, a TrainerConfig or TrainingArguments",
-            where="config",
+            f"got {type(source).__name__}; allowed is a path, a mapping or a TrainerConfig", where="config"
         )
     if not is_deepspeed(data):
         return where, data, None
@@ -216,14 +184,30 @@ _REASONS = {
 
 
 _FROM_ELSEWHERE = {
+    "optimizer.lr": "learning_rate",
+    "optimizer.betas": "adam_beta1 adam_beta2",
+    "optimizer.eps": "adam_epsilon",
     "optimizer.weight_decay": "weight_decay_rate",
+    "schedule.name": "lr_scheduler_type",
     "schedule.warmup_steps": "num_warmup_steps",
-    "run.clip_norm": "grad_clip",
+    "run.clip_norm": "grad_clip max_grad_norm",
+    "run.epochs": "num_train_epochs",
+    "run.log_every": "logging_steps",
+    "run.eval_every": "eval_steps",
+    "run.load_best": "load_best_model_at_end",
+    "run.metric": "metric_for_best_model",
+    "checkpoint.every_steps": "save_steps",
+    "checkpoint.keep_last": "save_total_limit",
+    "checkpoint.resume": "resume_from_checkpoint",
+    "model.activation_checkpointing": "gradient_checkpointing",
+    "tracking.backends": "report_to",
+    "batch.micro_size": "per_device_train_batch_size",
+    "batch.eval_micro_size": "per_device_eval_batch_size",
     "batch.global_size": "batch_size",
     "batch.global_size (accumulation is derived from it)": "gradient_accumulation_steps",
     "model.source": "model_name_or_path",
     "data.sequence_length": "max_length max_seq_length seq_len block_size",
-    "precision.compute": "dtype",
+    "precision.compute": "dtype bf16 fp16",
     "zero.stage": "zero_stage zero_optimization",
     "offload.optimizer": "offload_optimizer device",
     "offload.parameters": "offload_param",
@@ -237,8 +221,7 @@ _FROM_ELSEWHERE = {
 @cache
 def _foreign_names() -> dict[str, str]:
     """Return keys by the names in lower case that other trainers have for them."""
-    rows = (*deepspeed_table.TABLE, *training_arguments_table.TABLE)
-    found = {row.name.rpartition(".")[2].lower(): row.keys[0] for row in rows if row.keys}
+    found = {row.name.rpartition(".")[2].lower(): row.keys[0] for row in deepspeed_table.TABLE if row.keys}
     return found | {name: key for key, names in _FROM_ELSEWHERE.items() for name in names.split()}
 
 
@@ -252,9 +235,7 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     unused: frozenset[str] = frozenset(),
-    arguments: Any = None,
     ranks: int | None = None,
-    samples: int | None = None,
 ) -> TrainerConfig:
     """The configuration of `source`, with `overrides` (`section.key=value`, the value in YAML) on top.
 
@@ -262,16 +243,14 @@ def load_config(
     Touches no process group, no device and no model; checks that the paths and the packages of trackers that it names exist.
 
     Args:
-        arguments: transformers' TrainingArguments that `source` goes on top of.
         ranks: of the launch, for settings of other trainers that count with them; None: of the one that this process is part of.
-        samples: of the training data, where its length is known.
 
     Raises:
         ConfigError: with every problem at once, each with its dotted path, the value, what is allowed and the nearest name.
     """
-    where, own, arguments, deepspeed = _sources(source, arguments)
+    where, own, deepspeed = _read(source)
     problems, overridden_keys = _apply(own, overrides)
-    translation = _translation(arguments, deepspeed, own.get("parallel"), ranks, samples)
+    translation = _translation(deepspeed, own.get("parallel"), ranks)
     data = _merged(nested(translation.values), own)
     if isinstance(source, str | PathLike):
         run = data.get("run") or {}

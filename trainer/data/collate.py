@@ -10,11 +10,12 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from zeromesh.errors import DataError, some
 
@@ -50,6 +51,14 @@ def check_dataset(dataset: Any, *, name: str = "train_dataset") -> None:
         )
     if len(dataset) == 0:
         raise DataError(f"{name} is empty; give at least one sample")
+
+
+def collator_of(collate: Collate | None, processing_class: Any, *, datasets: bool) -> Collate | None:
+    """The data collator: the user's own, or as in transformers one that pads the samples of datasets by a tokenizer that can."""
+    pads = isinstance(processing_class, PreTrainedTokenizerBase) and "pad_token" in processing_class.special_tokens_map
+    if collate is None and datasets and pads:
+        return cast("Collate", DataCollatorWithPadding(processing_class))
+    return collate
 
 
 def default_collate(samples: Sequence[Any], indices: Sequence[int]) -> dict[str, Tensor]:

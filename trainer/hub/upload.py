@@ -19,6 +19,7 @@ from zeromesh.environment import secret_values
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.callbacks.transformers_callbacks import arguments_of
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.models.adapters import is_adapted
 from zeromesh.trainer.models.hub_download import T, while_posting
@@ -26,21 +27,21 @@ from zeromesh.trainer.tracking.tracking import describe_error
 
 FOLDER = "hub-upload"
 """The folder of the run's directory where what is uploaded lies until it is."""
-_TOKEN = "give a token that may write (HF_TOKEN, hub_token, or `hf auth login`)"
+_TOKEN = "give a token that may write (HF_TOKEN, or `hf auth login`)"
 
 
-def write_model_card(trainer: Any, directory: Path, values: Mapping[str, Any]) -> None:
+def _write_model_card(trainer: Any, directory: Path, values: Mapping[str, Any]) -> None:
     """Write `README.md`, transformers' own draft of a model card, for a `Trainer`.
 
     `values` are what the user says of the model, by transformers' names.
     """
     config, mesh = trainer.run.config, trainer.mesh
     described = SimpleNamespace(  # What transformers reads of a trainer for a card.
-        args=trainer.args,
+        args=arguments_of(config),
         model=trainer.model,
         state=trainer.state,
-        train_dataset=trainer.train_dataset,
-        eval_dataset=trainer.eval_dataset,
+        train_dataset=trainer.inputs.train_dataset,
+        eval_dataset=trainer.inputs.eval_dataset,
     )
     card = TrainingSummary.from_trainer(described, **values)
     if mesh.world_size > 1:  # What follows from the number of ranks, which transformers' arguments do not always know.
@@ -63,7 +64,6 @@ def open_repository(trainer: Any, token: str | None, private: bool | None) -> st
     """
     hub = trainer.config.hub
     name = hub.repository or trainer.config.run.name
-    token = token or getattr(trainer.training_arguments, "hub_token", None)  # None: huggingface_hub looks for one.
 
     def make() -> str:
         chosen = hub.private if private is None else private
@@ -87,12 +87,11 @@ def push(
         StorageError: on all ranks, where it cannot be saved or uploaded; what was saved stays in `hub-upload`.
     """
     directory, repository = trainer.run_directory / FOLDER, trainer.hub_model_id
-    token = token or getattr(trainer.training_arguments, "hub_token", None)
     trainer.save(directory)
 
     def upload() -> CommitInfo:
         if isinstance(getattr(trainer.model, "config", None), PreTrainedConfig):
-            write_model_card(trainer, directory, _values_of_card(trainer, card))
+            _write_model_card(trainer, directory, _values_of_card(trainer, card))
         return huggingface_hub.HfApi().upload_folder(
             repo_id=repository,
             folder_path=directory,

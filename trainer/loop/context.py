@@ -18,7 +18,7 @@ from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import Best, description_of, settings_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset
-from zeromesh.trainer.data.feed import Feed, RunData
+from zeromesh.trainer.data.feed import RunData
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.loop.prediction import PreprocessLogits
 from zeromesh.trainer.loop.trained_model import TrainedModel
@@ -48,8 +48,6 @@ class UserInputs:
     preprocess_logits_for_metrics: PreprocessLogits | None = None
     lr_scheduler: MakeScheduler | None = None
     processing_class: Any = None
-    of_transformers: bool = False
-    """Whether transformers' `TrainingArguments` are among them."""
 
     def names(self) -> dict[str, str]:
         """Which inputs were passed, and which were not: ranks can compare that much of them."""
@@ -88,8 +86,6 @@ class RunProgress:
 
     max_nonfinite: int
     """The run ends after so many skipped steps in a row; 0: never."""
-    keeps_log: bool = False
-    """Whether checkpoints have `log` too, so that a run that goes on has all of it."""
     log: list[Line] = field(default_factory=list)
     """The logged lines in transformers' words: what callbacks know as `state.log_history`."""
     logged: int = 0
@@ -122,10 +118,6 @@ class RunProgress:
     best: Best = field(default_factory=Best)
     evaluated_targets: int | None = None
     """Targets of the latest evaluation; None where it was of several sets."""
-    evaluation_feed: Feed | None = None
-    """The feed of the latest evaluation or prediction."""
-    ignored_outputs: Sequence[str] | None = None
-    """Outputs of the model that evaluations during training do not gather; None: those that its configuration names."""
     owes_evaluation: bool = False
     """Whether the run was stopped in the evaluation after its last step."""
     tracker: Mapping[str, str] = field(default_factory=dict)

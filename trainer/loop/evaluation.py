@@ -78,7 +78,7 @@ def _run_through(
     began = time.perf_counter()
     check_dataset(dataset, name="eval_dataset")
     require_same_data(run.mesh, {"eval_dataset": dataset}, {})
-    run.progress.evaluation_feed = feed = run.model.feeds.evaluation(dataset)
+    feed = run.model.feeds.evaluation(dataset)
     collector = None
     if outputs:
         if ignored is None:

@@ -44,7 +44,7 @@ def fit(run: RunContext, directory: RunDirectory) -> FitReport:
             run.model.require_engine(),
             run.model.processing_class,
             run.console.note,
-            linked=progress.keeps_log,
+            linked=run.events.of_transformers is not None,
         )
         eval_loss = _resume(run, checkpoints) if progress.step == 0 else None
         run.start_times.end("checkpoints")

@@ -275,7 +275,7 @@ class TrainingLoop:
 
     def _evaluate(self) -> None:
         run, progress, section = self.run, self.run.progress, self.run.config.run
-        values = evaluate(run, None, ignored=progress.ignored_outputs, stop=self._stop_requested)
+        values = evaluate(run, None, stop=self._stop_requested)
         if values is None:
             return
         run.console.note(evaluation_line(run, values))
@@ -346,6 +346,6 @@ class TrainingLoop:
             max_steps=run.config.run.max_steps,
             learning_rate=run.learning_rate_of(max(0, progress.step - 1)),
             tracker=self.tracking.identity(run.config.run.name),
-            log_history=[strict(line) for line in progress.log] if progress.keeps_log else [],
+            log_history=[strict(line) for line in progress.log] if run.events.of_transformers is not None else [],
             settings=run.settings,
         )

@@ -114,8 +114,7 @@ def build_run(
     start_times.end("data")
 
     # The model, and what is measured of it.
-    keeps_log = inputs.of_transformers or events.of_transformers is not None
-    progress = RunProgress(max_nonfinite=config.run.max_nonfinite, keeps_log=keeps_log)
+    progress = RunProgress(max_nonfinite=config.run.max_nonfinite)
     model = build_trained_model(
         config,
         mesh,

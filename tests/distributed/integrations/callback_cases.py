@@ -5,7 +5,6 @@ import contextlib
 import io
 import os
 import re
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,6 @@ from transformers.integrations import TensorBoardCallback, WandbCallback
 from user_callbacks import Recorder, timeless
 
 from zeromesh import Trainer
-from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 
 _THEIRS = (tf.DefaultFlowCallback, tf.ProgressCallback, tf.PrinterCallback, tf.EarlyStoppingCallback)
@@ -44,15 +42,62 @@ def model() -> Any:
     return llama()
 
 
+_WHEN = {"logging": "steps", "eval": "no", "save": "steps"}
+
+
+def configured(folder: Path, fields: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """A configuration that says what fields of `TrainingArguments` say, and what transformers does where they say nothing."""
+    when = {kind: fields.get(f"{kind}_strategy", usual) for kind, usual in _WHEN.items()}
+    every = {kind: fields.get(f"{kind}_steps", 500) if how == "steps" else how for kind, how in when.items()}
+    every = {kind: 0 if how == "no" else how for kind, how in every.items()}
+    length = (
+        {"max_steps": fields["max_steps"]} if "max_steps" in fields else {"epochs": fields.get("num_train_epochs", 3)}
+    )
+    return {
+        "run": {
+            "output_dir": str(folder), "name": "run", "seed": 5, "clip_norm": 1.0, **length, "log_every": every["logging"],
+            "eval_every": every["eval"], "eval_at_end": when["eval"] != "no",
+            "eval_at_start": fields.get("eval_on_start", False), "log_first_step": fields.get("logging_first_step", False),
+            "load_best": fields.get("load_best_model_at_end", False), "metric": fields.get("metric_for_best_model", "loss"),
+        },
+        "batch": {
+            "micro_size": 2, "eval_micro_size": 4, "last": "partial",
+            "global_size": 2 * fields.get("gradient_accumulation_steps", 1) * ranks,
+        },
+        "optimizer": {
+            "lr": 1e-2, "betas": [0.9, 0.999], "eps": 1e-4, "weight_decay": fields.get("weight_decay", 0.0),
+            "exempt": "biases_and_norms",
+        },
+        "schedule": {
+            "name": fields.get("lr_scheduler_type", "linear"), "warmup_steps": fields.get("warmup_steps", 0),
+        },
+        "checkpoint": {"every_steps": every["save"], "keep_last": fields.get("save_total_limit") or 0},
+        "data": {"shuffle": False},
+        "precision": {"compute": "float32"},
+    }  # fmt: skip
+
+
 def run(
-    trainer_class: Any,
+    kind: Any,
     folder: Path,
     fields: Mapping[str, Any],
     callbacks: Sequence[Any],
     scores: Sequence[float] = (),
     resume: str | None = None,
+    ranks: int = 1,
 ) -> Any:
     """A run of a few steps in the order of the data, its own evaluation and prediction after it; the trainer."""
+    given, checkpoint = iter(scores), resume and str(folder / "run" / resume)
+    inputs: dict[str, Any] = {
+        "train_dataset": sentences(22),
+        "eval_dataset": whole(7),
+        "compute_metrics": (lambda prediction: {"score": next(given)}) if scores else None,
+        "callbacks": list(callbacks),
+    }
+    if kind is Trainer:
+        trainer: Any = Trainer(model(), configured(folder, fields, ranks), **inputs)
+        trainer.fit(checkpoint)
+        return trainer
     arguments = tf.TrainingArguments(
         output_dir=str(folder / "run"),
         **{
@@ -60,16 +105,8 @@ def run(
             "train_sampling_strategy": "sequential", "report_to": "none", "disable_tqdm": True, "seed": 5, **fields,
         },
     )  # fmt: skip
-    given = iter(scores)
-    trainer = trainer_class(
-        model=model(),
-        args=arguments,
-        train_dataset=sentences(22),
-        eval_dataset=whole(7),
-        compute_metrics=(lambda prediction: {"score": next(given)}) if scores else None,
-        callbacks=list(callbacks),
-    )
-    trainer.train(resume_from_checkpoint=resume and str(folder / "run" / resume))
+    trainer = tf.Trainer(model(), arguments, **inputs)
+    trainer.train(resume_from_checkpoint=checkpoint)
     return trainer
 
 
@@ -90,7 +127,6 @@ def both(
             if after:
                 trainer.evaluate()
                 trainer.predict(whole(5))
-                trainer.save_state()
         if kind is Trainer:
             trainer.close()
         found[name] = [getattr(each, "seen", None) for each in chosen]
@@ -98,28 +134,26 @@ def both(
 
 
 def ignoring(mesh: Mesh, folder: str, keys: Sequence[str] | None, never: Sequence[str]) -> dict[str, list[Any]]:
-    """Shapes of what `compute_metrics` is given before, during and after training, under transformers' Trainer and zeromesh's.
+    """Shapes of what `compute_metrics` is given, under transformers' Trainer and zeromesh's.
 
-    The model returns its hidden states too. `keys` are ignored in training; `never` is what its configuration says.
+    The model returns its hidden states too. `keys` are ignored; `never` is what its configuration says.
     """
     found: dict[str, list[Any]] = {}
     for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
         seen = found.setdefault(name, [])
-        arguments = tf.TrainingArguments(
-            output_dir=f"{folder}/{name}", max_steps=2, eval_strategy="steps", eval_steps=1, eval_on_start=True,
-            save_strategy="no", report_to="none", disable_tqdm=True,
-        )  # fmt: skip
+        root = f"{folder}/{name}"
         trained = llama(output_hidden_states=True, keys_to_ignore_at_inference=list(never))
         trainer: Any = kind(
-            model=trained,
-            args=arguments,
+            trained,
+            {"run": {"output_dir": root}}
+            if kind is Trainer
+            else tf.TrainingArguments(output_dir=root, report_to="none"),
             train_dataset=whole(4),
             eval_dataset=whole(7),
             compute_metrics=lambda prediction, seen=seen: seen.append(shapes(prediction.predictions)) or {},
         )
         with quiet():
-            trainer.train(ignore_keys_for_eval=keys)
-            trainer.evaluate()
+            trainer.evaluate(ignore_keys=keys)
             if kind is Trainer:
                 trainer.close()
     return found
@@ -134,7 +168,7 @@ def recorded(mesh: Mesh, folder: str, fields: Mapping[str, Any], callbacks: Sequ
     """What callbacks see, the recorder last, under zeromesh's Trainer on all ranks."""
     chosen = [*(made(*each) for each in callbacks), Recorder()]
     with quiet():
-        run(Trainer, Path(folder), fields, chosen).close()
+        run(Trainer, Path(folder), fields, chosen, ranks=mesh.world_size).close()
     return [each.seen for each in chosen]
 
 
@@ -168,7 +202,14 @@ def linked(mesh: Mesh, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"names": []}
     for steps, resume in ((4, None), (6, "checkpoint-3")):
         with quiet() as out:
-            trainer = run(Trainer, Path(folder), {**fields, "max_steps": steps}, [], resume=resume)
+            trainer = run(
+                Trainer,
+                Path(folder),
+                {**fields, "max_steps": steps},
+                [Recorder()],
+                resume=resume,
+                ranks=mesh.world_size,
+            )
             found["step"] = trainer.state.step
             trainer.close()
         links = [path for path in root.glob("checkpoint-*") if path.is_symlink()]
@@ -176,16 +217,6 @@ def linked(mesh: Mesh, folder: str) -> dict[str, Any]:
         found["loads"] = [type(tf.AutoModelForCausalLM.from_pretrained(path)).__name__ for path in links]
         found["said"] = [line for line in out.getvalue().splitlines() if "goes on from step" in line]
     found["own"] = (root / "checkpoint-1").is_dir() and not (root / "checkpoint-1").is_symlink()
-    data, config = [{"input": torch.ones(2)}], {"run": {"output_dir": folder}}
-
-    def loss(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
-        return model(batch["input"]).sum(), 1
-
-    with quiet(), Trainer(torch.nn.Linear(2, 1), config, data, compute_loss=loss) as plain:
-        try:
-            plain.create_model_card()
-        except ConfigError as error:
-            found["card"] = str(error)
     return found
 
 
@@ -235,42 +266,6 @@ class Shown:
 
     def update(self, text: str) -> None:
         self._shown.append(text)
-
-
-class Terminate(tf.TrainerCallback):
-    """Asks its own process to end after a step."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert Path(args.output_dir).is_dir()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self._step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def terminated(mesh: Mesh, folder: str) -> dict[str, Any]:
-    """What a run leaves that SIGTERM meets, with transformers' callback for it, which waits for three seconds otherwise."""
-    from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpointCallback
-
-    found: dict[str, Any] = {}
-    fields = {"max_steps": 40, "save_strategy": "no", "enable_jit_checkpoint": True}
-    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
-        root, recorder = Path(folder) / name, Recorder()
-        callbacks = [Terminate(3), recorder, *([JITCheckpointCallback()] if kind is Trainer else [])]
-        with quiet(), patch.object(CheckpointManager, "_sigterm_handler", lambda self, *_: self._enable_checkpoint()):
-            try:
-                run(kind, root, fields, callbacks)
-            except SystemExit as error:
-                found["code"] = error.code
-        last = [each["state"][0] for each in recorder.seen if each["event"] == "on_step_end"][-1]
-        kept = [path.name for path in (root / "run").glob("checkpoint-*")]
-        files = [path.name for path in (root / "run").rglob("*incomplete*")]
-        found[name] = {"last": last, "kept": kept, "files": files}
-        found[f"{name} handler"] = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    return found
 
 
 def tensorboard(mesh: Mesh, folder: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,19 +18,15 @@ from zeromesh.errors import ConfigError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 
 TOKEN = "planted-token-of-nobody"
-FIELDS: dict[str, Any] = {
-    "max_steps": 2,
-    "per_device_train_batch_size": 2,
-    "train_sampling_strategy": "sequential",
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "push_to_hub": True,
-    "hub_strategy": "end",
-    "hub_model_id": "tiny",
-    "hub_token": TOKEN,
-    "hub_private_repo": True,
-    "hub_revision": "dev",
+KEYS: dict[str, Any] = {
+    "run": {"name": "run", "max_steps": 2, "epochs": None, "seed": 42, "clip_norm": 1.0},
+    "batch": {"micro_size": 2, "global_size": 2},
+    "optimizer": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+    "schedule": {"name": "linear", "warmup_steps": 0},
+    "data": {"shuffle": False},
+    "checkpoint": {"every_steps": 0},
+    "precision": {"compute": "float32"},
+    "hub": {"push": True, "repository": "tiny", "private": True, "revision": "dev"},
 }
 
 
@@ -84,18 +80,6 @@ class Beginning(TrainerCallback):
         self.seen.append(state.global_step)
 
 
-def program(kind: Any, folder: Path, fields: Mapping[str, Any], callback: Any) -> Any:
-    """What a script does that shares its model."""
-    arguments = tf.TrainingArguments(output_dir=str(folder / "run"), **{**FIELDS, **fields})
-    made = model()
-    made.add_model_tags("made-by-hand")
-    trainer = kind(model=made, args=arguments, train_dataset=whole(8), callbacks=[callback])
-    trainer.train()
-    trainer.save_model()
-    commit = trainer.push_to_hub(tags="tried", dataset="sentences", blocking=kind is not Trainer)
-    return trainer, commit
-
-
 def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
@@ -105,16 +89,44 @@ def loaded(folder: Path) -> str:
     return digest(dict(tf.AutoModelForCausalLM.from_pretrained(folder).named_parameters()))
 
 
-def pushed(mesh: Mesh, folder: str, theirs: bool = False) -> dict[str, Any]:
-    """The program with push_to_hub, under transformers' Trainer or zeromesh's: the calls, and what was uploaded last."""
+def _trainer(folder: str, **inputs: Any) -> Trainer:
+    made = model()
+    made.add_model_tags("made-by-hand")
+    return Trainer(made, {**KEYS, "run": {**KEYS["run"], "output_dir": folder}}, whole(8), **inputs)
+
+
+def pushed_by_transformers(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """What transformers' Trainer uploads, and with which calls."""
     root, beginning = Path(folder), Beginning()
-    with hub(root / "hub", theirs=theirs) as api, quiet() as out:
-        trainer, commit = program(tf.Trainer if theirs else Trainer, root, {}, beginning)
+    arguments = tf.TrainingArguments(
+        output_dir=str(root / "run"), max_steps=2, per_device_train_batch_size=2, per_device_eval_batch_size=2,
+        train_sampling_strategy="sequential", save_strategy="no", report_to="none", disable_tqdm=True, push_to_hub=True,
+        hub_strategy="end", hub_model_id="tiny", hub_token=TOKEN, hub_private_repo=True, hub_revision="dev",
+    )  # fmt: skip
+    made = model()
+    made.add_model_tags("made-by-hand")
+    with hub(root / "hub", theirs=True) as api, quiet():
+        trainer = tf.Trainer(made, arguments, train_dataset=whole(8), callbacks=[beginning])
+        trainer.train()
+        trainer.push_to_hub(tags="tried", dataset="sentences")
+    last = root / "hub" / str(len(api.calls))
+    return {
+        "calls": api.calls,
+        "began": beginning.seen,
+        "files": files(last),
+        "card": (last / "README.md").read_text(),
+    }
+
+
+def pushed(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """A training with hub.push, and a call of one's own: the calls, and what was uploaded last."""
+    root, beginning = Path(folder), Beginning()
+    with hub(root / "hub") as api, quiet() as out, _trainer(folder, callbacks=[beginning]) as trainer:
+        trainer.fit()
+        commit = trainer.push_to_hub(tags="tried", dataset="sentences", token=TOKEN)
+        trainer.save(root / "saved")
         found = {"calls": api.calls, "began": beginning.seen, "model": trainer.hub_model_id}
-        if not theirs:
-            found["commit"] = commit and commit.result(timeout=0).commit_url
-            trainer.save(root / "saved")
-            trainer.close()
+    found["commit"] = commit and commit.commit_url
     if mesh.rank == 0:
         last = root / "hub" / str(len(api.calls))
         found |= {"files": files(last), "loaded": loaded(last), "card": (last / "README.md").read_text()}
@@ -124,25 +136,22 @@ def pushed(mesh: Mesh, folder: str, theirs: bool = False) -> dict[str, Any]:
 def failed(mesh: Mesh, folder: str) -> dict[str, Any]:
     """A training whose upload fails: what is said and left, and what a call of one's own raises."""
     found: dict[str, Any] = {}
-    root = Path(folder)
-    arguments = tf.TrainingArguments(output_dir=str(root / "run"), **FIELDS)
-    with hub(root / "hub", "upload_folder"), quiet() as out, Trainer(model(), arguments, whole(8)) as trainer:
-        found["steps"] = trainer.train().final_step
-        trainer.save_model()
+    with hub(Path(folder) / "hub", "upload_folder"), quiet() as out, _trainer(folder) as trainer:
+        found["steps"] = trainer.fit().final_step
         try:
-            trainer.push_to_hub()
+            trainer.push_to_hub(token=TOKEN)
         except StorageError as error:
             found["error"] = str(error)
         found["after"] = len(list(trainer.state_dict()))
+        trainer.save(Path(folder) / "run" / "saved")
     return {**found, "said": out.getvalue()}
 
 
 def refused(mesh: Mesh, folder: str) -> str:
     """A training whose repository cannot be made."""
-    arguments = tf.TrainingArguments(output_dir=f"{folder}/run", **FIELDS)
-    with hub(Path(folder), "create_repo"), quiet(), Trainer(model(), arguments, whole(8)) as trainer:
+    with hub(Path(folder), "create_repo"), quiet(), _trainer(folder) as trainer:
         try:
-            trainer.train()
+            trainer.fit()
         except ConfigError as error:
             return str(error)
     return ""

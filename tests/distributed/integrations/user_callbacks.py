@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers as tf
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -36,22 +35,17 @@ class Recorder(Seeing):
             {
                 "event": event,
                 "state": [state.global_step, state.max_steps, state.epoch, state.num_train_epochs],
-                "every": [state.logging_steps, state.eval_steps, state.save_steps, state.train_batch_size],
+                "every": [state.logging_steps, state.train_batch_size],
                 "best": [state.best_metric, state.best_global_step, best and Path(best).name],
                 "first": [state.is_world_process_zero, state.is_local_process_zero],
                 "flags": [name for name in FLAGS if getattr(control, name)],
                 "rate": None if scheduler is None else [scheduler.get_last_lr()[0], optimizer.param_groups[0]["lr"]],
-                "batches": [self.length(kwargs[f"{kind}_dataloader"]) for kind in ("train", "eval")],
                 "model": type(kwargs["model"]).__name__,
                 "processing": type(kwargs["processing_class"]).__name__,
                 "history": [len(history), dict(sorted(timeless(history[-1]).items())) if history else {}],
                 **{name: timeless(kwargs[name]) for name in ("logs", "metrics") if name in kwargs},
             }
         )
-
-    @staticmethod
-    def length(loader: Any) -> int | None:
-        return None if loader is None else len(loader)
 
 
 def timeless(values: dict[str, Any]) -> dict[str, Any]:
@@ -159,36 +153,6 @@ class WriteTable(Seeing):
             with self.path.open(newline="") as file:
                 head, *rows = csv.reader(file)
             self.seen += [head, *([float(value) for value in row] for row in rows)]
-
-
-class WatchRates(Seeing):
-    """Reads the optimizer's groups and the scheduler, before and after each step."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        group = optimizer.param_groups[0]
-        self.seen.append([group["lr"], *group["betas"], group["eps"], group["weight_decay"], len(group["params"]) > 0])
-
-    def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
-        self.seen.append(lr_scheduler.get_last_lr()[0])
-
-
-class TryOut(Seeing):
-    """Runs the model on a batch of the evaluation data, and counts the batches of both."""
-
-    def on_evaluate(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        model: Any,
-        train_dataloader: Any,
-        eval_dataloader: Any,
-        **kwargs: Any,
-    ) -> None:
-        with torch.no_grad():
-            losses = [float(model(**batch).loss) for batch in eval_dataloader]
-        sizes = [len(batch["input_ids"]) for batch in train_dataloader]
-        self.seen.append([state.global_step, losses, sizes, len(eval_dataloader.dataset)])
 
 
 class CountTime(Seeing):

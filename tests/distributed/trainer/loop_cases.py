@@ -229,7 +229,7 @@ def theirs(mesh: Mesh, folder: str, flags: Mapping[str, str], alone: bool, **run
         callbacks=[callback, tf.PrinterCallback],
     )
     with trainer:
-        report = trainer.train()
+        report = trainer.fit()
         steps = sorted(int(each.name.split("-")[1]) for each in (trainer.run_directory / "checkpoints").glob("step-*"))
     return {
         "events": callback.events,
@@ -321,32 +321,13 @@ def scheduled(mesh: Mesh, folder: str) -> list[float]:
     return rates
 
 
-class OwnLoss(Trainer):
-    """A subclass as users of transformers write it."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
-        outputs = model(**inputs)
-        return 2 * F.cross_entropy(outputs.logits, inputs["labels"])
-
-
-def own_losses(mesh: Mesh, folder: str) -> dict[str, list[float]]:
-    """The same loss, twice: by a subclass, and by a function."""
-
-    def function(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        return 2 * F.cross_entropy(outputs.logits, labels)
-
-    found = {}
-    for name, kind, more in (
-        ("plain", Trainer, {}),
-        ("method", OwnLoss, {}),
-        ("function", Trainer, {"compute_loss_func": function}),
-    ):
-        config = settings(folder, run={"name": name, "clip_norm": 0.0})
-        made = kind(seeded(bert), config, train_dataset=ragged(20), data_collator=padded, **more)  # type: ignore[arg-type]
-        with made as trainer:
-            found[name] = list(trainer.fit().losses)
+def ordered(mesh: Mesh, folder: str, seeds: list[int | None]) -> list[list[float]]:
+    """Losses of two steps for each seed of the data, with one seed of the run and one model."""
+    found = []
+    for number, seed in enumerate(seeds):
+        config = settings(folder, run={"name": f"run-{number}", "max_steps": 2}, data={"seed": seed})
+        with Trainer(seeded(llama), config, sentences(24)) as trainer:
+            found.append(list(trainer.fit().losses))
     return found
 
 

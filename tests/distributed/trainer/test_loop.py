@@ -135,10 +135,9 @@ def test_a_scheduler_of_torch(workers: Workers, tmp_path: Path) -> None:
     assert found == pytest.approx([1e-2, 1e-2, 1e-3, 1e-3])
 
 
-def test_losses_that_users_write(workers: Workers, tmp_path: Path) -> None:
-    found = workers.run(2, f"{CASES}:own_losses", folder=str(tmp_path))[0]
-    assert found["method"] == pytest.approx(found["function"], rel=1e-9)
-    assert found["method"][0] == pytest.approx(2 * found["plain"][0], rel=1e-9)
+def test_the_seed_of_the_data_is_one_of_its_own(workers: Workers, tmp_path: Path) -> None:
+    (losses,) = workers.run(1, f"{CASES}:ordered", folder=str(tmp_path), seeds=[None, 5, 4])
+    assert losses[0] == losses[1] != losses[2]
 
 
 @pytest.mark.parametrize("theirs", [False, True])

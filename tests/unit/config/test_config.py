@@ -4,6 +4,7 @@ import contextlib
 import json
 import runpy
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from transformers import TrainingArguments
 
+from zeromesh import Trainer
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.load import load_config, suggestion
 from zeromesh.trainer.config.messages import allowed, choices, known_paths
@@ -314,10 +317,36 @@ def test_configurations_are_frozen_and_check_themselves() -> None:
         config.run.seed = 1  # type: ignore[misc]
     with pytest.raises(ValidationError, match=r"batch\.micro_size: 32 is more than"):
         TrainerConfig.model_validate({"batch": {"micro_size": 32}})
-    with pytest.raises(
-        ConfigError, match="got int; allowed is a path, a mapping, a TrainerConfig or TrainingArguments"
-    ):
+    with pytest.raises(ConfigError, match="got int; allowed is a path, a mapping or a TrainerConfig"):
         load_config(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda given: load_config(given),
+        lambda given: Trainer(None, given),
+        lambda given: Trainer(None, args=given),
+    ],
+)
+def test_arguments_of_transformers_are_sent_to_their_own_trainer(tmp_path: Path, make: Callable[[Any], Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(TrainingArguments(output_dir=str(tmp_path)))
+    assert str(caught.value) == (
+        "TrainingArguments: use zeromesh.transformers.Trainer, the same constructor as transformers' own"
+    )
+
+
+def test_a_subclass_with_hooks_of_transformers_is_refused() -> None:
+    class Own(Trainer):
+        def training_step(self, model: Any, inputs: Any) -> None: ...
+
+        def compute_loss(self, model: Any, inputs: Any) -> None: ...
+
+    with pytest.raises(
+        ConfigError, match="Own overrides compute_loss, training_step, which transformers' Trainer calls"
+    ):
+        Own(None, {})
 
 
 def test_two_configurations_share_no_model() -> None:

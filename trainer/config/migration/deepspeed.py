@@ -1,7 +1,7 @@
 """A DeepSpeed configuration in place of one of zeromesh: each key is mapped, has no effect here, or is refused.
 
-`auto` leaves what TrainingArguments say, where there are any, and else zeromesh's default. A rate follows DeepSpeed's curve without
-the first step, which DeepSpeed does twice. What several keys decide together is read as DeepSpeed 0.19 does.
+`auto` leaves zeromesh's default. A rate follows DeepSpeed's curve without the first step, which DeepSpeed does twice. What several
+keys decide together is read as DeepSpeed 0.19 does.
 """
 
 import math
@@ -29,17 +29,6 @@ _PATHS = dict.fromkeys(part for row in TABLE for part in accumulate(row.name.spl
 _COMMON = frozenset(_TREE) & frozenset(TrainerConfig.model_fields)
 """Sections that both kinds of configuration have."""
 
-# Keys that transformers compares with its arguments; what they are called there, and the key here.
-_AGREE = {
-    "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", "batch.micro_size"),
-    "train_batch_size": ("per_device_train_batch_size x gradient_accumulation_steps x ranks", "batch.global_size"),
-    "gradient_clipping": ("max_grad_norm", "run.clip_norm"),
-    "optimizer.params.lr": ("learning_rate", "optimizer.lr"),
-    "optimizer.params.betas": ("adam_beta1 and adam_beta2", "optimizer.betas"),
-    "optimizer.params.eps": ("adam_epsilon", "optimizer.eps"),
-    "optimizer.params.weight_decay": ("weight_decay", "optimizer.weight_decay"),
-    "scheduler.params.warmup_max_lr": ("learning_rate", "optimizer.lr"),
-}
 _GRADIENT_CLIPPING = 1.0
 _WARMUP_STEPS = 1000
 _WARMUP_DECAY_LR = 1e-3
@@ -77,14 +66,14 @@ def is_deepspeed(data: Mapping[str, Any]) -> bool:
     return typed or any(key in _TREE and key not in _COMMON for key in data)
 
 
-def read_deepspeed(data: Mapping[str, Any], place: LaunchFacts, below: Mapping[str, Any] | None = None) -> Translation:
-    """The keys that a DeepSpeed configuration asks for, in a world as `place` says, on top of those of TrainingArguments."""
+def read_deepspeed(data: Mapping[str, Any], place: LaunchFacts) -> Translation:
+    """The keys that a DeepSpeed configuration asks for, in a world as `place` says."""
     settings: dict[str, Any] = {}
     problems = list(_flatten(data, _TREE, "", settings))
     sizes = [settings.get(f"tensor_parallel.{name}") for name in _TENSOR_NAMES]
     tensor = max([1, *(size for size in sizes if type(size) is int)])
-    reading = Reading(settings, place, tensor=tensor, below=below)
-    reading.problems += [*problems, *_disagreements(reading)]
+    reading = Reading(settings, place, tensor=tensor)
+    reading.problems += problems
     joins = (_batch, _optimizer, _schedule, _precision, _zero, _offload, _activations, _figures)
     return translate(TABLE, joins, reading, source="DeepSpeed")
 
@@ -112,42 +101,16 @@ def _unknown(path: str, value: Any) -> str:
     return f"{path}: unknown key{got}; {hint}"
 
 
-def _disagreements(read: Reading) -> Iterator[str]:
-    """Values that TrainingArguments say otherwise, of which nobody knows which one is meant."""
-    below, settings = read.below, read.settings
-    theirs = {name: (argument, below[key]) for name, (argument, key) in _AGREE.items() if key in below}
-    if {"batch.global_size", "batch.micro_size"} <= below.keys():
-        accumulation = below["batch.global_size"] // (below["batch.micro_size"] * read.data_ranks)
-        theirs["gradient_accumulation_steps"] = ("gradient_accumulation_steps", accumulation)
-    warmup = below.get("schedule.warmup_steps")
-    if warmup is not None and "schedule.warmup_ratio" not in below:
-        steps = settings.get("scheduler.params.warmup_num_steps")
-        theirs["scheduler.params.warmup_num_steps"] = ("warmup_steps", 1 if (steps, warmup) == (1, 0) else warmup)
-    for section, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if "precision.compute" in below:
-            theirs[f"{section}.enabled"] = (f"{section}", below["precision.compute"] == dtype)
-    for name, (argument, value) in theirs.items():
-        if name in settings and settings[name] != value:
-            yield (
-                f"{name}: {shown('', settings[name])}, but {argument} of TrainingArguments is {shown('', value)}; "
-                "make them agree, or set this one to 'auto'"
-            )
-
-
 def _batch(read: Reading) -> Pairs:
-    if not read.has("gradient_clipping") and not read.below:
+    if not read.has("gradient_clipping"):
         yield "run.clip_norm", _GRADIENT_CLIPPING
     if read("dataloader_drop_last") is not None:
-        yield "batch.last", "drop" if read("dataloader_drop_last") else read.below.get("batch.last", "carry")
+        yield "batch.last", "drop" if read("dataloader_drop_last") else "carry"
     known = len(read.problems)
     train, micro, accumulation = map(read.count, _BATCH_NAMES)
     if len(read.problems) > known:
         return
     ranks, automatic = read.data_ranks, [name for name in _BATCH_NAMES if name in read.automatic]
-    if read.below:
-        # What TrainingArguments say otherwise is refused: it takes all of these together.
-        yield from (pair for pair in (("batch.micro_size", micro), ("batch.global_size", train)) if pair[1] is not None)
-        return
     default = BatchSection()
     if train is None and micro is None:
         if not automatic:
@@ -178,8 +141,7 @@ def _batch(read: Reading) -> Pairs:
 
 def _optimizer(read: Reading) -> Pairs:
     if not read.has("optimizer."):
-        if not read.below:
-            read.notes.append("no optimizer is given: zeromesh's default replaces it")
+        read.notes.append("no optimizer is given: zeromesh's default replaces it")
         return
     options = read.choice("optimizer.type", _OPTIMIZERS, required=True)
     if options is None:
@@ -193,16 +155,14 @@ def _optimizer(read: Reading) -> Pairs:
     for name, default in options.items():
         if name != "name" and f"optimizer.params.{name}" not in read.automatic:
             yield f"optimizer.{name}", read(f"optimizer.params.{name}", default)
-    if not read.below:
-        yield "optimizer.exempt", "none"
+    yield "optimizer.exempt", "none"
 
 
 def _schedule(read: Reading) -> Pairs:
     prefix = "scheduler.params."
     if not read.has("scheduler."):
-        if not read.below:
-            read.notes.append("no scheduler is given: the learning rate is constant")
-            yield from (("schedule.name", "constant"), ("schedule.warmup_steps", 0))
+        read.notes.append("no scheduler is given: the learning rate is constant")
+        yield from (("schedule.name", "constant"), ("schedule.warmup_steps", 0))
         return
     name = read.choice("scheduler.type", _CURVES, required=True)
     if name is None:
@@ -225,7 +185,7 @@ def _schedule(read: Reading) -> Pairs:
             highest = _WARMUP_DECAY_LR
         if highest is not None:
             yield "optimizer.lr", highest
-        highest = highest or read.number("optimizer.params.lr") or read.below.get("optimizer.lr", OptimizerSection().lr)
+        highest = highest or read.number("optimizer.params.lr") or OptimizerSection().lr
         if lowest and highest:
             yield "schedule.start_ratio", lowest / highest
     if name != "constant":
@@ -247,21 +207,14 @@ def _one_cycle(read: Reading, prefix: str) -> Pairs:
 
 
 def _length(read: Reading, steps: int | None) -> Pairs:
-    if steps is None:
-        return
-    if read.below and read.below.get("run.max_steps") != steps:
-        asked = read.below.get("run.max_steps", "not set")
-        read.refuse(
-            "scheduler.params", f"its steps are {steps}, and max_steps of TrainingArguments is {asked}; make them agree"
-        )
-        return
-    yield from (("run.max_steps", steps), ("run.epochs", None))
+    if steps is not None:
+        yield from (("run.max_steps", steps), ("run.epochs", None))
 
 
 def _precision(read: Reading) -> Pairs:
     sections = ("bf16", "bfloat16", "fp16", "torch_autocast")
     on = [name for name in sections if read(f"{name}.enabled") is True]
-    compute = read.below.get("precision.compute")
+    compute = None
     if "fp16" in on and len(on) > 1:
         read.refuse("fp16.enabled", "bfloat16 and fp16 modes cannot be simultaneously enabled")
     elif on:
@@ -271,7 +224,7 @@ def _precision(read: Reading) -> Pairs:
             read.refuse("torch_autocast.dtype", f"got {dtype!r}; allowed is bfloat16 or float16")
             return
         yield "precision.compute", compute
-    elif not read.below and not any(f"{name}.enabled" in read.automatic for name in sections):
+    elif not any(f"{name}.enabled" in read.automatic for name in sections):
         compute = "float32"
         yield "precision.compute", compute
     if compute == "float16":
@@ -318,29 +271,25 @@ def _offload(read: Reading) -> Pairs:
 
 def _activations(read: Reading) -> Pairs:
     names = ("partition_activations", "cpu_checkpointing", "number_checkpoints")
-    on = any(read(f"activation_checkpointing.{name}") for name in names)
-    if read.below:
-        on = read.below.get("model.activation_checkpointing") != "none"
-    elif on:
+    if any(read(f"activation_checkpointing.{name}") for name in names):
         yield "model.activation_checkpointing", "block"
-    if on and read("activation_checkpointing.cpu_checkpointing"):
+    if read("activation_checkpointing.cpu_checkpointing"):
         yield "offload.activations", "host"
 
 
 def _figures(read: Reading) -> Pairs:
-    if not read.below and read("steps_per_print") is not None:
+    if read("steps_per_print") is not None:
         steps = 0 if read("steps_per_print") == math.inf else read.count("steps_per_print")
         if steps is not None:
             yield "run.log_every", steps
     if read("flops_profiler.enabled"):
         step = read.count("flops_profiler.profile_step") or 1
         yield "profile.steps", [step, step]
-    before = list(read.below.get("tracking.backends", ()))
     backends = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
     asked = [name for name in backends if read(f"{name}.enabled") is True]
     if asked:
-        yield "tracking.backends", list(dict.fromkeys([*before, *(backends[name] for name in asked)]))
-    if "wandb" in asked and not before:
+        yield "tracking.backends", [backends[name] for name in asked]
+    if "wandb" in asked:
         yield "tracking.mode", "online"
     for name in ("comet", "wandb"):
         if name in asked and read(f"{name}.project"):

@@ -8,9 +8,9 @@ train_batch_size -> batch.global_size: samples of a step; has to be train_micro_
     x data ranks
 train_micro_batch_size_per_gpu -> batch.micro_size batch.global_size: samples of a microbatch
 gradient_accumulation_steps -> batch.global_size: microbatches of a rank in a step
-gradient_clipping = run.clip_norm: as it is; without it 1.0, as DeepSpeed 0.19 has it, or max_grad_norm
+gradient_clipping = run.clip_norm: as it is; without it 1.0, as DeepSpeed 0.19 has it
 dataloader_drop_last -> batch.last: true: drop
-steps_per_print -> run.log_every: as it is; beside TrainingArguments, logging_steps says it
+steps_per_print -> run.log_every: as it is
 managed_gradient_accumulation: no effect: the microbatches of a step are always summed before its update
 prescale_gradients gradient_predivide_factor communication_data_type: no effect: gradients are summed over ranks in
     precision.reduce, which is float32 or float64, and divided once
@@ -25,7 +25,7 @@ optimizer.type -> optimizer.name: AdamW and Adam: adamw, or adam where adam_w_mo
 lr = optimizer.lr: as it is
 betas = optimizer.betas: as it is
 eps = optimizer.eps: as it is
-weight_decay -> optimizer.weight_decay: as it is; of all parameters, but beside TrainingArguments
+weight_decay -> optimizer.weight_decay: as it is; of all parameters
 momentum = optimizer.momentum: as it is
 adam_w_mode -> optimizer.name: see optimizer.type
 torch_adam -> optimizer.weight_decay: true: 0.01 where weight_decay is not given, as torch's AdamW has it
@@ -42,7 +42,7 @@ optimizer.legacy_fusion: no effect: the update is always torch's fused one
 
 ## Scheduler
 scheduler.type -> schedule.name: WarmupLR: constant; WarmupDecayLR: linear; WarmupCosineLR: cosine_warmup_with_min_lr; OneCycle:
-    polynomial. LRRangeTest is refused. Without a scheduler the rate is constant, or as TrainingArguments says
+    polynomial. LRRangeTest is refused. Without a scheduler the rate is constant
 [scheduler.params]
 warmup_min_lr -> schedule.start_ratio: as a part of warmup_max_lr
 warmup_max_lr -> optimizer.lr: as it is
@@ -135,8 +135,7 @@ zenflow: refused: updates are never late by a step; leave it out, and offload th
 
 ## Activation checkpointing
 [activation_checkpointing]
-partition_activations -> model.activation_checkpointing: true: block, and parallel.sequence shares activations out; beside
-    TrainingArguments, activation_checkpointing says it
+partition_activations -> model.activation_checkpointing: true: block, and parallel.sequence shares activations out
 cpu_checkpointing -> offload.activations model.activation_checkpointing: true: host, of recomputed blocks
 number_checkpoints -> model.activation_checkpointing: a number: block, with each block by itself
 contiguous_memory_optimization synchronize_checkpoint_boundary profile: no effect: it is about DeepSpeed's own function

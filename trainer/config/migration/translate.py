@@ -1,7 +1,7 @@
 """Settings of another trainer as keys of the configuration: which are mapped, which have no effect here, which are refused.
 
 A trainer is a table of rows, one for each of its settings, and a few functions for keys that several settings decide together. The
-pages docs/from-hf-trainer.md and docs/from-deepspeed.md are made of the same rows.
+page docs/from-deepspeed.md is made of the same rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from zeromesh.trainer.config.messages import either, shown
 
 AUTO = "auto"
 _LARGEST_COUNT = 1 << 53
-_NO_VALUE = object()
 
 
 class Fate(StrEnum):
@@ -33,31 +32,28 @@ class Fate(StrEnum):
 class SettingRow:
     """One setting: its `name`, dotted where settings are nested.
 
-    `keys` are those of the configuration that it decides, by `convert` of its value, or together with others. `text` says how; or
-    why it has no effect; or why it is refused, and what to do instead. `neutral` values ask for nothing.
+    `keys` are those of the configuration that it decides, together with others unless `as_it_is`. `text` says how; or why it has
+    no effect; or why it is refused, and what to do instead. `neutral` values ask for nothing.
     """
 
     name: str
     fate: Fate
     text: str
     keys: tuple[str, ...] = ()
-    convert: Callable[[Any], Any] | None = None
+    as_it_is: bool = False
     neutral: tuple[Any, ...] = ()
 
 
-_MAPPED = re.compile(r"([\w. ]+) (->|=>|=) ([\w. ]+): (.+)")
+_MAPPED = re.compile(r"([\w. ]+) (->|=) ([\w. ]+): (.+)")
 _OTHER = re.compile(r"([\w. ]+): (read|no effect|refused)(?: unless (.+?))?: (.+)")
 
 
-def read_table(
-    text: str, convert: Mapping[str, Callable[[Any], Any]] | None = None
-) -> dict[str, tuple[SettingRow, ...]]:
+def read_table(text: str) -> dict[str, tuple[SettingRow, ...]]:
     """The rows of each section of a table in `text`. Its lines, of which indented ones continue the one before, are:
 
         ## Title                                    a section of the table begins
         [prefix]                                    the names that follow are inside `prefix`; [] ends that
         name = key: how                             the setting's value is that of the key
-        name => key: how                            the key is `convert[name]` of the setting's value
         name -> key key: how                        the setting decides the keys together with others
         name: read: how                             the setting is read, and decides no key
         name name: no effect: why                   the settings have no effect
@@ -76,15 +72,15 @@ def read_table(
             prefix = f"{line[1:-1]}." if line != "[]" else ""
         elif line:
             line = line.removesuffix('"') + found[title][-1].text if line.endswith(': "') else line
-            found[title] += tuple(_rows(line, prefix, convert or {}))
+            found[title] += tuple(_rows(line, prefix))
     return found
 
 
-def _rows(line: str, prefix: str, convert: Mapping[str, Callable[[Any], Any]]) -> Iterator[SettingRow]:
+def _rows(line: str, prefix: str) -> Iterator[SettingRow]:
     if mapped := _MAPPED.fullmatch(line):
         name, arrow, keys, text = mapped.groups()
-        function = (lambda value: value) if arrow == "=" else convert[name] if arrow == "=>" else None
-        yield SettingRow(name=prefix + name, fate=Fate.MAPPED, text=text, keys=tuple(keys.split()), convert=function)
+        found = tuple(keys.split())
+        yield SettingRow(name=prefix + name, fate=Fate.MAPPED, text=text, keys=found, as_it_is=arrow == "=")
         return
     other = _OTHER.fullmatch(line)
     if other is None:
@@ -116,13 +112,12 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchFacts:
-    """Numbers that some settings depend on: the `ranks` of the launch, and the `samples` of the training data if they are known.
+    """Numbers that some settings depend on: the `ranks` of the launch.
 
     `tensor` and `pipeline` are axes that the configuration sets beside them; None: it does not.
     """
 
     ranks: int = 1
-    samples: int | None = None
     tensor: int | None = None
     pipeline: int | None = None
 
@@ -136,38 +131,15 @@ class Translation:
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
-    def on(self, below: Translation) -> Translation:
-        """Both, this one's values where they are about the same."""
-        return Translation(
-            values={**below.values, **self.values},
-            origins={**below.origins, **self.origins},
-            notes=(*below.notes, *self.notes),
-            problems=(*below.problems, *self.problems),
-        )
-
 
 class Reading:
     """Settings of another trainer while they are translated. Calling it gives a setting's value."""
 
-    def __init__(
-        self,
-        settings: Mapping[str, Any],
-        place: LaunchFacts,
-        *,
-        tensor: int = 1,
-        defaults: Mapping[str, Any] | None = None,
-        below: Mapping[str, Any] | None = None,
-    ) -> None:
-        """`defaults` replace settings that are not there; `below` are values by key that hold where no setting says otherwise.
-
-        `tensor` ranks share a layer unless the configuration says how many.
-        """
+    def __init__(self, settings: Mapping[str, Any], place: LaunchFacts, *, tensor: int = 1) -> None:
+        """`tensor` ranks share a layer unless the configuration says how many."""
         self.settings = {name: value for name, value in settings.items() if value != AUTO}
         self.automatic = tuple(name for name, value in settings.items() if value == AUTO)
-        self.defaults = defaults or {}
-        self.below: Mapping[str, Any] = below or {}
         self.tensor = tensor
-        self.samples = place.samples
         self.data_ranks = max(1, place.ranks // ((place.tensor or tensor) * (place.pipeline or 1)))
         """Ranks that train on samples of their own."""
         self.problems: list[str] = []
@@ -176,7 +148,7 @@ class Reading:
 
     def __call__(self, name: str, default: Any = None) -> Any:
         """The value of a setting; None or `default` where it is not there."""
-        return self.settings.get(name, self.defaults.get(name, default))
+        return self.settings.get(name, default)
 
     def has(self, beginning: str) -> bool:
         """Whether a setting is there, perhaps an automatic one, whose name begins so."""
@@ -233,8 +205,8 @@ def translate(table: Sequence[SettingRow], joins: Sequence[Join], reading: Readi
         value = reading(row.name)
         if row.fate is Fate.REFUSED and value not in row.neutral:
             reading.refuse(row.name, f"{shown(row.name, value)} is not available: {row.text}")
-        if row.convert is not None:
-            values[row.keys[0]] = row.convert(value)
+        if row.as_it_is:
+            values[row.keys[0]] = value
     for join in joins:
         values.update(join(reading))
     origins = {key: f"{source} {row.name}" for row in present for key in row.keys if key in values}
@@ -247,16 +219,14 @@ def _lines(table: Sequence[SettingRow], reading: Reading, values: Mapping[str, A
     why: dict[str, list[str]] = {}
     for row in table:
         automatic = row.name in reading.automatic
-        value = reading.settings.get(row.name, _NO_VALUE)
-        asked = value is not _NO_VALUE and value != reading.defaults.get(row.name, _NO_VALUE)
+        asked = row.name in reading.settings
         if row.fate is Fate.IDLE and (asked or automatic):
             why.setdefault(f"no effect: {row.text}", []).append(row.name)
         elif row.fate is Fate.REFUSED and asked:
             why.setdefault("what is done here anyway", []).append(row.name)
         elif row.fate is Fate.MAPPED and (asked or automatic):
-            known = {**reading.below, **values} if automatic else values
-            found = ", ".join(f"{key}: {shown(key, known[key])}" for key in row.keys if key in known)
+            found = ", ".join(f"{key}: {shown(key, values[key])}" for key in row.keys if key in values)
             default = "zeromesh's default" if automatic else "nothing, by what else is set" if row.keys else row.text
-            yield f"{row.name}: {AUTO if automatic else shown(row.name, value)} -> {found or default}"
+            yield f"{row.name}: {AUTO if automatic else shown(row.name, reading(row.name))} -> {found or default}"
     for text, names in why.items():
         yield f"{', '.join(names)}: {text}"
