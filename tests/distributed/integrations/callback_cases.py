@@ -5,10 +5,8 @@ import contextlib
 import io
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -239,33 +237,6 @@ def shown(mesh: Mesh, folder: str, name: str) -> dict[str, list[Any]]:
         lines = map(ast.literal_eval, re.findall(r"\{.*?\}", out.getvalue()))
         found[which] = [timeless(line) for line in lines]
     return found
-
-
-def notebook(mesh: Mesh, folder: str, fields: Mapping[str, Any]) -> dict[str, str]:
-    """The last table that the callback of notebooks shows under either; a module stands in for IPython's."""
-    found: dict[str, list[str]] = {}
-    display = ModuleType("IPython.display")
-    display.HTML = str  # type: ignore[attr-defined]
-    with patch.dict(sys.modules, {"IPython": ModuleType("IPython"), "IPython.display": display}):
-        sys.modules["IPython"].display = display  # type: ignore[attr-defined]
-        from transformers.utils.notebook import NotebookProgressCallback
-
-        for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
-            shown = found[name] = []
-            display.display = lambda text, shown=shown, **_: (shown.append(text), Shown(shown))[1]  # type: ignore[attr-defined]
-            with quiet():
-                run(kind, Path(folder) / name, fields, [NotebookProgressCallback()]).predict(whole(5))
-    return {name: re.findall(r"<table.*?</table>", "".join(each), re.DOTALL)[-1] for name, each in found.items()}
-
-
-class Shown:
-    """What is shown once, and changed later."""
-
-    def __init__(self, shown: list[str]) -> None:
-        self._shown = shown
-
-    def update(self, text: str) -> None:
-        self._shown.append(text)
 
 
 def tensorboard(mesh: Mesh, folder: str) -> dict[str, Any]:

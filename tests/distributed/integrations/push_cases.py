@@ -19,13 +19,9 @@ from zeromesh.mesh.process_mesh import Mesh
 
 TOKEN = "planted-token-of-nobody"
 KEYS: dict[str, Any] = {
-    "run": {"name": "run", "max_steps": 2, "epochs": None, "seed": 42, "clip_norm": 1.0},
+    "run": {"name": "run", "max_steps": 2},
     "batch": {"micro_size": 2, "global_size": 2},
-    "optimizer": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
-    "schedule": {"name": "linear", "warmup_steps": 0},
-    "data": {"shuffle": False},
     "checkpoint": {"every_steps": 0},
-    "precision": {"compute": "float32"},
     "hub": {"push": True, "repository": "tiny", "private": True, "revision": "dev"},
 }
 
@@ -58,13 +54,11 @@ class Hub:
 
 
 @contextlib.contextmanager
-def hub(root: Path, broken: str = "", *, theirs: bool = False) -> Iterator[Hub]:
-    """Inside the block there is no other, for zeromesh or for transformers' Trainer."""
+def hub(root: Path, broken: str = "") -> Iterator[Hub]:
+    """Inside the block there is no other."""
     made = Hub(root, broken)
     with (
-        patch("transformers.trainer.hf_api", lambda: made)
-        if theirs
-        else patch("huggingface_hub.HfApi", lambda *given, **named: made),
+        patch("huggingface_hub.HfApi", lambda *given, **named: made),
         patch("transformers.modelcard.is_offline_mode", lambda: True),
     ):
         yield made
@@ -93,29 +87,6 @@ def _trainer(folder: str, **inputs: Any) -> Trainer:
     made = model()
     made.add_model_tags("made-by-hand")
     return Trainer(made, {**KEYS, "run": {**KEYS["run"], "output_dir": folder}}, whole(8), **inputs)
-
-
-def pushed_by_transformers(mesh: Mesh, folder: str) -> dict[str, Any]:
-    """What transformers' Trainer uploads, and with which calls."""
-    root, beginning = Path(folder), Beginning()
-    arguments = tf.TrainingArguments(
-        output_dir=str(root / "run"), max_steps=2, per_device_train_batch_size=2, per_device_eval_batch_size=2,
-        train_sampling_strategy="sequential", save_strategy="no", report_to="none", disable_tqdm=True, push_to_hub=True,
-        hub_strategy="end", hub_model_id="tiny", hub_token=TOKEN, hub_private_repo=True, hub_revision="dev",
-    )  # fmt: skip
-    made = model()
-    made.add_model_tags("made-by-hand")
-    with hub(root / "hub", theirs=True) as api, quiet():
-        trainer = tf.Trainer(made, arguments, train_dataset=whole(8), callbacks=[beginning])
-        trainer.train()
-        trainer.push_to_hub(tags="tried", dataset="sentences")
-    last = root / "hub" / str(len(api.calls))
-    return {
-        "calls": api.calls,
-        "began": beginning.seen,
-        "files": files(last),
-        "card": (last / "README.md").read_text(),
-    }
 
 
 def pushed(mesh: Mesh, folder: str) -> dict[str, Any]:

@@ -140,10 +140,9 @@ CALLBACKS: dict[str, tuple[list[list[Any]], dict[str, Any], list[float]]] = {
     "SaveWhen beside the run's own": ([["SaveWhen", [1]]], {**STEPS, "eval_strategy": "no", "max_steps": 4}, []),
     "KeepEvaluated": ([["KeepEvaluated"]], {**STEPS, "save_strategy": "no"}, []),
     "CutEpochs": ([["CutEpochs"]], {**OFF, "logging_steps": 2, "num_train_epochs": 3, "save_strategy": "epoch"}, []),
-    "WriteTable": ([["WriteTable"]], RUNS["epochs"], []),
     "CountTime": ([["CountTime"]], {**OFF, "gradient_accumulation_steps": 4, "logging_steps": 4, "max_steps": 4}, []),
     "Summary": ([["Summary"]], EARLY, SCORES),
-    "Annotate": ([["Annotate"], ["WriteTable"]], {**OFF, "logging_steps": 1, "max_steps": 2}, []),
+    "Annotate": ([["Annotate"]], {**OFF, "logging_steps": 1, "max_steps": 2}, []),
 }
 
 
@@ -190,14 +189,6 @@ def test_what_is_printed(workers: Workers, tmp_path: Path, name: str) -> None:
     for mine, theirs in zip(found["ours"], found["theirs"], strict=True):
         for key, value in theirs.items():
             assert value is None or math.isclose(float(mine[key]), float(value), rel_tol=2e-3), key
-
-
-@pytest.mark.parametrize("strategy", ["no", "steps", "epoch"])
-def test_what_a_notebook_shows(workers: Workers, tmp_path: Path, strategy: str) -> None:
-    fields = {"max_steps": 4, "logging_steps": 2, "eval_strategy": strategy, "eval_steps": 2, "save_strategy": "no"}
-    found = workers.run(1, f"{CASES}:notebook", folder=str(tmp_path), fields=fields)[0]
-    assert found["theirs"].count("<td>") >= 3
-    assert found["ours"] == found["theirs"]
 
 
 def test_what_tensorboard_gets(workers: Workers, tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ def places(folder: Path) -> dict[str, str]:
     }
 
 
-def kept(name: str, folder: Path, figure: str, setting: str = "optimizer.lr") -> Kept:
-    """What a tracker has of a figure and a setting."""
-    return _READERS[name](folder, figure, setting)
+def kept(name: str, folder: Path, figure: str) -> Kept:
+    """What a tracker has of a figure and the setting of the learning rate."""
+    return _READERS[name](folder, figure, "optimizer.lr")
 
 
 def contents(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -118,8 +118,7 @@ def _swanlab(folder: Path, figure: str, setting: str) -> Kept:
         reader.close()
         rows += [(each.step, each.value.number) for each in scalars if each.key == figure]
         settings += [yaml.safe_load((path.parent / "files" / "config.yaml").read_text())[setting]["value"]]
-        if (folder / "run" / "tracking.json").exists():  # Else it is a callback's, which looks at all there is.
-            assert "command" not in (path.parent / "files" / "swanlab-metadata.json").read_text()
+        assert "command" not in (path.parent / "files" / "swanlab-metadata.json").read_text()
     assert len({path.name for path in paths}) == 1  # one run
     return rows, settings
 

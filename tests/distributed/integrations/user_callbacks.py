@@ -1,6 +1,5 @@
 """Callbacks as users of transformers write them, to its documentation alone. Each keeps in `seen` what it saw and did."""
 
-import csv
 import math
 import time
 from pathlib import Path
@@ -131,28 +130,6 @@ class CutEpochs(Seeing):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seen.append([state.global_step, state.epoch])
-
-
-class WriteTable(Seeing):
-    """Writes a line for each loss."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        self.path = Path(args.output_dir) / "losses.csv"
-        with self.path.open("w", newline="") as file:
-            csv.writer(file).writerow(["step", "epoch", "loss", "rate", "norm"])
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if state.is_world_process_zero and "loss" in logs:
-            row = [state.global_step, logs["epoch"], logs["loss"], logs["learning_rate"], logs["grad_norm"]]
-            with self.path.open("a", newline="") as file:
-                csv.writer(file).writerow(row)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            with self.path.open(newline="") as file:
-                head, *rows = csv.reader(file)
-            self.seen += [head, *([float(value) for value in row] for row in rows)]
 
 
 class CountTime(Seeing):
