@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
     "tokenizer": ("DataError", ["processing_class is a str; give a tokenizer", "data.tokenizer"]),
     "fields": ("DataError", ["Pictures.forward needs images, and the batch has x; name the dataset's fields after"]),
     "blocks": ("ConfigError", ["model.compile compiles repeated blocks, and NoLoss has none", "model.compile: false"]),
-    "config": ("ConfigError", ["config: got list; allowed is a path, a mapping, a TrainerConfig or Training"]),
+    "config": ("ConfigError", ["config: got list; allowed is a path, a mapping or a TrainerConfig"]),
 }
 
 

@@ -26,8 +26,7 @@ def test_a_model_is_uploaded(workers: Workers, tmp_path: Path, ranks: int) -> No
     assert mine["loaded"] == loaded(tmp_path / "saved")
     for line in ("- made-by-hand", "- tried", "sentences", "# tiny", "- learning_rate: 0.0003"):
         assert line in mine["card"], line
-    assert (f"- num_devices: {ranks}
-" in mine["card"]) == (ranks > 1)
+    assert (f"- num_devices: {ranks}" in mine["card"]) == (ranks > 1)
 
 
 def test_no_token_is_written_or_said(workers: Workers, tmp_path: Path) -> None:
