@@ -40,8 +40,11 @@ def pytest_configure() -> None:
     if os.environ.get(_REPLACE):
         from zeromesh.transformers import Seq2SeqTrainer, Trainer
 
-        transformers.Trainer = trainer.Trainer = Trainer
-        transformers.Seq2SeqTrainer = trainer_seq2seq.Seq2SeqTrainer = Seq2SeqTrainer
+        # The package has put another module in its place while it was imported.
+        for module in (sys.modules["transformers"], trainer):
+            module.Trainer = Trainer  # type: ignore[attr-defined]
+        for module in (sys.modules["transformers"], trainer_seq2seq):
+            module.Seq2SeqTrainer = Seq2SeqTrainer  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(wrapper=True)
