@@ -47,7 +47,7 @@ $ zeromesh config ds.json --nproc 2
 # DeepSpeed: train_micro_batch_size_per_gpu: 4 -> batch.micro_size: 4, batch.global_size: 32
 # DeepSpeed: optimizer.type: 'AdamW' -> optimizer.name: 'adamw'
 # DeepSpeed: optimizer.params.lr: 3e-05 -> optimizer.lr: 3e-05
-# DeepSpeed: optimizer.params.weight_decay: auto -> optimizer.weight_decay: zeromesh's default
+# DeepSpeed: optimizer.params.weight_decay: auto -> zeromesh's default
 # DeepSpeed: scheduler.type: 'WarmupDecayLR' -> schedule.name: 'linear'
 # DeepSpeed: scheduler.params.warmup_max_lr: 3e-05 -> optimizer.lr: 3e-05
 # DeepSpeed: scheduler.params.warmup_num_steps: 100 -> schedule.warmup_steps: 100

@@ -68,6 +68,7 @@ def test_an_account_knows_what_each_rank_sends() -> None:
     assert {name: (row["calls"], row["bytes"]) for name, row in account.take().items()} == {
         "all-gather": (1, 750),
         "reduce-scatter": (1, 750),
+        "all-to-all": (1, 750),
         "all-reduce": (1, 1500),
         "broadcast": (1, 750),
         "point to point": (1, 1000),

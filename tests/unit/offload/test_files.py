@@ -178,7 +178,7 @@ def test_every_file_of_a_run_obeys_the_umask(tmp_path: Path, umask: Callable[[in
     config = settings(str(tmp_path), run={"max_steps": 2, "name": "private"}, checkpoint={"every_steps": 1})
     with Trainer(seeded(llama), config, sentences()) as trainer:
         trainer.fit()
-        trainer.save_model(str(tmp_path / "model"))
+        trainer.save(tmp_path / "model")
     found = list(tmp_path.rglob("*"))
     assert {"manifest.json", "trainer_state.json", "config.json", "run.lock"} <= {path.name for path in found}
     assert [path for path in found if path.stat().st_mode & 0o077] == []
