@@ -62,7 +62,7 @@ def test_a_global_batch_that_nothing_divides(
 
 
 def test_initial_weights_depend_on_seed_and_name_alone(workers: Workers, tmp_path: Path) -> None:
-    layouts = [(1, 0), (1, 3), (2, 1), (2, 2), (3, 3)]
+    layouts = [(1, 0), (2, 2), (3, 3)]
     found = [run(workers, size, "initial", folder=str(tmp_path), stage=stage) for size, stage in layouts]
     assert all(each == found[0] for each in found), found
     assert found[0]["config"] == found[0]["callable"] == found[0]["meta"] != found[0]["tied"]

@@ -25,7 +25,7 @@ from zeromesh.intervals import Interval
 from zeromesh.offload import TieredTensor
 from zeromesh.offload.io.direct_io import BLOCK
 
-FEW = settings(max_examples=20)
+FEW = settings(max_examples=8)
 BF16 = torch.bfloat16
 
 
