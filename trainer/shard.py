@@ -11,10 +11,9 @@ zeromesh.save("out", model, optimizer)
 """
 
 import logging
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from types import MethodType
@@ -49,10 +48,21 @@ _Model = TypeVar("_Model", bound=nn.Module)
 _SECTIONS = ("parallel", "zero", "precision", "offload", "ema")
 _LOOP = "loop"
 """The key of a loop's groups and state in a checkpoint, where the Trainer has the values of its callbacks."""
-_engines: weakref.WeakKeyDictionary[nn.Module, AutogradEngine] = weakref.WeakKeyDictionary()
-_divided: weakref.WeakKeyDictionary[nn.Module, Divided] = weakref.WeakKeyDictionary()
-_frozen: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
-"""Parameters that were trained before a model was partitioned without an optimizer."""
+_SHARDING = "_zeromesh_sharding"
+"""The attribute of a partitioned model that has its `_Sharding`. Whoever holds the model holds its engine, and nobody else does."""
+
+
+@dataclass(frozen=True)
+class _Sharding:
+    """How a model is partitioned. In copies and pickles of the model this is None, as they are not partitioned."""
+
+    engine: AutogradEngine
+    divided: Divided
+    frozen: list[nn.Parameter]
+    """Parameters that were trained before the model was partitioned without an optimizer."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 def shard(
@@ -109,7 +119,7 @@ def shard(
         cuts = ParallelOptions(rules=parallel.plan or {}, sequence=parallel.sequence, transport=parallel.transport)
         divided = divide(model, mesh, cuts)
         engine = AutogradEngine.build(model, mesh, zero, built.source, cuts=divided.cuts)
-    _engines[model], _divided[model], _frozen[model] = engine, divided, trained
+    vars(model)[_SHARDING] = _Sharding(engine, divided, trained)
     vars(model)["zero_grad"] = MethodType(_zero_grad, model)
     if callable(getattr(model, "generate", None)):
         vars(model)["generate"] = MethodType(_generate, model)
@@ -159,18 +169,17 @@ def _require_plain(model: nn.Module) -> None:
 
 def _zero_grad(model: Any, set_to_none: bool = True) -> None:
     """The method of a partitioned model that forgets gradients. A copy of the model, which is not partitioned, keeps its own."""
-    engine = _engines.get(model)
-    if engine is None:
-        type(model).zero_grad(model, set_to_none)
+    if is_sharded(model):
+        engine_of(model).forget_gradients(zeros=not set_to_none)
     else:
-        engine.forget_gradients(zeros=not set_to_none)
+        type(model).zero_grad(model, set_to_none)
 
 
 def _generate(model: Any, inputs: torch.Tensor | None = None, **arguments: Any) -> Any:
     """The method of a partitioned model that keeps ranks with other prompts together."""
-    engine = _engines.get(model)
-    if engine is None:
+    if not is_sharded(model):
         return type(model).generate(model, inputs, **arguments)
+    engine = engine_of(model)
     arguments.pop("synced_gpus", None)  # Ranks are kept together anyhow.
     if inputs is not None:
         arguments["inputs"] = inputs
@@ -184,17 +193,21 @@ _zero_grad.__name__, _generate.__name__ = "zero_grad", "generate"
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether `shard` has partitioned a model."""
-    return model in _engines
+    return vars(model).get(_SHARDING) is not None
 
 
 def engine_of(model: nn.Module) -> AutogradEngine:
     """The engine of a model that `shard` has partitioned. Raises `ConfigError` for any other."""
-    engine = _engines.get(model)
-    if engine is None:
+    return _sharding_of(model).engine
+
+
+def _sharding_of(model: nn.Module) -> _Sharding:
+    sharding: _Sharding | None = vars(model).get(_SHARDING)
+    if sharding is None:
         raise ConfigError(
             f"this {type(model).__name__} is not partitioned; call zeromesh.shard(model, optimizer) first"
         )
-    return engine
+    return sharding
 
 
 def gathered(model: nn.Module, names: Iterable[str]) -> AbstractContextManager[None]:
@@ -224,14 +237,13 @@ def unshard(model: nn.Module) -> None:
 
     Its `ShardedOptimizer` cannot be used afterwards. What `shard` has frozen is trained again.
     """
-    engine = engine_of(model)
-    engine.settle()
-    engine.state.make_whole(_divided.pop(model).restore)
-    del _engines[model]
-    engine.close()
-    for parameter in _frozen.pop(model):
+    sharding = _sharding_of(model)
+    sharding.engine.settle()
+    sharding.engine.state.make_whole(sharding.divided.restore)
+    sharding.engine.close()
+    for parameter in sharding.frozen:
         parameter.requires_grad_(True)
-    for name in ("zero_grad", "generate"):
+    for name in (_SHARDING, "zero_grad", "generate"):
         vars(model).pop(name, None)
 
 

@@ -117,6 +117,8 @@ class AutogradPasses(Passes):
         self._arrived: dict[int, set[int]] = {}
         """Parameters whose gradients have come in the present step, by number in their buckets."""
         self._leaves: list[Node] = []
+        """What gradients of parameters end in, during backward. These keep parameters alive in a way that garbage collection
+        does not see."""
         self.before_step: Callable[[], None] = lambda: None
         """Runs before the first forward of a step."""
         self._inner: list[list[tuple[nn.Module, int]]] = []
@@ -191,7 +193,7 @@ class AutogradPasses(Passes):
 
     def end(self) -> None:
         super().end()
-        self._growing = None
+        self._growing, self._leaves = None, []
 
     # Backward
 
@@ -238,10 +240,6 @@ class AutogradPasses(Passes):
                 "optimizer.clip_grad_norm_(max_norm), read whole ones with optimizer.gradient(name), and in place of a GradScaler "
                 "use precision={'compute': 'float16'} and optimizer.scale(loss)"
             )
-
-    def forget_leaves(self) -> None:
-        """Note that other parameters are trained from now on."""
-        self._leaves = []
 
     def _hold_in(self, graph: _Graph, unit: Unit) -> None:
         self._require_current(graph)
@@ -400,7 +398,6 @@ class AutogradEngine(ZeroEngine):
 
     def _before_step(self) -> None:
         self.begin_step(self._optimizer_step.updates)
-        self._passes.forget_leaves()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside the block no backward is the last one of a step; see `shard`."""

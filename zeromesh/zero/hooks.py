@@ -4,6 +4,7 @@ A unit's module calls back before and after its forward; the tensors it returns 
 back when its gradient is complete, and before it is used while it is at rest. What happens then is the engine's business.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -68,6 +69,12 @@ def _outside_transforms(call: Callable[..., None], *arguments: Any) -> None:
         call(*arguments)
 
 
+def _call_if_alive(call: weakref.ref[Callable[[nn.Parameter], None]], parameter: nn.Parameter) -> None:
+    alive = call()
+    if alive is not None:
+        alive(parameter)
+
+
 def _nothing(*output: Any) -> None:
     """Do nothing, as a copied hook."""
 
@@ -78,6 +85,8 @@ class Hooks:
     def __init__(self, units: Sequence[Unit], passes: Listener) -> None:
         """The hooks call `passes`."""
         self._handles: list[RemovableHandle] = []
+        self._on_gradients: list[Callable[[nn.Parameter], None]] = []
+        """Held here: garbage collection does not see what a gradient hook of a parameter holds."""
         self._passes = passes
         self._buckets = all_buckets(units)
         for unit in units:
@@ -99,7 +108,7 @@ class Hooks:
             handle.remove()
         for bucket in self._buckets:
             bucket.on_use = no_engine
-        self._handles = []
+        self._handles, self._on_gradients = [], []
 
     def _around(self, module: nn.Module, before: Callable[[], None], after: Callable[[Any], None]) -> None:
         self._handles.append(module.register_forward_pre_hook(_OfModule(before), prepend=True))
@@ -112,7 +121,9 @@ class Hooks:
     def on_gradients(self, unit: Unit, bucket: Bucket) -> None:
         """Listen to the gradients of a bucket's parameters, also of those that may be trained only later."""
         for index, parameter in enumerate(bucket.parameters):
-            hook = partial(self._passes.on_gradient, unit, bucket, index)
+            call = partial(self._passes.on_gradient, unit, bucket, index)
+            self._on_gradients.append(call)
+            hook = partial(_call_if_alive, weakref.ref(call))
             trained = parameter.requires_grad
             parameter.requires_grad_(True)  # Else torch takes no hook.
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]

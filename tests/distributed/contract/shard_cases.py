@@ -1,8 +1,11 @@
 """Cases of loops of a user's own over a model that `shard` has partitioned, each beside the same loop in plain PyTorch."""
 
 import copy
+import gc
 import io
 import pickle
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -434,6 +437,20 @@ def copies(mesh: Mesh) -> dict[str, Any]:
     zeromesh.unshard(ours.model)
     found["again"] = type(ours.model.scale) is nn.Parameter and bool(torch.isfinite(ours.model(x)).all())
     return found
+
+
+def forgotten(mesh: Mesh, stage: int) -> list[Any]:
+    """What is left of a model that nobody holds any more, and of its engine; how many threads it has left."""
+    threads, kept = threading.active_count(), []
+    for _ in range(2):
+        ours, _ = sides(mesh, stage)
+        ours.backward(0)
+        ours.optimizer.step()
+        kept += [weakref.ref(ours.model), weakref.ref(ours.optimizer.engine)]
+        mesh.world.barrier("all have trained")
+        del ours
+        gc.collect()
+    return [*(each() for each in kept if each() is not None), *range(threading.active_count() - threads)]
 
 
 def saved(mesh: Mesh, folder: str) -> list[float]:

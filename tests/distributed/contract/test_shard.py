@@ -82,6 +82,11 @@ def test_copies_belong_to_nobody(workers: Workers) -> None:
         assert found == {"outputs": [True, True], "kept": [False, False], "again": True}
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_forgotten_models_are_freed(workers: Workers, stage: int) -> None:
+    assert workers.run(2, "shard_cases:forgotten", stage=stage) == [[], []]
+
+
 def test_checkpoint_goes_on_over_other_ranks(workers: Workers, tmp_path: Path) -> None:
     assert max(map(max, workers.run(2, "shard_cases:saved", folder=str(tmp_path)))) < EXACT
     for ranks, stage in ((1, 3), (3, 1)):
