@@ -114,7 +114,7 @@ def resumes_or_keeps_one(
     ("kind", "words"),
     [
         ("bit-flip", "are not what rank"),
-        ("short-write", "are not what rank"),
+        pytest.param("short-write", "are not what rank", marks=FULL),
         ("truncate", "were written|are not what rank"),  # what others write behind the cut makes the file long again
     ],
 )
@@ -309,7 +309,8 @@ def test_a_signal_to_one_rank_saves_and_ends_all(
 
 
 @pytest.mark.parametrize(
-    ("number", "words"), [(signal.SIGTERM, "SystemExit 143"), (signal.SIGINT, "KeyboardInterrupt")]
+    ("number", "words"),
+    [(signal.SIGTERM, "SystemExit 143"), pytest.param(signal.SIGINT, "KeyboardInterrupt", marks=FULL)],
 )
 def test_a_signal_in_an_evaluation_does_not_wait_for_its_end(
     workers: Workers, tmp_path: Path, number: signal.Signals, words: str

@@ -459,7 +459,7 @@ def test_the_end_of_a_run_waits_for_trackers_a_bounded_time() -> None:
     gate.set()
 
 
-@pytest.mark.parametrize("where", ["start", "log", "finish"])
+@pytest.mark.parametrize("where", [pytest.param("start", marks=pytest.mark.full), "log", "finish"])
 def test_a_tracker_that_hangs_holds_no_other_up(where: str) -> None:
     said: list[str] = []
     gate = threading.Event()

@@ -132,7 +132,7 @@ def numbers_of(given: list[float | str]) -> list[float | str]:
         pytest.param("by hand", 3, marks=FULL),
         ("pipeline 2 x tensor 2", 3),
         pytest.param("data 2 x tensor 2", 3, marks=FULL),
-        ("data 2 x tensor 2", 1),
+        pytest.param("data 2 x tensor 2", 1, marks=FULL),
         ("data 2 x pipeline 2", 2),
         *(pytest.param("data 2 x pipeline 2", stage, marks=FULL) for stage in (0, 1, 3)),
         pytest.param("pipeline 4", 3, marks=FULL),
